@@ -1,0 +1,393 @@
+"""The engines of the decoding benchmark behind one protocol.
+
+Every engine is imported where it is used, so that this file can be imported in whatever environment has one
+of them; only numpy must be there. `directory / "huggingface"` holds the weights; what an engine needs in
+another form is put beside it by `prepare`.
+"""
+
+import gc
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Engine(Protocol):
+    """What is measured: each call is timed from outside and returns tokens that the host can read."""
+
+    version: str
+    detail: str  # which of its own ways the engine has chosen
+    tokens_read: int  # prompt tokens that the last prefill computed; an engine may copy what rows share
+
+    def open(self, batch: int, capacity: int) -> None:
+        """Make room for `batch` rows of `capacity` tokens; forget what was there before."""
+
+    def prefill(self, prompts: np.ndarray) -> np.ndarray:
+        """Read prompts `int32 [batch, context]` from the start; the greedy next token of each row, `[batch]`."""
+
+    def warm(self, steps: int) -> np.ndarray:
+        """`decode`, with leave to compile and to try out which way is the fastest."""
+
+    def decode(self, steps: int) -> np.ndarray:
+        """The next `steps` greedy tokens of each row, `[batch, steps]`."""
+
+
+class Ours:
+    """`entropic_jax` with the null controller: `decode` is one launch of the compiled loop."""
+
+    launch = 128  # most steps of a launch
+
+    def __init__(self, directory: Path, threads: int, half: bool) -> None:
+        import jax
+
+        import entropic_jax
+        import models
+
+        self.library, self.key = entropic_jax, jax.random.key(0)
+        self.model = models.load(directory / "huggingface", dtype="float32")
+        self.controller = entropic_jax.chain()
+        self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
+
+    def open(self, batch: int, capacity: int) -> None:
+        self.capacity, self.state = capacity, None
+
+    def prefill(self, prompts: np.ndarray) -> np.ndarray:
+        rows, context = prompts.shape
+        self.state = None  # the memory of the one before
+        self.state = self.library.start(
+            self.model.decoder,
+            self.model.params,
+            self.controller,
+            self.library.allocate(self.model.decoder.shape, rows, self.capacity),
+            prompts.tolist(),
+            key=self.key,
+            max_tokens=self.capacity - context,
+            sample=self.library.parameters(rows, temperature=0.0),
+        )
+        self.tokens_read = prompts.size
+        return self.decode(1)[:, 0]
+
+    def decode(self, steps: int) -> np.ndarray:
+        model, state = self.model, self.state
+        self.state, trace = self.library.generate(
+            model.decoder, model.params, self.controller, state, steps, capacity=self.launch
+        )
+        return np.asarray(trace.token)[:steps].T
+
+    warm = decode
+
+
+class Transformers:
+    """Hugging Face transformers on PyTorch, driven by its forward pass (`generate` adds to every step).
+
+    `warm` tries each cache with each kind of attention where the sequences stand, and keeps the fastest.
+    """
+
+    ways: tuple[tuple[str, str], ...] = (
+        ("dynamic", "sdpa"), ("dynamic", "eager"), ("static", "sdpa"), ("static", "eager"),
+    )  # fmt: skip
+
+    def __init__(self, directory: Path, threads: int, half: bool) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.torch, self.transformers = torch, transformers
+        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        self.detail = ""
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            directory / "huggingface", dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.model = loaded.eval()
+        self.forward: Callable[..., Any] = self.model
+
+    def open(self, batch: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.cache: Any = None
+
+    def prefill(self, prompts: np.ndarray) -> np.ndarray:
+        self.model.set_attn_implementation("sdpa")
+        self.forward, self.length = self.model, prompts.shape[1]
+        read = distinct(prompts)
+        group = max(1, 16384 // self.length)  # rows at once: beyond, the activations outgrow every cache
+        parts, tokens = [], []
+        for start in range(0, len(read), group):
+            self.cache = self.transformers.DynamicCache(config=self.model.config)
+            tokens.append(self._step(self.torch.from_numpy(read[start : start + group].astype(np.int64)), 0))
+            parts.append(self.cache.layers)
+        copies = len(prompts) // len(read)
+        if len(parts) * copies > 1:
+            gather = lambda layers, name: self.torch.cat([getattr(x, name) for x in layers] * copies)
+            joined = ((gather(layers, "keys"), gather(layers, "values")) for layers in zip(*parts, strict=True))
+            self.cache = self.transformers.DynamicCache(joined, config=self.model.config)
+        self.token, self.tokens_read = self.torch.cat(tokens * copies), read.size
+        return self.token[:, 0].numpy()
+
+    def _step(self, tokens: Any, position: int) -> Any:
+        """Feed tokens `[rows, n]` at `position`; the greedy next token `[rows, 1]`."""
+        places = self.torch.arange(position, position + tokens.shape[1])[None]
+        output = self.forward(
+            input_ids=tokens, position_ids=places, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1:].argmax(-1)
+
+    def decode(self, steps: int) -> np.ndarray:
+        tokens = []
+        for _ in range(steps):
+            self.token = self._step(self.token, self.length)
+            self.length += 1
+            tokens.append(self.token)
+        return self.torch.cat(tokens, 1).numpy()
+
+    def _choose(self, way: tuple[str, str], dynamic: Any) -> None:
+        """Continue with this cache and attention; the keys and values come from the dynamic cache."""
+        kind, attention = way
+        self.model.set_attn_implementation(attention)
+        self.cache = dynamic
+        if kind == "static":
+            self.cache = self.transformers.StaticCache(config=self.model.config, max_cache_len=self.capacity)
+            for index, layer in enumerate(dynamic.layers):
+                self.cache.update(layer.keys, layer.values, index)
+        self.detail = f"{kind} cache, {attention}"
+
+    def warm(self, steps: int) -> np.ndarray:
+        dynamic, begin, token, seconds = self.cache, self.length, self.token, {}
+        for way in self.ways:
+            self._choose(way, dynamic)
+            self.decode(1)
+            start = time.perf_counter()
+            self.decode(3)
+            seconds[way] = time.perf_counter() - start
+            if self.cache is dynamic:
+                dynamic.crop(-4)
+            self.length, self.token = begin, token
+        self._choose(min(seconds, key=lambda way: seconds[way]), dynamic)
+        return self.decode(steps)
+
+
+class CompiledTransformers(Transformers):
+    """transformers with a static cache and a decoding step compiled by torch.compile (needs a C++ compiler)."""
+
+    ways = (("static", "sdpa"),)
+
+    def _choose(self, way: tuple[str, str], dynamic: Any) -> None:
+        super()._choose(way, dynamic)
+        self.torch.compiler.reset()
+        self.forward = self.torch.compile(self.model, dynamic=False)
+        self.detail += ", compiled"
+
+
+class OpenVINO:
+    """OpenVINO GenAI's continuous batching, stepped by hand; all prompts are read before any row decodes."""
+
+    block = 32  # tokens of a KV block on the CPU device
+
+    def __init__(self, directory: Path, threads: int, half: bool) -> None:
+        import openvino
+        import openvino_genai
+
+        self.openvino, self.genai = openvino, openvino_genai
+        self.version = f"openvino_genai {importlib.metadata.version('openvino-genai')}"
+        self.model = directory / "openvino"
+        self.properties = {
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "bf16" if half else "f32",
+            "KV_CACHE_PRECISION": "f16" if half else "f32",
+        }
+        self.detail = "bf16 products, f16 KV" if half else ""
+        self.handles: list[Any] = []
+
+    @staticmethod
+    def prepare(directory: Path) -> None:
+        """Export the weights as OpenVINO IR, uncompressed."""
+        from optimum.intel import OVModelForCausalLM
+
+        exported = OVModelForCausalLM.from_pretrained(
+            directory / "huggingface", export=True, compile=False, load_in_8bit=False
+        )
+        exported.save_pretrained(directory / "openvino.part")
+        (directory / "openvino.part").rename(directory / "openvino")
+
+    def open(self, batch: int, capacity: int) -> None:
+        self.handles, self.pipeline = [], None
+        gc.collect()
+        scheduler = self.genai.SchedulerConfig()
+        scheduler.num_kv_blocks = batch * -(-capacity // self.block) + batch
+        scheduler.max_num_batched_tokens = max(capacity, 2048)
+        scheduler.dynamic_split_fuse = False  # prompts first, so that all rows start to decode together
+        scheduler.enable_prefix_caching = False
+        self.capacity = capacity
+        self.pipeline: Any = self.genai.ContinuousBatchingPipeline(self.model, scheduler, "CPU", self.properties)
+
+    def prefill(self, prompts: np.ndarray) -> np.ndarray:
+        for handle in self.handles:
+            handle.stop()
+        while self.handles and self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        config = self.genai.GenerationConfig(
+            max_new_tokens=self.capacity - prompts.shape[1], do_sample=False, ignore_eos=True
+        )
+        config.set_eos_token_id(0)  # some end must be named, and is then ignored
+        self.handles = [
+            self.pipeline.add_request(index, self.openvino.Tensor(row[None].astype(np.int64)), config)
+            for index, row in enumerate(prompts)
+        ]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.taken, self.tokens_read = 0, prompts.size
+        return self.decode(1)[:, 0]
+
+    def decode(self, steps: int) -> np.ndarray:
+        goal = self.taken + steps
+        while min(map(len, self.tokens)) < goal:
+            self.pipeline.step()
+            for handle, tokens in zip(self.handles, self.tokens, strict=True):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        tokens.extend(output.generated_ids)
+        result = np.array([tokens[self.taken : goal] for tokens in self.tokens])
+        self.taken = goal
+        return result
+
+    warm = decode
+
+
+class LlamaCpp:
+    """llama.cpp through the low-level interface of llama-cpp-python: one stream of KV cells per row."""
+
+    chunk = 2048  # prompt tokens handed over at once; llama.cpp computes them 512 at a time
+
+    def __init__(self, directory: Path, threads: int, half: bool) -> None:
+        import llama_cpp
+
+        self.library = library = llama_cpp
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+        self.detail = "f16 weights, f16 KV" if half else ""
+        self.threads, self.context = threads, None
+        self.kv_type = library.GGML_TYPE_F16 if half else library.GGML_TYPE_F32
+        name = f"llamacpp-{'f16' if half else 'f32'}.gguf"
+        library.llama_backend_init()
+        self.model = library.llama_model_load_from_file(
+            str(directory / name).encode(), library.llama_model_default_params()
+        )
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {directory / name}")
+        self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self.model))
+        self.batch = library.llama_batch_init(self.chunk, 0, 1)
+
+    @staticmethod
+    def prepare(directory: Path) -> None:
+        """Write the weights as GGUF, once in float32 and once in float16."""
+        import gguf
+        from safetensors.numpy import load_file
+
+        config = json.loads((directory / "huggingface" / "config.json").read_text())
+        weights = load_file(directory / "huggingface" / "model.safetensors")
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+        for kind, dtype in (("f32", np.float32), ("f16", np.float16)):
+            partial = directory / f"llamacpp-{kind}.part"
+            writer = gguf.GGUFWriter(partial, "llama")
+            writer.add_context_length(config["max_position_embeddings"])
+            writer.add_embedding_length(config["hidden_size"])
+            writer.add_block_count(config["num_hidden_layers"])
+            writer.add_feed_forward_length(config["intermediate_size"])
+            writer.add_head_count(config["num_attention_heads"])
+            writer.add_head_count_kv(config["num_key_value_heads"])
+            writer.add_key_length(config["head_dim"])
+            writer.add_value_length(config["head_dim"])
+            writer.add_rope_dimension_count(config["head_dim"])
+            writer.add_rope_freq_base(config["rope_theta"])
+            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+            writer.add_vocab_size(config["vocab_size"])
+            writer.add_tokenizer_model("none")
+            for name, weight in weights.items():
+                heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+                if heads:  # llama.cpp rotates neighbours, Hugging Face the two halves of a head
+                    halves = weight.reshape(config[heads], 2, -1, weight.shape[-1])
+                    weight = halves.swapaxes(1, 2).reshape(weight.shape)
+                stored = weight.astype(dtype if weight.ndim > 1 else np.float32)
+                writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            partial.rename(directory / f"llamacpp-{kind}.gguf")
+
+    def open(self, batch: int, capacity: int) -> None:
+        library = self.library
+        if self.context:
+            library.llama_free(self.context)
+        parameters = library.llama_context_default_params()
+        parameters.n_ctx = batch * -(-capacity // 256) * 256
+        parameters.n_batch, parameters.n_ubatch, parameters.n_seq_max = self.chunk, 512, batch
+        parameters.n_threads = parameters.n_threads_batch = self.threads
+        parameters.type_k = parameters.type_v = self.kv_type
+        # Flash attention rounds to float16 whatever the KV type, and decodes slower than plain attention here.
+        parameters.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        parameters.kv_unified = False
+        self.context = library.llama_init_from_model(self.model, parameters)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot make a context of {batch} × {capacity} tokens")
+
+    def _feed(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Evaluate tokens (all arguments `[n]`); the greedy next token after each of those wanted."""
+        batch, size = self.batch, len(tokens)
+        batch.n_tokens = size
+        for field, values in ((batch.token, tokens), (batch.pos, positions), (batch.logits, wanted)):
+            np.ctypeslib.as_array(field, (size,))[:] = values
+        np.ctypeslib.as_array(batch.n_seq_id, (size,))[:] = 1
+        for index, row in enumerate(rows):
+            batch.seq_id[index][0] = row
+        status = self.library.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+        if not wanted.any():
+            return np.empty(0, np.int32)
+        logits = np.ctypeslib.as_array(self.library.llama_get_logits(self.context), (int(wanted.sum()), self.vocabulary))
+        return logits.argmax(-1)
+
+    def prefill(self, prompts: np.ndarray) -> np.ndarray:
+        memory = self.library.llama_get_memory(self.context)
+        self.library.llama_memory_clear(memory, True)
+        context, read, tokens = prompts.shape[1], distinct(prompts), []
+        for row, prompt in enumerate(read):
+            for start in range(0, context, self.chunk):
+                positions = np.arange(start, min(start + self.chunk, context))
+                wanted = positions == context - 1
+                token = self._feed(prompt[positions], positions, np.full_like(positions, row), wanted)
+            tokens.append(token)
+        copies = len(prompts) // len(read)
+        for row in range(len(read), len(prompts)):
+            self.library.llama_memory_seq_cp(memory, 0, row, -1, -1)
+        self.length, self.token, self.tokens_read = context, np.concatenate(tokens * copies), read.size
+        return self.token
+
+    def decode(self, steps: int) -> np.ndarray:
+        rows, tokens = np.arange(len(self.token)), []
+        for _ in range(steps):
+            self.token = self._feed(self.token, np.full_like(rows, self.length), rows, np.ones_like(rows))
+            self.length += 1
+            tokens.append(self.token)
+        return np.stack(tokens, 1)
+
+    warm = decode
+
+
+def distinct(prompts: np.ndarray) -> np.ndarray:
+    """The first row alone if all rows of `[rows, context]` are the same, else all of them."""
+    return prompts[:1] if (prompts == prompts[0]).all() else prompts
+
+
+ENGINES: dict[str, tuple[type, bool]] = {  # the class, and whether it computes in half precision
+    "ours": (Ours, False),
+    "transformers": (Transformers, False),
+    "transformers-compiled": (CompiledTransformers, False),
+    "openvino": (OpenVINO, False),
+    "llamacpp": (LlamaCpp, False),
+    "openvino-half": (OpenVINO, True),
+    "llamacpp-half": (LlamaCpp, True),
+}

@@ -1,0 +1,137 @@
+"""Write keys and values into pages, and attend to the pages of a sequence.
+
+A short row never pays for its long neighbour, and a page that is not listed is never read.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .cache import Cache, Layer
+from .pallas import paged_attention
+from .pallas.paged_attention.reference import prefill
+
+
+class Step(NamedTuple):
+    """Where the tokens at hand stand: `count[row]` of them, from position `start[row]` on."""
+
+    start: jax.Array  # int32 [rows]
+    count: jax.Array  # int32 [rows], 0 for a row that must not write
+
+
+Attend = Callable[..., tuple[jax.Array, Layer]]
+
+
+def attend_to(cache: Cache, step: Step) -> Attend:
+    """The function that a model calls in each layer: writes its keys and values, then attends to all.
+
+    `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
+    `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
+    layer as written. `window` limits a query to that many newest positions, itself included.
+    """
+    table = cache.table
+
+    def attend(q, k, v, layer, window=None):
+        layer = write(layer, table, step, k, v)
+        return read(layer, table, step, q, window), layer
+
+    return attend
+
+
+def write(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    """Store k and v `[rows, n, kv_heads, head_dim]` at their positions, and summarise the pages touched.
+
+    Tokens past a row's count go to the bin.
+    """
+    return _write_one(layer, table, step, k, v) if k.shape[1] == 1 else _write_many(layer, table, step, k, v)
+
+
+def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
+    index = jnp.minimum(step.start // size, table.shape[1] - 1)
+    page = jnp.take_along_axis(table, index[:, None], 1)[:, 0]
+    page = jnp.where(step.count > 0, page, bin_page)
+    slot = step.start % size
+    fresh = slot == 0
+    k, v = k[:, 0], v[:, 0]
+
+    def row(i, layer: Layer) -> Layer:
+        p, s, new = page[i], slot[i], fresh[i]
+        key, value = k[i].astype(jnp.float32), v[i].astype(jnp.float32)
+
+        def put(x, y, *offset):
+            start = (p, *offset, *(0,) * (x.ndim - 1 - len(offset)))
+            return jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), start)
+
+        def fold(x, y, join):
+            old = jax.lax.dynamic_index_in_dim(x, p, keepdims=False)
+            return put(x, jnp.where(new, y, join(old, y)))
+
+        return Layer(
+            put(layer.keys, k[i][:, None], 0, s),
+            put(layer.values, v[i][:, None], 0, s),
+            fold(layer.key_min, key, jnp.minimum),
+            fold(layer.key_max, key, jnp.maximum),
+            fold(layer.key_sum, key, jnp.add),
+            fold(layer.value_norm, jnp.linalg.norm(value, axis=-1), jnp.maximum),
+        )
+
+    return jax.lax.fori_loop(0, k.shape[0], row, layer)
+
+
+def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    rows, n, kv_heads, head_dim = k.shape
+    size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
+    touched = min(-(-(n - 1) // size) + 1, table.shape[1])  # pages that n positions can reach into
+    first = step.start // size
+    index = jnp.minimum(first[:, None] + jnp.arange(touched), table.shape[1] - 1)
+    page = jnp.take_along_axis(table, index, 1)  # [rows, touched]
+    # Position of every slot of the touched pages, and the token that belongs there, if any.
+    position = (first[:, None] + jnp.arange(touched))[:, :, None] * size + jnp.arange(size)
+    token = position - step.start[:, None, None]
+    new = (token >= 0) & (token < step.count[:, None, None])
+    held = (position < step.start[:, None, None]) | new
+    page = jnp.where(new.any(2), page, bin_page)
+    source = jnp.clip(token, 0, n - 1).reshape(rows, -1)
+
+    def merge(pages, x):
+        fresh = jnp.take_along_axis(x, source[:, :, None, None], 1)
+        fresh = fresh.reshape(rows, touched, size, kv_heads, head_dim).swapaxes(2, 3)
+        merged = jnp.where(new[:, :, None, :, None], fresh.astype(pages.dtype), pages[page])
+        return pages.at[page].set(merged), merged.astype(jnp.float32)
+
+    keys, key = merge(layer.keys, k)
+    values, value = merge(layer.values, v)
+    seen = held[:, :, None, :, None]
+    norm = jnp.sqrt(jnp.where(seen, jnp.square(value), 0.0).sum(-1)).max(-1)
+    return Layer(
+        keys,
+        values,
+        layer.key_min.at[page].set(jnp.where(seen, key, jnp.inf).min(3)),
+        layer.key_max.at[page].set(jnp.where(seen, key, -jnp.inf).max(3)),
+        layer.key_sum.at[page].set(jnp.where(seen, key, 0.0).sum(3)),
+        layer.value_norm.at[page].set(norm),
+    )
+
+
+def read(layer: Layer, table: jax.Array, step: Step, q: jax.Array, window: int | None = None) -> jax.Array:
+    """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
+
+    The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
+    row with count 0 reads nothing and yields zeros.
+    """
+    rows, n, heads, head_dim = q.shape
+    kv_heads = layer.keys.shape[1]
+    q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    last = jnp.where(step.count > 0, step.start + step.count, 0)
+    own = step.start[:, None] + jnp.arange(n)
+    first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
+    if n == 1:
+        out = paged_attention.decode(q[:, :, :, 0], layer.keys, layer.values, table, first[:, 0], last)
+        out = out[:, :, :, None]
+    else:
+        out = prefill(q, layer.keys, layer.values, table, first, step.start, last)
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, head_dim)

@@ -1,0 +1,163 @@
+"""The paged key–value cache as a pytree: pages, page table, free stack, page summaries.
+
+A *page* holds `page_size` consecutive positions of one sequence, for every layer. Within a layer the
+tile of one (page, KV head) is contiguous `[page_size, head_dim]`, so a kernel can fetch exactly the tiles
+chosen for a head. Pages move between the free stack and the page table on the device, without loops.
+
+Layers are a tuple of separate arrays rather than one stacked array: XLA's CPU backend copies what it
+slices out of a stacked array, and an in-place write needs a buffer of its own.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class ModelShape(NamedTuple):
+    """What the cache and the ledger need to know of a model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    hidden: int
+
+
+class Layer(NamedTuple):
+    """Keys and values of one layer, and a summary of each page of them.
+
+    The last page is a bin: rows that must not write write there, so that every write has one shape and
+    happens in place.
+    """
+
+    keys: jax.Array  # [pages + 1, kv_heads, page_size, head_dim], rotated
+    values: jax.Array  # [pages + 1, kv_heads, page_size, head_dim]
+    key_min: jax.Array  # [pages + 1, kv_heads, head_dim], element-wise over the page
+    key_max: jax.Array  # [pages + 1, kv_heads, head_dim]
+    key_sum: jax.Array  # [pages + 1, kv_heads, head_dim]
+    value_norm: jax.Array  # [pages + 1, kv_heads], the largest ‖v‖₂ of the page
+
+
+class Cache(NamedTuple):
+    layers: tuple[Layer, ...]
+    table: jax.Array  # int32 [rows, most pages of a row]; `pages` (the bin) where nothing is granted
+    granted: jax.Array  # int32 [rows], how many entries of a table row are granted
+    free: jax.Array  # int32 [pages], a stack: the first `available` entries are free pages
+    available: jax.Array  # int32 []
+
+    @property
+    def page_size(self) -> int:
+        return self.layers[0].keys.shape[2]
+
+    @property
+    def pages(self) -> int:
+        return self.free.shape[0]
+
+
+def default_page_size() -> int:
+    """64 positions on a CPU, 128 on an accelerator."""
+    return 64 if jax.default_backend() == "cpu" else 128
+
+
+def allocate(
+    shape: ModelShape, rows: int, context: int, *, pages: int | None = None, page_size: int | None = None, dtype="float32"
+) -> Cache:
+    """An empty cache for `rows` sequences of at most `context` positions.
+
+    `pages` is the size of the pool, by default enough for every row to reach `context`. Memory that no
+    sequence owns is never read into a result: it may hold anything, NaN included.
+    """
+    page_size = default_page_size() if page_size is None else page_size
+    for name, value in (("rows", rows), ("context", context), ("page_size", page_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; accepted are integers of at least 1")
+    per_row = -(-context // page_size)
+    pages = rows * per_row if pages is None else pages
+    if pages < 1:
+        raise ValueError(f"pages is {pages}; accepted are integers of at least 1")
+    tile = (pages + 1, shape.kv_heads, page_size, shape.head_dim)
+    summary = (pages + 1, shape.kv_heads, shape.head_dim)
+
+    def layer() -> Layer:
+        return Layer(
+            jnp.zeros(tile, dtype),
+            jnp.zeros(tile, dtype),
+            jnp.zeros(summary, jnp.float32),
+            jnp.zeros(summary, jnp.float32),
+            jnp.zeros(summary, jnp.float32),
+            jnp.zeros(tile[:2], jnp.float32),
+        )
+
+    return Cache(
+        tuple(layer() for _ in range(shape.layers)),
+        jnp.full((rows, per_row), pages, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.arange(pages, dtype=jnp.int32),
+        jnp.int32(pages),
+    )
+
+
+def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
+    """Give each row the pages it needs to hold `length` positions, in row order while the stack lasts.
+
+    length int32 `[rows]`; 0 asks for nothing. Returns the cache and a flag per row: whether the row now
+    has what it asked for. A row that does not get all it needs gets none.
+    """
+    rows, per_row = cache.table.shape
+    wanted = jnp.minimum(-(-length // cache.page_size), per_row)
+    missing = jnp.maximum(wanted - cache.granted, 0)
+    # Rows are served in order; one that does not fit is passed over, its neighbours are not.
+    def serve(left, need):
+        fits = need <= left
+        return jnp.where(fits, left - need, left), fits
+
+    _, fits = jax.lax.scan(serve, cache.available, missing)
+    taken = jnp.where(fits, missing, 0)
+    before = jnp.cumsum(taken) - taken
+    column = jnp.arange(per_row, dtype=jnp.int32)[None, :]
+    nth = column - cache.granted[:, None]  # of the row's new pages
+    fresh = (nth >= 0) & (nth < taken[:, None])
+    place = cache.available - 1 - (before[:, None] + nth)
+    page = cache.free[jnp.where(fresh, place, 0)]
+    enough = fits & (length <= per_row * cache.page_size)
+    return (
+        cache._replace(
+            table=jnp.where(fresh, page, cache.table),
+            granted=cache.granted + taken,
+            available=cache.available - taken.sum(dtype=jnp.int32),
+        ),
+        enough,
+    )
+
+
+def release(cache: Cache, rows: jax.Array) -> Cache:
+    """Return every page of the flagged rows (bool `[rows]`) to the free stack."""
+    count, per_row = cache.table.shape
+    column = jnp.arange(per_row, dtype=jnp.int32)[None, :]
+    returned = rows[:, None] & (column < cache.granted[:, None])
+    flat = returned.reshape(-1)
+    place = cache.available + jnp.cumsum(flat, dtype=jnp.int32) - 1
+    free = cache.free.at[jnp.where(flat, place, cache.pages)].set(cache.table.reshape(-1), mode="drop")
+    return cache._replace(
+        table=jnp.where(returned, cache.pages, cache.table),
+        granted=jnp.where(rows, 0, cache.granted),
+        free=free,
+        available=cache.available + flat.sum(dtype=jnp.int32),
+    )
+
+
+def check(cache: Cache) -> None:
+    """Raise AssertionError unless every page has exactly one place: the free stack or one table entry.
+
+    A debugging aid for the host; it copies the tables.
+    """
+    table, granted, free = (np.asarray(x) for x in (cache.table, cache.granted, cache.free))
+    available = int(cache.available)
+    owned = [int(p) for row, n in zip(table, granted, strict=True) for p in row[:n]]
+    seen = sorted(owned + [int(p) for p in free[:available]])
+    assert seen == list(range(cache.pages)), f"pages lost or owned twice: {seen}"
+    for row, n in zip(table, granted, strict=True):
+        assert (row[n:] == cache.pages).all(), "a table entry past the granted ones is not the bin"

@@ -1,0 +1,5 @@
+"""Controllers: each reads a `Signal` and rewrites an `Action`."""
+
+from .controller import Chain, Controller, Every, When, chain, pytree
+
+__all__ = ["Chain", "Controller", "Every", "When", "chain", "pytree"]

@@ -1,0 +1,115 @@
+"""The one abstraction of the loop: a controller reads what was measured and rewrites what is obeyed.
+
+Temperature, pruning and scheduling differ only in the field of `Action` they write and in how often they
+run. Controllers are frozen dataclasses that are pytrees: their gains are leaves, so new gains never
+retrace, and `vmap` over gains and `grad` with respect to gains work.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from ..state import Action, Signal
+
+T = TypeVar("T")
+
+
+class Controller(Protocol):
+    """A control law. All arrays have one entry per row; rows do not see one another."""
+
+    def init(self, action: Action) -> Any:
+        """The controller's own state, a pytree, for a batch that starts with `action`."""
+
+    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        """The next action and state. Structure, shapes and dtypes stay what they were."""
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass whose fields are pytree leaves.
+
+    Fields declared with `dataclasses.field(metadata={"static": True})` are part of the structure instead:
+    changing one retraces.
+
+    >>> @pytree
+    ... class Gain:
+    ...     value: float
+    >>> jax.tree.leaves(Gain(0.5))
+    [0.5]
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    static = [f.name for f in fields if f.metadata.get("static")]
+    leaves = [f.name for f in fields if f.name not in static]
+    return jax.tree_util.register_dataclass(cls, data_fields=leaves, meta_fields=static)
+
+
+@pytree
+class Chain:
+    """Controllers applied in order; the later one sees the action of the earlier."""
+
+    controllers: tuple[Any, ...]
+
+    def init(self, action: Action) -> tuple[Any, ...]:
+        return tuple(c.init(action) for c in self.controllers)
+
+    def update(self, signal: Signal, action: Action, state: tuple[Any, ...]) -> tuple[Action, tuple[Any, ...]]:
+        after = []
+        for controller, own in zip(self.controllers, state, strict=True):
+            action, own = controller.update(signal, action, own)
+            after.append(own)
+        return action, tuple(after)
+
+
+def chain(*controllers: Controller) -> Chain:
+    """The controllers in order. `chain()` changes nothing: it is the ablation's baseline."""
+    return Chain(controllers)
+
+
+def _choose(flag: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the flag (scalar or `[rows]`) is set, for every leaf."""
+
+    def leaf(x, y):
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        return jnp.where(flag.reshape(flag.shape + (1,) * (x.ndim - flag.ndim)), x, y)
+
+    return jax.tree.map(leaf, new, old)
+
+
+@pytree
+class Every:
+    """Run a controller at every n-th step only, the first included; between, the action stands."""
+
+    controller: Any
+    n: int
+
+    def init(self, action: Action) -> tuple[jax.Array, Any]:
+        return jnp.int32(0), self.controller.init(action)
+
+    def update(self, signal: Signal, action: Action, state: tuple[jax.Array, Any]) -> tuple[Action, Any]:
+        count, own = state
+        due = count % self.n == 0
+        changed, after = self.controller.update(signal, action, own)
+        return _choose(due, changed, action), (count + 1, _choose(due, after, own))
+
+
+@pytree
+class When:
+    """Run a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
+
+    State leaves of the controller must have one entry per row.
+    """
+
+    condition: Callable[[Signal, Action], jax.Array] = dataclasses.field(metadata={"static": True})
+    controller: Any
+
+    def init(self, action: Action) -> Any:
+        return self.controller.init(action)
+
+    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        chosen = self.condition(signal, action)
+        changed, after = self.controller.update(signal, action, state)
+        return _choose(chosen, changed, action), _choose(chosen, after, state)

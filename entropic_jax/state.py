@@ -1,0 +1,112 @@
+"""The state of the decode loop: what was measured, what is obeyed, and everything the next step needs.
+
+Axes, in the order in which they appear: `rows` (sequences of a batch), `positions` (of a sequence),
+`heads`, `kv_heads`, `head_dim`, `vocabulary`, `pages`, `page_size`, `steps` (of a launch).
+Entropies are in nats, positions count tokens from 0.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .cache import Cache
+
+RUNNING, STOPPED, FULL, FAILED = range(4)
+FINISH_REASONS = {RUNNING: None, STOPPED: "stop", FULL: "length", FAILED: "error"}
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters, one value per row; `parameters` builds and validates them."""
+
+    temperature: jax.Array  # float32 [rows], >= 0; 0 is greedy
+    top_k: jax.Array  # int32 [rows], 0 is off
+    top_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
+    min_p: jax.Array  # float32 [rows], in [0, 1]; 0 is off
+    typical_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
+    repetition_penalty: jax.Array  # float32 [rows], > 0; 1 is off; prompt and generated tokens
+    presence_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
+    frequency_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
+    bias_tokens: jax.Array  # int32 [rows, slots]; -1 is an unused slot
+    bias_values: jax.Array  # float32 [rows, slots], added to the logit; −inf bans the token
+
+
+class History(NamedTuple):
+    """What the penalties look back on."""
+
+    prompt: jax.Array  # bool [rows, vocabulary]: the token occurs in the prompt
+    generated: jax.Array  # int32 [rows, vocabulary]: how often the token was generated
+
+
+class Signal(NamedTuple):
+    """What the last step measured; each `[rows]`, in nats (nats² for the variances)."""
+
+    entropy: jax.Array  # H₁ of the belief p₁ = softmax(z / T_cal)
+    varentropy: jax.Array  # V₁ = Var[log p₁]
+    tempered_entropy: jax.Array  # H_T of the distribution at the temperature in force
+    tempered_varentropy: jax.Array  # V_T
+    surprisal: jax.Array  # −log p₁(emitted token)
+    dropped_mass: jax.Array  # attention mass the last step left unread
+
+
+class Action(NamedTuple):
+    """What the next step obeys, held until rewritten; each `[rows]`."""
+
+    temperature: jax.Array  # micro
+    drop: jax.Array  # meso: the attention mass that may be left unread, in [0, 1)
+    quota: jax.Array  # macro: 0 waits, 1 decodes, n lets it draft n − 1 tokens
+
+
+class Ledger(NamedTuple):
+    """Running sums of a sequence; each `[rows]`."""
+
+    steps: jax.Array  # int32, tokens emitted
+    entropic_time: jax.Array  # τ = Σ max(0, H₁[t−1] − H₁[t])
+    variation: jax.Array  # Σ |H₁[t−1] − H₁[t]|
+    entropy: jax.Array  # Σ H₁[t]
+
+
+class State(NamedTuple):
+    """Everything that step t + 1 needs. Saving it and resuming equals running through, bit for bit."""
+
+    key: jax.Array  # the run's random key; a draw uses fold_in(fold_in(key, seed), position)
+    seed: jax.Array  # int32 [rows]
+    token: jax.Array  # int32 [rows], emitted last and not yet in the cache
+    length: jax.Array  # int32 [rows], positions in the cache
+    limit: jax.Array  # int32 [rows], length at which the row is full
+    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL or FAILED
+    stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
+    sampling: Sampling
+    history: History
+    signal: Signal
+    action: Action
+    control: Any  # the controller's own state
+    ledger: Ledger
+    cache: Cache
+
+
+class Trace(NamedTuple):
+    """What a person wants to see of a launch; each `[steps, rows]`, valid where `emitted`."""
+
+    emitted: jax.Array  # bool
+    token: jax.Array  # int32
+    entropy: jax.Array
+    varentropy: jax.Array
+    tempered_entropy: jax.Array
+    tempered_varentropy: jax.Array
+    surprisal: jax.Array
+    temperature: jax.Array
+    drop: jax.Array
+    dropped_mass: jax.Array
+    entropic_time: jax.Array  # τ up to and including the token
+
+
+def quiet_signal(rows: int) -> Signal:
+    """The signal before anything was measured: zero throughout."""
+    return Signal(*(jnp.zeros(rows, jnp.float32) for _ in Signal._fields))
+
+
+def plain_action(temperature: jax.Array) -> Action:
+    """Sample at the requested temperature `[rows]`, read every page, decode one token a step."""
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return Action(temperature, jnp.zeros_like(temperature), jnp.ones(temperature.shape, jnp.int32))

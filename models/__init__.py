@@ -1,0 +1,31 @@
+"""Decoder-only language models: Hugging Face directories in, functions of raw arrays out.
+
+    model = models.load("path/to/directory")
+    hidden, layers = model.decoder.hidden(model.params, tokens, positions, layers, attend)
+    logits = model.decoder.logits(model.params, hidden)
+
+A model does not know how its keys and values are stored, nor that anything controls it: `attend` does.
+"""
+
+from .config import Config, ModelError
+from .decoder import FAMILIES, Decoder, Params
+from .layers import Attend
+from .model import Model, initialise, load, save
+from .rope import RopeScaling
+from .tokenizer import Detokenizer, Tokenizer
+
+__all__ = [
+    "FAMILIES",
+    "Attend",
+    "Config",
+    "Decoder",
+    "Detokenizer",
+    "Model",
+    "ModelError",
+    "Params",
+    "RopeScaling",
+    "Tokenizer",
+    "initialise",
+    "load",
+    "save",
+]

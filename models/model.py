@@ -1,0 +1,122 @@
+"""A model as a person handles it: load it from a directory, save it to one, or make one up."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import weights
+from .config import Config, ModelError, from_json, read_json, to_json
+from .decoder import FAMILIES, Decoder, Params, family, structure
+from .tokenizer import Tokenizer
+
+ACCEPTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """Configuration, arrays and text side of a model."""
+
+    config: Config
+    params: Params
+    tokenizer: Tokenizer | None = None  # None where the directory has no tokenizer.json
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json as it is
+
+    @property
+    def decoder(self) -> Decoder:
+        return Decoder(self.config)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text: those of generation_config.json, else those of config.json."""
+        stated = self.generation.get("eos_token_id")
+        if stated is None:
+            return self.config.eos_token_id
+        return tuple(stated) if isinstance(stated, list) else (stated,)
+
+
+def load(path: str | Path, dtype: Any = "float32", progress: bool = True) -> Model:
+    """Read a Hugging Face model directory.
+
+    `dtype` is what the weights become and the model computes in: "float32", "bfloat16" or "float16", whatever
+    is on disk. `progress` shows a bar on stderr where that is a terminal. Raises ModelError, a ValueError,
+    for a directory that cannot be used.
+    """
+    directory, dtype = Path(path), checked(dtype)
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory; accepted: one with config.json and safetensors")
+    file = directory / "config.json"
+    raw = read_json(file)
+    try:
+        config = from_json(raw, family(raw))
+        _, shapes = structure(config)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    generation_file = directory / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    tokenizer = Tokenizer.from_directory(directory)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    hidden = not (progress and sys.stderr.isatty())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
+        task = bar.add_task(f"loading {directory.name}", total=total)
+        params = weights.read(directory, config, dtype, lambda amount: bar.advance(task, amount))
+    return Model(config, params, tokenizer, generation)
+
+
+def save(model: Model, path: str | Path, dtype: Any = None) -> None:
+    """Write a directory that `load` and transformers read.
+
+    `dtype` of the weights on disk, by default that of the parameters. The output projection is left out where
+    the embeddings are tied.
+    """
+    directory = Path(path)
+    dtype = checked(jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype)
+    directory.mkdir(parents=True, exist_ok=True)
+    described = to_json(model.config, FAMILIES[model.config.architecture], dtype.name)
+    generation = model.generation or {name: described[name] for name in ("bos_token_id", "eos_token_id")}
+    for name, value in (("config.json", described), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+    if model.tokenizer is not None:
+        model.tokenizer.save(directory)
+    weights.write(directory / weights.SINGLE, model.params, model.config, dtype)
+
+
+def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
+    """A model with random weights, the same for the same seed: for tests and benchmarks, not for training.
+
+    Kernels are normal with variance 1 / fan-in, so activations keep their scale; norms are one.
+    """
+    dtype = checked(dtype)
+    arrays = []
+    for number, entry in enumerate(weights.entries(config)):
+        random, kind = np.random.default_rng((seed, number)), entry.path[-1]
+        if kind == "weight" and len(entry.shape) == 1:
+            arrays.append(jnp.ones(entry.shape, dtype))
+            continue
+        fan_in = entry.shape[-2] if kind == "kernel" else config.hidden_size
+        values = random.standard_normal(entry.shape, np.float32)
+        values /= np.float32(math.sqrt(fan_in))
+        arrays.append(jnp.asarray(values.astype(dtype)))
+    params = jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+    if config.tie_word_embeddings:
+        params["lm_head"]["kernel"] = params["embed_tokens"]["weight"].T.copy()
+    return Model(config, params)
+
+
+def checked(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ACCEPTED_DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; accepted: {', '.join(ACCEPTED_DTYPES)}")
+    return found

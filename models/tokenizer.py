@@ -1,0 +1,208 @@
+"""Text to tokens and back: a thin layer over `tokenizers`, streaming included, and chat templates."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.processors import TemplateProcessing
+
+from .config import ModelError, read_json
+
+REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
+
+
+class Tokenizer:
+    """The tokenizer of a model directory.
+
+    `settings` is tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where stated, overrule what
+    tokenizer.json adds around a text, as in transformers.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        settings: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.backend, self.settings, self.chat_template = backend, dict(settings or {}), chat_template
+        backend.no_padding()
+        backend.no_truncation()
+        if {"add_bos_token", "add_eos_token"} & self.settings.keys():
+            before = self.bos_token if self.settings.get("add_bos_token") else None
+            after = self.eos_token if self.settings.get("add_eos_token") else None
+            added = [t for t in (before, after) if t is not None]
+            backend.post_processor = TemplateProcessing(
+                single=[*([before] if before else []), "$A", *([after] if after else [])],
+                special_tokens=[(token, self.token_id(token)) for token in dict.fromkeys(added)],
+            )
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
+        """Read tokenizer.json and what lies beside it; None where there is none. Raises ModelError."""
+        file = directory / "tokenizer.json"
+        if not file.exists():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the bindings raise nothing narrower
+            raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
+        settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        settings = read_json(settings_file) if settings_file.exists() else {}
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {t["name"]: t["template"] for t in template}.get("default")
+        if template_file.exists():
+            template = template_file.read_text("utf-8")
+        return cls(backend, settings, template)
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, the chat template inside the latter."""
+        self.backend.save(str(directory / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (directory / "tokenizer_config.json").write_text(text, "utf-8")
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are, the added ones included. The model may have more rows than that."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._named("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._named("eos_token")
+
+    def _named(self, name: str) -> str | None:
+        value = self.settings.get(name)
+        return value.get("content") if isinstance(value, Mapping) else value
+
+    def token_id(self, token: str) -> int:
+        """Number of a token given as text. ModelError where it is not in the vocabulary."""
+        number = self.backend.token_to_id(token)
+        if number is None:
+            raise ModelError(f"token is {token!r}; accepted: one of the {self.vocabulary} in tokenizer.json")
+        return number
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token numbers of a text, with what the model expects around it (BOS) if `special`."""
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        return self.backend.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def stream(self, skip_special: bool = True) -> "Detokenizer":
+        """A decoder that takes one token at a time."""
+        return Detokenizer(self, skip_special)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation after the model's template; encode it with `special=False`.
+
+        `messages` hold "role" and "content", `variables` whatever else the template reads. The template
+        comes with the model and is not trusted: it runs in jinja's immutable sandbox. Raises ModelError where
+        there is no template or it rejects the messages.
+        """
+        if self.chat_template is None:
+            raise ModelError("chat_template is missing; accepted: a model directory with chat_template.jinja")
+        named = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        stated = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        try:
+            return compiled(self.chat_template).render({**named, **stated, "tools": tools, **variables})
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template rejects the messages: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(template: str) -> jinja2.Template:
+    """A chat template in jinja's immutable sandbox, with the helpers that templates expect."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def as_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+class Detokenizer:
+    """Text of a growing sequence, released as soon as it is final, at constant cost per token.
+
+    Tokens wait while they end inside a UTF-8 character. They are decoded after the tokens released last,
+    since some decoders treat the beginning of a text differently (sentencepiece drops a space there). All
+    that `push` and `flush` return, joined, is what `Tokenizer.decode` makes of the whole sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._skipped = {number for number, token in added.items() if skip_special and token.special}
+        self._context: list[int] = []  # released last
+        self._waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this token makes final, possibly empty."""
+        if token in self._skipped:
+            return ""
+        self._waiting.append(token)
+        if self._text().endswith(REPLACEMENT):
+            return self._release(self._clean_cut())
+        return self._release(len(self._waiting))
+
+    def flush(self) -> str:
+        """What still waits at the end of the sequence, U+FFFD in place of an unfinished character."""
+        return self._release(len(self._waiting))
+
+    def _text(self) -> str:
+        """What the waiting tokens add to the text."""
+        return self._decode(self._context + self._waiting)[len(self._decode(self._context)) :]
+
+    def _clean_cut(self) -> int:
+        """How many waiting tokens are final although the last ones end inside a character.
+
+        Only bytes that form no character make more than four tokens wait. They are cut where both sides,
+        decoded apart, give the same text as together.
+        """
+        count = len(self._waiting)
+        if count <= LONGEST_CHARACTER:
+            return 0
+        whole = self._decode(self._waiting)
+        for cut in range(count - 1, count - 1 - LONGEST_CHARACTER, -1):
+            if self._decode(self._waiting[:cut]) + self._decode(self._waiting[cut:]) == whole:
+                return cut
+        return 0
+
+    def _release(self, count: int) -> str:
+        if not count:
+            return ""
+        self._waiting, rest = self._waiting[:count], self._waiting[count:]
+        text = self._text()
+        if text:
+            self._context = self._waiting
+        self._waiting = rest
+        return text

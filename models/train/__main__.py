@@ -1,0 +1,241 @@
+"""Train the embedded model: `python -m models.train --work DIR`.
+
+Two stages: short windows at a constant learning rate, then windows of the full context while the rate
+falls to zero. Progress goes to `DIR/log.csv` and `DIR/log.png`; checkpoints make it resumable.
+"""
+
+import os
+import sys
+
+CORES = os.cpu_count() or 1
+TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
+TUNABLES += ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
+if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
+    # Fresh pages for every temporary buffer cost a third of a step: keep freed memory, in huge pages.
+    os.environ["GLIBC_TUNABLES"] = TUNABLES
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
+    )
+    os.execv(sys.executable, [sys.executable, "-m", "models.train", *sys.argv[1:]])
+
+import argparse
+import csv
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import data, forward
+
+
+class Shape(NamedTuple):
+    """The embedded model, in the names of its `config.json`."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 500_000.0
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
+
+
+def initialise(shape: Shape, seed: int) -> dict[str, Any]:
+    """Random parameters; what writes to the residual stream starts at zero."""
+    rng = np.random.default_rng(seed)
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    normal = lambda *size: (rng.standard_normal(size) * size[0] ** -0.5).astype(np.float32)
+    layer = lambda: {
+        "input_layernorm": np.ones(hidden, np.float32),
+        "q_proj": normal(hidden, q),
+        "k_proj": normal(hidden, kv),
+        "v_proj": normal(hidden, kv),
+        "o_proj": np.zeros((q, hidden), np.float32),
+        "post_attention_layernorm": np.ones(hidden, np.float32),
+        "gate_proj": normal(hidden, inner),
+        "up_proj": normal(hidden, inner),
+        "down_proj": np.zeros((inner, hidden), np.float32),
+    }
+    embedding = rng.standard_normal((shape.vocab_size, hidden)).astype(np.float32) * 0.02
+    return {
+        "embed_tokens": embedding,
+        "layers": [layer() for _ in range(shape.num_hidden_layers)],
+        "norm": np.ones(hidden, np.float32),
+    }
+
+
+def optimiser(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers and Adam for the rest, or AdamW for all."""
+    if name == "adamw":
+        rule = optax.adamw(lambda s: 0.15 * schedule(s), b2=0.98, weight_decay=0.1)
+    else:
+
+        def matrices(params):
+            spec = optax.contrib.MuonDimensionNumbers((0,), (1,))
+            chosen = jax.tree.map(lambda x: spec if x.ndim == 2 else None, params)
+            return {**chosen, "embed_tokens": None}
+
+        rule = optax.contrib.muon(
+            schedule,
+            weight_decay=0.01,
+            adam_learning_rate=lambda s: 0.2 * schedule(s),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        )
+    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+
+def make_step(shape: Shape, rule: optax.GradientTransformation, mesh: jax.sharding.Mesh):
+    """One update from tokens `[micro, device rows, time + 1]`: accumulate over `micro`, then average."""
+
+    def gradients(params, tokens, weights):
+        def micro(carry, xs):
+            (loss, plain), g = jax.value_and_grad(forward.loss, has_aux=True)(params, *xs, shape)
+            return jax.tree.map(jnp.add, carry, (g, loss, plain)), None
+
+        zero = jax.tree.map(jnp.zeros_like, params)
+        sums, _ = jax.lax.scan(micro, (zero, 0.0, 0.0), (tokens, weights))
+        return jax.lax.psum((*sums, weights.sum()), "data")
+
+    sharded = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(P(), P(None, "data"), P(None, "data")), out_specs=P(), check_vma=False
+    )
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, tokens, weights):
+        g, loss, plain, total = sharded(params, tokens, weights)
+        g = jax.tree.map(lambda x: x / total, g)
+        updates, state = rule.update(g, state, params)
+        return optax.apply_updates(params, updates), state, plain / weights.size, optax.global_norm(g)
+
+    return step
+
+
+def plot(log: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    rows = list(csv.DictReader(log.open()))
+    if not rows:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    tokens, bits = ([float(r[c]) for r in rows] for c in ("tokens", "bits_per_byte"))
+    axes.plot([t / 1e6 for t in tokens], bits, lw=0.5, color="#4477aa")
+    axes.set(xlabel="million tokens", ylabel="bits per byte (training batch)", ylim=(0.8, 3))
+    figure.savefig(log.with_suffix(".png"), dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder for corpus, checkpoints and log")
+    parser.add_argument("--tokens", type=float, default=20e6, help="tokens of the short stage")
+    parser.add_argument("--long-tokens", type=float, default=5e6, help="tokens at the full context")
+    parser.add_argument("--length", type=int, default=1024, help="window of the short stage")
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--micro-tokens", type=int, default=2048, help="per device, at least one window")
+    parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--learning-rate", type=float, default=0.02)
+    parser.add_argument("--minutes", type=float, default=1e9, help="checkpoint and stop after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    shape = Shape()
+    streams = data.prepare(work, shape.vocab_size)
+    bytes_per_token = np.mean([len(t.encode()) for t in streams.text[:300]]) / np.mean(
+        [len(streams.tokenizer.encode(t).ids) for t in streams.text[:300]]
+    )
+    short_steps = int(arguments.tokens) // arguments.batch_tokens
+    long_steps = int(arguments.long_tokens) // arguments.batch_tokens
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, arguments.learning_rate, 40),
+            optax.constant_schedule(arguments.learning_rate),
+            optax.linear_schedule(arguments.learning_rate, 0.0, long_steps),
+        ],
+        [40, short_steps],
+    )
+    rule = optimiser(arguments.optimiser, schedule)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    params = jax.device_put(initialise(shape, arguments.seed), everywhere)
+    state = jax.jit(rule.init, out_shardings=everywhere)(params)
+
+    manager = ocp.CheckpointManager(work / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=3))
+    first = manager.latest_step() or 0
+    if first:
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"params": params, "state": state})
+        restored = manager.restore(first, args=ocp.args.StandardRestore(target))
+        params, state = restored["params"], restored["state"]
+
+    step = make_step(shape, rule, mesh)
+    log = work / "log.csv"
+    if not log.exists():
+        log.write_text("step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second\n")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    began = time.monotonic()
+    with Progress(*columns) as progress, log.open("a", newline="") as out:
+        bar = progress.add_task("training", total=short_steps + long_steps, completed=first)
+        length, source = 0, iter(())
+        for number in range(first, short_steps + long_steps):
+            wanted = arguments.length if number < short_steps else shape.max_position_embeddings
+            if wanted != length:
+                length = wanted
+                rows = max(1, arguments.batch_tokens // length)
+                rows = -(-rows // mesh.size) * mesh.size
+                per_device = max(1, arguments.micro_tokens // length)
+                micro = max(1, rows // (per_device * mesh.size))
+                share = 0.2 if number < short_steps else 0.5
+                source = data.batches(streams, arguments.seed, number, rows, length, share)
+                if number:
+                    manager.save(number, args=ocp.args.StandardSave({"params": params, "state": state}))
+            tokens, weights = next(source)
+            start = time.monotonic()
+            split = lambda x: x.reshape(micro, rows // micro, -1)
+            put = partial(jax.device_put, device=NamedSharding(mesh, P(None, "data")))
+            params, state, nats, norm = step(params, state, put(split(tokens)), put(split(weights)))
+            bits = float(nats) / np.log(2) / bytes_per_token
+            speed = weights.size / (time.monotonic() - start)
+            seen = min(number + 1, short_steps) * arguments.batch_tokens
+            seen += max(0, number + 1 - short_steps) * arguments.batch_tokens
+            csv.writer(out).writerow(
+                [number + 1, seen, length, f"{bits:.4f}", f"{float(norm):.3f}", f"{speed:.0f}"]
+            )
+            out.flush()
+            progress.update(
+                bar, completed=number + 1, description=f"{bits:.3f} bits/byte {speed:,.0f} tokens/s"
+            )
+            late = time.monotonic() - began > 60 * arguments.minutes
+            if (number + 1) % 100 == 0 or number + 1 == short_steps + long_steps or late:
+                manager.save(number + 1, args=ocp.args.StandardSave({"params": params, "state": state}))
+                plot(log)
+            if late:
+                break
+    manager.wait_until_finished()
+
+
+if __name__ == "__main__":
+    main()

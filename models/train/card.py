@@ -1,0 +1,248 @@
+"""Write the model card: `python -m models.train.card --work DIR --model models/embedded`.
+
+Every number on it comes from the evaluation, the training log, the list of packages or the code.
+"""
+
+import argparse
+import csv
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from . import corpus, data, export, tasks
+
+INTRODUCTION = """# The embedded model
+
+A small language model of Python source code, trained from scratch by `models.train` and shipped with the
+repository so that generation works without a download. Llama architecture, Hugging Face layout; it loads
+in `models.load` and in `transformers` alike."""
+
+LIMITS = """## Limits
+
+- It has seen Python and little else. It is no assistant, answers no questions, and what it writes is
+  often wrong, however fluent; do not run or ship it unread.
+- Recall is measured on generated text of the four kinds it was trained on. It says that the model *can*
+  read what stands far above, not that it does so whenever ordinary code asks for it.
+- Positions beyond {context:,} tokens were never trained.
+- It may repeat passages of its training text, whose licences are listed above.
+- The comparison with xz leaves out the size of the model itself, which no file of this size repays."""
+
+
+def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
+    """A Markdown table whose first `words` columns are text, to the left, and the rest numbers."""
+    rule = ["---" if i < words else "---:" for i in range(len(head))]
+    lines = [head, rule, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """The words of `text` in lines of even length."""
+    return textwrap.fill(" ".join(text.split()), 105, break_on_hyphens=False, break_long_words=False)
+
+
+def architecture(config: dict[str, Any], model: Path) -> str:
+    """Sizes of the network and of its files."""
+    params, _, _ = export.read(model)
+    layer = sum(x.size for x in params["layers"][0].values())
+    embedding = params["embed_tokens"].size
+    count = embedding + layer * len(params["layers"]) + params["norm"].size
+    size = lambda name: f"{(model / name).stat().st_size / 1e6:.1f} MB"
+    rows = [
+        ["parameters", f"{count:,}, of them {embedding:,} in the embedding (tied to the output)"],
+        ["layers", f"{config['num_hidden_layers']}"],
+        ["hidden, MLP", f"{config['hidden_size']}, {config['intermediate_size']} (SwiGLU)"],
+        ["heads", f"{config['num_attention_heads']}, and {config['num_key_value_heads']} of keys and values"],
+        ["head", f"{config['head_dim']}"],
+        [
+            "positions",
+            f"rotary, θ = {config['rope_theta']:,.0f}, context {config['max_position_embeddings']:,}",
+        ],
+        ["vocabulary", f"{config['vocab_size']:,}, byte-level BPE"],
+        ["files", f"weights {size('model.safetensors')} in bfloat16, tokenizer {size('tokenizer.json')}"],
+    ]
+    return "## Architecture\n\n" + table(["what", "size"], rows, words=2)
+
+
+def megabytes(count: int) -> str:
+    """Bytes as a number of millions with one digit after the point."""
+    return f"{count / 1e6:,.1f}"
+
+
+def training_data(work: Path, compression: dict[str, Any]) -> str:
+    """The packages with licences and sizes, and what was done to them."""
+    packages = json.loads((work / "packages.json").read_text())
+    held = json.loads((work / "held_out.json").read_text())
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    streams = data.prepare(work, tokenizer.get_vocab_size())
+    rows = [[p["name"], p["version"], p["licence"], megabytes(p["bytes"])] for p in packages]
+    row = lambda wanted: [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is wanted]
+    training = sum(p["bytes"] for p in packages if not p["held_out"])
+    kept = sum(len(d["text"].encode()) for d in held)
+    head = ["package", "version", "licence", "MB"]
+    kinds = ", ".join(tasks.KINDS).replace("_", "–")
+    smallest, largest = compression["smallest"] // 1000, compression["largest"] // 1000
+    parts = [
+        "## Data",
+        paragraph(
+            f"""Python files of the packages below as their wheels on PyPI hold them, each of
+            {corpus.SMALLEST_FILE} bytes to {corpus.LARGEST_FILE // 1000} kB, without what looks generated;
+            tabs become four spaces. A file is dropped when more than 40 % of its passages of
+            {corpus.SHINGLE_LINES} lines occur in an earlier file, and the held-out packages come first, so
+            training text that repeats them is dropped too. {megabytes(training)} MB of candidates left
+            {len(streams.starts):,} files and {len(streams.training) / 1e6:,.1f} million tokens to train
+            on."""
+        ),
+        paragraph(
+            f"""A part of what the model read is generated: real source with facts scattered through it and
+            questions further down ({kinds}), whose answers weigh {tasks.ANSWER_WEIGHT:g} times as much."""
+        ),
+        table(head, row(False), words=3),
+        paragraph(
+            f"""Held out as whole packages ({len(held):,} files, {megabytes(kept)} MB without duplicates;
+            those of {smallest} to {largest} kB are measured on):"""
+        ),
+        table(head, row(True), words=3),
+    ]
+    return "\n\n".join(parts)
+
+
+def recipe(work: Path, model: Path, step: int) -> str:
+    """The command lines, and what the log says of the run."""
+    rows = [r for r in csv.DictReader((work / "log.csv").open()) if int(r["step"]) <= step]
+    if not rows:
+        raise ValueError(f"step: {step} is not in {work / 'log.csv'}")
+    batch = int(rows[0]["tokens"]) // int(rows[0]["step"])
+    lengths = sorted({int(r["length"]) for r in rows})
+    of = {n: [r for r in rows if int(r["length"]) == n] for n in lengths}
+    steps = {n: len({r["step"] for r in of[n]}) for n in lengths}
+    speeds = {n: [float(r["tokens_per_second"]) for r in of[n]] for n in lengths}
+    hours = sum(batch / v for each in speeds.values() for v in each) / 3600
+    stages = "; ".join(
+        f"{steps[n]:,} on windows of {n:,} tokens, at a median of {median(speeds[n]):,.0f} tokens/s"
+        for n in lengths
+    )
+    short = batch * steps[lengths[0]]
+    account = paragraph(
+        f"""{step:,} steps of {batch:,} tokens, {step * batch / 1e6:.1f} million in all: {stages}. The
+        steps took {hours:.1f} hours. All other settings are the defaults of `models.train`; WORK is a folder
+        of your own."""
+    )
+    return f"""## Recipe
+
+    python -m models.train --work WORK --tokens {short} --long-tokens {step * batch - short}
+    python -m models.train.export --work WORK --out models/embedded
+    python -m models.train.evaluate --model models/embedded --work WORK --out models/embedded/evaluation.json
+    python -m models.train.card --work WORK --model models/embedded
+
+{account}
+
+![bits per byte of the training batches](training.png)"""
+
+
+def results(report: dict[str, Any]) -> str:
+    """Tables and plots of the evaluation."""
+    rate = lambda x: f"{x:.3f}"
+    sizes = report["compression"]
+    compression = [
+        [
+            row["package"],
+            str(row["files"]),
+            megabytes(row["bytes"]),
+            rate(row["model_bits_per_byte"]),
+            rate(row["xz_bits_per_byte"]),
+            f"{100 * row['below_xz']:.1f} %",
+        ]
+        for row in (*sizes["by_package"], sizes)
+    ]
+    context = [
+        [
+            f"{row['context']:,}",
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['change']:+.4f} ± {1.96 * row['standard_error']:.4f}" if "change" in row else "",
+        ]
+        for row in report["context"]
+    ]
+    kinds = list(report["recall"])
+    cell = lambda r: f"{100 * r['accuracy']:.0f} % ({100 * r['low']:.0f} – {100 * r['high']:.0f})"
+    recall = [
+        [f"{rows[0]['distance']:,}", *map(cell, rows)]
+        for rows in zip(*(report["recall"][kind] for kind in kinds), strict=True)
+    ]
+    cases = report["recall"][kinds[0]][0]["cases"]
+    long = report["context"][0]
+    parts = [
+        "## Results",
+        "### Held-out bits per byte",
+        paragraph(
+            f"""{sizes["files"]} held-out files of {sizes["smallest"] // 1000} to
+            {sizes["largest"] // 1000} kB, chosen by seed, each on its own from its first byte to its end:
+            total bits over total bytes of UTF-8. The model sees at most 8,192 tokens (windows overlap by half);
+            xz is what `xz -9e` writes, container included."""
+        ),
+        table(["package", "files", "MB", "model", "xz -9e", "below xz"], compression),
+        "### What context is worth",
+        paragraph(
+            f"""The same tokens, 4,097 to 8,192 of {long["files"]} long held-out files
+            ({megabytes(long["bytes"])} MB), scored with more and more context: under a limit of c, each
+            token sees between c / 2 and c tokens. The change is against the row above, with its 95 % interval
+            over files."""
+        ),
+        table(["context", "bits per byte", "change"], context),
+        "![bits per byte against context](context.png)",
+        "### Recall against distance",
+        paragraph(
+            f"""Share of questions whose whole answer is the model's most likely continuation, token by token,
+            with 95 % intervals (Wilson), {cases} questions for each kind and distance. The text between is
+            held-out source with other facts of the same kinds in it."""
+        ),
+        table(["tokens between", *(kind.replace("_", "–") for kind in kinds)], recall),
+        "![recall against distance](recall.png)",
+    ]
+    return "\n\n".join(parts)
+
+
+def shown(samples: list[dict[str, str]]) -> str:
+    """The samples: where each prompt comes from, its text, and what the model went on with."""
+    parts = [
+        f"### {s['package']}, `{s['path']}`\n\n~~~~python\n{s['prompt']}\n~~~~\n\ncontinued as\n\n"
+        f"~~~~python\n{s['continuation']}\n~~~~"
+        for s in samples
+    ]
+    rule = ", ".join(f"{k} = {v}" for k, v in export.GENERATION.items() if k != "do_sample")
+    return f"## Samples\n\nChosen by seed, not by taste ({rule}).\n\n" + "\n\n".join(parts)
+
+
+def card(work: Path, model: Path) -> str:
+    """The text of the card of the exported directory `model`."""
+    report = json.loads((model / "evaluation.json").read_text())
+    config = json.loads((model / "config.json").read_text())
+    parts = [
+        INTRODUCTION,
+        architecture(config, model),
+        results(report),
+        shown(report["samples"]),
+        recipe(work, model, report["step"]),
+        training_data(work, report["compression"]),
+        LIMITS.format(context=config["max_position_embeddings"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Read the command line and write `README.md` and `training.png` into the model's folder."""
+    parser = argparse.ArgumentParser(prog="python -m models.train.card", description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
+    parser.add_argument("--model", type=Path, required=True, help="exported and evaluated directory")
+    arguments = parser.parse_args()
+    (arguments.model / "README.md").write_text(card(arguments.work, arguments.model))
+    if (arguments.work / "log.png").exists():
+        shutil.copyfile(arguments.work / "log.png", arguments.model / "training.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Measure an exported model: `python -m models.train.evaluate --model DIR --work DIR --out FILE`.
+
+On held-out packages: bits per byte beside `xz -9e`, bits per byte against the context allowed, recall
+against distance, and samples. Writes one JSON file and, beside it, two plots.
+"""
+
+import os
+import sys
+
+from .__main__ import CORES, TUNABLES
+
+if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
+    os.environ["GLIBC_TUNABLES"] = TUNABLES
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
+    )
+    os.execv(sys.executable, [sys.executable, "-m", "models.train.evaluate", *sys.argv[1:]])
+
+import argparse
+import csv
+import json
+import lzma
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from . import export, recall, scoring
+from .data import END
+
+SMALLEST, LARGEST = 8_000, 64_000  # bytes of a held-out file
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+PROMPT, CONTINUATION = 128, 120  # tokens of a sample
+LN2 = float(np.log(2))
+
+
+class File(NamedTuple):
+    """A held-out file: `begin … end`, and how many bytes of text each token stands for."""
+
+    package: str
+    path: str
+    text: str
+    tokens: np.ndarray
+    sizes: np.ndarray
+
+
+def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
+    """The held-out files of 8 to 64 kB, in an order fixed by `seed`."""
+    documents = json.loads((work / "held_out.json").read_text())
+    chosen = [d for d in documents if SMALLEST <= len(d["text"].encode()) <= LARGEST]
+    chosen = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
+    special = tokenizer.get_added_tokens_decoder()
+    size = np.zeros(tokenizer.get_vocab_size(), int)
+    for name, i in tokenizer.get_vocab().items():
+        size[i] = 0 if i in special else len(name)  # byte-level: a character of the name is a byte of text
+    encodings = tokenizer.encode_batch_fast([d["text"] for d in chosen])
+    end = tokenizer.token_to_id(END)
+    ids = [np.array([*e.ids, end], np.int32) for e in encodings]
+    return [File(**d, tokens=i, sizes=size[i]) for d, i in zip(chosen, ids, strict=True)]
+
+
+def cost(scorer: scoring.Scorer, jobs: list[tuple[File, int, int, int]], advance: Any) -> list[np.ndarray]:
+    """Bits of each target, for jobs `(file, first, stop, context)`."""
+    pieces = [
+        (number, window)
+        for number, (file, first, stop, context) in enumerate(jobs)
+        for window in scoring.windows(first, stop, context)
+    ]
+    scores = scorer([jobs[n][0].tokens[start:end] for n, (start, _, end) in pieces], advance)
+    result: list[list[np.ndarray]] = [[] for _ in jobs]
+    for (number, (start, first, _)), score in zip(pieces, scores, strict=True):
+        result[number].append(score.nats[first - start - 1 :].astype(float) / LN2)
+    return [np.concatenate(parts) for parts in result]
+
+
+def compression(scorer: scoring.Scorer, files: list[File], advance: Any) -> dict[str, Any]:
+    """Total bits over total bytes, each file on its own, `end` included; xz as the command writes it."""
+    model = [bits.sum() for bits in cost(scorer, [(f, 1, len(f.tokens), 8192) for f in files], advance)]
+    raw = [f.text.encode() for f in files]
+    xz = [8 * len(lzma.compress(r, lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)) for r in raw]
+    size = [len(r) for r in raw]
+
+    def row(name: str, chosen: list[int]) -> dict[str, Any]:
+        bits, packed, total = (sum(x[i] for i in chosen) for x in (model, xz, size))
+        counts = {"package": name, "files": len(chosen), "bytes": total}
+        rates = {"model_bits_per_byte": bits / total, "xz_bits_per_byte": packed / total}
+        return {**counts, **rates, "below_xz": 1 - bits / packed}
+
+    by_package = [
+        row(name, [i for i, f in enumerate(files) if f.package == name])
+        for name in sorted({f.package for f in files})
+    ]
+    limits = {"smallest": SMALLEST, "largest": LARGEST, "tokens": sum(len(f.tokens) - 1 for f in files)}
+    return {**row("all", list(range(len(files)))), **limits, "by_package": by_package}
+
+
+def context_gain(scorer: scoring.Scorer, files: list[File], advance: Any) -> list[dict[str, float]]:
+    """Bits per byte of the same tokens, 4097 … 8192 of each file, with less and more context allowed.
+
+    With context c a token sees between c / 2 and c earlier ones. `change` is against the row before,
+    with its standard error over files.
+    """
+    jobs = [(f, 4097, 8193, context) for context in CONTEXTS for f in files]
+    bits = np.reshape([b.sum() for b in cost(scorer, jobs, advance)], (len(CONTEXTS), len(files)))
+    size = np.array([f.sizes[4097:8193].sum() for f in files])
+    rows = []
+    for number, context in enumerate(CONTEXTS):
+        rows.append({"context": context, "bits_per_byte": bits[number].sum() / size.sum()})
+        if number:
+            change = bits[number] - bits[number - 1]
+            rest = change - size * change.sum() / size.sum()
+            error = np.sqrt((rest**2).sum() * len(files) / max(1, len(files) - 1)) / size.sum()
+            rows[-1] |= {"change": change.sum() / size.sum(), "standard_error": error}
+        rows[-1] |= {"files": len(files), "bytes": int(size.sum())}
+    return rows
+
+
+def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: list[File], seed: int) -> list:
+    """Continuations of three held-out passages; the seed chooses file, place and tokens."""
+    rng = np.random.default_rng(seed)
+    chosen = [files[i] for i in rng.choice(len(files), 3, replace=False)]
+    places = [int(rng.integers(1, len(f.tokens) - PROMPT - CONTINUATION)) for f in chosen]
+    prompts = np.stack([f.tokens[p : p + PROMPT] for f, p in zip(chosen, places, strict=True)])
+    settings = json.loads((model / "generation_config.json").read_text())
+    temperature, top_p = settings["temperature"], settings["top_p"]
+    made = scoring.sample(params, shape, prompts, CONTINUATION, temperature, top_p, rng)
+    decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return [
+        {"package": f.package, "path": f.path, "prompt": decode(prompt), "continuation": decode(row)}
+        for f, prompt, row in zip(chosen, prompts, made, strict=True)
+    ]
+
+
+def plot(report: dict[str, Any], folder: Path) -> None:
+    """`recall.png` and `context.png` in `folder`."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for kind, rows in report["recall"].items():
+        x, y, low, high = ([r[k] for r in rows] for k in ("distance", "accuracy", "low", "high"))
+        (line,) = axes.plot(x, y, marker="o", ms=4, label=kind)
+        axes.fill_between(x, low, high, alpha=0.12, color=line.get_color(), lw=0)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens between fact and question", ylabel="recall (95 % interval)", ylim=(-0.02, 1.02))
+    axes.set_xticks(recall.DISTANCES, recall.DISTANCES)
+    axes.legend(frameon=False)
+    figure.savefig(folder / "recall.png", dpi=120)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    rows = report["context"]
+    axes.plot([r["context"] for r in rows], [r["bits_per_byte"] for r in rows], marker="o", ms=4)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="context allowed (tokens)", ylabel="held-out bits per byte")
+    axes.set_xticks(CONTEXTS, CONTEXTS)
+    figure.savefig(folder / "context.png", dpi=120)
+    plt.close("all")
+
+
+def tokens_at(log: Path, step: int) -> int | None:
+    """Tokens trained on up to `step`, by the training log."""
+    rows = csv.DictReader(log.open()) if log.exists() else ()
+    return next((int(r["tokens"]) for r in rows if int(r["step"]) == step), None)
+
+
+def main() -> None:
+    """Read the command line, measure, and write the report and its plots."""
+    parser = argparse.ArgumentParser(prog="python -m models.train.evaluate", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="exported directory")
+    parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; the plots go beside it")
+    parser.add_argument("--files", type=int, default=60, help="held-out files, for bits per byte")
+    parser.add_argument("--long-files", type=int, default=24, help="files for the effect of context")
+    parser.add_argument("--cases", type=int, default=100, help="recall cases of each kind and distance")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    params, shape, step = export.read(arguments.model)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    files = held_out(arguments.work, tokenizer, arguments.seed)
+    long = [f for f in files if len(f.tokens) >= 8193][: arguments.long_files]
+    scorer = scoring.Scorer(params, shape)
+    report: dict[str, Any] = {"step": step, "tokens": tokens_at(arguments.work / "log.csv", step)}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+
+        def stage(name: str, total: int) -> Any:
+            task = progress.add_task(name, total=total)
+            return lambda n: progress.advance(task, n)
+
+        few = files[: arguments.files]
+        count = sum(len(list(scoring.windows(1, len(f.tokens), 8192))) for f in few)
+        report["compression"] = compression(scorer, few, stage("bits per byte", count))
+        count = len(long) * sum(max(1, 8192 // c) for c in CONTEXTS)
+        report["context"] = context_gain(scorer, long, stage("context", count))
+        filler = recall.Filler([f.text for f in files], tokenizer)
+        told = stage("recall", len(recall.DISTANCES) * arguments.cases)
+        report["recall"] = recall.measure(scorer, filler, arguments.cases, arguments.seed, told)
+        report["samples"] = samples(arguments.model, params, shape, tokenizer, files, arguments.seed)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1, default=float) + "\n")
+    plot(report, arguments.out.parent)
+    rates = report["compression"]
+    print(f"{rates['model_bits_per_byte']:.3f} bits per byte, {rates['below_xz']:.1%} below xz -9e")
+    print("by context:", *(f"{row['context']}: {row['bits_per_byte']:.4f}" for row in report["context"]))
+    for kind, rows in report["recall"].items():
+        print(f"recall, {kind}:", *(f"{row['distance']}: {row['accuracy']:.0%}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Write a trained model as a Hugging Face directory: `python -m models.train.export --work DIR --out DIR`.
+
+The weights are rounded to bfloat16 and transposed to `[out, in]`, as `torch.nn.Linear` keeps them.
+`read` is the inverse, for the evaluation: float32 parameters in the layout of `models.train.forward`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from .__main__ import Shape
+from .data import BEGIN, END
+from .forward import Params
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+
+
+def newest(checkpoints: Path) -> tuple[Params, int]:
+    """The parameters of the newest complete checkpoint, as numpy arrays, and its step."""
+    options = ocp.CheckpointManagerOptions(create=False)
+    handler = ocp.PyTreeCheckpointHandler()
+    with ocp.CheckpointManager(checkpoints, item_handlers=handler, options=options) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"checkpoints: no complete checkpoint in {checkpoints}; train one first")
+        saved = manager.item_metadata(step).tree["params"]
+        wanted = {"params": jax.tree.map(lambda _: 0, saved)}
+        numpy_arrays = {"params": jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)}
+        restore = ocp.args.PyTreeRestore(wanted, restore_args=numpy_arrays, partial_restore=True)
+        return manager.restore(step, args=restore)["params"], step
+
+
+def tensors(params: Params) -> dict[str, np.ndarray]:
+    """Parameters `[in, out]` under their Hugging Face names `[out, in]`, in bfloat16; no `lm_head`: tied."""
+    half = lambda x: np.ascontiguousarray(np.asarray(x).astype(ml_dtypes.bfloat16))
+    result = {
+        "model.embed_tokens.weight": half(params["embed_tokens"]),
+        "model.norm.weight": half(params["norm"]),
+    }
+    for number, layer in enumerate(params["layers"]):
+        for name, value in layer.items():
+            result[_tensor_name(number, name)] = half(value if name in NORMS else np.asarray(value).T)
+    return result
+
+
+def _tensor_name(layer: int, name: str) -> str:
+    part = "" if name in NORMS else "self_attn." if name in ATTENTION else "mlp."
+    return f"model.layers.{layer}.{part}{name}.weight"
+
+
+def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
+    """`config.json`: `rope_theta` is what transformers 4 reads, `rope_parameters` what 5 reads."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **shape._asdict(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "initializer_range": 0.02,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def check(params: Params, shape: Shape, vocabulary: int) -> None:
+    """Raise ValueError when the arrays are not those of `shape`, or the tokenizer does not fit."""
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    found = (
+        params["embed_tokens"].shape,
+        len(params["layers"]),
+        *(params["layers"][0][name].shape[1] for name in ("q_proj", "k_proj", "gate_proj")),
+    )
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    expected = ((shape.vocab_size, hidden), shape.num_hidden_layers, q, kv, inner)
+    if found != expected:
+        raise ValueError(
+            f"params: embedding, layers, widths of q, k and gate are {found}; {shape} has {expected}"
+        )
+    if vocabulary > shape.vocab_size:
+        raise ValueError(f"tokenizer: {vocabulary} tokens; the embedding has rows for {shape.vocab_size}")
+
+
+def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: int = 0) -> None:
+    """Write config, weights, tokenizer and generation defaults into the folder `out`.
+
+    `step`, the number of updates behind the weights, goes into the metadata of the safetensors file.
+    """
+    check(params, shape, tokenizer.get_vocab_size())
+    begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
+    if begin is None or end is None:
+        raise ValueError(f"tokenizer: {BEGIN} is token {begin} and {END} token {end}; both must exist")
+    out.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", "training_step": str(step)}
+    save_file(tensors(params), out / "model.safetensors", metadata=metadata)
+    (out / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(out / "tokenizer.json"))
+    description = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": shape.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    generation = {**GENERATION, "bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    for name, content in (
+        ("config", configuration(shape, begin, end)),
+        ("tokenizer_config", description),
+        ("generation_config", generation),
+    ):
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read(folder: Path) -> tuple[Params, Shape, int]:
+    """Parameters (float32, `[in, out]`), shape and training step of an exported directory."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = Shape(**{name: config[name] for name in Shape._fields})
+    with safe_open(folder / "model.safetensors", "np") as archive:
+        step = int((archive.metadata() or {}).get("training_step", 0))
+    stored = {k: v.astype(np.float32) for k, v in load_file(folder / "model.safetensors").items()}
+
+    def layer(number: int) -> Params:
+        names = (*NORMS, *ATTENTION, "gate_proj", "up_proj", "down_proj")
+        values = {name: stored[_tensor_name(number, name)] for name in names}
+        return {name: v if name in NORMS else np.ascontiguousarray(v.T) for name, v in values.items()}
+
+    params = {
+        "embed_tokens": stored["model.embed_tokens.weight"],
+        "layers": [layer(i) for i in range(shape.num_hidden_layers)],
+        "norm": stored["model.norm.weight"],
+    }
+    return params, shape, step
+
+
+def main() -> None:
+    """Read the command line and export the newest checkpoint."""
+    parser = argparse.ArgumentParser(prog="python -m models.train.export", description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    arguments = parser.parse_args()
+    work = arguments.work.resolve()
+    params, step = newest(work / "checkpoints")
+    export(params, Shape(), Tokenizer.from_file(str(work / "tokenizer.json")), arguments.out, step)
+    size = sum(f.stat().st_size for f in arguments.out.iterdir() if f.suffix in (".json", ".safetensors"))
+    print(f"step {step}: wrote {arguments.out}, {size / 1e6:.1f} MB with tokenizer")
+
+
+if __name__ == "__main__":
+    main()

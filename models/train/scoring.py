@@ -1,0 +1,154 @@
+"""Score token sequences with an exported model: what each token cost, and whether it was the likeliest.
+
+A dense causal forward pass made of the pieces of `forward`, without gradients, over batches of windows
+of a few fixed lengths, so that a handful of compilations serve every sequence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from . import forward
+from .__main__ import Shape
+
+LENGTHS = (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 4608, 6144, 8192)  # windows are padded to one
+DEVICE_TOKENS = 8192  # per device and call
+CHUNK = 256  # rows of logits at a time; divides every length
+
+
+class Scores(NamedTuple):
+    """Of each target of a window: its cost in nats, and whether no token was likelier."""
+
+    nats: np.ndarray  # float32 [time]
+    hit: np.ndarray  # bool [time]
+
+
+def hidden(params: forward.Params, tokens: jax.Array, shape: Shape) -> jax.Array:
+    """What the output projection reads, `[batch, time, hidden]`, for tokens `[batch, time]`."""
+    batch, length = tokens.shape
+    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    frequency = shape.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    per_head = lambda z, count: z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
+    flat = lambda z: z.reshape(batch * kv_heads, length, dim)
+    x = params["embed_tokens"][tokens.reshape(-1)]
+    for w in params["layers"]:
+        y = forward.rms_norm(x, w["input_layernorm"], shape.rms_norm_eps)
+        q = forward.rotate(per_head(forward.linear(y, w["q_proj"]), heads), cos, sin)
+        k = forward.rotate(per_head(forward.linear(y, w["k_proj"]), kv_heads), cos, sin)
+        v = per_head(forward.linear(y, w["v_proj"]), kv_heads)
+        grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
+        out = forward.causal_attention(grouped, flat(k), flat(v)).reshape(batch, heads, length, dim)
+        x = x + forward.linear(out.transpose(0, 2, 1, 3).reshape(batch * length, heads * dim), w["o_proj"])
+        y = forward.rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps)
+        gate = jax.nn.silu(forward.linear(y, w["gate_proj"]))
+        x = x + forward.linear(gate * forward.linear(y, w["up_proj"]), w["down_proj"])
+    return forward.rms_norm(x, params["norm"], shape.rms_norm_eps).reshape(batch, length, -1)
+
+
+def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Cost in nats and hit of every target, both `[batch, time]`, for tokens `[batch, time + 1]`."""
+    head = forward.flip(params["embed_tokens"])
+
+    def chunk(pair):
+        states, wanted = pair
+        logits = forward.dot(states, head)
+        top = logits.max(-1)
+        mine = jnp.take_along_axis(logits, wanted[:, None], -1)[:, 0]
+        return top + jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) - mine, mine >= top
+
+    states = hidden(params, tokens[:, :-1], shape)
+    split = (states.reshape(-1, CHUNK, states.shape[-1]), tokens[:, 1:].reshape(-1, CHUNK))
+    nats, hit = jax.lax.map(chunk, split)
+    return nats.reshape(tokens.shape[0], -1), hit.reshape(tokens.shape[0], -1)
+
+
+class Scorer:
+    """Scores windows of up to 8192 targets, on all devices at once; `advance(n)` hears of n more done."""
+
+    def __init__(self, params: forward.Params, shape: Shape):
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        self.devices = mesh.size
+        self.params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
+        sharded = jax.shard_map(
+            partial(targets, shape=shape),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=(P("data"), P("data")),
+            check_vma=False,
+        )
+        self.targets = jax.jit(sharded)
+
+    def __call__(
+        self, windows: Sequence[np.ndarray], advance: Callable[[int], object] = lambda n: None
+    ) -> list[Scores]:
+        """Scores of the targets `window[1:]` of each window, in the order given."""
+        longest = max(map(len, windows)) - 1
+        if longest > LENGTHS[-1]:
+            raise ValueError(f"windows: one has {longest} targets; at most {LENGTHS[-1]}")
+        padded = [next(n for n in LENGTHS if len(w) - 1 <= n) for w in windows]
+        results: list[Scores] = [Scores(np.empty(0), np.empty(0))] * len(windows)
+        for length in sorted(set(padded), reverse=True):
+            chosen = [i for i, n in enumerate(padded) if n == length]
+            rows = self.devices * (DEVICE_TOKENS // length)
+            for first in range(0, len(chosen), rows):
+                batch = chosen[first : first + rows]
+                tokens = np.zeros((rows, length + 1), np.int32)
+                for row, i in enumerate(batch):
+                    tokens[row, : len(windows[i])] = windows[i]
+                nats, hit = map(np.asarray, self.targets(self.params, tokens))
+                for row, i in enumerate(batch):
+                    count = len(windows[i]) - 1
+                    results[i] = Scores(nats[row, :count], hit[row, :count])
+                advance(len(batch))
+        return results
+
+
+def windows(first: int, stop: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Windows `(start, first, stop)` that score each target of `first … stop − 1` exactly once.
+
+    The window is `tokens[start:stop]`, at most `context + 1` tokens; its own `first … stop − 1` are the
+    targets it scores. Each sees more than `context / 2` earlier tokens, or all there are.
+    """
+    while first < stop:
+        start = max(0, first - 1 - context // 2)
+        end = min(stop, start + context + 1)
+        yield start, first, end
+        first = end
+
+
+def sample(
+    params: forward.Params,
+    shape: Shape,
+    prompts: np.ndarray,
+    count: int,
+    temperature: float,
+    top_p: float,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """`count` tokens `[row, count]` after prompts `[row, time]`, each by a dense pass over all before it."""
+    rows, time = prompts.shape
+    length = next(n for n in LENGTHS if time + count <= n)
+    tokens = np.zeros((rows, length), np.int32)
+    tokens[:, :time] = prompts
+
+    @jax.jit
+    def logits(params: forward.Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
+        return hidden(params, tokens, shape)[:, position] @ params["embed_tokens"].T
+
+    for position in range(time, time + count):
+        scaled = np.asarray(logits(params, tokens, position - 1), np.float64) / temperature
+        p = np.exp(scaled - scaled.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        for row in range(rows):
+            order = np.argsort(-p[row])
+            before = np.cumsum(p[row][order]) - p[row][order]
+            kept = order[before < top_p]
+            tokens[row, position] = rng.choice(kept, p=p[row][kept] / p[row][kept].sum())
+    return tokens[:, time : time + count]

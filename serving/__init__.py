@@ -1,0 +1,1 @@
+"""The command line and the server: requests in, text and measurements out."""

@@ -1,0 +1,34 @@
+"""Where compiled programs are kept, so that the second start of a command does not compile again."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+
+def remember_compilations() -> None:
+    """Let JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR already says where."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def cache_folder() -> Path:
+    """A folder below XDG_CACHE_HOME (`~/.cache`), of its own for every kind of processor.
+
+    Programs for the CPU use the instructions of the one they were compiled on, and a home folder may be
+    shared between machines.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "entropic_jax" / f"xla-{hashlib.sha256(processor().encode()).hexdigest()[:12]}"
+
+
+def processor() -> str:
+    """The kind of processor and its instructions, as far as the operating system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "\n".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"

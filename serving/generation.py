@@ -1,0 +1,46 @@
+"""What the command line asks of a loaded model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .request import Request
+from .transcript import Completion, Token
+
+EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "embedded"
+"""The model that ships with the package."""
+
+
+class Generator(Protocol):
+    """A model with its tokenizer, ready to continue prompts."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Sampling fields of `Request` that the model's makers recommend."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str | Sequence[int]:
+        """The prompt that the model's chat template makes of messages, each with `role` and `content`.
+
+        Raises RequestError if the model has no template, or it does not accept the messages.
+        """
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        """The tokens of one request as they become certain; RequestError if it cannot be served."""
+
+    def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """The completions of many requests, in their order.
+
+        A request that cannot be served is completed with `finish_reason` "error"; the others go on.
+        """
+
+
+def load(path: Path, dtype: str | None = None) -> Generator:
+    """The model of a directory, in float32 on a CPU and bfloat16 elsewhere unless a dtype is given.
+
+    Raises ValueError, or OSError, which say what in the directory is at fault.
+    """
+    import jax
+
+    from . import engine
+
+    return engine.load(path, dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

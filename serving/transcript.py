@@ -1,0 +1,165 @@
+"""From sampled tokens to text: incremental decoding, stop strings, and the record of one generation."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .request import Request
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class Detokenizer(Protocol):
+    """Text of one sequence, piece by piece; incomplete characters wait for the token that ends them."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes."""
+
+    def flush(self) -> str:
+        """What was still waiting."""
+
+
+class Token(NamedTuple):
+    """One token with the text that became certain with it, and what was measured when it was chosen."""
+
+    id: int
+    text: str
+    measures: Mapping[str, float]  # entropies in nats
+    finish_reason: FinishReason | None = None  # set on the last token only
+
+
+class Usage(NamedTuple):
+    """How many tokens a generation took and made."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Both together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation; the lists of `trace` are as long as `token_ids`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    trace: dict[str, list[float]]
+    error: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """A tree of what JSON can hold; a number that is not finite becomes null."""
+        tree = asdict(self)
+        tree["usage"] = {**self.usage._asdict(), "total_tokens": self.usage.total_tokens}
+        tree["trace"] = {
+            name: [value if math.isfinite(value) else None for value in values]
+            for name, values in self.trace.items()
+        }
+        if self.error is None:
+            del tree["error"]
+        return tree
+
+
+class Transcript:
+    """The record of one generation while it grows.
+
+    A token is handed out once its text is settled: text that may turn out to be the beginning of a stop
+    string is held back with its token. Every token is handed out in the end, in order, those that a stop
+    string cut off with their text removed.
+    """
+
+    def __init__(
+        self, request: Request, detokenizer: Detokenizer, prompt_tokens: int, eos: Collection[int] = ()
+    ) -> None:
+        """`eos` are the tokens that end a text; they count as tokens but have no text."""
+        self.request = request
+        self.detokenizer = detokenizer
+        self.prompt_tokens = prompt_tokens
+        self.eos = frozenset() if request.ignore_eos else frozenset(eos)
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._trace: dict[str, list[float]] = {}
+        self._held: list[Token] = []
+
+    def add(self, token: int, measures: Mapping[str, float]) -> list[Token]:
+        """Record a sampled token; returns the tokens that are settled now, none or several."""
+        if self.finish_reason is not None:
+            raise ValueError(
+                f"token is {token}, after the end of the text ({self.finish_reason}); accepted is none"
+            )
+        self._token_ids.append(token)
+        for name, value in measures.items():
+            self._trace.setdefault(name, []).append(float(value))
+        ended = token in self.eos
+        self._held.append(Token(token, "" if ended else self.detokenizer.push(token), measures))
+        if ended:
+            return self.finish("stop")
+        if self._cut() or len(self._token_ids) >= self.request.max_tokens:
+            return self.finish("length")  # unless it was cut
+        return self._release(self._safe())
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> list[Token]:
+        """End the text for a reason from outside, as a full context; returns the tokens held back."""
+        if self.finish_reason is None and self._held:
+            last = self._held[-1]
+            self._held[-1] = last._replace(text=last.text + self.detokenizer.flush())
+            self._cut()
+        self.finish_reason = self.finish_reason or reason
+        self.error = self.error or error
+        tokens = self._release(len(self._held))
+        return [*tokens[:-1], tokens[-1]._replace(finish_reason=self.finish_reason)] if tokens else []
+
+    def completion(self) -> Completion:
+        """The record, once the text has ended."""
+        if self.finish_reason is None:
+            raise ValueError("finish_reason is None; accepted is a transcript that has ended")
+        return Completion(
+            "".join(self._text),
+            list(self._token_ids),
+            self.finish_reason,
+            Usage(self.prompt_tokens, len(self._token_ids)),
+            {name: list(values) for name, values in self._trace.items()},
+            self.error,
+        )
+
+    def _cut(self) -> bool:
+        """Cut the text held back before the first stop string in it, if there is one."""
+        text = "".join(token.text for token in self._held)
+        places = [place for stop in self.request.stop if (place := text.find(stop)) >= 0]
+        if not places:
+            return False
+        left = min(places)
+        for i, token in enumerate(self._held):
+            self._held[i] = token._replace(text=token.text[: max(left, 0)])
+            left -= len(token.text)
+        self.finish_reason = "stop"
+        return True
+
+    def _safe(self) -> int:
+        """How many of the tokens held back cannot be part of a stop string any more."""
+        text = "".join(token.text for token in self._held)
+        waiting = max((_overlap(text, stop) for stop in self.request.stop), default=0)
+        end = 0
+        for i, token in enumerate(self._held):
+            end += len(token.text)
+            if end > len(text) - waiting:
+                return i
+        return len(self._held)
+
+    def _release(self, count: int) -> list[Token]:
+        tokens, self._held = self._held[:count], self._held[count:]
+        self._text += [token.text for token in tokens]
+        return tokens
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest beginning of `stop`, short of all of it, that `text` ends with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,29 @@
+"""Settings of every test: strict types, one device, compiled programs kept between runs."""
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "xla"
+
+# Before JAX is imported, and for processes that tests start.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion(request: pytest.FixtureRequest):
+    """Relax type promotion where a test is marked `standard_promotion`, for libraries that rely on it."""
+    if request.node.get_closest_marker("standard_promotion") is None:
+        yield
+    else:
+        with jax.numpy_dtype_promotion("standard"):
+            yield

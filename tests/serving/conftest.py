@@ -1,0 +1,105 @@
+"""A generator that says what the test tells it to, in place of a model."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from serving import generation
+from serving.cli import main
+from serving.request import Request, RequestError
+from serving.transcript import Completion, Token, Transcript
+
+EOS = 0
+
+
+class Characters:
+    """Token n is the text of entry n - 1 of the script; a token that ends with "…" waits for the next."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces, self.waiting = pieces, ""
+
+    def push(self, token: int) -> str:
+        text = self.waiting + self.pieces[token - 1]
+        self.waiting = text if text.endswith("…") else ""
+        return "" if self.waiting else text.replace("…", "")
+
+    def flush(self) -> str:
+        return self.waiting.replace("…", "\ufffd")
+
+
+class Scripted:
+    """Says its pieces one token each, then ends the text, unless it is to go on from the start."""
+
+    def __init__(self, pieces: Sequence[str], interrupt_after: int | None = None) -> None:
+        self.pieces, self.interrupt_after = pieces, interrupt_after
+        self.requests: list[Request] = []
+        self.defaults = {"temperature": 0.75}
+
+    def chat(self, messages) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        yield from self._tokens(request, self._transcript(request))
+
+    def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        for request in requests:
+            transcript = self._transcript(request)
+            if request.prompt == "broken":
+                transcript.finish("error", "the logits are not finite")
+            else:
+                list(self._tokens(request, transcript))
+            yield transcript.completion()
+
+    def _transcript(self, request: Request) -> Transcript:
+        self.requests.append(request)
+        if len(request.prompt) > 1000:
+            raise RequestError(f"the prompt has {len(request.prompt)} tokens; accepted are at most 1000")
+        return Transcript(request, Characters(self.pieces), len(request.prompt), {EOS})
+
+    def _tokens(self, request: Request, transcript: Transcript) -> Iterator[Token]:
+        time = count = 0
+        script = [*range(1, len(self.pieces) + 1), EOS]
+        while transcript.finish_reason is None:
+            if count == self.interrupt_after:
+                raise KeyboardInterrupt
+            token = script[count % (len(script) - request.ignore_eos)]
+            entropy = 0.5 * (count % 11)
+            time += 0.25
+            count += 1
+            measures = {
+                "entropy": entropy,
+                "varentropy": entropy**2,
+                "surprisal": float("inf"),
+                "entropic_time": time,
+            }
+            yield from transcript.add(token, measures)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """`script("a", "b")` makes every model say "ab"; returns the generator, which keeps its requests."""
+
+    def install(*pieces: str, **options) -> Scripted:
+        generator = Scripted(pieces, **options)
+        generator.loaded = []
+        load = lambda path, dtype: generator.loaded.append((path, dtype)) or generator
+        monkeypatch.setattr(generation, "load", load, raising=False)
+        monkeypatch.setattr("serving.compilation.remember_compilations", lambda: None)
+        return generator
+
+    return install
+
+
+@pytest.fixture
+def entropic(capsys):
+    """`entropic("generate", …)` runs the command line in this process; returns status, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run

@@ -1,0 +1,72 @@
+import math
+
+import pytest
+
+from serving.request import LIMITS, Request, RequestError
+
+
+def test_defaults_are_off():
+    request = Request(prompt="x")
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (request.typical_p, request.repetition_penalty) == (1.0, 1.0)
+    assert (request.stop, request.logit_bias) == ((), {})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("value", ["1", None, True, math.nan, math.inf, -math.inf, [1]])
+def test_no_number_is_refused(name, value):
+    with pytest.raises(RequestError, match=f"{name} is .*; accepted are (finite numbers|integers)"):
+        Request(prompt="x", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("temperature", -0.1, "finite numbers of at least 0"),
+        ("top_p", 0, "finite numbers above 0 and at most 1"),
+        ("top_p", 1.5, "finite numbers above 0 and at most 1"),
+        ("min_p", 2, "finite numbers of at least 0 and at most 1"),
+        ("top_k", 1.5, "integers of at least 0 and at most 2147483647"),
+        ("max_tokens", 0, "integers of at least 1 and at most 2147483647"),
+        ("seed", 2**31, "integers of at least 0 and at most 2147483647"),
+        ("repetition_penalty", 0.0, "finite numbers above 0"),
+    ],
+)
+def test_out_of_range_names_value_and_range(name, value, accepted):
+    with pytest.raises(RequestError) as error:
+        Request(prompt="x", **{name: value})
+    assert str(error.value) == f"{name} is {value!r}; accepted are {accepted}"
+
+
+def test_values_take_one_form():
+    request = Request(
+        prompt=[1, 2], stop="end", top_k=40.0, temperature=1, logit_bias={"7": -1, 8: -math.inf}
+    )
+    assert request.prompt == (1, 2)
+    assert request.stop == ("end",)
+    assert type(request.top_k) is int
+    assert type(request.temperature) is float
+    assert request.logit_bias == {7: -1.0, 8: -math.inf}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": None},
+        {"prompt": [-1]},
+        {"prompt": [True]},
+        {"prompt": ["a"]},
+        {"stop": [""]},
+        {"stop": [3]},
+        {"stop": 3},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {-2: 1}},
+        {"logit_bias": {2: math.inf}},
+        {"logit_bias": [1]},
+        {"ignore_eos": "yes"},
+    ],
+)
+def test_wrong_kinds_are_named(wrong):
+    (name,) = wrong
+    with pytest.raises(RequestError, match=f"^{name} is .*; accepted are "):
+        Request(**{"prompt": "x", **wrong})

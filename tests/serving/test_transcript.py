@@ -1,0 +1,124 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.request import Request
+from serving.transcript import Transcript
+
+
+class Letters:
+    """Token n is letter n; a `~` waits for the next token, as an incomplete character does."""
+
+    def __init__(self):
+        self.waiting = ""
+
+    def push(self, token):
+        text, self.waiting = self.waiting + chr(token), ""
+        if text.endswith("~"):
+            text, self.waiting = text[:-1], "~"
+        return text
+
+    def flush(self):
+        return self.waiting
+
+
+def run(text, eos=(), **fields):
+    transcript = Transcript(Request(prompt="p", **fields), Letters(), 3, [ord(c) for c in eos])
+    tokens = []
+    for i, letter in enumerate(text):
+        tokens.append(transcript.add(ord(letter), {"entropy": float(i)}))
+        if transcript.finish_reason:
+            break
+    return transcript, tokens
+
+
+def test_without_stop_strings_every_token_is_settled_at_once():
+    transcript, tokens = run("abc", max_tokens=3)
+    assert [[t.text for t in now] for now in tokens] == [["a"], ["b"], ["c"]]
+    assert [t.finish_reason for now in tokens for t in now] == [None, None, "length"]
+    completion = transcript.completion()
+    assert completion.text == "abc"
+    assert completion.usage == (3, 3)
+    assert completion.usage.total_tokens == 6
+    assert completion.trace == {"entropy": [0.0, 1.0, 2.0]}
+
+
+def test_end_of_text_counts_but_has_no_text():
+    completion = run("ab.c", eos=".")[0].completion()
+    assert (completion.text, completion.finish_reason) == ("ab", "stop")
+    assert completion.token_ids == [ord(c) for c in "ab."]
+
+
+def test_end_of_text_can_be_ignored():
+    completion = run("ab.c", eos=".", ignore_eos=True, max_tokens=4)[0].completion()
+    assert (completion.text, completion.finish_reason) == ("ab.c", "length")
+
+
+def test_text_that_may_become_a_stop_string_is_held_back():
+    _, tokens = run("xENx", stop=("END",))
+    assert [[t.text for t in now] for now in tokens] == [["x"], [], [], ["E", "N", "x"]]
+
+
+def test_text_ends_before_the_stop_string_and_every_token_is_handed_out():
+    transcript, tokens = run("aENDb", stop=("END",))
+    assert [[t.text for t in now] for now in tokens] == [["a"], [], [], ["", "", ""]]
+    assert tokens[-1][-1].finish_reason == "stop"
+    completion = transcript.completion()
+    assert (completion.text, completion.finish_reason) == ("a", "stop")
+    assert len(completion.token_ids) == len(completion.trace["entropy"]) == 4
+
+
+def test_the_first_of_several_stop_strings_counts():
+    assert run("abcdef", stop=("de", "cd"))[0].completion().text == "ab"
+
+
+def test_waiting_text_is_flushed_at_the_end_and_may_complete_a_stop_string():
+    assert run("ab~", max_tokens=3)[0].completion().text == "ab~"
+    completion = run("ab~", max_tokens=3, stop=("b~",))[0].completion()
+    assert (completion.text, completion.finish_reason) == ("a", "stop")
+
+
+def test_nothing_is_added_after_the_end():
+    transcript, _ = run("ab", max_tokens=2)
+    with pytest.raises(ValueError, match="after the end"):
+        transcript.add(ord("c"), {})
+
+
+def test_a_transcript_that_runs_has_no_completion():
+    with pytest.raises(ValueError, match="finish_reason is None"):
+        run("a")[0].completion()
+
+
+def test_an_end_from_outside_hands_out_what_was_held_back():
+    transcript, _ = run("aEN", stop=("END",))
+    assert [t.text for t in transcript.finish("length")] == ["E", "N"]
+    assert transcript.completion().text == "aEN"
+
+
+def test_error_is_part_of_the_completion():
+    transcript = Transcript(Request(prompt="p"), Letters(), 1)
+    assert transcript.finish("error", "too long") == []
+    tree = transcript.completion().as_json()
+    assert (tree["finish_reason"], tree["error"], tree["text"]) == ("error", "too long", "")
+
+
+def test_json_holds_no_number_that_is_not_finite():
+    transcript = Transcript(Request(prompt="p", max_tokens=1), Letters(), 1)
+    transcript.add(ord("a"), {"surprisal": float("inf")})
+    tree = transcript.completion().as_json()
+    assert json.loads(json.dumps(tree, allow_nan=False))["trace"] == {"surprisal": [None]}
+    assert tree["usage"] == {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    assert "error" not in tree
+
+
+@given(st.text("ab~", max_size=12), st.lists(st.text("ab~", min_size=1, max_size=4), max_size=3))
+def test_text_is_what_stands_before_the_first_stop_string(text, stops):
+    transcript, tokens = run(text + ".", eos=".", stop=tuple(stops))
+    expected = min((text.split(stop, 1)[0] for stop in stops), key=len, default=text)
+    completion = transcript.completion()
+    handed_out = [token for now in tokens for token in now]
+    assert completion.text == expected == "".join(token.text for token in handed_out)
+    assert [token.id for token in handed_out] == completion.token_ids
+    assert [token.finish_reason for token in handed_out[:-1]] == [None] * (len(handed_out) - 1)

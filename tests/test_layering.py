@@ -1,0 +1,150 @@
+"""Imports point down only: the order of the layers is the order of the loop."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("entropic_jax", "models", "serving", "benchmarks", "examples")
+LAYERS = (
+    ("entropic_jax.pallas",),
+    ("entropic_jax.entropy", "entropic_jax.state", "entropic_jax.cache", "entropic_jax.ledger"),
+    ("entropic_jax.control", "entropic_jax.attention", "entropic_jax.sampling"),
+    ("entropic_jax.loop",),
+    ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "models"),
+    ("entropic_jax",),  # the package itself, which gathers the names that users want
+    ("serving", "benchmarks", "examples"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# A model does not know that it is controlled.
+A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache")
+
+
+def layer(module: str) -> str | None:
+    """The entry of LAYERS a module belongs to; None for what is not ours."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in RANK), None)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def exists(module: str, root: Path) -> bool:
+    path = root.joinpath(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and full module name of every import of our own modules, wherever it stands in the file."""
+    package = module_name(path, root).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            named = [full if exists(full := f"{base}.{alias.name}", root) else base for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in named if name.split(".")[0] in PACKAGES)
+
+
+def violations(root: Path) -> list[str]:
+    """Every import that does not point down, and every module of the core without a layer."""
+    found = []
+    for path in sorted(path for package in PACKAGES for path in root.glob(f"{package}/**/*.py")):
+        module = module_name(path, root)
+        own = layer(module)
+        if own == "entropic_jax" and module != "entropic_jax":
+            found.append(f"{module} has no layer: give it one in {Path(__file__).name}")
+            continue
+        for line, name in sorted(set(imports(path, root))):
+            other = layer(name)
+            where = f"{path.relative_to(root)}:{line} ({own}) imports {name}"
+            if own == "models" and other != "models" and other not in A_MODEL_KNOWS:
+                found.append(f"{where}; a model knows {' and '.join(A_MODEL_KNOWS)}")
+            elif RANK[other] > RANK[own]:
+                found.append(f"{where}, which is above it")
+    return found
+
+
+def test_imports_point_down():
+    assert violations(ROOT) == []
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+GOOD = {
+    "entropic_jax/__init__.py": "from .loop import step\nfrom . import methods\n",
+    "entropic_jax/entropy.py": "import jax\n",
+    "entropic_jax/pallas/topk_entropy/tpu.py": "import jax.experimental.pallas\nfrom . import reference\n",
+    "entropic_jax/pallas/topk_entropy/reference.py": "from ..dispatch import first\n",
+    "entropic_jax/pallas/dispatch.py": "",
+    "entropic_jax/state.py": "from .cache import Cache\n",
+    "entropic_jax/cache.py": "from entropic_jax.pallas import dispatch\n",
+    "entropic_jax/attention.py": "from . import cache\n",
+    "entropic_jax/control/__init__.py": "from .controller import chain\n",
+    "entropic_jax/control/controller.py": "from ..state import Signal\n",
+    "entropic_jax/loop.py": "from . import entropy, state\nfrom .control import chain\n",
+    "entropic_jax/methods/mirostat.py": "from ..loop import step\n",
+    "models/llama.py": "from entropic_jax.cache import ModelShape\nfrom . import layers\nimport flax\n",
+    "models/layers.py": "from entropic_jax import attention\n",
+    "serving/cli.py": "import entropic_jax, models\nfrom .engine import run\n",
+    "examples/first.py": "from serving import cli\n",
+}
+
+
+def test_what_points_down_is_accepted(tmp_path):
+    write(tmp_path, GOOD)
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("entropic_jax/entropy.py", "from .loop import step", "imports entropic_jax.loop, which is above"),
+        ("entropic_jax/entropy.py", "from entropic_jax.loop import step", "imports entropic_jax.loop"),
+        ("entropic_jax/entropy.py", "import entropic_jax.loop", "imports entropic_jax.loop"),
+        ("entropic_jax/entropy.py", "from . import loop", "imports entropic_jax.loop"),
+        ("entropic_jax/entropy.py", "from entropic_jax import loop as l", "imports entropic_jax.loop"),
+        ("entropic_jax/entropy.py", "import entropic_jax", "imports entropic_jax, which is above"),
+        ("entropic_jax/entropy.py", "from . import step", "imports entropic_jax, which is above"),
+        ("entropic_jax/entropy.py", "def f():\n    from .control import chain", "entropy.py:2"),
+        (
+            "entropic_jax/entropy.py",
+            "if TYPE_CHECKING:\n    import serving",
+            "imports serving, which is above",
+        ),
+        (
+            "entropic_jax/pallas/topk_entropy/tpu.py",
+            "from ...cache import Cache",
+            "imports entropic_jax.cache",
+        ),
+        ("entropic_jax/control/controller.py", "from ..loop import step", "imports entropic_jax.loop"),
+        ("entropic_jax/loop.py", "import models", "imports models, which is above"),
+        ("entropic_jax/loop.py", "from .methods import mirostat", "imports entropic_jax.methods.mirostat"),
+        ("entropic_jax/methods/mirostat.py", "import benchmarks", "imports benchmarks, which is above"),
+        ("models/llama.py", "from entropic_jax.loop import step", "a model knows entropic_jax.attention and"),
+        ("models/llama.py", "from entropic_jax import control", "a model knows"),
+        ("models/llama.py", "from entropic_jax.methods import mirostat", "a model knows"),
+        ("models/llama.py", "import entropic_jax", "a model knows"),
+        ("models/llama.py", "from serving import cli", "a model knows"),
+        ("entropic_jax/misc.py", "", "entropic_jax.misc has no layer"),
+    ],
+)
+def test_what_does_not_is_found(tmp_path, file, text, said):
+    write(tmp_path, {**GOOD, file: text})
+    (found,) = violations(tmp_path)
+    assert said in found

@@ -1,0 +1,383 @@
+"""Sampling against NumPy, and against its promises: independence of the rows, laziness, no retrace."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from jax.extend.core import jaxprs_in_params
+
+from entropic_jax import sampling
+
+ROWS, VOCABULARY = 4, 61  # a vocabulary that fills no vector register evenly
+KEY = jax.random.key(7)
+
+truncate = jax.jit(sampling.truncate)
+penalise = jax.jit(sampling.penalise)
+sample = jax.jit(sampling.sample)
+
+
+def random_logits(seed: int, rows: int = ROWS, vocabulary: int = VOCABULARY) -> np.ndarray:
+    return (3 * np.random.default_rng(seed).standard_normal((rows, vocabulary))).astype(np.float32)
+
+
+def kept(logits: np.ndarray, **filters) -> np.ndarray:
+    return np.isfinite(truncate(jnp.asarray(logits), sampling.parameters(len(logits), **filters)))
+
+
+def draw(logits, asked, temperature, seed=None, position=None, key=KEY) -> np.ndarray:
+    rows = len(logits)
+    seed = np.arange(rows) if seed is None else seed
+    position = np.zeros(rows) if position is None else position
+    temperature = (
+        jnp.full(rows, temperature, jnp.float32) if np.ndim(temperature) == 0 else jnp.asarray(temperature)
+    )
+    return np.asarray(
+        sample(
+            jnp.asarray(logits),
+            asked,
+            temperature.astype(jnp.float32),
+            key,
+            jnp.asarray(seed, jnp.int32),
+            jnp.asarray(position, jnp.int32),
+        )
+    )
+
+
+def check_distribution(logits, expected, *, temperature, draws=4096, **filters):
+    """A chi-square test of `draws` tokens against the probabilities `expected`, six sigma wide."""
+    vocabulary = logits.shape[-1]
+    tokens = draw(
+        np.broadcast_to(logits, (draws, vocabulary)),
+        sampling.parameters(draws, **filters),
+        temperature,
+        seed=np.arange(draws) // 64,
+        position=np.arange(draws) % 64,
+    )
+    counts = np.bincount(tokens, minlength=vocabulary)
+    expected = draws * np.ravel(expected)
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 8  # pooled, as the approximation needs counts of some size
+    pooled = (
+        np.append(counts[~rare], counts[rare].sum()),
+        np.append(expected[~rare], expected[rare].sum() + 1e-9),
+    )
+    statistic = np.sum((pooled[0] - pooled[1]) ** 2 / np.maximum(pooled[1], 1))
+    freedom = len(pooled[0]) - 1
+    assert statistic < freedom + 6 * np.sqrt(2 * freedom) + 6, (statistic, freedom)
+
+
+def test_the_distribution_is_the_truncated_softmax():
+    logits = random_logits(6, rows=1)
+    scores = np.where(kept(logits / np.float32(0.8), top_k=20, top_p=0.9), logits / 0.8, -np.inf)
+    expected = np.exp(scores - scores.max())
+    check_distribution(logits, expected / expected.sum(), temperature=0.8, top_k=20, top_p=0.9)
+
+
+def test_noise_is_finite_and_reaches_far():
+    noise = sampling._gumbel(jnp.array([0, 1, 2**31, 2**32 - 1], jnp.uint32))
+    exact = -np.log(-np.log1p(-(np.array([0.5, 1.5, 2.0**31]) / 2.0**32)))
+    np.testing.assert_allclose(noise[:3], exact, rtol=1e-6)
+    assert np.isfinite(noise).all()
+    assert noise[3] < -2.8 < 22 < noise[0]
+
+
+def test_penalties_and_bias_follow_their_formula():
+    logits, rng = random_logits(8), np.random.default_rng(1)
+    count = rng.poisson(0.5, (ROWS, VOCABULARY)).astype(np.int32)
+    prompt = rng.random((ROWS, VOCABULARY)) < 0.2
+    repetition, presence, frequency = np.float32(
+        [[1.0, 1.2, 1.0, 0.9], [0.5, 0.0, 0, -1], [0.0, 0.3, 0, 0.1]]
+    )
+    bias = [{3: 5.0, 60: -2.0}, None, {}, {0: -np.inf}]
+    asked = sampling.parameters(
+        ROWS,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+    )
+    seen = prompt | (count > 0)
+    factor = np.where(seen, repetition[:, None], 1)
+    expected = np.where(logits > 0, logits / factor, logits * factor)
+    expected = expected - presence[:, None] * (count > 0) - frequency[:, None] * count
+    expected[0, 3] += 5
+    expected[0, 60] -= 2
+    expected[3, 0] = -np.inf
+    found = np.asarray(penalise(logits, asked, sampling.History(jnp.asarray(prompt), jnp.asarray(count))))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[2], logits[2])
+
+
+def test_a_biased_token_outside_the_vocabulary_has_no_effect():
+    logits = random_logits(9)
+    asked = sampling.parameters(ROWS, logit_bias={VOCABULARY: 3.0})
+    np.testing.assert_array_equal(penalise(logits, asked, sampling.history(ROWS, VOCABULARY)), logits)
+
+
+def test_record_counts_active_rows_and_forget_clears():
+    history = sampling.history(ROWS, VOCABULARY)
+    record = jax.jit(sampling.record)
+    tokens, active = jnp.array([3, 3, -1, VOCABULARY], jnp.int32), jnp.array([True, False, True, True])
+    history = record(record(history, tokens, active), tokens, active)
+    assert history.generated[0, 3] == history.generated.sum() == 2
+    history = sampling.record_prompt(history, jnp.array([[1, 2]] * ROWS), jnp.array([[True, False]] * ROWS))
+    np.testing.assert_array_equal(np.argwhere(history.prompt), [[row, 1] for row in range(ROWS)])
+    history = sampling.forget(history, jnp.array([True, False, False, False]))
+    assert (history.generated.sum(), history.prompt.sum()) == (0, ROWS - 1)
+
+
+# Properties.
+
+finite_or_masked = st.one_of(
+    st.floats(-40, 40, width=32, allow_subnormal=False), st.just(-np.inf), st.just(0.0), st.just(-0.0)
+)
+rows_of_logits = arrays.arrays(np.float32, (ROWS, VOCABULARY), elements=finite_or_masked).map(
+    lambda a: np.where(np.isneginf(a).all(1, keepdims=True), 0, a).astype(np.float32)
+)
+unit = st.floats(0, 1, width=32, allow_subnormal=False)
+
+
+def expected_top_p(logits: np.ndarray, p: float, slack: float) -> np.ndarray:
+    """Tokens above which less than p + slack lies, in float64; a positive slack loosens ties, too."""
+    ratio = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    ratio /= ratio.sum(1, keepdims=True)
+    above = np.sum(
+        np.where(logits[:, None, :] > logits[:, :, None] + max(slack, 0), ratio[:, None, :], 0), axis=-1
+    )
+    return (above < p + slack) & np.isfinite(logits)
+
+
+@settings(max_examples=60)
+@given(rows_of_logits, unit)
+def test_top_p_keeps_the_smallest_set_with_all_its_ties(logits, p):
+    found = kept(logits, top_p=p)
+    most = logits == logits.max(1, keepdims=True)
+    assert (found <= (expected_top_p(logits, p, 1e-5) | most)).all()
+    assert (found >= (expected_top_p(logits, p, -1e-5) | most)).all()
+
+
+@settings(max_examples=60)
+@given(rows_of_logits, st.integers(0, VOCABULARY + 2))
+def test_top_k_keeps_k_and_ties(logits, k):
+    above = np.sum(logits[:, None, :] > logits[:, :, None], axis=-1)
+    expected = (above < (k or VOCABULARY)) & np.isfinite(logits)
+    np.testing.assert_array_equal(kept(logits, top_k=k), expected)
+
+
+@settings(max_examples=60)
+@given(rows_of_logits, st.integers(0, VOCABULARY), unit, unit, unit)
+def test_filters_keep_a_token_and_do_not_touch_what_they_keep(logits, k, top_p, min_p, typical_p):
+    asked = sampling.parameters(ROWS, top_k=k, top_p=top_p, min_p=min_p, typical_p=typical_p)
+    found = np.asarray(truncate(logits, asked))
+    assert np.isfinite(found).any(1).all()
+    assert ((found == logits) | np.isneginf(found)).all()
+
+
+@settings(max_examples=40)
+@given(rows_of_logits, st.floats(0, 5, width=32), unit, st.integers(0, 2**31 - 1))
+def test_a_masked_token_is_never_drawn(logits, temperature, top_p, seed):
+    tokens = draw(logits, sampling.parameters(ROWS, top_p=top_p), temperature, seed=np.full(ROWS, seed))
+    assert np.isfinite(logits[np.arange(ROWS), tokens]).all()
+
+
+def test_temperature_zero_is_argmax_whatever_the_filters():
+    logits = np.round(random_logits(10))  # with ties: the first one is taken
+    asked = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
+    for temperature in (np.zeros(ROWS), np.float32([0, 1, 0, 1])):
+        greedy = temperature == 0
+        found = draw(logits, asked, temperature)
+        np.testing.assert_array_equal(found[greedy], np.argmax(logits, -1)[greedy])
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6])
+def test_a_tiny_temperature_does_not_overflow(temperature):
+    logits = random_logits(11)
+    np.testing.assert_array_equal(
+        draw(logits, sampling.parameters(ROWS, top_p=0.9), temperature), logits.argmax(-1)
+    )
+
+
+# Independence of the rows.
+
+VARIED = dict(
+    temperature=[0.0, 1.0, 0.7, 2.0],
+    top_k=[0, 5, 0, 0],
+    top_p=[1.0, 1.0, 0.8, 1.0],
+    min_p=[0.0, 0.0, 0.0, 0.02],
+    typical_p=[1.0, 1.0, 1.0, 0.9],
+    repetition_penalty=[1.0, 1.0, 1.0, 1.5],
+    presence_penalty=[0.0, 0.0, 0.5, 0.0],
+)
+
+
+def row_at(row: int, neighbours: dict) -> dict:
+    """`VARIED` at `row`, `neighbours` elsewhere."""
+    return {
+        name: [VARIED[name][row] if r == row else neighbours.get(name, VARIED[name])[r] for r in range(ROWS)]
+        for name in VARIED
+    }
+
+
+@pytest.mark.parametrize("row", range(ROWS))
+def test_a_row_does_not_depend_on_its_neighbours(row):
+    logits, other = random_logits(12), random_logits(13)
+    off = sampling.parameters(ROWS, temperature=0.0)
+    quiet = {name: getattr(off, name).tolist() for name in VARIED}
+    poisoned = other.copy()
+    poisoned[:, ::7] = np.nan
+    count = jnp.asarray(np.random.default_rng(2).poisson(0.3, (ROWS, VOCABULARY)), jnp.int32)
+    history = sampling.History(count > 1, count)
+    found = []
+    for neighbours, beside in (({}, logits), (quiet, logits), ({}, other), ({}, poisoned)):
+        asked = sampling.parameters(ROWS, **row_at(row, neighbours))
+        mixed = np.where(np.arange(ROWS)[:, None] == row, logits, beside)
+        adjusted = penalise(mixed, asked, history)
+        cut = truncate(adjusted, asked)
+        tokens = [draw(adjusted, asked, asked.temperature, position=np.full(ROWS, p))[row] for p in range(16)]
+        found.append((np.asarray(adjusted[row]), np.asarray(cut[row]), tokens))
+    for case in found[1:]:
+        for a, b in zip(case, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_row_does_not_depend_on_its_place_nor_on_the_number_of_rows():
+    logits = random_logits(14)
+    asked = sampling.parameters(ROWS, **VARIED)
+    position = np.array([3, 0, 9, 4])
+    together = draw(logits, asked, asked.temperature, seed=np.arange(ROWS), position=position)
+    for row in range(ROWS):
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], asked)
+        token = draw(
+            logits[row : row + 1], alone, alone.temperature, seed=[row], position=position[row : row + 1]
+        )
+        assert token[0] == together[row]
+
+
+def test_seed_and_position_and_key_each_change_the_draw():
+    logits = np.zeros((ROWS, VOCABULARY), np.float32)
+    asked, base = sampling.parameters(ROWS), np.arange(ROWS)
+    first = draw(logits, asked, 1.0, seed=base)
+    np.testing.assert_array_equal(first, draw(logits, asked, 1.0, seed=base))
+    for other in (
+        draw(logits, asked, 1.0, seed=base - 100),
+        draw(logits, asked, 1.0, seed=base, position=np.ones(ROWS)),
+        draw(logits, asked, 1.0, seed=base, key=jax.random.key(8)),
+    ):
+        assert (first != other).any()
+
+
+def test_nan_does_not_hang_and_gives_a_valid_token():
+    logits = np.full((ROWS, VOCABULARY), np.nan, np.float32)
+    logits[1, 1:], logits[2] = 1.0, -np.inf
+    asked = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
+    for temperature in (1.0, 0.0, np.nan):
+        tokens = draw(logits, asked, temperature)
+        assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+    assert np.isnan(truncate(logits, asked)[0]).all()
+
+
+# What is compiled.
+
+
+def test_new_parameters_do_not_retrace():
+    chex.clear_trace_counter()
+    traced = jax.jit(chex.assert_max_traces(sampling.sample, n=1))
+    zeros = jnp.zeros(ROWS, jnp.int32)
+    for filters in ({}, dict(top_k=4), dict(top_p=0.5, logit_bias={1: 2.0}), dict(typical_p=0.5, min_p=0.1)):
+        asked = sampling.parameters(ROWS, **filters)
+        traced(jnp.asarray(random_logits(0)), asked, asked.temperature, KEY, zeros, zeros)
+
+
+@partial(jax.jit, donate_argnums=(2,))
+def decode(logits, asked, history, temperature, steps):
+    """A loop as generation has it."""
+    rows = logits.shape[0]
+    seed = jnp.arange(rows, dtype=jnp.int32)
+
+    def body(carry):
+        step, history, _ = carry
+        adjusted = sampling.penalise(logits, asked, history)
+        position = jnp.full(rows, step, jnp.int32)
+        token = sampling.sample(adjusted, asked, temperature, KEY, seed, position)
+        return step + 1, sampling.record(history, token, jnp.ones(rows, bool)), token
+
+    return jax.lax.while_loop(
+        lambda carry: carry[0] < steps, body, (jnp.int32(0), history, jnp.zeros(rows, jnp.int32))
+    )
+
+
+def test_in_a_loop_the_history_is_never_copied():
+    asked = sampling.parameters(ROWS, frequency_penalty=100.0)
+    temperature, history = jnp.zeros(ROWS, jnp.float32), sampling.history(ROWS, VOCABULARY)
+    text = decode.lower(jnp.asarray(random_logits(0)), asked, history, temperature, 5).compile().as_text()
+    counts = f"s32[{ROWS},{VOCABULARY}]"
+    assert counts in text
+    assert not [line for line in text.splitlines() if " copy(" in line and counts in line]
+    logits = random_logits(15)
+    _, history, _ = decode(jnp.asarray(logits), asked, history, temperature, 5)
+    best = np.argsort(-logits, axis=-1)[:, :5]  # so large a penalty lets greedy decoding take each token once
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(history.generated), best, -1), 1)
+
+
+def primitives(jaxpr, *, branches: bool) -> set[str]:
+    """Names of what a jaxpr runs: with or without what stands in the branches of a cond."""
+    names = {equation.primitive.name for equation in jaxpr.eqns}
+    for equation in jaxpr.eqns:
+        if branches or equation.primitive.name != "cond":
+            for inner in jaxprs_in_params(equation.params):
+                names |= primitives(inner, branches=branches)
+    return names
+
+
+def test_what_no_row_asks_for_is_behind_a_cond():
+    zeros = jnp.zeros(ROWS, jnp.int32)
+    asked, logits = sampling.parameters(ROWS), jnp.asarray(random_logits(0))
+    history = sampling.history(ROWS, VOCABULARY)
+    for costly, function, arguments in (
+        ({"random_bits", "log1p", "exp", "div"}, sampling.sample, (asked.temperature, KEY, zeros, zeros)),
+        ({"scatter-add", "div", "mul"}, sampling.penalise, (history,)),
+        ({"exp", "scan"}, sampling.truncate, ()),
+    ):
+        trace = jax.make_jaxpr(function)(logits, asked, *arguments).jaxpr
+        assert costly <= primitives(trace, branches=True)
+        assert not costly & primitives(trace, branches=False)
+
+
+def test_kept_logits_have_unit_gradient():
+    logits = jnp.asarray(random_logits(16))
+    asked = sampling.parameters(ROWS, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9)
+    inside = np.isfinite(truncate(logits, asked))
+    slope = jax.grad(lambda logits: jnp.sum(jnp.where(inside, sampling.truncate(logits, asked), 0.0)))(logits)
+    np.testing.assert_array_equal(slope, inside)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(temperature=-1.0), "temperature is -1.0; accepted are finite numbers >= 0"),
+        (dict(temperature=float("nan")), "temperature is nan"),
+        (dict(top_k=2.5), "top_k is 2.5; accepted are integers >= 0"),
+        (dict(top_p=[0.5] * 3), r"top_p has shape \(3,\); accepted are "),
+        (dict(min_p=1.1), "min_p is 1.1"),
+        (dict(typical_p=-0.1), "typical_p is -0.1"),
+        (dict(repetition_penalty=0.0), "repetition_penalty is 0.0; accepted are finite numbers > 0"),
+        (dict(presence_penalty=float("inf")), "presence_penalty is inf"),
+        (dict(logit_bias={-1: 1.0}), "logit_bias has the token -1"),
+        (dict(logit_bias={1: float("inf")}), "logit_bias of 1 is inf"),
+        (dict(logit_bias=dict.fromkeys(range(9), 1.0)), "accepted are up to bias_slots = 8"),
+        (dict(logit_bias=[{}, {}]), "logit_bias has 2 entries"),
+        (dict(bias_slots=0), "bias_slots is 0"),
+    ],
+)
+def test_errors_name_argument_value_and_what_is_accepted(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sampling.parameters(ROWS, **arguments)

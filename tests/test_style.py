@@ -1,0 +1,62 @@
+"""The form of the source: linter, formatter, type checker and the house rules on files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = 400  # lines, above which a file must say here why it is one
+EXCUSED: dict[str, str] = {}
+
+
+def tool(name: str) -> str:
+    """The program beside this Python; the test is skipped if it is not installed."""
+    path = Path(sys.executable).parent / (f"{name}.exe" if os.name == "nt" else name)
+    if not path.exists():
+        pytest.skip(f"{name} is not installed: pip install -e '.[dev]'")
+    return str(path)
+
+
+def check(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def sources() -> list[str]:
+    """Every Python file that is or could be committed."""
+    folders = ("entropic_jax", "models", "serving", "benchmarks", "examples", "tests")
+    files = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in [*files, ROOT / "run"])
+
+
+def test_linter():
+    check(tool("ruff"), "check", "--quiet", "--output-format", "concise")
+
+
+def test_formatter():
+    check(tool("ruff"), "format", "--check")
+
+
+def test_types():
+    check(
+        tool("pyrefly"), "check", "--python-interpreter-path", sys.executable, "--output-format", "min-text"
+    )
+
+
+def test_no_file_is_a_heap():
+    heaps = ("utils.py", "util.py", "common.py", "helpers.py", "misc.py")
+    assert [path for path in sources() if path.split("/")[-1] in heaps] == []
+
+
+def test_no_file_is_long_without_a_reason():
+    long = {path for path in sources() if len((ROOT / path).read_text("utf-8").splitlines()) > LONG}
+    assert long == set(EXCUSED)
+
+
+def test_no_work_is_left_for_later():
+    markers = ("TO" + "DO", "FIX" + "ME", "X" * 3)
+    found = [p for p in sources() if any(m in (ROOT / p).read_text("utf-8") for m in markers)]
+    assert found == []
