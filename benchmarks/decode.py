@@ -26,29 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import report
 from .peers import ENGINES
+from .weights import CONFIG, write_huggingface
 from .worker import ROOT, PeerError, Peers
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "torch_dtype": "float32",
-}
 DEFAULT = [name for name in ENGINES if name != "transformers-compiled"]
 WARM_STEPS = 8
 PREFILL_SECONDS = 15.0  # a prefill is repeated until all of them together took this long
@@ -56,49 +36,17 @@ SHARED_PROMPT_FROM = 65536  # prompt tokens of a cell from which on its rows sha
 KV_BYTES = 2 * 4 * CONFIG["num_hidden_layers"] * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
 
 
-def write_model(directory: Path) -> None:
-    """Write a Hugging Face directory with random weights, such that every layer moves the next token."""
-    directory.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(0)
-    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    query, key = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens": (CONFIG["vocab_size"], hidden), "model.norm": (hidden,)}
-    for index in range(CONFIG["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        shapes |= {
-            f"{layer}.input_layernorm": (hidden,),
-            f"{layer}.self_attn.q_proj": (query, hidden),
-            f"{layer}.self_attn.k_proj": (key, hidden),
-            f"{layer}.self_attn.v_proj": (key, hidden),
-            f"{layer}.self_attn.o_proj": (hidden, query),
-            f"{layer}.post_attention_layernorm": (hidden,),
-            f"{layer}.mlp.gate_proj": (inner, hidden),
-            f"{layer}.mlp.up_proj": (inner, hidden),
-            f"{layer}.mlp.down_proj": (hidden, inner),
-        }
-    weights = {
-        f"{name}.weight": np.ones(shape, np.float32)
-        if len(shape) == 1
-        else random.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
-        for name, shape in shapes.items()
-    }
-    from safetensors.numpy import save_file
-
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
-
-
 def work_directory(parent: Path) -> Path:
     """The folder with the weights of this model and what was made of them, filled at the first run."""
     name = hashlib.sha256(json.dumps(CONFIG).encode()).hexdigest()[:12]
     directory = parent / f"llama-{name}"
     if not (directory / "huggingface" / "config.json").exists():
-        write_model(directory / "huggingface")
+        write_huggingface(directory)
     return directory
 
 
 def write_prompts(directory: Path, batch: int, context: int) -> tuple[str, str]:
-    """Paths of the prompts `int32 [batch, context]` of a cell, and of their first 2048 tokens to warm up with."""
+    """Files with the prompts `int32 [batch, context]` of a cell, and with their first 2048 tokens."""
     shared = batch * context > SHARED_PROMPT_FROM
     rows = np.random.default_rng(context).integers(0, CONFIG["vocab_size"], (1 if shared else batch, context))
     prompts = np.broadcast_to(rows, (batch, context)).astype(np.int32)
@@ -149,7 +97,9 @@ def measure_cell(
     for _ in range(options.repeat):
         for name in options.engines:
             done = results[name]["prefill"]
-            if sum(x["seconds"] for x in done) < PREFILL_SECONDS and (answer := ask(name, "prefill", prompts)):
+            if sum(x["seconds"] for x in done) < PREFILL_SECONDS and (
+                answer := ask(name, "prefill", prompts)
+            ):
                 done.append({"seconds": answer["seconds"], "tokens": answer["read"]})
                 tokens[name] = [np.array(answer["tokens"])[:, None]]
     for turn in range(-1, options.repeat):
@@ -207,7 +157,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     load = os.getloadavg()[0]
     if load > 0.5:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): these numbers will mislead[/yellow]")
-    peers, cells, rates = Peers(options, directory), [], []
+    interpreters = {"openvino": options.openvino_python, "llamacpp": options.llamacpp_python}
+    peers, cells, rates = Peers(directory, options.threads, options.limit, interpreters), [], []
     grid = [(context, batch) for context in options.contexts for batch in options.batches]
     asked = len(grid) * len(options.engines) * (3 + options.repeat)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -243,3 +194,57 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "bandwidth_measured": rates,
         "cells": cells,
     }
+
+
+def main() -> None:
+    """Measure or read results, print them, store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    integers = lambda text: [int(part) for part in text.split(",")]
+    parser.add_argument(
+        "--quick", action="store_true", help="a few tokens: shows that everything runs, not how fast"
+    )
+    parser.add_argument("--engines", type=lambda text: text.split(","), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--contexts", type=integers, help="prompt lengths (512,4096,16384)")
+    parser.add_argument("--batches", type=integers, help="batch sizes (1,8)")
+    parser.add_argument("--repeat", type=int, help="measurements of each kind (3)")
+    parser.add_argument("--threads", type=int, default=2, help="cores and threads of every engine")
+    parser.add_argument("--limit", type=float, default=240.0, help="most seconds of one call of an engine")
+    for name in ("openvino", "llamacpp"):
+        variable = f"{name.upper()}_PYTHON"
+        given = os.environ.get(variable, sys.executable)
+        parser.add_argument(f"--{name}-python", default=given, help=f"its interpreter (${variable})")
+    folder = Path(tempfile.gettempdir()) / "entropic-decode"
+    parser.add_argument(
+        "--work", type=Path, default=folder, help="keeps the weights in the form of each engine"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="file of the results (benchmarks/results/decode-CPU.json)"
+    )
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    parser.add_argument("--document", action="store_true", help="write the tables into docs/results.md")
+    options = parser.parse_args()
+    options.contexts = options.contexts or ([64, 256] if options.quick else [512, 4096, 16384])
+    options.batches = options.batches or ([1, 2] if options.quick else [1, 8])
+    options.repeat = options.repeat or (1 if options.quick else 3)
+    options.engines = options.engines or DEFAULT
+    unknown = [name for name in options.engines if name not in ENGINES]
+    if unknown:
+        parser.error(f"--engines has {unknown[0]}; accepted are {', '.join(ENGINES)}")
+
+    console = Console()
+    if options.show:
+        results = json.loads(options.show.read_text())
+    else:
+        results = run(options, console)
+        stored = ROOT / "benchmarks" / "results" / f"decode-{report.slug(results['cpu'])}.json"
+        output = options.output or (options.work / "quick.json" if options.quick else stored)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"results: {output}")
+    report.show(results, console)
+    if options.document:
+        report.write_section(ROOT / "docs" / "results.md", "decode", report.markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,11 @@
 """The engines of the decoding benchmark behind one protocol.
 
 Every engine is imported where it is used, so that this file can be imported in whatever environment has one
-of them; only numpy must be there. `directory / "huggingface"` holds the weights; what an engine needs in
-another form is put beside it by `prepare`.
+of them; only numpy must be there. `benchmarks.weights` puts the weights where they are read from.
 """
 
 import gc
 import importlib.metadata
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ class Engine(Protocol):
         """Make room for `batch` rows of `capacity` tokens; forget what was there before."""
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
-        """Read prompts `int32 [batch, context]` from the start; the greedy next token of each row, `[batch]`."""
+        """Read prompts `int32 [batch, context]`, from the start; the greedy next token of each row."""
 
     def warm(self, steps: int) -> np.ndarray:
         """`decode`, with leave to compile and to try out which way is the fastest."""
@@ -90,6 +88,7 @@ class Transformers:
     ways: tuple[tuple[str, str], ...] = (
         ("dynamic", "sdpa"), ("dynamic", "eager"), ("static", "sdpa"), ("static", "eager"),
     )  # fmt: skip
+    together = 16384  # prompt tokens read at once, in whole rows: beyond, activations take gigabytes
 
     def __init__(self, directory: Path, threads: int, half: bool) -> None:
         import torch
@@ -114,7 +113,7 @@ class Transformers:
         self.model.set_attn_implementation("sdpa")
         self.forward, self.length = self.model, prompts.shape[1]
         read = distinct(prompts)
-        group = max(1, 16384 // self.length)  # rows at once: beyond, the activations outgrow every cache
+        group = max(1, self.together // self.length)
         parts, tokens = [], []
         for start in range(0, len(read), group):
             self.cache = self.transformers.DynamicCache(config=self.model.config)
@@ -123,7 +122,9 @@ class Transformers:
         copies = len(prompts) // len(read)
         if len(parts) * copies > 1:
             gather = lambda layers, name: self.torch.cat([getattr(x, name) for x in layers] * copies)
-            joined = ((gather(layers, "keys"), gather(layers, "values")) for layers in zip(*parts, strict=True))
+            joined = (
+                (gather(layers, "keys"), gather(layers, "values")) for layers in zip(*parts, strict=True)
+            )
             self.cache = self.transformers.DynamicCache(joined, config=self.model.config)
         self.token, self.tokens_read = self.torch.cat(tokens * copies), read.size
         return self.token[:, 0].numpy()
@@ -132,7 +133,11 @@ class Transformers:
         """Feed tokens `[rows, n]` at `position`; the greedy next token `[rows, 1]`."""
         places = self.torch.arange(position, position + tokens.shape[1])[None]
         output = self.forward(
-            input_ids=tokens, position_ids=places, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            input_ids=tokens,
+            position_ids=places,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         return output.logits[:, -1:].argmax(-1)
 
@@ -171,7 +176,7 @@ class Transformers:
 
 
 class CompiledTransformers(Transformers):
-    """transformers with a static cache and a decoding step compiled by torch.compile (needs a C++ compiler)."""
+    """transformers with a static cache and a step compiled by torch.compile (needs a C++ compiler)."""
 
     ways = (("static", "sdpa"),)
 
@@ -202,17 +207,6 @@ class OpenVINO:
         self.detail = "bf16 products, f16 KV" if half else ""
         self.handles: list[Any] = []
 
-    @staticmethod
-    def prepare(directory: Path) -> None:
-        """Export the weights as OpenVINO IR, uncompressed."""
-        from optimum.intel import OVModelForCausalLM
-
-        exported = OVModelForCausalLM.from_pretrained(
-            directory / "huggingface", export=True, compile=False, load_in_8bit=False
-        )
-        exported.save_pretrained(directory / "openvino.part")
-        (directory / "openvino.part").rename(directory / "openvino")
-
     def open(self, batch: int, capacity: int) -> None:
         self.handles, self.pipeline = [], None
         gc.collect()
@@ -222,7 +216,9 @@ class OpenVINO:
         scheduler.dynamic_split_fuse = False  # prompts first, so that all rows start to decode together
         scheduler.enable_prefix_caching = False
         self.capacity = capacity
-        self.pipeline: Any = self.genai.ContinuousBatchingPipeline(self.model, scheduler, "CPU", self.properties)
+        self.pipeline: Any = self.genai.ContinuousBatchingPipeline(
+            self.model, scheduler, "CPU", self.properties
+        )
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
         for handle in self.handles:
@@ -279,44 +275,6 @@ class LlamaCpp:
         self.vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self.model))
         self.batch = library.llama_batch_init(self.chunk, 0, 1)
 
-    @staticmethod
-    def prepare(directory: Path) -> None:
-        """Write the weights as GGUF, once in float32 and once in float16."""
-        import gguf
-        from safetensors.numpy import load_file
-
-        config = json.loads((directory / "huggingface" / "config.json").read_text())
-        weights = load_file(directory / "huggingface" / "model.safetensors")
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-        for kind, dtype in (("f32", np.float32), ("f16", np.float16)):
-            partial = directory / f"llamacpp-{kind}.part"
-            writer = gguf.GGUFWriter(partial, "llama")
-            writer.add_context_length(config["max_position_embeddings"])
-            writer.add_embedding_length(config["hidden_size"])
-            writer.add_block_count(config["num_hidden_layers"])
-            writer.add_feed_forward_length(config["intermediate_size"])
-            writer.add_head_count(config["num_attention_heads"])
-            writer.add_head_count_kv(config["num_key_value_heads"])
-            writer.add_key_length(config["head_dim"])
-            writer.add_value_length(config["head_dim"])
-            writer.add_rope_dimension_count(config["head_dim"])
-            writer.add_rope_freq_base(config["rope_theta"])
-            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-            writer.add_vocab_size(config["vocab_size"])
-            writer.add_tokenizer_model("none")
-            for name, weight in weights.items():
-                heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-                if heads:  # llama.cpp rotates neighbours, Hugging Face the two halves of a head
-                    halves = weight.reshape(config[heads], 2, -1, weight.shape[-1])
-                    weight = halves.swapaxes(1, 2).reshape(weight.shape)
-                stored = weight.astype(dtype if weight.ndim > 1 else np.float32)
-                writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            partial.rename(directory / f"llamacpp-{kind}.gguf")
-
     def open(self, batch: int, capacity: int) -> None:
         library = self.library
         if self.context:
@@ -326,14 +284,16 @@ class LlamaCpp:
         parameters.n_batch, parameters.n_ubatch, parameters.n_seq_max = self.chunk, 512, batch
         parameters.n_threads = parameters.n_threads_batch = self.threads
         parameters.type_k = parameters.type_v = self.kv_type
-        # Flash attention rounds to float16 whatever the KV type, and decodes slower than plain attention here.
+        # Flash attention rounds to float16 whatever the KV type, and decodes slower than plain attention.
         parameters.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         parameters.kv_unified = False
         self.context = library.llama_init_from_model(self.model, parameters)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context of {batch} × {capacity} tokens")
 
-    def _feed(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def _feed(
+        self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, wanted: np.ndarray
+    ) -> np.ndarray:
         """Evaluate tokens (all arguments `[n]`); the greedy next token after each of those wanted."""
         batch, size = self.batch, len(tokens)
         batch.n_tokens = size
@@ -347,7 +307,9 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {status}")
         if not wanted.any():
             return np.empty(0, np.int32)
-        logits = np.ctypeslib.as_array(self.library.llama_get_logits(self.context), (int(wanted.sum()), self.vocabulary))
+        logits = np.ctypeslib.as_array(
+            self.library.llama_get_logits(self.context), (int(wanted.sum()), self.vocabulary)
+        )
         return logits.argmax(-1)
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:

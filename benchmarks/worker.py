@@ -2,8 +2,8 @@
 
     python -m benchmarks.worker ENGINE DIRECTORY [--threads 2] [--prepare]
 
-reads one JSON command per line and answers each with one line; `--prepare` only converts the weights. It needs
-an interpreter that has the engine and numpy, no other dependency.
+reads one JSON command per line and answers each with one line; `--prepare` only converts the weights. The
+interpreter must have the engine and numpy, nothing else.
 """
 
 import argparse
@@ -21,8 +21,14 @@ from typing import Any
 import numpy as np
 
 from .peers import ENGINES, Engine
+from .weights import CONVERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def family(engine: str) -> str:
+    """The library behind the name of an engine: what stands before the first hyphen."""
+    return engine.partition("-")[0]
 
 
 class PeerError(Exception):
@@ -36,7 +42,12 @@ class Peer:
         self.limit, self.log = limit, log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
             )
         try:
             self.version: str = self._answer()["version"]
@@ -58,11 +69,13 @@ class Peer:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], self.limit)
         if not ready:
-            raise PeerError(f"took more than {self.limit:.0f} s")
+            raise PeerError(f"took more than {self.limit:g} s")
         line = self.process.stdout.readline()
         if not line:
             said = [text for text in self.log.read_text(errors="replace").splitlines() if text.strip()]
-            raise PeerError(f"its process ended with status {self.process.wait()}: {''.join(said[-1:])[:200]}")
+            raise PeerError(
+                f"its process ended with status {self.process.wait()}: {''.join(said[-1:])[:200]}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])
@@ -77,26 +90,36 @@ class Peer:
 class Peers:
     """The engines of a run, started when first needed and again after a failure."""
 
-    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self.options, self.directory = options, directory
+    def __init__(self, directory: Path, threads: int, limit: float, interpreters: dict[str, str]) -> None:
+        """`limit` is the most seconds of a call; `interpreters` is by family, by default this Python."""
+        self.directory, self.threads, self.limit = directory, str(threads), limit
+        self.interpreters = interpreters
         self.running: dict[str, Peer] = {}
         self.versions: dict[str, str] = {}
-        threads = str(options.threads)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-        self.environment = {**os.environ, **dict.fromkeys(names, threads), "HF_HUB_OFFLINE": "1"}
+        names = (
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "TORCHINDUCTOR_COMPILE_THREADS",
+        )
+        self.environment = {**os.environ, **dict.fromkeys(names, self.threads), "HF_HUB_OFFLINE": "1"}
 
     def command(self, engine: str) -> list[str]:
         """How to start the process of an engine."""
-        python = {"openvino": self.options.openvino_python, "llamacpp": self.options.llamacpp_python}
-        interpreter = python.get(engine.partition("-")[0], sys.executable)
-        threads = str(self.options.threads)
-        return [interpreter, "-m", "benchmarks.worker", engine, str(self.directory), "--threads", threads]
+        interpreter = self.interpreters.get(family(engine), sys.executable)
+        return [
+            interpreter,
+            "-m",
+            "benchmarks.worker",
+            engine,
+            str(self.directory),
+            "--threads",
+            self.threads,
+        ]
 
     def prepare(self, engine: str) -> None:
         """Convert the weights for an engine, if that has not been done; raises PeerError."""
-        kind = engine.partition("-")[0]
-        done = {"openvino": "openvino", "llamacpp": "llamacpp-f16.gguf"}.get(kind, "huggingface")
-        if (self.directory / done).exists():
+        if family(engine) not in CONVERSIONS or (self.directory / CONVERSIONS[family(engine)][0]).exists():
             return
         command = [*self.command(engine), "--prepare"]
         result = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
@@ -109,7 +132,7 @@ class Peers:
             if engine not in self.running:
                 self.prepare(engine)
                 log = self.directory / f"{engine}.log"
-                self.running[engine] = Peer(self.command(engine), self.environment, log, self.options.limit)
+                self.running[engine] = Peer(self.command(engine), self.environment, log, self.limit)
                 self.versions[engine] = self.running[engine].version
             return self.running[engine].ask(do, *arguments)
         except OSError as error:
@@ -159,7 +182,9 @@ def serve(engine_class: type, half: bool, directory: Path, threads: int) -> None
             tokens = method(*arguments)
             seconds = time.perf_counter() - begin
             listed = None if tokens is None else np.asarray(tokens).tolist()
-            answer(seconds=seconds, tokens=listed, detail=engine.detail, read=getattr(engine, "tokens_read", 0))
+            answer(
+                seconds=seconds, tokens=listed, detail=engine.detail, read=getattr(engine, "tokens_read", 0)
+            )
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -176,7 +201,7 @@ def main() -> None:
     arguments = parser.parse_args()
     engine_class, half = ENGINES[arguments.engine]
     if arguments.prepare:
-        getattr(engine_class, "prepare", lambda directory: None)(arguments.directory)
+        CONVERSIONS[family(arguments.engine)][1](arguments.directory)
         return
     os.sched_setaffinity(0, processors(arguments.threads))
     serve(engine_class, half, arguments.directory, arguments.threads)

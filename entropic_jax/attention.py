@@ -14,6 +14,9 @@ from .pallas import paged_attention
 from .pallas.paged_attention.reference import prefill
 
 
+UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
+
+
 class Step(NamedTuple):
     """Where the tokens at hand stand: `count[row]` of them, from position `start[row]` on."""
 
@@ -78,7 +81,8 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
             fold(layer.value_norm, jnp.linalg.norm(value, axis=-1), jnp.maximum),
         )
 
-    return jax.lax.fori_loop(0, k.shape[0], row, layer)
+    rows = k.shape[0]
+    return jax.lax.fori_loop(0, rows, row, layer, unroll=rows if rows <= UNROLLED_ROWS else 1)
 
 
 def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:

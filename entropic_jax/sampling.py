@@ -18,7 +18,6 @@ from jax import lax
 
 from .state import History, Sampling
 
-
 _ACCEPTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "temperature": (lambda x: np.isfinite(x) & (x >= 0), "finite numbers >= 0 (0 is greedy)"),
     "top_k": (lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31), "integers >= 0 (0 is off)"),
@@ -101,9 +100,9 @@ def parameters(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
     )
-    fields = {name: _per_row(name, value, rows) for name, value in given.items()}
+    fields = {name: jnp.asarray(_per_row(name, value, rows)) for name, value in given.items()}
     tokens, values = _bias(logit_bias, rows, bias_slots)
-    return jax.tree.map(jnp.asarray, Sampling(**fields, bias_tokens=tokens, bias_values=values))
+    return Sampling(**fields, bias_tokens=jnp.asarray(tokens), bias_values=jnp.asarray(values))
 
 
 def history(rows: int, vocabulary: int) -> History:
@@ -111,7 +110,7 @@ def history(rows: int, vocabulary: int) -> History:
     return History(jnp.zeros((rows, vocabulary), bool), jnp.zeros((rows, vocabulary), jnp.int32))
 
 
-def _inside(tokens: jax.Array, valid: jax.Array, vocabulary: int) -> jax.Array:
+def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.Array:
     # A negative index would wrap around; an index past the end is dropped by the scatter.
     return jnp.where(valid & (tokens >= 0), tokens, vocabulary)
 

@@ -52,7 +52,23 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 def rotation(positions: jax.Array, frequency: np.ndarray) -> Rotation:
     """Cosine and sine for int32 positions `[rows, n]`, shared by all layers and heads of a step."""
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
-    return jax.lax.optimization_barrier(Rotation(jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.platform_dependent(angles, cpu=turn_once, default=turn)
+
+
+def turn(angles: jax.Array) -> Rotation:
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def turn_once(angles: jax.Array) -> Rotation:
+    """The same, out of a loop that runs once.
+
+    XLA's CPU backend moves a cosine into whatever uses it, optimization_barrier or not, and computes it anew
+    for every layer, head and half of a head: in prefill that can cost more than attention does. Out of a loop
+    it cannot be moved, provided the compiler does not know how often the loop runs.
+    """
+    times = jnp.where(jnp.isnan(angles[0, 0, 0, 0]), 2, 1)
+    empty = Rotation(jnp.zeros_like(angles), jnp.zeros_like(angles))
+    return jax.lax.fori_loop(0, times, lambda _, __: turn(angles), empty)
 
 
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from .config import ModelError, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 
 
@@ -202,7 +203,8 @@ class Detokenizer:
             return ""
         self._waiting, rest = self._waiting[:count], self._waiting[count:]
         text = self._text()
-        if text:
-            self._context = self._waiting
+        # Without text of their own, tokens may still be what makes the next one's space count: keep a few.
+        kept = [] if text else self._context
+        self._context = (kept + self._waiting)[-CONTEXT:]
         self._waiting = rest
         return text

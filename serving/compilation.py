@@ -12,7 +12,7 @@ def remember_compilations() -> None:
         import jax
 
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cache_folder() -> Path:

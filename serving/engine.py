@@ -48,7 +48,7 @@ class Engine:
         chosen = {name: stated[name] for name in names if name in stated}
         return chosen if stated.get("do_sample", True) else {"temperature": 0.0}
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str | list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt, as token ids, that the model's chat template makes of the messages."""
         try:
             text = self.tokenizer.chat(messages)

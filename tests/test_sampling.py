@@ -91,8 +91,8 @@ def test_penalties_and_bias_follow_their_formula():
     logits, rng = random_logits(8), np.random.default_rng(1)
     count = rng.poisson(0.5, (ROWS, VOCABULARY)).astype(np.int32)
     prompt = rng.random((ROWS, VOCABULARY)) < 0.2
-    repetition, presence, frequency = np.float32(
-        [[1.0, 1.2, 1.0, 0.9], [0.5, 0.0, 0, -1], [0.0, 0.3, 0, 0.1]]
+    repetition, presence, frequency = np.array(
+        [[1.0, 1.2, 1.0, 0.9], [0.5, 0.0, 0, -1], [0.0, 0.3, 0, 0.1]], np.float32
     )
     bias = [{3: 5.0, 60: -2.0}, None, {}, {0: -np.inf}]
     asked = sampling.parameters(
@@ -189,7 +189,7 @@ def test_a_masked_token_is_never_drawn(logits, temperature, top_p, seed):
 def test_temperature_zero_is_argmax_whatever_the_filters():
     logits = np.round(random_logits(10))  # with ties: the first one is taken
     asked = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
-    for temperature in (np.zeros(ROWS), np.float32([0, 1, 0, 1])):
+    for temperature in (np.zeros(ROWS), np.array([0, 1, 0, 1])):
         greedy = temperature == 0
         found = draw(logits, asked, temperature)
         np.testing.assert_array_equal(found[greedy], np.argmax(logits, -1)[greedy])
@@ -289,8 +289,12 @@ def test_new_parameters_do_not_retrace():
     chex.clear_trace_counter()
     traced = jax.jit(chex.assert_max_traces(sampling.sample, n=1))
     zeros = jnp.zeros(ROWS, jnp.int32)
-    for filters in ({}, dict(top_k=4), dict(top_p=0.5, logit_bias={1: 2.0}), dict(typical_p=0.5, min_p=0.1)):
-        asked = sampling.parameters(ROWS, **filters)
+    for asked in (
+        sampling.parameters(ROWS, temperature=0.0),
+        sampling.parameters(ROWS, top_k=4, logit_bias={1: 2.0}),
+        sampling.parameters(ROWS, top_p=0.5, min_p=0.1),
+        sampling.parameters(ROWS, **VARIED),
+    ):
         traced(jnp.asarray(random_logits(0)), asked, asked.temperature, KEY, zeros, zeros)
 
 
@@ -316,6 +320,7 @@ def test_in_a_loop_the_history_is_never_copied():
     asked = sampling.parameters(ROWS, frequency_penalty=100.0)
     temperature, history = jnp.zeros(ROWS, jnp.float32), sampling.history(ROWS, VOCABULARY)
     text = decode.lower(jnp.asarray(random_logits(0)), asked, history, temperature, 5).compile().as_text()
+    assert text
     counts = f"s32[{ROWS},{VOCABULARY}]"
     assert counts in text
     assert not [line for line in text.splitlines() if " copy(" in line and counts in line]

@@ -179,7 +179,9 @@ def main() -> None:
     params = jax.device_put(initialise(shape, arguments.seed), everywhere)
     state = jax.jit(rule.init, out_shardings=everywhere)(params)
 
-    manager = ocp.CheckpointManager(work / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=3))
+    # The last checkpoint before the decay is kept: from there a longer short stage can go on.
+    keep = ocp.CheckpointManagerOptions(max_to_keep=3, keep_period=max(1, short_steps))
+    manager = ocp.CheckpointManager(work / "checkpoints", options=keep)
     first = manager.latest_step() or 0
     if first:
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"params": params, "state": state})
@@ -188,8 +190,9 @@ def main() -> None:
 
     step = make_step(shape, rule, mesh)
     log = work / "log.csv"
-    if not log.exists():
-        log.write_text("step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second\n")
+    rows = log.read_text().splitlines()[1:] if log.exists() else []
+    rows = [row for row in rows if int(row.split(",")[0]) <= first]  # what was not saved is done again
+    log.write_text("\n".join(["step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second", *rows, ""]))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -204,26 +207,23 @@ def main() -> None:
             wanted = arguments.length if number < short_steps else shape.max_position_embeddings
             if wanted != length:
                 length = wanted
-                rows = max(1, arguments.batch_tokens // length)
-                rows = -(-rows // mesh.size) * mesh.size
+                windows = -(-max(1, arguments.batch_tokens // length) // mesh.size) * mesh.size
                 per_device = max(1, arguments.micro_tokens // length)
-                micro = max(1, rows // (per_device * mesh.size))
+                micro = max(1, windows // (per_device * mesh.size))
                 share = 0.2 if number < short_steps else 0.5
-                source = data.batches(streams, arguments.seed, number, rows, length, share)
-                if number:
+                source = data.batches(streams, arguments.seed, number, windows, length, share)
+                if number > first:
                     manager.save(number, args=ocp.args.StandardSave({"params": params, "state": state}))
             tokens, weights = next(source)
             start = time.monotonic()
-            split = lambda x: x.reshape(micro, rows // micro, -1)
+            split = lambda x: x.reshape(micro, windows // micro, -1)
             put = partial(jax.device_put, device=NamedSharding(mesh, P(None, "data")))
             params, state, nats, norm = step(params, state, put(split(tokens)), put(split(weights)))
             bits = float(nats) / np.log(2) / bytes_per_token
             speed = weights.size / (time.monotonic() - start)
-            seen = min(number + 1, short_steps) * arguments.batch_tokens
-            seen += max(0, number + 1 - short_steps) * arguments.batch_tokens
-            csv.writer(out).writerow(
-                [number + 1, seen, length, f"{bits:.4f}", f"{float(norm):.3f}", f"{speed:.0f}"]
-            )
+            seen = (number + 1) * arguments.batch_tokens
+            row = [number + 1, seen, length, f"{bits:.4f}", f"{float(norm):.3f}", f"{speed:.0f}"]
+            csv.writer(out).writerow(row)
             out.flush()
             progress.update(
                 bar, completed=number + 1, description=f"{bits:.3f} bits/byte {speed:,.0f} tokens/s"

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenizers import Tokenizer
+import numpy as np
 
-from . import corpus, data, export, tasks
+from . import corpus, export, tasks
 
 INTRODUCTION = """# The embedded model
 
@@ -77,8 +77,7 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
     """The packages with licences and sizes, and what was done to them."""
     packages = json.loads((work / "packages.json").read_text())
     held = json.loads((work / "held_out.json").read_text())
-    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    streams = data.prepare(work, tokenizer.get_vocab_size())
+    files, tokens = (len(np.load(work / f"{n}.npy", mmap_mode="r")) for n in ("starts", "training"))
     rows = [[p["name"], p["version"], p["licence"], megabytes(p["bytes"])] for p in packages]
     row = lambda wanted: [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is wanted]
     training = sum(p["bytes"] for p in packages if not p["held_out"])
@@ -94,8 +93,7 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
             tabs become four spaces. A file is dropped when more than 40 % of its passages of
             {corpus.SHINGLE_LINES} lines occur in an earlier file, and the held-out packages come first, so
             training text that repeats them is dropped too. {megabytes(training)} MB of candidates left
-            {len(streams.starts):,} files and {len(streams.training) / 1e6:,.1f} million tokens to train
-            on."""
+            {files:,} files and {tokens / 1e6:,.1f} million tokens to train on."""
         ),
         paragraph(
             f"""A part of what the model read is generated: real source with facts scattered through it and
@@ -174,20 +172,21 @@ def results(report: dict[str, Any]) -> str:
         for rows in zip(*(report["recall"][kind] for kind in kinds), strict=True)
     ]
     cases = report["recall"][kinds[0]][0]["cases"]
-    long = report["context"][0]
+    long = report["context"][-1]
+    most = long["context"]
     parts = [
         "## Results",
         "### Held-out bits per byte",
         paragraph(
             f"""{sizes["files"]} held-out files of {sizes["smallest"] // 1000} to
             {sizes["largest"] // 1000} kB, chosen by seed, each on its own from its first byte to its end:
-            total bits over total bytes of UTF-8. The model sees at most 8,192 tokens (windows overlap by half);
-            xz is what `xz -9e` writes, container included."""
+            total bits over total bytes of UTF-8. The model sees at most {most:,} tokens (windows overlap by
+            half); xz is what `xz -9e` writes, container included."""
         ),
         table(["package", "files", "MB", "model", "xz -9e", "below xz"], compression),
         "### What context is worth",
         paragraph(
-            f"""The same tokens, 4,097 to 8,192 of {long["files"]} long held-out files
+            f"""The same tokens, {most // 2 + 1:,} to {most:,} of {long["files"]} long held-out files
             ({megabytes(long["bytes"])} MB), scored with more and more context: under a limit of c, each
             token sees between c / 2 and c tokens. The change is against the row above, with its 95 % interval
             over files."""

@@ -63,23 +63,27 @@ def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
     return [File(**d, tokens=i, sizes=size[i]) for d, i in zip(chosen, ids, strict=True)]
 
 
-def cost(scorer: scoring.Scorer, jobs: list[tuple[File, int, int, int]], advance: Any) -> list[np.ndarray]:
+def cost(
+    score: scoring.Score, jobs: list[tuple[File, int, int, int]], advance: scoring.Advance
+) -> list[np.ndarray]:
     """Bits of each target, for jobs `(file, first, stop, context)`."""
     pieces = [
         (number, window)
         for number, (file, first, stop, context) in enumerate(jobs)
         for window in scoring.windows(first, stop, context)
     ]
-    scores = scorer([jobs[n][0].tokens[start:end] for n, (start, _, end) in pieces], advance)
+    scores = score([jobs[n][0].tokens[start:end] for n, (start, _, end) in pieces], advance)
     result: list[list[np.ndarray]] = [[] for _ in jobs]
-    for (number, (start, first, _)), score in zip(pieces, scores, strict=True):
-        result[number].append(score.nats[first - start - 1 :].astype(float) / LN2)
+    for (number, (start, first, _)), of in zip(pieces, scores, strict=True):
+        result[number].append(of.nats[first - start - 1 :].astype(float) / LN2)
     return [np.concatenate(parts) for parts in result]
 
 
-def compression(scorer: scoring.Scorer, files: list[File], advance: Any) -> dict[str, Any]:
+def compression(score: scoring.Score, files: list[File], advance: scoring.Advance) -> dict[str, Any]:
     """Total bits over total bytes, each file on its own, `end` included; xz as the command writes it."""
-    model = [bits.sum() for bits in cost(scorer, [(f, 1, len(f.tokens), 8192) for f in files], advance)]
+    model = [
+        bits.sum() for bits in cost(score, [(f, 1, len(f.tokens), CONTEXTS[-1]) for f in files], advance)
+    ]
     raw = [f.text.encode() for f in files]
     xz = [8 * len(lzma.compress(r, lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)) for r in raw]
     size = [len(r) for r in raw]
@@ -98,15 +102,16 @@ def compression(scorer: scoring.Scorer, files: list[File], advance: Any) -> dict
     return {**row("all", list(range(len(files)))), **limits, "by_package": by_package}
 
 
-def context_gain(scorer: scoring.Scorer, files: list[File], advance: Any) -> list[dict[str, float]]:
-    """Bits per byte of the same tokens, 4097 … 8192 of each file, with less and more context allowed.
+def context_gain(score: scoring.Score, files: list[File], advance: scoring.Advance) -> list[dict[str, float]]:
+    """Bits per byte of the same tokens, each file's second half of the context, with less and more allowed.
 
     With context c a token sees between c / 2 and c earlier ones. `change` is against the row before,
     with its standard error over files.
     """
-    jobs = [(f, 4097, 8193, context) for context in CONTEXTS for f in files]
-    bits = np.reshape([b.sum() for b in cost(scorer, jobs, advance)], (len(CONTEXTS), len(files)))
-    size = np.array([f.sizes[4097:8193].sum() for f in files])
+    first, stop = CONTEXTS[-1] // 2 + 1, CONTEXTS[-1] + 1
+    jobs = [(f, first, stop, context) for context in CONTEXTS for f in files]
+    bits = np.reshape([b.sum() for b in cost(score, jobs, advance)], (len(CONTEXTS), len(files)))
+    size = np.array([f.sizes[first:stop].sum() for f in files])
     rows = []
     for number, context in enumerate(CONTEXTS):
         rows.append({"context": context, "bits_per_byte": bits[number].sum() / size.sum()})
@@ -183,24 +188,20 @@ def main() -> None:
     params, shape, step = export.read(arguments.model)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     files = held_out(arguments.work, tokenizer, arguments.seed)
-    long = [f for f in files if len(f.tokens) >= 8193][: arguments.long_files]
+    long = [f for f in files if len(f.tokens) > CONTEXTS[-1]][: arguments.long_files]
     scorer = scoring.Scorer(params, shape)
     report: dict[str, Any] = {"step": step, "tokens": tokens_at(arguments.work / "log.csv", step)}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
 
-        def stage(name: str, total: int) -> Any:
-            task = progress.add_task(name, total=total)
-            return lambda n: progress.advance(task, n)
+        def stage(name: str) -> scoring.Advance:
+            task = progress.add_task(name, total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
 
-        few = files[: arguments.files]
-        count = sum(len(list(scoring.windows(1, len(f.tokens), 8192))) for f in few)
-        report["compression"] = compression(scorer, few, stage("bits per byte", count))
-        count = len(long) * sum(max(1, 8192 // c) for c in CONTEXTS)
-        report["context"] = context_gain(scorer, long, stage("context", count))
+        report["compression"] = compression(scorer, files[: arguments.files], stage("bits per byte"))
+        report["context"] = context_gain(scorer, long, stage("context"))
         filler = recall.Filler([f.text for f in files], tokenizer)
-        told = stage("recall", len(recall.DISTANCES) * arguments.cases)
-        report["recall"] = recall.measure(scorer, filler, arguments.cases, arguments.seed, told)
+        report["recall"] = recall.measure(scorer, filler, arguments.cases, arguments.seed, stage("recall"))
         report["samples"] = samples(arguments.model, params, shape, tokenizer, files, arguments.seed)
     report["seconds"] = round(time.monotonic() - began, 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ is the model's likeliest.
 """
 
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -118,7 +118,7 @@ def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def measure(
-    scorer: scoring.Scorer, filler: Filler, cases: int, seed: int, advance: Any
+    score: scoring.Score, filler: Filler, cases: int, seed: int, advance: scoring.Advance
 ) -> dict[str, list[dict[str, float]]]:
     """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met."""
     made = [
@@ -126,7 +126,7 @@ def measure(
         for distance in DISTANCES
         for number in range(cases)
     ]
-    scores = scorer([tokens for tokens, _ in made], advance)
+    scores = score([tokens for tokens, _ in made], advance)
 
     def row(kind: str, first: int) -> dict[str, float]:
         here = range(first, first + cases)

@@ -21,6 +21,9 @@ DEVICE_TOKENS = 8192  # per device and call
 CHUNK = 256  # rows of logits at a time; divides every length
 
 
+Advance = Callable[[int, int], object]  # told how many windows are done, of how many
+
+
 class Scores(NamedTuple):
     """Of each target of a window: its cost in nats, and whether no token was likelier."""
 
@@ -69,8 +72,11 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
     return nats.reshape(tokens.shape[0], -1), hit.reshape(tokens.shape[0], -1)
 
 
+Score = Callable[[Sequence[np.ndarray], Advance], list[Scores]]  # what a Scorer does
+
+
 class Scorer:
-    """Scores windows of up to 8192 targets, on all devices at once; `advance(n)` hears of n more done."""
+    """Scores windows of up to 8192 targets, on all devices at once."""
 
     def __init__(self, params: forward.Params, shape: Shape):
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -86,13 +92,14 @@ class Scorer:
         self.targets = jax.jit(sharded)
 
     def __call__(
-        self, windows: Sequence[np.ndarray], advance: Callable[[int], object] = lambda n: None
+        self, windows: Sequence[np.ndarray], advance: Advance = lambda done, total: None
     ) -> list[Scores]:
         """Scores of the targets `window[1:]` of each window, in the order given."""
         longest = max(map(len, windows)) - 1
         if longest > LENGTHS[-1]:
             raise ValueError(f"windows: one has {longest} targets; at most {LENGTHS[-1]}")
         padded = [next(n for n in LENGTHS if len(w) - 1 <= n) for w in windows]
+        done = 0
         results: list[Scores] = [Scores(np.empty(0), np.empty(0))] * len(windows)
         for length in sorted(set(padded), reverse=True):
             chosen = [i for i, n in enumerate(padded) if n == length]
@@ -106,7 +113,8 @@ class Scorer:
                 for row, i in enumerate(batch):
                     count = len(windows[i]) - 1
                     results[i] = Scores(nats[row, :count], hit[row, :count])
-                advance(len(batch))
+                done += len(batch)
+                advance(done, len(windows))
         return results
 
 

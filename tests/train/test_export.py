@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -57,6 +58,7 @@ def test_transformers_loads_it_with_the_loss_of_training(
 ):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     ids = tokenizer.encode(texts[0]).ids
     assert theirs(texts[0])["input_ids"] == ids
@@ -67,6 +69,8 @@ def test_transformers_loads_it_with_the_loss_of_training(
     assert model.generation_config.eos_token_id == 1
     window = np.array(ids[:1025], np.int32)[None]
     with torch.no_grad():
-        expected = float(model(torch.tensor(window.astype(np.int64)), labels=torch.tensor(window.astype(int))).loss)
-    _, nats = forward.loss(params, window, np.ones((1, 1024), np.float32), TINY)
+        expected = float(
+            model(torch.tensor(window.astype(np.int64)), labels=torch.tensor(window.astype(int))).loss
+        )
+    _, nats = forward.loss(params, jnp.array(window), jnp.ones((1, 1024)), TINY)
     assert float(nats) / 1024 == pytest.approx(expected, abs=5e-3)

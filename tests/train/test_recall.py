@@ -59,12 +59,14 @@ class Oracle:
         self.known = known
 
     def __call__(self, windows, advance):
-        advance(len(windows))
-        return [scoring.Scores(np.zeros(len(w) - 1), np.full(len(w) - 1, len(w) <= self.known)) for w in windows]
+        advance(len(windows), len(windows))
+        return [
+            scoring.Scores(np.zeros(len(w) - 1), np.full(len(w) - 1, len(w) <= self.known)) for w in windows
+        ]
 
 
 def test_measure_counts_right_answers_of_each_cell(filler: recall.Filler):
-    report = recall.measure(Oracle(2000), filler, cases=2, seed=0, advance=lambda n: None)
+    report = recall.measure(Oracle(2000), filler, cases=2, seed=0, advance=lambda done, total: None)
     assert set(report) == set(tasks.KINDS)
     for rows in report.values():
         assert [row["distance"] for row in rows] == list(recall.DISTANCES)

@@ -1,0 +1,74 @@
+"""Mixture of experts: every way to compute it gives what the definition says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.experts import SparseMLP, grouped, in_blocks
+
+EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
+
+
+def inputs(tokens: int, spread: float = 1.0):
+    random = np.random.default_rng(tokens)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    kernels = normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, INNER, HIDDEN)
+    preference = normal(tokens, EXPERTS) * spread + jnp.arange(EXPERTS) * (1.0 - spread)
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(preference), CHOICES)
+    return normal(tokens, HIDDEN), chosen, weights, *kernels
+
+
+def by_definition(x, chosen, weights, gate, up, down):
+    out = np.zeros(x.shape)
+    for t in range(x.shape[0]):
+        for expert, weight in zip(chosen[t], weights[t], strict=True):
+            inner = np.asarray(x[t] @ gate[expert])
+            inner = inner / (1 + np.exp(-inner)) * np.asarray(x[t] @ up[expert])
+            out[t] += float(weight) * (inner @ np.asarray(down[expert]))
+    return out
+
+
+@pytest.mark.parametrize("way", [in_blocks, grouped])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("spread", [1.0, 0.0], ids=["spread", "all to two experts"])
+def test_agrees_with_the_definition(way, tokens, spread):
+    arguments = inputs(tokens, spread)
+    np.testing.assert_allclose(jax.jit(way)(*arguments), by_definition(*arguments), rtol=2e-5, atol=2e-5)
+
+
+def test_a_token_does_not_depend_on_its_neighbours():
+    x, chosen, weights, *kernels = inputs(8)
+    others = jnp.arange(1, 8)
+    changed = x.at[others].set(x[others[::-1]] * 2), chosen.at[others].set(chosen[others[::-1]])
+    before = jax.jit(in_blocks)(x, chosen, weights, *kernels)
+    after = jax.jit(in_blocks)(*changed, weights, *kernels)
+    np.testing.assert_array_equal(before[0], after[0])
+
+
+def test_unread_experts_may_hold_anything():
+    """Only the chosen experts are read: the others are poisoned."""
+    x, chosen, weights, *kernels = inputs(3, spread=0.0)
+    unread = jnp.asarray([e for e in range(EXPERTS) if e not in np.unique(chosen)])
+    assert unread.size
+    poisoned = [kernel.at[unread].set(jnp.nan) for kernel in kernels]
+    expected = jax.jit(in_blocks)(x, chosen, weights, *kernels)
+    np.testing.assert_array_equal(jax.jit(in_blocks)(x, chosen, weights, *poisoned), expected)
+
+
+def test_grouped_is_differentiable():
+    x, *rest = inputs(3)
+    slope = jax.jit(jax.grad(lambda x: grouped(x, *rest).sum()))(x)
+    assert np.isfinite(slope).all() and np.abs(slope).max() > 0
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_router_weights(normalise):
+    """Weights of a token's choices sum to one where they are normalised, to less where not."""
+    block = SparseMLP(HIDDEN, INNER, EXPERTS, CHOICES, normalise)
+    seen = []
+    block.experts = lambda x, chosen, weights: seen.append(weights) or x
+    block.gate.kernel[...] = jnp.asarray(np.random.default_rng(0).standard_normal((HIDDEN, EXPERTS)), jnp.float32)
+    block(jnp.ones((1, 4, HIDDEN)))
+    total = np.asarray(seen[0].sum(-1))
+    assert np.allclose(total, 1, atol=1e-6) == normalise and (total < 1 + 1e-6).all()

@@ -1,0 +1,118 @@
+"""The command line on a real, if untrained, model directory."""
+
+import dataclasses
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+import models
+
+BEGIN, END = "<begin>", "<end>"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    """A byte-level Llama with random weights."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate([BEGIN, END, *alphabet])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([BEGIN, END])
+    settings = {"bos_token": BEGIN, "eos_token": END, "add_bos_token": True}
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    config = models.Config(
+        architecture="LlamaForCausalLM",
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=(1,),
+    )
+    tokenizer = models.Tokenizer(backend, settings, template)
+    path = tmp_path_factory.mktemp("model")
+    models.save(dataclasses.replace(models.initialise(config, 0), tokenizer=tokenizer), path)
+    return str(path)
+
+
+def test_json_and_plain_text_agree(entropic, directory):
+    common = ("generate", "--model", directory, "--prompt", "abc", "--seed", "3", "--max-tokens", "20")
+    status, out, err = entropic(*common, "--json")
+    assert (status, err) == (0, "")
+    tree = json.loads(out)
+    assert tree["usage"]["prompt_tokens"] == 4
+    assert tree["usage"]["completion_tokens"] == len(tree["token_ids"]) <= 20
+    assert {"entropy", "varentropy", "surprisal", "temperature", "entropic_time"} <= tree["trace"].keys()
+    assert all(len(values) == len(tree["token_ids"]) for values in tree["trace"].values())
+    assert entropic(*common) == (0, tree["text"] + "\n", "")
+
+
+def test_a_batch_is_what_its_lines_are_alone(entropic, directory, tmp_path):
+    lines = [
+        {"prompt": "abc", "seed": 3, "max_tokens": 12},
+        {"messages": [{"role": "user", "content": "hello"}], "seed": 4, "max_tokens": 5, "temperature": 0},
+        {"prompt": "x" * 200, "seed": 5},
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    status, out, _ = entropic("generate", "--model", directory, "--batch-file", str(file))
+    assert status == 1  # the last prompt does not fit
+    first, second, third = map(json.loads, out.splitlines())
+    assert third["finish_reason"] == "error"
+    assert "201 tokens; accepted are 1 to 127" in third["error"]
+    alone = ("--model", directory, "--json", "--seed")
+    out = entropic("generate", *alone, "3", "--prompt", "abc", "--max-tokens", "12")[1]
+    assert json.loads(out)["token_ids"] == first["token_ids"]
+    chat = ("--chat", "--prompt", "hello", "--max-tokens", "5", "--temperature", "0")
+    assert json.loads(entropic("generate", *alone, "4", *chat)[1])["token_ids"] == second["token_ids"]
+
+
+def test_stop_string_ends_the_text(entropic, directory):
+    common = (
+        "generate",
+        "--model",
+        directory,
+        "--prompt",
+        "abc",
+        "--seed",
+        "3",
+        "--max-tokens",
+        "20",
+        "--json",
+    )
+    whole = json.loads(entropic(*common)[1])
+    stop = whole["text"][5:7]
+    cut = json.loads(entropic(*common, "--stop", stop)[1])
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole["text"].split(stop, 1)[0]
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+
+
+def test_a_prompt_that_does_not_fit(entropic, directory):
+    status, _, err = entropic("generate", "--model", directory, "--prompt", "x" * 200)
+    assert status == 2
+    assert "201 tokens; accepted are 1 to 127" in err
+
+
+def test_a_directory_without_a_model(entropic, tmp_path):
+    status, _, err = entropic("generate", "--model", str(tmp_path), "--prompt", "x")
+    assert status == 2
+    assert "config.json is missing" in err
+    assert err.count("\n") == 1
+
+
+def test_models_describes_it_and_lists_architectures(entropic, directory, monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.setattr("serving.models_command.EMBEDDED", Path(directory))
+    status, out, _ = entropic("models")
+    assert status == 0
+    embedded, architectures = out.split("\n\n")
+    assert embedded.startswith("embedded\n")
+    assert "LlamaForCausalLM" in embedded
+    assert architectures.split() == ["architectures", *sorted(models.FAMILIES)]
