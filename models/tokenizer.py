@@ -156,7 +156,8 @@ class Detokenizer:
 
     Tokens wait while they end inside a UTF-8 character. They are decoded after the tokens released last,
     since some decoders treat the beginning of a text differently (sentencepiece drops a space there). All
-    that `push` and `flush` return, joined, is what `Tokenizer.decode` makes of the whole sequence.
+    that `push` and `flush` return, joined, is what `Tokenizer.decode` makes of the whole sequence. (For bytes
+    that form no character it may not be, where a decoder judges a run of bytes by the later ones too.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

@@ -36,7 +36,7 @@ def empty_caches(config: Config, rows: int, context: int, dtype: Any = "float32"
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run(decoder: Decoder, params: Any, tokens: jax.Array, prompt: int) -> jax.Array:
-    """float32 logits `[rows, n, vocabulary]`: the first `prompt` positions at once, then one after another."""
+    """Logits `[rows, n, vocabulary]`, the first `prompt` positions at once, then one after another."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     caches = empty_caches(decoder.config, rows, length, params["norm"]["weight"].dtype)

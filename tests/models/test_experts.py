@@ -12,9 +12,9 @@ EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
 
 def inputs(tokens: int, spread: float = 1.0):
     random = np.random.default_rng(tokens)
-    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)  # noqa: E731
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     kernels = normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, INNER, HIDDEN)
-    preference = normal(tokens, EXPERTS) * spread + jnp.arange(EXPERTS) * (1.0 - spread)
+    preference = normal(tokens, EXPERTS) * spread + jnp.arange(EXPERTS, dtype=jnp.float32) * (1.0 - spread)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(preference), CHOICES)
     return normal(tokens, HIDDEN), chosen, weights, *kernels
 
@@ -68,7 +68,9 @@ def test_router_weights(normalise):
     block = SparseMLP(HIDDEN, INNER, EXPERTS, CHOICES, normalise)
     seen = []
     block.experts = lambda x, chosen, weights: seen.append(weights) or x
-    block.gate.kernel[...] = jnp.asarray(np.random.default_rng(0).standard_normal((HIDDEN, EXPERTS)), jnp.float32)
+    block.gate.kernel[...] = jnp.asarray(
+        np.random.default_rng(0).standard_normal((HIDDEN, EXPERTS)), jnp.float32
+    )
     block(jnp.ones((1, 4, HIDDEN)))
     total = np.asarray(seen[0].sum(-1))
     assert np.allclose(total, 1, atol=1e-6) == normalise and (total < 1 + 1e-6).all()
