@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .worker import pin
+
 
 def together(work: Callable[[int], object], threads: int) -> float:
     """Seconds from the moment `threads` threads start `work(index)` together until the last is done."""
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="size of each of the two arrays, in MiB")
     parser.add_argument("--repeat", type=int, default=8, help="measurements of each kind")
     arguments = parser.parse_args()
+    pin(arguments.threads)
     print(json.dumps(measure(arguments.threads, arguments.megabytes, arguments.repeat)))
 
 

@@ -29,7 +29,7 @@ from .peers import ENGINES
 from .weights import CONFIG, write_huggingface
 from .worker import ROOT, PeerError, Peers
 
-DEFAULT = [name for name in ENGINES if name != "transformers-compiled"]
+DEFAULT = [name for name in ENGINES if name != "torch-compile"]
 WARM_STEPS = 8
 PREFILL_SECONDS = 15.0  # a prefill is repeated until all of them together took this long
 SHARED_PROMPT_FROM = 65536  # prompt tokens of a cell from which on its rows share one prompt
@@ -160,16 +160,17 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     interpreters = {"openvino": options.openvino_python, "llamacpp": options.llamacpp_python}
     peers, cells, rates = Peers(directory, options.threads, options.limit, interpreters), [], []
     grid = [(context, batch) for context in options.contexts for batch in options.batches]
-    asked = len(grid) * len(options.engines) * (3 + options.repeat)
+    calls = len(options.engines) * (3 + 2 * options.repeat)  # of a cell, at most
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=asked)
+        task = progress.add_task("", total=len(grid) * calls)
         tick = lambda what: progress.update(task, advance=1, description=what)
         try:
             for context, batch in grid:
                 cell, between = measure_cell(peers, options, context, batch, tick)
                 cells.append(cell)
                 rates += between
+                progress.update(task, completed=len(cells) * calls)
         finally:
             peers.close()
     bandwidth = {
@@ -179,7 +180,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         }
         for kind in ("copy", "read")
     }
-    knobs = ("GLIBC_", "GOMP_", "KMP_", "OMP_", "XLA_", "JAX_", "MALLOC_", "LD_PRELOAD")
+    knobs = ("GLIBC_TUNABLES", "GOMP_", "KMP_", "OMP_", "XLA_FLAGS", "MALLOC_", "LD_PRELOAD")
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": report.processor(),

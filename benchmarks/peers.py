@@ -347,7 +347,7 @@ def distinct(prompts: np.ndarray) -> np.ndarray:
 ENGINES: dict[str, tuple[type, bool]] = {  # the class, and whether it computes in half precision
     "ours": (Ours, False),
     "transformers": (Transformers, False),
-    "transformers-compiled": (CompiledTransformers, False),
+    "torch-compile": (CompiledTransformers, False),
     "openvino": (OpenVINO, False),
     "llamacpp": (LlamaCpp, False),
     "openvino-half": (OpenVINO, True),

@@ -96,26 +96,14 @@ class Peers:
         self.interpreters = interpreters
         self.running: dict[str, Peer] = {}
         self.versions: dict[str, str] = {}
-        names = (
-            "OMP_NUM_THREADS",
-            "MKL_NUM_THREADS",
-            "OPENBLAS_NUM_THREADS",
-            "TORCHINDUCTOR_COMPILE_THREADS",
-        )
+        names = (f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS"))
         self.environment = {**os.environ, **dict.fromkeys(names, self.threads), "HF_HUB_OFFLINE": "1"}
 
     def command(self, engine: str) -> list[str]:
         """How to start the process of an engine."""
         interpreter = self.interpreters.get(family(engine), sys.executable)
-        return [
-            interpreter,
-            "-m",
-            "benchmarks.worker",
-            engine,
-            str(self.directory),
-            "--threads",
-            self.threads,
-        ]
+        module, threads = ["-m", "benchmarks.worker"], ["--threads", self.threads]
+        return [interpreter, *module, engine, str(self.directory), *threads]
 
     def prepare(self, engine: str) -> None:
         """Convert the weights for an engine, if that has not been done; raises PeerError."""
@@ -146,6 +134,12 @@ class Peers:
         """End all processes."""
         for peer in self.running.values():
             peer.close()
+
+
+def pin(count: int) -> None:
+    """Keep this process on `count` processors, the same for every engine, where the system allows it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, processors(count))
 
 
 def processors(count: int) -> list[int]:
@@ -203,7 +197,7 @@ def main() -> None:
     if arguments.prepare:
         CONVERSIONS[family(arguments.engine)][1](arguments.directory)
         return
-    os.sched_setaffinity(0, processors(arguments.threads))
+    pin(arguments.threads)
     serve(engine_class, half, arguments.directory, arguments.threads)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from .rope import RopeScaling
 
@@ -121,7 +121,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -192,7 +192,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ModelError(f"rope_scaling has type {kind!r}; accepted: {', '.join(map(repr, wanted))}")
     if kind == "default":
         return theta, None
-    found = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **stated}
+    found: dict[str, Any] = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **stated}
     for name in wanted[kind]:
         value = found.get(name)
         if not is_number(value) or value <= 0:

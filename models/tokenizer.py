@@ -128,7 +128,7 @@ class Tokenizer:
         stated = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
             return compiled(self.chat_template).render({**named, **stated, "tools": tools, **variables})
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(f"the chat template rejects the messages: {error}") from None
 
 
@@ -139,16 +139,15 @@ def compiled(template: str) -> jinja2.Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def as_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def as_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    now = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template, globals={"raise_exception": refuse, "strftime_now": now})
 
 
 class Detokenizer:

@@ -79,7 +79,7 @@ class Screen:
         figures = (
             f"{self.tokens} tokens",
             f"{rate} tokens/s",
-            f"entropy {self.entropy:.2f}, mean {mean:.2f} nats",
+            f"entropy {self.entropy:.2f}, mean {mean:.2f}",
             f"entropic time {self.entropic_time:.1f} nats",
         )
         return " · ".join(figures)

@@ -14,7 +14,7 @@ def console(**options):
     return Console(
         file=io.StringIO(),
         force_terminal=True,
-        width=60,
+        width=90,
         height=20,
         highlight=False,
         **{"color_system": "truecolor", **options},
@@ -60,8 +60,7 @@ def test_text_is_tinted_and_the_figures_stand_below():
     assert "38;2;224;0;148m)" in drawn
     final = drawn[drawn.rindex("def f") :]
     assert "3 tokens" in final
-    assert "entropy 5.00, mean 2.33 nats" in final
-    assert "entropic time 1.0 nats" in final
+    assert "entropy 5.00, mean 2.33 · entropic time 1.0 nats" in final
     assert "seed 1" in final
     assert "entropy in nats" in final
 
@@ -92,8 +91,8 @@ def test_a_line_longer_than_the_screen_is_let_go_in_parts():
     screen = Screen(console())
     for _ in range(200):
         screen.write("0123456789")
-    assert len(screen.line.plain) <= 60 * 14
-    assert screen.console.file.getvalue().count("0123456789" * 6) == (2000 - len(screen.line.plain)) // 60
+    assert len(screen.line.plain) <= 90 * 14
+    assert screen.console.file.getvalue().count("0123456789" * 9) == (2000 - len(screen.line.plain)) // 90
 
 
 def test_a_long_prompt_is_shown_by_its_end():
