@@ -13,7 +13,6 @@ from .cache import Cache, Layer
 from .pallas import paged_attention
 from .pallas.paged_attention.reference import prefill
 
-
 UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
 
 

@@ -63,7 +63,13 @@ def default_page_size() -> int:
 
 
 def allocate(
-    shape: ModelShape, rows: int, context: int, *, pages: int | None = None, page_size: int | None = None, dtype="float32"
+    shape: ModelShape,
+    rows: int,
+    context: int,
+    *,
+    pages: int | None = None,
+    page_size: int | None = None,
+    dtype="float32",
 ) -> Cache:
     """An empty cache for `rows` sequences of at most `context` positions.
 
@@ -109,6 +115,7 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
     rows, per_row = cache.table.shape
     wanted = jnp.minimum(-(-length // cache.page_size), per_row)
     missing = jnp.maximum(wanted - cache.granted, 0)
+
     # Rows are served in order; one that does not fit is passed over, its neighbours are not.
     def serve(left, need):
         fits = need <= left

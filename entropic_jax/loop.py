@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import entropy, ledger, sampling
-from .attention import Attend, Step, attend_to
-from .cache import Cache, Layer, ModelShape, grant
+from .attention import Step, attend_to
+from .cache import Cache, ModelShape, grant
 from .control import Controller
 from .state import FAILED, FULL, RUNNING, STOPPED, State, Trace, plain_action, quiet_signal
 
@@ -24,11 +24,13 @@ PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of
 class Decoder(Hashable, Protocol):
     """A decoder-only language model as the loop sees it: pure functions of `params`."""
 
-    shape: ModelShape
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes."""
 
     def hidden(
-        self, params: Any, tokens: jax.Array, positions: jax.Array, layers: tuple[Layer, ...], attend: Attend
-    ) -> tuple[jax.Array, tuple[Layer, ...]]:
+        self, params: Any, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Any
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Last hidden states `[rows, n, hidden]` of tokens `[rows, n]`, and the layers as written."""
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -66,7 +68,7 @@ def start(
             raise ValueError(f"prompts[{row}] holds token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
         if lengths[row] > context:
             raise ValueError(
-                f"prompts[{row}] has {lengths[row]} tokens; accepted are at most {context}, the context of the cache"
+                f"prompts[{row}] has {lengths[row]} tokens; accepted are at most {context}, as the cache"
             )
     seen = np.zeros((rows, vocabulary), bool)
     for row, prompt in enumerate(prompts):
@@ -94,7 +96,8 @@ def start(
         cache=cache,
     )
     # Launches consume the state: no two leaves may share a buffer, nor one of the caller's.
-    state = jax.tree.map(jnp.copy, state._replace(cache=None))._replace(cache=cache)
+    small = {name: value for name, value in state._asdict().items() if name != "cache"}
+    state = state._replace(**jax.tree.map(jnp.copy, small))
     todo = np.where(alive, lengths - 1, 0)
     done = 0
     while done < todo.max(initial=0):
@@ -213,7 +216,13 @@ def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("decoder", "capacity"), donate_argnames="state")
 def generate(
-    decoder: Decoder, params: Any, controller: Controller, state: State, steps: jax.Array | int, *, capacity: int = 64
+    decoder: Decoder,
+    params: Any,
+    controller: Controller,
+    state: State,
+    steps: jax.Array | int,
+    *,
+    capacity: int = 64,
 ) -> tuple[State, Trace]:
     """Run up to `steps` (traced, at most `capacity`) steps in one launch, fewer if every row ends.
 

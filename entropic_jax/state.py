@@ -5,7 +5,7 @@ Axes, in the order in which they appear: `rows` (sequences of a batch), `positio
 Entropies are in nats, positions count tokens from 0.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from .cache import Cache
 
 RUNNING, STOPPED, FULL, FAILED = range(4)
-FINISH_REASONS = {RUNNING: None, STOPPED: "stop", FULL: "length", FAILED: "error"}
+FinishReason = Literal["stop", "length", "error"]
+FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 
 
 class Sampling(NamedTuple):

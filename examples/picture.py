@@ -24,12 +24,16 @@ PROMPT = '''class Stack:
 
 def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "generation.svg")
-    text, entropies = Text(PROMPT, "bold"), []
-    for token in load(EMBEDDED).stream(Request(prompt=PROMPT, max_tokens=160, temperature=0.6, top_p=0.95, seed=1)):
+    text, entropies, resolved = Text(PROMPT, "bold"), [], 0.0
+    for token in load(EMBEDDED).stream(
+        Request(prompt=PROMPT, max_tokens=160, temperature=0.6, top_p=0.95, seed=1)
+    ):
         entropies.append(token.measures["entropy"])
         text.append(token.text, tint(entropies[-1]))
         resolved = token.measures["entropic_time"]
-    text.append(f"\n\n{len(entropies)} tokens · mean entropy {sum(entropies) / len(entropies):.2f} nats", "dim")
+    text.append(
+        f"\n\n{len(entropies)} tokens · mean entropy {sum(entropies) / len(entropies):.2f} nats", "dim"
+    )
     text.append(f" · entropic time {resolved:.1f} nats\n", "dim").append(legend())
     console = Console(record=True, width=92, file=io.StringIO())
     console.print(text)

@@ -1,12 +1,14 @@
 """Orbax checkpoints of any pytree of arrays: training state, the loop's State; bit for bit.
 
-Random keys are stored as the integers they consist of, and come back as keys of the same kind.
+On disk there is one array per leaf, named by its path. Random keys are stored as the integers they consist of
+and come back as keys of the same kind; arrays of size zero hold nothing to store.
 """
 
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from .config import ModelError
@@ -16,8 +18,9 @@ Tree = TypeVar("Tree")
 
 def save(path: str | Path, tree: Any) -> None:
     """Write a pytree of arrays, numbers and typed random keys to a directory, replacing what it held."""
+    leaves = {name: plain(leaf) for name, leaf in named(tree).items()}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(path).absolute(), jax.tree.map(plain, tree), force=True)
+        checkpointer.save(Path(path).absolute(), {n: x for n, x in leaves.items() if x.size}, force=True)
 
 
 def restore(path: str | Path, like: Tree) -> Tree:
@@ -26,25 +29,67 @@ def restore(path: str | Path, like: Tree) -> Tree:
     `like` has its structure, shapes and dtypes: a value of it, or `jax.eval_shape` of what makes one. Raises
     ModelError where the directory is missing or holds something else.
     """
-    directory = Path(path).absolute()
+    directory, wanted = Path(path).absolute(), named(like)
+    stored = {name: abstract(leaf) for name, leaf in wanted.items()}
+    full = {name: leaf for name, leaf in stored.items() if leaf.size}
     if not directory.is_dir():
         raise ModelError(f"{directory} is missing; accepted: a directory written by checkpoint.save")
-    wanted = jax.tree.map(lambda leaf: jax.eval_shape(plain, leaf), like)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.restore(directory, wanted)
-    except (ValueError, KeyError, FileNotFoundError) as error:
-        raise ModelError(f"{directory} does not hold the pytree asked for: {error}") from error
-    return jax.tree.map(revive, stored, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            found = dict(checkpointer.metadata(directory).item_metadata.tree)
+        except (AttributeError, ValueError, FileNotFoundError) as error:
+            raise ModelError(f"{directory} is not a checkpoint: {error}") from None
+        check(directory, {n: (x.shape, x.dtype) for n, x in found.items()}, full)
+        arrays = checkpointer.restore(directory, full)
+    empty = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in stored.items() if not leaf.size}
+    leaves = [revive({**arrays, **empty}[name], leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def check(directory: Path, found: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """ModelError, naming the first leaf that differs, unless a checkpoint holds what is wanted."""
+    for name in sorted({*found, *wanted}):
+        have = found.get(name)
+        want = (wanted[name].shape, wanted[name].dtype) if name in wanted else None
+        if have is None or want is None or tuple(have[0]) != want[0] or have[1] != want[1]:
+            raise ModelError(
+                f"{directory} does not hold the pytree asked for: {name} is {form(have)} there, "
+                f"{form(want)} in what it is to be restored to"
+            )
+
+
+def form(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Leaves by path, in order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(found) != len(leaves):
+        raise ModelError("two leaves of the pytree have one name; accepted: keys without dots")
+    return found
 
 
 def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def plain(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if is_key(leaf) else jax.numpy.asarray(leaf)
+def plain(leaf: Any) -> jax.Array:
+    return jax.random.key_data(leaf) if is_key(leaf) else jnp.asarray(leaf)
 
 
-def revive(stored: jax.Array, like: Any) -> Any:
-    return jax.random.wrap_key_data(stored, impl=like.dtype._impl.name) if is_key(like) else stored
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf as it is stored, to be put where the leaf is."""
+    form = jax.eval_shape(plain, leaf)
+    return jax.ShapeDtypeStruct(
+        form.shape, form.dtype, sharding=None if is_key(leaf) else getattr(leaf, "sharding", None)
+    )
+
+
+def revive(stored: jax.Array, like: Any) -> jax.Array:
+    if not is_key(like):
+        return stored
+    kind: list[Any] = []  # asked of a traced key, since an abstract one does not tell
+    jax.eval_shape(lambda key: kind.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(stored, impl=kind[0])

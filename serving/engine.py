@@ -92,7 +92,7 @@ class Engine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.context:
             raise RequestError(
-                f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, which leaves one position"
+                f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, so that one is left"
             )
         wrong = [t for t in ids if t >= self.model.config.vocab_size]
         if wrong:

@@ -11,31 +11,34 @@ from rich.text import Text
 
 from .transcript import FinishReason, Token
 
-# All colours have one luminance, near 0.18, whose contrast is 4.5 : 1 against both black and white.
-# Tokens below the first limit keep the colour of the terminal.
+# Upper limit in nats, colour, and what stands for it where a terminal has only sixteen. The colours have one
+# luminance, near 0.18, whose contrast is 4.5 : 1 against both black and white. Tokens below the first limit
+# keep the colour of the terminal.
 SCALE = (
-    (0.25, Style()),
-    (0.75, Style(color="#0074e1")),
-    (1.5, Style(color="#008660")),
-    (2.5, Style(color="#957000")),
-    (4.0, Style(color="#d04700")),
-    (float("inf"), Style(color="#e00094")),
+    (0.25, "default", "default"),
+    (0.75, "#0074e1", "blue"),
+    (1.5, "#008660", "cyan"),
+    (2.5, "#957000", "yellow"),
+    (4.0, "#d04700", "red"),
+    (float("inf"), "#e00094", "magenta"),
 )
 PROMPT_LINES = 8  # of a long prompt, shown
 REFRESH = 0.05  # seconds between two drawings
 
 
-def tint(entropy: float) -> Style:
-    """The colour of a token chosen at this entropy, in nats."""
-    return next((style for limit, style in SCALE if entropy < limit), SCALE[-1][1])
+def tint(entropy: float, sixteen: bool = False) -> Style:
+    """The colour of a token chosen at this entropy, in nats; one of `sixteen` if that is what there is."""
+    _, colour, simple = next((entry for entry in SCALE if entropy < entry[0]), SCALE[-1])
+    return Style(color=simple if sixteen else colour)
 
 
-def legend() -> Text:
-    """The scale in words: `entropy, nats: ■ < 0.25 ■ < 0.75 …`."""
-    text = Text("entropy in nats ", style="dim")
-    for limit, style in SCALE[:-1]:
-        text.append(" ■ ", style).append(f"< {limit:g}", "dim")
-    return text.append(" ■ ", SCALE[-1][1]).append("and above", "dim")
+def legend(sixteen: bool = False) -> Text:
+    """The scale in words: `entropy in nats ■ < 0.25 ■ < 0.75 …`."""
+    text = Text().append("entropy in nats ", "dim")
+    for limit, colour, simple in SCALE:
+        text.append(" ■ ", Style(color=simple if sixteen else colour))
+        text.append("and above" if limit == float("inf") else f"< {limit:g}", "dim")
+    return text
 
 
 def visible(text: str) -> str:
@@ -56,6 +59,7 @@ class Screen:
         """`note` is a line below the figures."""
         self.console = console
         self.note = note
+        self.sixteen = console.color_system in ("standard", "windows")
         self.line = Text()
         self.tokens = 0
         self.entropy = 0.0
@@ -67,7 +71,7 @@ class Screen:
 
     def __rich__(self) -> Group:
         """What is drawn anew."""
-        scale = [] if self.console.no_color else [legend()]
+        scale = [] if self.console.no_color else [legend(self.sixteen)]
         note = [Text(self.note, style="dim")] if self.note else []
         return Group(self.line, "", Text(self.status(), style="dim"), *scale, *note)
 
@@ -106,7 +110,7 @@ class Screen:
         self.entropy = token.measures["entropy"]
         self.total_entropy += self.entropy
         self.entropic_time = token.measures["entropic_time"]
-        self.write(token.text, tint(self.entropy))
+        self.write(token.text, tint(self.entropy, self.sixteen))
         if self.last - self.drawn > REFRESH:
             self.drawn = self.last
             self.live.refresh()

@@ -46,7 +46,9 @@ def test_pages_hold_what_was_written_and_their_summaries(chunks):
             np.testing.assert_array_equal(layer.key_min[page], keys.min(0))
             np.testing.assert_array_equal(layer.key_max[page], keys.max(0))
             np.testing.assert_allclose(layer.key_sum[page], keys.sum(0), rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(layer.value_norm[page], np.linalg.norm(values, axis=-1).max(0), rtol=1e-6)
+            np.testing.assert_allclose(
+                layer.value_norm[page], np.linalg.norm(values, axis=-1).max(0), rtol=1e-6
+            )
 
 
 @pytest.mark.parametrize("window", [None, 1, 6])

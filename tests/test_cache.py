@@ -55,7 +55,9 @@ class Pages(RuleBasedStateMachine):
         free = np.asarray(self.cache.free)[: int(self.cache.available)].tolist()
         assert sorted(owned + free + kept.tolist()) == list(range(ROWS * PER_ROW))
         assert (granted * PAGE >= self.length).all()
-        assert (np.where(np.arange(PER_ROW) < granted[:, None], -1, table) != ROWS * PER_ROW).sum() == granted.sum()
+        assert (
+            np.where(np.arange(PER_ROW) < granted[:, None], -1, table) != ROWS * PER_ROW
+        ).sum() == granted.sum()
 
 
 TestPages = Pages.TestCase

@@ -63,6 +63,8 @@ def start(root: Path, *arguments: str, **environment: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in the background with SIGINT ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -133,7 +133,9 @@ def test_stop_tokens_limits_and_empty_rows():
     free, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
     cut = next(i for i, t in enumerate(free[0]) if i > 0 and t not in free[0][:i])
     out, state, _ = tiny.finish(
-        tiny.begin([texts[0], texts[1], []], temperature=0.0, stop=[[free[0][cut]], (), ()], max_tokens=[20, 4, 9])
+        tiny.begin(
+            [texts[0], texts[1], []], temperature=0.0, stop=[[free[0][cut]], (), ()], max_tokens=[20, 4, 9]
+        )
     )
     assert out == [free[0][: cut + 1], free[1][:4], []]
     assert np.asarray(state.status).tolist() == [STOPPED, FULL, FULL]
@@ -206,7 +208,9 @@ def test_replay_is_differentiable_in_the_parameters():
     direction = jax.tree.map(lambda g: g / (1e-9 + jnp.sqrt(jnp.square(g).sum())), gradient)
     shift = lambda size: jax.tree.map(lambda p, d: p + size * d, m.params, direction)
     numeric = (loss(shift(2e-3)) - loss(shift(-2e-3))) / 4e-3
-    exact = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    exact = sum(
+        jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    )
     np.testing.assert_allclose(numeric, exact, rtol=2e-2)
 
 

@@ -35,8 +35,10 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, 96, n).tolist() for n in lengths]
 
 
-def begin(texts: list[list[int]], *, page_size: int = 8, context: int = 128, controller=None, **given: Any) -> State:
-    """A started state; sampling fields go to `parameters`, `max_tokens`, `seeds`, `stop`, `pages` elsewhere."""
+def begin(
+    texts: list[list[int]], *, page_size: int = 8, context: int = 128, controller=None, **given: Any
+) -> State:
+    """A started state; what `start` and `allocate` do not take goes to `parameters`."""
     m = model()
     elsewhere = {k: given.pop(k) for k in ("max_tokens", "seeds", "stop") if k in given}
     pool = allocate(m.decoder.shape, len(texts), context, page_size=page_size, pages=given.pop("pages", None))
@@ -52,7 +54,9 @@ def begin(texts: list[list[int]], *, page_size: int = 8, context: int = 128, con
     )
 
 
-def finish(state: State, steps: int = 64, controller=None, capacity: int = 64) -> tuple[list[list[int]], State, list[Trace]]:
+def finish(
+    state: State, steps: int = 64, controller=None, capacity: int = 64
+) -> tuple[list[list[int]], State, list[Trace]]:
     """Run until every row ends or stalls, `steps` a launch; the tokens of each row."""
     m = model()
     traces: list[Trace] = []
@@ -60,7 +64,12 @@ def finish(state: State, steps: int = 64, controller=None, capacity: int = 64) -
     out: list[list[int]] = [[] for _ in range(rows)]
     while (np.asarray(state.status) == RUNNING).any():
         state, trace = generate(
-            m.decoder, m.params, chain() if controller is None else controller, state, steps, capacity=capacity
+            m.decoder,
+            m.params,
+            chain() if controller is None else controller,
+            state,
+            steps,
+            capacity=capacity,
         )
         trace = jax.device_get(trace)
         traces.append(trace)

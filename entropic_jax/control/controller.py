@@ -7,7 +7,7 @@ retrace, and `vmap` over gains and `grad` with respect to gains work.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, dataclass_transform
+from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ..state import Action, Signal
 
 T = TypeVar("T")
+STATIC = "static"  # marks a field of a `pytree` class that is no leaf
 
 
 class Controller(Protocol):
@@ -31,8 +32,7 @@ class Controller(Protocol):
 def pytree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass whose fields are pytree leaves.
 
-    Fields declared with `dataclasses.field(metadata={"static": True})` are part of the structure instead:
-    changing one retraces.
+    Fields annotated `Annotated[…, STATIC]` are part of the structure instead: changing one retraces.
 
     >>> @pytree
     ... class Gain:
@@ -42,7 +42,7 @@ def pytree(cls: type[T]) -> type[T]:
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    static = [f.name for f in fields if f.metadata.get("static")]
+    static = [f.name for f in fields if STATIC in getattr(f.type, "__metadata__", ())]
     leaves = [f.name for f in fields if f.name not in static]
     return jax.tree_util.register_dataclass(cls, data_fields=leaves, meta_fields=static)
 
@@ -56,7 +56,9 @@ class Chain:
     def init(self, action: Action) -> tuple[Any, ...]:
         return tuple(c.init(action) for c in self.controllers)
 
-    def update(self, signal: Signal, action: Action, state: tuple[Any, ...]) -> tuple[Action, tuple[Any, ...]]:
+    def update(
+        self, signal: Signal, action: Action, state: tuple[Any, ...]
+    ) -> tuple[Action, tuple[Any, ...]]:
         after = []
         for controller, own in zip(self.controllers, state, strict=True):
             action, own = controller.update(signal, action, own)
@@ -103,7 +105,7 @@ class When:
     State leaves of the controller must have one entry per row.
     """
 
-    condition: Callable[[Signal, Action], jax.Array] = dataclasses.field(metadata={"static": True})
+    condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
     controller: Any
 
     def init(self, action: Action) -> Any:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Package(NamedTuple):
     documents: list[Document]
 
 
-def download(names: list[str], folder: Path) -> list[Path]:
+def download(names: Iterable[str], folder: Path) -> list[Path]:
     """The wheel of each package, fetched with pip (without what it depends on) unless it is there."""
     folder.mkdir(parents=True, exist_ok=True)
     wheels = []
@@ -62,7 +62,7 @@ def read_wheel(wheel: Path) -> Package:
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         head = archive.read(metadata).decode("utf-8", "replace").split("\n\n")[0]
-        name, version = (re.search(rf"^{k}: (.*)$", head, re.M)[1] for k in ("Name", "Version"))
+        name, version = (re.findall(rf"^{k}: (.*)$", head, re.M)[0] for k in ("Name", "Version"))
         licences = re.findall(r"^License-Expression: (.*)$", head, re.M)
         licences = licences or re.findall(r"^Classifier: License :: (?:OSI Approved :: )?(.*)$", head, re.M)
         licences = licences or re.findall(r"^License: (.*)$", head, re.M)
@@ -100,7 +100,7 @@ def deduplicate(documents: Iterator[Document], seen: set[bytes] | None = None) -
     seen = set() if seen is None else seen
     for document in documents:
         lines = [s for line in document.text.split("\n") if (s := line.strip()) and not s.startswith("#")]
-        starts = range(0, max(1, len(lines) - SHINGLE_LINES + 1))
+        starts = range(max(1, len(lines) - SHINGLE_LINES + 1))
         shingles = {
             hashlib.blake2b("\n".join(lines[i : i + SHINGLE_LINES]).encode(), digest_size=8).digest()
             for i in starts

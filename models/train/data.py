@@ -11,9 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from . import corpus, tasks
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHARACTERS_PER_TOKEN = 2.8  # a little less than measured, so that a generated document fits its window
 
 

@@ -115,9 +115,7 @@ def _attention_backward(saved, gradient):
         slope = (weights * (dot(v_tile, flip(gradient[chunk])) - delta[chunk])).astype(HALF)
         dv_tile, dk_tile = (jax.lax.dynamic_slice_in_dim(x, j, keys, 1) for x in (dv, dk))
         dv_tile, dk_tile = dv_tile + dot(weights, gradient[chunk]), dk_tile + dot(slope, q[chunk])
-        dv, dk = (
-            jax.lax.dynamic_update_slice_in_dim(x, y, j, 1) for x, y in ((dv, dv_tile), (dk, dk_tile))
-        )
+        dv, dk = (jax.lax.dynamic_update_slice_in_dim(x, y, j, 1) for x, y in ((dv, dv_tile), (dk, dk_tile)))
         part = jax.lax.optimization_barrier(dot(flip(k_tile), slope))
         return (dq.at[chunk].add(part), dk, dv), None
 
@@ -160,7 +158,9 @@ def _cross_entropy_forward(hidden, embedding, targets_weights, chunk):
 
     split = lambda x: x.reshape(count, chunk, *x.shape[1:])
     start = (jnp.zeros(embedding.shape, jnp.float32), jnp.zeros(()), jnp.zeros(()))
-    (d_embedding, loss, plain), d_hidden = jax.lax.scan(one, start, (split(hidden), split(targets), split(weights)))
+    (d_embedding, loss, plain), d_hidden = jax.lax.scan(
+        one, start, (split(hidden), split(targets), split(weights))
+    )
     return (loss, plain), (d_hidden.reshape(hidden.shape), d_embedding)
 
 
@@ -196,11 +196,17 @@ def loss(params: Params, tokens: jax.Array, weights: jax.Array, config) -> tuple
     for w in params["layers"]:
         y = rms_norm(x, w["input_layernorm"], config.rms_norm_eps).astype(HALF)
         split = lambda z, h: z.reshape(batch, length, h, dim).transpose(0, 2, 1, 3)
-        q, k, v = split(linear(y, w["q_proj"]), heads), split(linear(y, w["k_proj"]), kv_heads), split(linear(y, w["v_proj"]), kv_heads)
+        q, k, v = (
+            split(linear(y, w["q_proj"]), heads),
+            split(linear(y, w["k_proj"]), kv_heads),
+            split(linear(y, w["v_proj"]), kv_heads),
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         flat = lambda z: z.reshape(batch * kv_heads, length, dim)
         out = causal_attention(q.reshape(batch * kv_heads, group, length, dim), flat(k), flat(v))
-        out = out.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3).reshape(batch * length, heads * dim)
+        out = (
+            out.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3).reshape(batch * length, heads * dim)
+        )
         x = x + linear(out, w["o_proj"])
         y = rms_norm(x, w["post_attention_layernorm"], config.rms_norm_eps).astype(HALF)
         x = x + linear(jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"]), w["down_proj"])

@@ -4,6 +4,7 @@ A document is real source code with *facts* scattered through it and, later, *qu
 head of a fact and must be completed with its tail. Every fact and question is valid Python.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def variable(rng: np.random.Generator) -> Fact:
     """A value that has passed through one to three names."""
     names = [_name(rng) for _ in range(rng.integers(1, 4))]
     value = rng.choice(WORDS)
-    lines = [f'{names[0]} = "{value}"\n'] + [f"{b} = {a}\n" for a, b in zip(names, names[1:], strict=False)]
+    lines = [f'{names[0]} = "{value}"\n'] + [f"{b} = {a}\n" for a, b in itertools.pairwise(names)]
     return Fact("".join(lines), f'assert {names[-1]} == "', f'{value}"\n')
 
 

@@ -18,6 +18,7 @@ class State(NamedTuple):
     length: jax.Array
     done: jax.Array
     cache: tuple[jax.Array, ...]
+    empty: jax.Array
     controller: tuple = ()
     nothing: None = None
 
@@ -31,6 +32,7 @@ def state(seed: int) -> State:
         jnp.int32(seed),
         jnp.asarray([True, False]),
         (pages, pages.astype(jnp.bfloat16)),
+        jnp.zeros((2, 0), jnp.int32),
     )
 
 
@@ -79,12 +81,25 @@ def test_a_missing_checkpoint_is_named(tmp_path):
         checkpoint.restore(tmp_path / "nowhere", state(0))
 
 
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="is not a checkpoint"):
+        checkpoint.restore(tmp_path, state(0))
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [lambda s: s._replace(length=jnp.zeros(3, jnp.int32)), lambda s: {"other": s.length}],
-    ids=["shape", "structure"],
+    ("wrong", "message"),
+    [
+        (
+            lambda s: s._replace(length=jnp.zeros(3, jnp.int32)),
+            r"length is int32\[\] there, int32\[3\] in what",
+        ),
+        (lambda s: s._replace(done=jnp.zeros(2)), r"done is bool\[2\] there, float32\[2\] in"),
+        (lambda s: s._replace(cache=s.cache[:1]), r"cache\.1 is bfloat16\[3, 2\] there, nothing in"),
+        (lambda s: s._replace(nothing=s.length), r"nothing is nothing there, int32\[\] in"),
+    ],
+    ids=["shape", "dtype", "a leaf too many", "a leaf too few"],
 )
-def test_another_pytree_is_refused(tmp_path, wrong):
+def test_another_pytree_is_refused(tmp_path, wrong, message):
     checkpoint.save(tmp_path / "state", state(1))
-    with pytest.raises(ModelError, match="does not hold the pytree"):
+    with pytest.raises(ModelError, match=message):
         checkpoint.restore(tmp_path / "state", wrong(state(0)))

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models import Config, ModelError, RopeScaling
+from tests.models.dense import run
 
 LLAMA = Config("LlamaForCausalLM", 61, 16, 24, 2, 4, 2, eos_token_id=(2,))
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
@@ -108,10 +109,10 @@ def test_precisions(directory, on_disk, in_memory):
     same(found, jax.tree.map(lambda leaf: leaf.astype(on_disk).astype(in_memory), exact))
 
 
-def test_half_precision_computes_in_it(directory, logits):
+def test_half_precision_computes_in_it(directory):
     exact, half = models.load(directory), models.load(directory, dtype="bfloat16")
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
-    expected, found = (logits(m.decoder, m.params, tokens, 4) for m in (exact, half))
+    expected, found = (run(m.decoder, m.params, tokens, 4) for m in (exact, half))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, atol=0.1)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import models
+from tests.models.dense import run
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -82,7 +83,7 @@ def greedy(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_agrees_with_transformers(family, changes, tmp_path: Path, logits):
+def test_agrees_with_transformers(family, changes, tmp_path: Path):
     """Read what transformers wrote; write what transformers reads; the same logits all three times."""
     reference = oracle(family, changes, seed=len(changes))
     reference.save_pretrained(tmp_path / "theirs")
@@ -90,7 +91,7 @@ def test_agrees_with_transformers(family, changes, tmp_path: Path, logits):
     tokens, expected = greedy(reference, prompt)
 
     model = models.load(tmp_path / "theirs")
-    found = np.asarray(logits(model.decoder, model.params, tokens[:, :-1].astype(np.int32), PROMPT))
+    found = np.asarray(run(model.decoder, model.params, tokens[:, :-1].astype(np.int32), PROMPT))
     assert found.dtype == np.float32
     assert np.abs(expected).max() > 1, "the oracle's logits say nothing"
     assert np.abs(found - expected).max() <= TOLERANCE

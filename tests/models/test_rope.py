@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.conftest import dense_attend, empty_caches
 
 from models import Config, Decoder, RopeScaling
 from models.decoder import structure
-from models.rope import frequencies, rotate, rotation, turn
+from models.rope import Rotation, frequencies, rotate, rotation
+from tests.models.dense import run
 
 SCALINGS = {
     "default": None,
@@ -25,8 +25,37 @@ def test_frequencies_are_those_of_transformers(kind, theta):
     transformers = pytest.importorskip("transformers")
     scaling = SCALINGS[kind]
     stated = {"rope_theta": theta, **({"rope_type": "default"} if scaling is None else scaling.to_json())}
-    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=stated)
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=2**18, rope_parameters=stated
+    )
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
     ours = frequencies(128, theta, scaling)
     assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, theirs, rtol=3e-7)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_rotation_by_definition():
+    """Pair (i, i + d/2) of a vector at position p turns by p · frequency, here in double precision."""
+    positions, frequency = np.asarray([[0, 1, 5, 1000]]), frequencies(6, 1e4)
+    x = np.random.default_rng(0).standard_normal((1, 4, 2, 6)).astype(np.float32)
+    angle = np.float32(positions[..., None, None] * frequency).astype(np.float64)
+    pairs = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)
+    found = jax.jit(lambda x, p: rotate(x, rotation(p, frequency)))(x, jnp.asarray(positions, jnp.int32))
+    np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-6)
+
+
+def test_the_loop_on_the_cpu_changes_nothing():
+    positions, frequency = jnp.arange(512, dtype=jnp.int32).reshape(2, -1), frequencies(64, 5e5)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
+    plain = jax.jit(lambda a: Rotation(jnp.cos(a), jnp.sin(a)))(angles)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda p: rotation(p, frequency))(positions), plain)
+
+
+def test_cosines_are_computed_once_per_step():
+    """Not once for every layer, head and half: that would cost prefill more than attention does."""
+    config = Config("LlamaForCausalLM", 11, 8, 12, 3, 2)
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    text = run.lower(Decoder(config), structure(config)[1], tokens, 16).compile().as_text()
+    computing = [part for part in re.split(r"\n(?=%|ENTRY)", text) if " cosine(" in part]
+    assert len(computing) == 1
+    assert "ROOT" in next(line for line in computing[0].splitlines() if " cosine(" in line)

@@ -36,7 +36,9 @@ def case(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: i
 def exact(q, keys, values, table, first, last):
     out = np.zeros(q.shape)
     for row in range(q.shape[0]):
-        flat = lambda x: np.concatenate([x[p] for p in table[row]], axis=1)[:, first[row] : last[row]].astype(float)
+        flat = lambda x: np.concatenate([x[p] for p in table[row]], axis=1)[:, first[row] : last[row]].astype(
+            float
+        )
         k, v = flat(keys), flat(values)
         if k.shape[1]:
             score = np.einsum("kgd,ksd->kgs", q[row].astype(float), k)
@@ -77,7 +79,10 @@ def test_gradients_are_those_of_the_gathered_form():
     q, keys, values, table, first, last = case(1, 2, 2, 2, 16, 4, 3)
     keys, values = np.nan_to_num(keys), np.nan_to_num(values)
     chex.assert_numerical_grads(
-        lambda *x: paged_attention.reference.gathered(*x, table, first, last), (q, keys, values), order=1, atol=2e-2
+        lambda *x: paged_attention.reference.gathered(*x, table, first, last),
+        (q, keys, values),
+        order=1,
+        atol=2e-2,
     )
     loss = lambda decode: lambda *x: jnp.square(decode(*x, table, first, last)).sum()
     ours = jax.grad(loss(paged_attention.decode), (0, 1, 2))(q, keys, values)

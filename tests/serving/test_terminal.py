@@ -34,21 +34,29 @@ def luminance(color):
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-@pytest.mark.parametrize("style", [style for _, style in SCALE[1:]])
-def test_colours_are_readable_on_black_and_on_white(style):
-    assert isinstance(style.color, Color)
-    light = luminance(style.color.get_truecolor())
+@pytest.mark.parametrize("colour", [colour for _, colour, _ in SCALE[1:]])
+def test_colours_are_readable_on_black_and_on_white(colour):
+    light = luminance(Color.parse(colour).get_truecolor())
     assert 1.05 / (light + 0.05) >= 4.5
     assert (light + 0.05) / 0.05 >= 4.5
 
 
+@pytest.mark.parametrize("system", ["truecolor", "256", "standard"])
+def test_every_step_of_the_scale_looks_different(system):
+    out = console(color_system=system)
+    screen = Screen(out)
+    for entropy in (0.0, 0.3, 1.0, 2.0, 3.0, 9.0):
+        out.print("x", style=tint(entropy, screen.sixteen), end="")
+    drawn = out.file.getvalue().split("x")[:-1]
+    assert len(set(drawn)) == len(SCALE)
+
+
 def test_scale_rises_and_covers_everything():
-    limits = [limit for limit, _ in SCALE]
+    limits = [limit for limit, _, _ in SCALE]
     assert limits == sorted(limits)
-    assert tint(0.0) == SCALE[0][1]
-    assert tint(0.25) == SCALE[1][1]
-    assert tint(1e9) == tint(float("nan")) == SCALE[-1][1]
-    assert len({str(style) for _, style in SCALE}) == len(SCALE)
+    assert tint(0.0).color == Color.default()
+    assert tint(0.25) != tint(0.2499)
+    assert tint(1e9) == tint(float("nan")) == tint(4.0)
 
 
 def test_text_is_tinted_and_the_figures_stand_below():

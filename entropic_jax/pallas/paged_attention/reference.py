@@ -63,6 +63,6 @@ def gathered(q, keys, values, table, first, last):
     score = jnp.einsum("rkgd,rskd->rkgs", q, k, preferred_element_type=jnp.float32)
     score = jnp.where(seen[:, None, None], score, NEGATIVE)
     weight = jnp.where(seen.any(1)[:, None, None, None], jax.nn.softmax(score, -1), 0.0)
-    return jnp.einsum("rkgs,rskd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(
-        q.dtype
-    )
+    return jnp.einsum(
+        "rkgs,rskd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+    ).astype(q.dtype)

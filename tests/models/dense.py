@@ -1,12 +1,10 @@
-"""A dense, contiguous cache: the simplest thing a model can attend to."""
+"""A dense, contiguous cache: the simplest thing a model can attend to, and a way to run it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from models import Attend, Config, Decoder
 
@@ -51,9 +49,3 @@ def run(decoder: Decoder, params: Any, tokens: jax.Array, prompt: int) -> jax.Ar
     rest = (tokens[:, prompt:].T[:, :, None], positions[:, prompt:].T[:, :, None])
     _, later = jax.lax.scan(advance, caches, rest)
     return jnp.concatenate([decoder.logits(params, hidden), later.transpose(1, 0, 2)], axis=1)
-
-
-@pytest.fixture
-def logits() -> Callable[..., jax.Array]:
-    """The function `run` above: (decoder, params, tokens `[rows, n]`, prompt length) to logits."""
-    return run
