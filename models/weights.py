@@ -27,7 +27,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files carry what follows from the config
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-STRIP = 64  # rows converted at a time; a whole matrix at once takes twice as long to transpose
+STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
 
 
 class Entry(NamedTuple):
@@ -78,7 +78,8 @@ class Tensors:
             files = [SINGLE]
         elif (directory / INDEX).exists():
             promised = read_json(directory / INDEX).get("weight_map", {})
-            if not promised or not all(isinstance(f, str) for f in promised.values()):
+            valid = isinstance(promised, dict) and all(isinstance(f, str) for f in promised.values())
+            if not promised or not valid:
                 raise ModelError(f"{directory / INDEX} has no weight_map; accepted: tensor to file names")
             files = sorted(set(promised.values()))
         else:

@@ -245,6 +245,10 @@ BROKEN = {
         lambda d: (shard(d), edit(d / "model.safetensors.index.json", weight_map={})),
         r"weight_map",
     ),
+    "index of a list": (
+        lambda d: (shard(d), edit(d / "model.safetensors.index.json", weight_map=[1])),
+        r"tensor to",
+    ),
     "generation config": (text("generation_config.json", "nope"), r"generation_config\.json is not readable"),
     "tokenizer": (text("tokenizer.json", "{}"), r"tokenizer\.json is not readable by tokenizers"),
 }

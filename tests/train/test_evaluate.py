@@ -13,8 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.train import card, evaluate, recall, scoring
-
-from .conftest import TINY
+from tests.train.model import TINY
 
 LOG = """step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second
 1,16384,1024,3.6,1.0,4096

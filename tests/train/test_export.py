@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.train import export, forward
-
-from .conftest import TINY
+from tests.train.model import TINY
 
 
 def test_reading_an_export_gives_the_parameters_back(exported: Path, params: dict[str, Any]):

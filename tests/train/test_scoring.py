@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.train import forward, scoring
-
-from .conftest import TINY
+from tests.train.model import TINY
 
 
 @given(length=st.integers(2, 150), context=st.sampled_from((8, 16, 64)), first=st.integers(1, 40))
