@@ -5,7 +5,7 @@ bit for bit, the same whatever its neighbours ask for. Parameters are arrays, so
 `lax.cond` skips a computation that no row of the batch asks for: a greedy batch draws no random numbers, a
 batch of plain sampling finds no thresholds and reads no history.
 
-Nothing is sorted: on a CPU, XLA takes 20 times longer to sort a vocabulary than to bisect for a threshold.
+Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to bisect for a threshold.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ CORES = os.cpu_count() or 1
 TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
 TUNABLES += ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
 if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
-    # Fresh pages for every temporary buffer cost a third of a step: keep freed memory, in huge pages.
+    # Fresh pages for every temporary buffer are slow: keep freed memory, in huge pages.
     os.environ["GLIBC_TUNABLES"] = TUNABLES
     os.environ.setdefault(
         "XLA_FLAGS",

@@ -1,6 +1,6 @@
 """Paged attention on a CPU, compiled by Numba and called by XLA as a custom call.
 
-XLA's CPU backend runs a loop over pages on one core and copies what it gathers (some 5 GB/s measured);
+XLA's CPU backend runs a loop over pages on one core and copies what it gathers;
 here every tile is read once, where it lies, by every core. A row's pages are dealt to `SPLITS` workers in
 contiguous shares whose partial softmaxes are merged at the end; the shares depend on the row alone, so
 neither its neighbours nor the number of cores changes a bit of its result.
