@@ -15,8 +15,8 @@ import numpy as np
 from . import entropy, ledger, sampling
 from .attention import Step, attend_to
 from .cache import Cache, ModelShape, grant
-from .control import Controller
-from .state import FAILED, FULL, RUNNING, STOPPED, State, Trace, plain_action, quiet_signal
+from .control import Controller, advance
+from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 
 PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of two
 
@@ -49,6 +49,7 @@ def start(
     sample: sampling.Sampling | None = None,
     seeds: Sequence[int] | None = None,
     stop: Sequence[Sequence[int]] = (),
+    belief_temperature: float = 1.0,
 ) -> State:
     """Read the prompts into an empty cache, in chunks whose lengths are powers of two.
 
@@ -87,6 +88,7 @@ def start(
         limit=jnp.asarray(np.minimum(lengths - 1 + budgets, context), jnp.int32),
         status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
         stop=jnp.asarray(stops),
+        belief_temperature=jnp.float32(belief_temperature),
         sampling=sample,
         history=sampling.history(rows, vocabulary)._replace(prompt=jnp.asarray(seen)),
         signal=quiet_signal(rows),
@@ -147,36 +149,52 @@ def step(
     (quota 0) or finds no free page is inert. A row whose logits are NaN ends with status FAILED and emits
     nothing; its neighbours do not notice.
     """
-    action = state.action
-    active = (state.status == RUNNING) & (action.quota > 0)
+    active = (state.status == RUNNING) & (state.action.quota > 0)
     cache, enough = grant(state.cache, jnp.where(active, state.length + 1, 0))
     active &= enough
     attend = attend_to(cache, Step(state.length, active.astype(jnp.int32)))
     hidden, layers = decoder.hidden(params, state.token[:, None], state.length[:, None], cache.layers, attend)
     logits = decoder.logits(params, hidden[:, 0])
 
-    belief = entropy.measure(logits)
-    tempered = entropy.at_temperature(logits, action.temperature)
+    belief = entropy.measure(logits / state.belief_temperature)
     broken = active & ~jnp.isfinite(belief.entropy)
     emits = active & ~broken
-    adjusted = sampling.penalise(logits, state.sampling, state.history)
-    length = state.length + active.astype(jnp.int32)
-    token = forced
-    if token is None:
-        token = sampling.sample(adjusted, state.sampling, action.temperature, state.key, state.seed, length)
     keep = lambda new, old: jnp.where(emits, new, old)
-    signal = type(state.signal)(
+    adjusted = sampling.penalise(logits, state.sampling, state.history)
+    tempered = entropy.at_temperature(adjusted, state.action.temperature)
+    signal = Signal(
         entropy=keep(belief.entropy, state.signal.entropy),
         varentropy=keep(belief.varentropy, state.signal.varentropy),
         tempered_entropy=keep(tempered.entropy, state.signal.tempered_entropy),
         tempered_varentropy=keep(tempered.varentropy, state.signal.tempered_varentropy),
-        surprisal=keep(entropy.surprisal(logits, token, belief.log_normaliser), state.signal.surprisal),
+        surprisal=state.signal.surprisal,
         dropped_mass=state.signal.dropped_mass,
+        emitting=emits,
+        logits=adjusted,
+    )
+    action, control = advance(controller, signal, state.action, state.control)
+
+    length = state.length + active.astype(jnp.int32)
+    token = forced
+    if token is None:
+        token = sampling.sample(
+            adjusted,
+            state.sampling,
+            action.temperature,
+            state.key,
+            state.seed,
+            length,
+            surprisal_limit=action.surprisal_limit,
+        )
+    sampled = entropy.at_temperature(adjusted, action.temperature)  # one with `tempered` if T stands
+    surprisal = entropy.surprisal(logits / state.belief_temperature, token, belief.log_normaliser)
+    signal = signal._replace(
+        tempered_entropy=keep(sampled.entropy, state.signal.tempered_entropy),
+        tempered_varentropy=keep(sampled.varentropy, state.signal.tempered_varentropy),
+        surprisal=keep(surprisal, state.signal.surprisal),
+        logits=None,
     )
     account = ledger.post(state.ledger, state.signal.entropy, signal.entropy, emits)
-
-    changed, control = controller.update(signal, action, state.control)
-    by_row = lambda new, old: keep_rows(emits, new, old)
     ended = (state.stop == token[:, None]).any(1)
     status = jnp.where(ended, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
     after = state._replace(
@@ -185,8 +203,8 @@ def step(
         status=jnp.where(broken, FAILED, keep(status, state.status)),
         history=sampling.record(state.history, token, emits),
         signal=signal,
-        action=jax.tree.map(by_row, changed, action),
-        control=jax.tree.map(by_row, control, state.control),
+        action=action,
+        control=control,
         ledger=account,
         cache=cache._replace(layers=layers),
     )
@@ -204,14 +222,6 @@ def step(
         entropic_time=account.entropic_time,
     )
     return after, trace
-
-
-def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` in the flagged rows and `old` elsewhere; what has no row axis is shared, and new."""
-    new, old = jnp.asarray(new), jnp.asarray(old)
-    if new.ndim == 0 or new.shape[0] != flag.shape[0]:
-        return new
-    return jnp.where(flag.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 @partial(jax.jit, static_argnames=("decoder", "capacity"), donate_argnames="state")

@@ -314,6 +314,12 @@ def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.where((logits < floor[:, None]) | (logits > ceiling[:, None]), -jnp.inf, logits)
 
 
+def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:
+    highest = jnp.max(scaled, axis=-1)
+    floor = jnp.minimum(jax.nn.logsumexp(scaled, axis=-1) - limit, highest)
+    return jnp.where(scaled < floor[:, None], -jnp.inf, scaled)
+
+
 def _first_largest(values: jax.Array) -> jax.Array:
     # As argmax, NaN included: XLA's CPU backend vectorises two plain reductions, but not one over pairs.
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
@@ -338,6 +344,7 @@ def sample(
     key: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    surprisal_limit: jax.Array | None = None,
 ) -> jax.Array:
     """One token per row, int32 `[rows]`, drawn from softmax(truncate(logits / T)).
 
@@ -345,9 +352,10 @@ def sample(
 
     logits float32 `[rows, vocabulary]`, already penalised; temperature float32 `[rows]`, what the controller
     asks for now, in place of `sampling.temperature`; key a PRNG key, typed or raw; seed and position int32
-    `[rows]`. Where T is 0 the row is greedy: the exact argmax, the first of ties, without truncation. A token
-    with the logit −inf is drawn only if there is no other; a row with NaN gives a valid but arbitrary token.
-    Not differentiable.
+    `[rows]`; surprisal_limit float32 `[rows]` in nats: tokens with −ln softmax(z / T) above it are cut off
+    first, all but the most probable. Where T is 0 the row is greedy: the exact argmax, the first of ties,
+    without truncation. A token with the logit −inf is drawn only if there is no other; a row with NaN gives a
+    valid but arbitrary token. Not differentiable.
 
     >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
     >>> temperature, seed, position = jnp.array([0.0, 5.0]), jnp.arange(2), jnp.zeros(2, jnp.int32)
@@ -362,6 +370,14 @@ def sample(
         highest = jnp.max(logits, axis=-1, keepdims=True)
         shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
         scaled = shifted / jnp.where(warm, jnp.maximum(temperature, _SMALLEST), 1.0)[:, None]
+        if surprisal_limit is not None:
+            scaled = lax.cond(
+                jnp.any(warm & (surprisal_limit < jnp.inf)),
+                _limit_surprisal,
+                lambda z, _: z,
+                scaled,
+                surprisal_limit,
+            )
         asked = sampling._replace(
             top_k=jnp.where(warm, sampling.top_k, 0),
             top_p=jnp.where(warm, sampling.top_p, 1.0),

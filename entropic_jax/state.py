@@ -40,22 +40,25 @@ class History(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """What the last step measured; each `[rows]`, in nats (nats² for the variances)."""
+    """What the step at hand measured, before it samples; each `[rows]`, in nats (nats² for the variances)."""
 
     entropy: jax.Array  # H₁ of the belief p₁ = softmax(z / T_cal)
     varentropy: jax.Array  # V₁ = Var[log p₁]
-    tempered_entropy: jax.Array  # H_T of the distribution at the temperature in force
+    tempered_entropy: jax.Array  # H_T of softmax(z / T) at the temperature T in force
     tempered_varentropy: jax.Array  # V_T
-    surprisal: jax.Array  # −log p₁(emitted token)
-    dropped_mass: jax.Array  # attention mass the last step left unread
+    surprisal: jax.Array  # −log p₁ of the token emitted last
+    dropped_mass: jax.Array  # attention mass that the step left unread, estimated
+    emitting: jax.Array  # bool: the row emits a token in this step; the measures of others are old
+    logits: jax.Array | None = None  # z, float32 [rows, vocabulary], penalties included; not kept in State
 
 
 class Action(NamedTuple):
-    """What the next step obeys, held until rewritten; each `[rows]`."""
+    """What the loop obeys, held until rewritten; each `[rows]`."""
 
-    temperature: jax.Array  # micro
-    drop: jax.Array  # meso: the attention mass that may be left unread, in [0, 1)
-    quota: jax.Array  # macro: 0 waits, 1 decodes, n lets it draft n − 1 tokens
+    temperature: jax.Array  # micro: of the token about to be sampled
+    surprisal_limit: jax.Array  # micro: tokens of a larger −log softmax(z / T) are cut off; inf cuts none
+    drop: jax.Array  # meso: ε, the attention mass that the next step may leave unread, in [0, 1)
+    quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
 
 
 class Ledger(NamedTuple):
@@ -77,6 +80,7 @@ class State(NamedTuple):
     limit: jax.Array  # int32 [rows], length at which the row is full
     status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL or FAILED
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
+    belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling
     history: History
     signal: Signal
@@ -104,10 +108,16 @@ class Trace(NamedTuple):
 
 def quiet_signal(rows: int) -> Signal:
     """The signal before anything was measured: zero throughout."""
-    return Signal(*(jnp.zeros(rows, jnp.float32) for _ in Signal._fields))
+    zero = jnp.zeros(rows, jnp.float32)
+    return Signal(zero, zero, zero, zero, zero, zero, jnp.zeros(rows, bool))
 
 
 def plain_action(temperature: jax.Array) -> Action:
     """Sample at the requested temperature `[rows]`, read every page, decode one token a step."""
     temperature = jnp.asarray(temperature, jnp.float32)
-    return Action(temperature, jnp.zeros_like(temperature), jnp.ones(temperature.shape, jnp.int32))
+    return Action(
+        temperature=temperature,
+        surprisal_limit=jnp.full_like(temperature, jnp.inf),
+        drop=jnp.zeros_like(temperature),
+        quota=jnp.ones(temperature.shape, jnp.int32),
+    )

@@ -7,7 +7,7 @@ retrace, and `vmap` over gains and `grad` with respect to gains work.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,35 @@ STATIC = "static"  # marks a field of a `pytree` class that is no leaf
 
 
 class Controller(Protocol):
-    """A control law. All arrays have one entry per row; rows do not see one another."""
+    """A control law. All arrays have one entry per row.
+
+    It runs after the logits of a step are known and before the step samples. A row that emits nothing keeps
+    its action, and its entries of the state, whatever `update` returns; a law that looks across rows says so
+    with a class attribute `across_rows = True` and is left to handle `signal.emitting` itself.
+    """
 
     def init(self, action: Action) -> Any:
         """The controller's own state, a pytree, for a batch that starts with `action`."""
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """The next action and state. Structure, shapes and dtypes stay what they were."""
+
+
+def advance(controller: Controller, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    """`controller.update`, held in the rows that emit nothing unless the law looks across rows."""
+    changed, after = controller.update(signal, action, state)
+    if getattr(controller, "across_rows", False):
+        return changed, after
+    by_row = lambda new, old: keep_rows(signal.emitting, new, old)
+    return jax.tree.map(by_row, changed, action), jax.tree.map(by_row, after, state)
+
+
+def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` in the flagged rows and `old` elsewhere; what has no row axis is shared, and new."""
+    new, old = jnp.asarray(new), jnp.asarray(old)
+    if new.ndim == 0 or new.shape[0] != flag.shape[0]:
+        return new
+    return jnp.where(flag.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 @dataclass_transform(frozen_default=True)
@@ -52,6 +74,7 @@ class Chain:
     """Controllers applied in order; the later one sees the action of the earlier."""
 
     controllers: tuple[Any, ...]
+    across_rows: ClassVar[bool] = True
 
     def init(self, action: Action) -> tuple[Any, ...]:
         return tuple(c.init(action) for c in self.controllers)
@@ -61,7 +84,7 @@ class Chain:
     ) -> tuple[Action, tuple[Any, ...]]:
         after = []
         for controller, own in zip(self.controllers, state, strict=True):
-            action, own = controller.update(signal, action, own)
+            action, own = advance(controller, signal, action, own)
             after.append(own)
         return action, tuple(after)
 
@@ -87,6 +110,7 @@ class Every:
 
     controller: Any
     n: int
+    across_rows: ClassVar[bool] = True
 
     def init(self, action: Action) -> tuple[jax.Array, Any]:
         return jnp.int32(0), self.controller.init(action)
@@ -94,7 +118,7 @@ class Every:
     def update(self, signal: Signal, action: Action, state: tuple[jax.Array, Any]) -> tuple[Action, Any]:
         count, own = state
         due = count % self.n == 0
-        changed, after = self.controller.update(signal, action, own)
+        changed, after = advance(self.controller, signal, action, own)
         return _choose(due, changed, action), (count + 1, _choose(due, after, own))
 
 
@@ -107,11 +131,12 @@ class When:
 
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
     controller: Any
+    across_rows: ClassVar[bool] = True
 
     def init(self, action: Action) -> Any:
         return self.controller.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         chosen = self.condition(signal, action)
-        changed, after = self.controller.update(signal, action, state)
+        changed, after = advance(self.controller, signal, action, state)
         return _choose(chosen, changed, action), _choose(chosen, after, state)

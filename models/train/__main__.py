@@ -24,7 +24,7 @@ import csv
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,23 +34,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
-from . import data, forward
-
-
-class Shape(NamedTuple):
-    """The embedded model, in the names of its `config.json`."""
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    rope_theta: float = 500_000.0
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 8192
+from . import data, export, forward
+from .shape import Shape
 
 
 def initialise(shape: Shape, seed: int) -> dict[str, Any]:
@@ -145,6 +132,7 @@ def plot(log: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for corpus, checkpoints and log")
+    parser.add_argument("--init", type=Path, help="exported model to go on from, with its tokenizer")
     parser.add_argument("--tokens", type=float, default=20e6, help="tokens of the short stage")
     parser.add_argument("--long-tokens", type=float, default=5e6, help="tokens at the full context")
     parser.add_argument("--length", type=int, default=1024, help="window of the short stage")
@@ -159,7 +147,8 @@ def main() -> None:
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     shape = Shape()
-    streams = data.prepare(work, shape.vocab_size)
+    tokenizer = Tokenizer.from_file(str(arguments.init / "tokenizer.json")) if arguments.init else None
+    streams = data.prepare(work, shape.vocab_size, tokenizer)
     bytes_per_token = np.mean([len(t.encode()) for t in streams.text[:300]]) / np.mean(
         [len(streams.tokenizer.encode(t).ids) for t in streams.text[:300]]
     )
@@ -176,7 +165,8 @@ def main() -> None:
     rule = optimiser(arguments.optimiser, schedule)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = NamedSharding(mesh, P())
-    params = jax.device_put(initialise(shape, arguments.seed), everywhere)
+    begin = export.read(arguments.init)[0] if arguments.init else initialise(shape, arguments.seed)
+    params = jax.device_put(begin, everywhere)
     state = jax.jit(rule.init, out_shardings=everywhere)(params)
 
     # The last checkpoint before the decay is kept: from there a longer short stage can go on.

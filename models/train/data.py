@@ -54,12 +54,12 @@ class Streams(NamedTuple):
     text: list[str]  # some training documents, to fill generated tasks with
 
 
-def prepare(folder: Path, vocabulary: int) -> Streams:
-    """Download, deduplicate, train the tokenizer and encode, unless `folder` holds the result."""
+def prepare(folder: Path, vocabulary: int, tokenizer: Tokenizer | None = None) -> Streams:
+    """Download, deduplicate, train a tokenizer unless one is given, encode; unless `folder` holds it all."""
     tokenizer_file, stream_file = folder / "tokenizer.json", folder / "training.npy"
     if not (folder / "filler.json").exists():
         documents, held_out, packages = corpus.collect(folder / "wheels")
-        tokenizer = train_tokenizer(documents, vocabulary)
+        tokenizer = tokenizer or train_tokenizer(documents, vocabulary)
         end = tokenizer.token_to_id(END)
         stream, starts, length = [], [], 0
         for first in range(0, len(documents), 256):

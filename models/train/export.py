@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from .__main__ import Shape
 from .data import BEGIN, END
 from .forward import Params
+from .shape import Shape
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from . import forward
-from .__main__ import Shape
+from .shape import Shape
 
 LENGTHS = (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 4608, 6144, 8192)  # windows are padded to one
 DEVICE_TOKENS = 8192  # per device and call

@@ -26,6 +26,7 @@ timber tomato topaz trumpet tulip tunnel turtle umbrella valley vanilla velvet v
 walnut walrus water whale wheat whisper willow window winter wizard wolf yellow zebra zephyr""".split()
 
 ANSWER_WEIGHT, CHANCE_WEIGHT = 4.0, 0.1
+FAR_SHARE = 0.4  # of the documents have their facts near the top and the questions near the end
 
 
 class Fact(NamedTuple):
@@ -57,11 +58,12 @@ def needle(rng: np.random.Generator) -> Fact:
 
 
 def variable(rng: np.random.Generator) -> Fact:
-    """A value that has passed through one to three names."""
+    """A value that has passed through one to three names; the answer goes back through all of them."""
     names = [_name(rng) for _ in range(rng.integers(1, 4))]
     value = rng.choice(WORDS)
     lines = [f'{names[0]} = "{value}"\n'] + [f"{b} = {a}\n" for a, b in itertools.pairwise(names)]
-    return Fact("".join(lines), f'assert {names[-1]} == "', f'{value}"\n')
+    trace = [*names[-2::-1], f'"{value}"\n']
+    return Fact("".join(lines), f"assert {names[-1]} == ", " == ".join(trace))
 
 
 def definition(rng: np.random.Generator) -> Fact:
@@ -85,14 +87,15 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
     dense = rng.random() < 0.35
     most = max(2.0, characters / (90 if dense else 400))
     count = int(np.exp(rng.uniform(np.log(max(2, most / 12)), np.log(most))))
+    edge = rng.uniform(0, 0.2) if rng.random() < FAR_SHARE else None
     events: list[tuple[float, list[Piece]]] = []
     for _ in range(count):
         fact = KINDS[rng.choice(kinds)](rng)
-        place = rng.uniform(0, 0.85)
+        place = rng.uniform(0, edge or 0.85)
         events.append((place, [Piece(fact.statement, CHANCE_WEIGHT)]))
         for _ in range(rng.integers(1, 3)):
             asked = [Piece(fact.question, CHANCE_WEIGHT), Piece(fact.answer, ANSWER_WEIGHT)]
-            events.append((rng.uniform(place, 1), asked))
+            events.append((rng.uniform(1 - edge if edge else place, 1), asked))
     events.sort(key=lambda event: event[0])
     spent = sum(len(p.text) for _, pieces in events for p in pieces)
     lines = filler[: max(0, characters - spent)].splitlines(keepends=True)
