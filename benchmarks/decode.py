@@ -8,11 +8,9 @@ of its own on the same cores. They take turns: after every measurement of one co
 """
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -154,9 +152,7 @@ def compare(tokens: dict[str, np.ndarray]) -> dict[str, Any]:
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure every cell; the results as they are stored."""
     directory = work_directory(options.work)
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): these numbers will mislead[/yellow]")
+    here = report.machine(console)
     interpreters = {"openvino": options.openvino_python, "llamacpp": options.llamacpp_python}
     peers, cells, rates = Peers(directory, options.threads, options.limit, interpreters), [], []
     grid = [(context, batch) for context in options.contexts for batch in options.batches]
@@ -182,12 +178,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
     knobs = ("GLIBC_TUNABLES", "GOMP_", "KMP_", "OMP_", "XLA_FLAGS", "MALLOC_", "LD_PRELOAD")
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": report.processor(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
+        **here,
         "threads": options.threads,
-        "load_average": load,
         "environment": {name: value for name, value in os.environ.items() if name.startswith(knobs)},
         "versions": peers.versions,
         "model": CONFIG,
@@ -244,7 +236,8 @@ def main() -> None:
         console.print(f"results: {output}")
     report.show(results, console)
     if options.document:
-        report.write_section(ROOT / "docs" / "results.md", "decode", report.markdown(results))
+        text = report.markdown(report.grids(results), report.notes(results))
+        report.write_section(ROOT / "docs" / "results.md", "decode", text)
 
 
 if __name__ == "__main__":

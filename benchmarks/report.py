@@ -1,5 +1,7 @@
-"""The results of `benchmarks.decode` as tables: in a terminal and in docs/results.md."""
+"""Results as tables, in a terminal and in docs/results.md: in common, and of `benchmarks.decode`."""
 
+import datetime
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -20,6 +22,20 @@ def processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine(console: Console) -> dict[str, Any]:
+    """When and where it is measured, and how busy that is; warns if it is."""
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): these numbers will mislead[/yellow]")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": processor(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": load,
+    }
 
 
 def slug(name: str) -> str:
@@ -161,26 +177,31 @@ def show(results: dict[str, Any], console: Console) -> None:
             row = "", name, decode, between.rstrip(")"), share(cell, name, results), over[0], prefill, over[1]
             table.add_row(*row, style="bold" if name == "ours" else "")
     console.print(table)
-    title, header, rows = grids(results)[-1]
-    if rows:
-        agreement = Table(
-            *header, title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold"
-        )
-        for row in rows:
-            agreement.add_row(*row)
-        console.print(agreement)
-    for line in notes(results):
+    show_grids(grids(results)[-1:], notes(results), console)
+
+
+def show_grids(grids: list[Grid], notes: list[str], console: Console) -> None:
+    """Print tables that have rows, and the notes under them."""
+    for title, header, rows in grids:
+        if rows:
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
+            for name in header:
+                table.add_column(name, overflow="fold")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+    for line in notes:
         console.print(line, highlight=False, markup=False)
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(grids: list[Grid], notes: list[str]) -> str:
     """The same for a document."""
     parts = []
-    for title, header, rows in grids(results):
+    for title, header, rows in grids:
         if rows:
             lines = [header, ["---:"] * len(header), *rows]
             parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
-    parts.append("\n".join(f"- {line}" for line in notes(results)))
+    parts.append("\n".join(f"- {line}" for line in notes))
     return "\n\n".join(parts)
 
 

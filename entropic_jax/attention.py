@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .cache import Cache, Layer
 from .pallas import paged_attention
 from .pallas.paged_attention.reference import prefill
+from .selection import Reader
 
 UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
 
@@ -26,18 +27,19 @@ class Step(NamedTuple):
 Attend = Callable[..., tuple[jax.Array, Layer]]
 
 
-def attend_to(cache: Cache, step: Step) -> Attend:
+def attend_to(cache: Cache, step: Step, reader: Reader | None = None) -> Attend:
     """The function that a model calls in each layer: writes its keys and values, then attends to all.
 
     `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
     `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
-    layer as written. `window` limits a query to that many newest positions, itself included.
+    layer as written. `window` limits a query to that many newest positions, itself included. With a `reader`
+    a single query per row attends to the pages that it chooses.
     """
     table = cache.table
 
     def attend(q, k, v, layer, window=None):
         layer = write(layer, table, step, k, v)
-        return read(layer, table, step, q, window), layer
+        return read(layer, table, step, q, window, reader), layer
 
     return attend
 
@@ -56,11 +58,35 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
     page = jnp.take_along_axis(table, index[:, None], 1)[:, 0]
     page = jnp.where(step.count > 0, page, bin_page)
     slot = step.start % size
-    fresh = slot == 0
-    k, v = k[:, 0], v[:, 0]
+    return _store(layer, k[:, 0], v[:, 0], page, slot)
 
+
+@jax.custom_vjp
+def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
+    """One key and value per row into a slot of a page, which starts the page if it is 0."""
+    if layer.value_sum is None:
+        tiles, summaries = layer[:2], (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
+        if (written := paged_attention.write(tiles, summaries, k, v, page, slot)) is not None:
+            return Layer(*written[0], *written[1])
+    return _store_one_by_one(layer, k, v, page, slot)
+
+
+def _store_forward(layer, k, v, page, slot):
+    return _store(layer, k, v, page, slot), (layer, k, v, page, slot)
+
+
+def _store_backward(saved, gradient):
+    layer, k, v, page, slot = saved
+    _, pull = jax.vjp(lambda x, y, z: _store_one_by_one(x, y, z, page, slot), layer, k, v)
+    return (*pull(gradient), None, None)
+
+
+_store.defvjp(_store_forward, _store_backward)
+
+
+def _store_one_by_one(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
     def row(i, layer: Layer) -> Layer:
-        p, s, new = page[i], slot[i], fresh[i]
+        p, s, new = page[i], slot[i], slot[i] == 0
         key, value = k[i].astype(jnp.float32), v[i].astype(jnp.float32)
 
         def put(x, y, *offset):
@@ -71,6 +97,10 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
             old = jax.lax.dynamic_index_in_dim(x, p, keepdims=False)
             return put(x, jnp.where(new, y, join(old, y)))
 
+        moments = {}
+        if layer.value_sum is not None:
+            moments["value_sum"] = fold(layer.value_sum, value, jnp.add)
+            moments["value_square"] = fold(layer.value_square, value * value, jnp.add)
         return Layer(
             put(layer.keys, k[i][:, None], 0, s),
             put(layer.values, v[i][:, None], 0, s),
@@ -78,6 +108,7 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
             fold(layer.key_max, key, jnp.maximum),
             fold(layer.key_sum, key, jnp.add),
             fold(layer.value_norm, jnp.linalg.norm(value, axis=-1), jnp.maximum),
+            **moments,
         )
 
     rows = k.shape[0]
@@ -108,7 +139,12 @@ def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax
     keys, key = merge(layer.keys, k)
     values, value = merge(layer.values, v)
     seen = held[:, :, None, :, None]
-    norm = jnp.sqrt(jnp.where(seen, jnp.square(value), 0.0).sum(-1)).max(-1)
+    value = jnp.where(seen, value, 0.0)
+    norm = jnp.sqrt(jnp.square(value).sum(-1)).max(-1)
+    moments = {}
+    if layer.value_sum is not None and layer.value_square is not None:
+        moments["value_sum"] = layer.value_sum.at[page].set(value.sum(3))
+        moments["value_square"] = layer.value_square.at[page].set(jnp.square(value).sum(3))
     return Layer(
         keys,
         values,
@@ -116,10 +152,18 @@ def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax
         layer.key_max.at[page].set(jnp.where(seen, key, -jnp.inf).max(3)),
         layer.key_sum.at[page].set(jnp.where(seen, key, 0.0).sum(3)),
         layer.value_norm.at[page].set(norm),
+        **moments,
     )
 
 
-def read(layer: Layer, table: jax.Array, step: Step, q: jax.Array, window: int | None = None) -> jax.Array:
+def read(
+    layer: Layer,
+    table: jax.Array,
+    step: Step,
+    q: jax.Array,
+    window: int | None = None,
+    reader: Reader | None = None,
+) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
     The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
@@ -132,9 +176,13 @@ def read(layer: Layer, table: jax.Array, step: Step, q: jax.Array, window: int |
     last = jnp.where(step.count > 0, step.start + step.count, 0)
     own = step.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
-    if n == 1:
-        out = paged_attention.decode(q[:, :, :, 0], layer.keys, layer.values, table, first[:, 0], last)
-        out = out[:, :, :, None]
-    else:
+    if n > 1:
         out = prefill(q, layer.keys, layer.values, table, first, step.start, last)
+    elif reader is not None:
+        out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]
+    else:
+        part = paged_attention.decode(
+            q[:, :, :, 0], layer.keys, layer.values, table, None, None, first[:, 0], last
+        )
+        out = part.out[:, :, :, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, head_dim)

@@ -24,6 +24,10 @@ class ModelShape(NamedTuple):
     head_dim: int
     vocabulary: int
     hidden: int
+    # Weights that multiply: all matrices, the output projection included, the look-up of an embedding not.
+    weights: int = 0  # in one token's step; of experts, those that one token chooses
+    expert_weights: int = 0  # of all experts of all layers together
+    expert_share: float = 0.0  # the share of the experts that one token chooses
 
 
 class Layer(NamedTuple):
@@ -39,6 +43,8 @@ class Layer(NamedTuple):
     key_max: jax.Array  # [pages + 1, kv_heads, head_dim]
     key_sum: jax.Array  # [pages + 1, kv_heads, head_dim]
     value_norm: jax.Array  # [pages + 1, kv_heads], the largest ‖v‖₂ of the page
+    value_sum: jax.Array | None = None  # [pages + 1, kv_heads, head_dim], if moments are kept
+    value_square: jax.Array | None = None  # the same of v², element-wise
 
 
 class Cache(NamedTuple):
@@ -47,6 +53,7 @@ class Cache(NamedTuple):
     granted: jax.Array  # int32 [rows], how many entries of a table row are granted
     free: jax.Array  # int32 [pages], a stack: the first `available` entries are free pages
     available: jax.Array  # int32 []
+    surprisal: jax.Array | None = None  # float32 [pages + 1], summed over the tokens of a page, if kept
 
     @property
     def page_size(self) -> int:
@@ -70,11 +77,14 @@ def allocate(
     pages: int | None = None,
     page_size: int | None = None,
     dtype="float32",
+    moments: bool = False,
+    surprisal: bool = False,
 ) -> Cache:
     """An empty cache for `rows` sequences of at most `context` positions.
 
     `pages` is the size of the pool, by default enough for every row to reach `context`. Memory that no
-    sequence owns is never read into a result: it may hold anything, NaN included.
+    sequence owns is never read into a result: it may hold anything, NaN included. `moments` keeps sums of
+    v and v² per page, `surprisal` that of the tokens: what some kinds of page selection ask for.
     """
     page_size = default_page_size() if page_size is None else page_size
     for name, value in (("rows", rows), ("context", context), ("page_size", page_size)):
@@ -95,6 +105,8 @@ def allocate(
             jnp.zeros(summary, jnp.float32),
             jnp.zeros(summary, jnp.float32),
             jnp.zeros(tile[:2], jnp.float32),
+            jnp.zeros(summary, jnp.float32) if moments else None,
+            jnp.zeros(summary, jnp.float32) if moments else None,
         )
 
     return Cache(
@@ -103,6 +115,7 @@ def allocate(
         jnp.zeros(rows, jnp.int32),
         jnp.arange(pages, dtype=jnp.int32),
         jnp.int32(pages),
+        jnp.zeros(pages + 1, jnp.float32) if surprisal else None,
     )
 
 
@@ -138,6 +151,20 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
         ),
         enough,
     )
+
+
+def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: jax.Array) -> Cache:
+    """Add −ln p of `count[row]` tokens `[rows, n]` from position `start[row]` on to their pages, if kept."""
+    if cache.surprisal is None:
+        return cache
+    n, size = surprisal.shape[1], cache.page_size
+    position = start[:, None] + jnp.arange(n)
+    known = jnp.arange(n) < count[:, None]
+    entry = jnp.minimum(position // size, cache.table.shape[1] - 1)
+    page = jnp.where(known, jnp.take_along_axis(cache.table, entry, 1), cache.pages)
+    fresh = jnp.where(known & (position % size == 0), page, cache.pages)
+    sums = cache.surprisal.at[fresh].set(0.0).at[page].add(jnp.where(known, surprisal, 0.0))
+    return cache._replace(surprisal=sums)
 
 
 def release(cache: Cache, rows: jax.Array) -> Cache:

@@ -1,29 +1,168 @@
-"""Entropic time: the uncertainty that a sequence has resolved so far."""
+"""What a sequence has resolved, and what that cost: entropic time τ beside C.
 
+The cost of a step follows from the model's shapes, the rows that share its weights and the positions that
+are really read; `Hardware` turns it into seconds. Neither τ nor τ/C is to be reported alone: quality, ΣH₁
+and the time on the clock stand beside them.
+"""
+
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
+from .cache import ModelShape
 from .state import Ledger
+
+
+class Hardware(NamedTuple):
+    """The two limits of a roofline (Williams, Waterman and Patterson 2009)."""
+
+    peak: jax.Array | float  # FLOP/s
+    bandwidth: jax.Array | float  # bytes/s from main memory
+
+
+# Dense bfloat16 products and main memory of one chip, as published. That of a CPU is a round number for a few
+# cores, good for comparing costs in one run: for seconds, measure (`benchmarks/bandwidth.py`) and pass yours.
+HARDWARE = {
+    "cpu": Hardware(200e9, 25e9),
+    "tpu-v5e": Hardware(197e12, 819e9),  # cloud.google.com/tpu/docs/v5e
+    "tpu-v5p": Hardware(459e12, 2765e9),  # cloud.google.com/tpu/docs/v5p
+    "tpu-v6e": Hardware(918e12, 1640e9),  # cloud.google.com/tpu/docs/v6e
+    # nvidia.com/en-us/data-center/h100 and h200, SXM: half of the rate that is stated with sparsity.
+    "h100": Hardware(989e12, 3.35e12),
+    "h200": Hardware(989e12, 4.8e12),
+}
+KINDS = {
+    "v5 lite": "tpu-v5e",
+    "v5p": "tpu-v5p",
+    "v5": "tpu-v5p",
+    "v6": "tpu-v6e",
+    "h100": "h100",
+    "h200": "h200",
+}
+
+
+def default_hardware() -> Hardware:
+    """The entry of `HARDWARE` for JAX's default device; that of a CPU where there is none."""
+    kind = jax.devices()[0].device_kind.lower()
+    return HARDWARE[next((name for part, name in KINDS.items() if part in kind), "cpu")]
+
+
+class Cost(NamedTuple):
+    """What one step costs each row; float32 `[rows]`."""
+
+    flops: jax.Array
+    bytes_read: jax.Array  # the row's share of the weights, and its own keys and values
+    kv_bytes: jax.Array  # held in the cache, whether read or not
+    seconds: jax.Array  # max(flops / peak, bytes_read / bandwidth)
 
 
 def open_ledger(rows: int) -> Ledger:
     """All sums at zero."""
     zero = jnp.zeros(rows, jnp.float32)
-    return Ledger(jnp.zeros(rows, jnp.int32), zero, zero, zero)
+    return Ledger(jnp.zeros(rows, jnp.int32), *(zero,) * 7)
 
 
-def post(ledger: Ledger, before, after, active) -> Ledger:
+def weights_read(shape: ModelShape, rows: jax.Array | float = 1.0) -> jax.Array:
+    """Weights that a step of so many rows reads, float32.
+
+        W + E · ((1 − (1 − s)ⁿ) − s)
+
+    n rows, W weights in one token's step, E weights of all experts, of which a token chooses the share s.
+    Without experts that is W. With experts it is an expectation, for rows that choose independently and
+    evenly: rows that agree read less.
+
+    >>> from .cache import ModelShape
+    >>> sizes = dict(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2)
+    >>> shape = ModelShape(**sizes, weights=40, expert_weights=80, expert_share=0.25)
+    >>> float(weights_read(shape)), float(weights_read(shape, 2.0))
+    (40.0, 55.0)
+    """
+    rows = jnp.asarray(rows, jnp.float32)
+    share = shape.expert_share
+    touched = jnp.where(rows > 0, (1 - (1 - share) ** rows) - share, 0.0)
+    return jnp.float32(shape.weights) + shape.expert_weights * touched
+
+
+def step_cost(
+    shape: ModelShape,
+    *,
+    active: jax.Array,
+    positions_read: jax.Array,
+    length: jax.Array,
+    bytes_per_weight: int | float,
+    bytes_per_cache: int | float,
+    hardware: Hardware,
+) -> Cost:
+    """The cost of decoding one token in each active row (bool `[rows]`).
+
+        FLOPs = 2 W + 4 d g r,            bytes = b_W · W(n) / n + 2 d b_KV r
+        held = 2 d b_KV · layers · KV heads · L,   seconds = max(FLOPs / peak, bytes / bandwidth)
+
+    W weights in a token's step, W(n) those that n active rows read together (`weights_read`), d = head_dim,
+    g = query heads per KV head, r = `positions_read`, float `[rows]`: positions whose K and V are read,
+    summed over layers and KV heads (`dense_positions` where none is left out), L = `length`, int `[rows]`:
+    positions held. A multiplication with an addition counts as two; what is not a product (norms, softmax,
+    sampling) and what is written do not count. An inactive row costs nothing and holds what it holds. A shape
+    that does not say how many weights multiply pays for attention alone.
+    Source: Kiruluta 2026 (arXiv 2603.03310), cost of a step. Differs from the paper: C is in seconds of a
+    roofline, with the counts it comes from beside it.
+    """
+    rows = jnp.sum(active, dtype=jnp.float32)
+    some = jnp.maximum(rows, 1.0)
+    read = jnp.asarray(positions_read, jnp.float32)
+    position = 2.0 * shape.head_dim * bytes_per_cache  # bytes of one K and one V of one KV head
+    group = shape.heads / shape.kv_heads
+    flops = 2.0 * shape.weights + 4.0 * shape.head_dim * group * read
+    bytes_read = bytes_per_weight * weights_read(shape, rows) / some + position * read
+    seconds = jnp.maximum(flops / hardware.peak, bytes_read / hardware.bandwidth)
+    held = position * shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)
+    spent = (jnp.where(active, x, 0.0) for x in (flops, bytes_read, seconds))
+    flops, bytes_read, seconds = spent
+    return Cost(flops, bytes_read, held, seconds)
+
+
+def dense_positions(shape: ModelShape, length: jax.Array) -> jax.Array:
+    """Positions read, summed over layers and KV heads, where a row reads all it holds; float32 `[rows]`."""
+    return shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)
+
+
+def post(ledger: Ledger, before, after, active, cost: Cost | None = None) -> Ledger:
     """Enter one step: the entropy H₁ before and after it, in nats `[rows]`, for the rows that emitted.
 
     τ = Σ max(0, H₁[t−1] − H₁[t]); the first token of a sequence has no predecessor and adds nothing.
     τ is half the total variation plus a boundary term and can be gamed by anything that alternates the
     entropy, so it is computed on H₁, which no temperature moves, and is never to be reported alone.
+    `cost` is entered as it is, for every row; None enters nothing. Sums are float32: after n steps they are
+    off by at most n · 6e-8 of their value.
 
     Source: Kiruluta 2026 (arXiv 2603.03310), entropic time.
     """
     change = jnp.where(active & (ledger.steps > 0), before - after, 0.0)
-    return Ledger(
-        ledger.steps + active.astype(jnp.int32),
-        ledger.entropic_time + jnp.maximum(change, 0.0),
-        ledger.variation + jnp.abs(change),
-        ledger.entropy + jnp.where(active, after, 0.0),
+    ledger = ledger._replace(
+        steps=ledger.steps + active.astype(jnp.int32),
+        entropic_time=ledger.entropic_time + jnp.maximum(change, 0.0),
+        variation=ledger.variation + jnp.abs(change),
+        entropy=ledger.entropy + jnp.where(active, after, 0.0),
     )
+    if cost is None:
+        return ledger
+    return ledger._replace(
+        flops=ledger.flops + cost.flops,
+        bytes_read=ledger.bytes_read + cost.bytes_read,
+        seconds=ledger.seconds + cost.seconds,
+        kv_bytes=cost.kv_bytes,
+    )
+
+
+def efficiency(ledger: Ledger) -> jax.Array:
+    """dτ/dC so far: entropic time per second of cost, in nats/s `[rows]`; 0 where nothing was spent.
+
+    A ratio that is worth nothing alone: a sequence that hesitates and decides over and over has a high one.
+    Source: Kiruluta 2026 (arXiv 2603.03310), entropic efficiency.
+
+    >>> float(efficiency(open_ledger(1)._replace(entropic_time=jnp.ones(1), seconds=jnp.full(1, 0.5)))[0])
+    2.0
+    """
+    spent = ledger.seconds > 0
+    return jnp.where(spent, ledger.entropic_time / jnp.where(spent, ledger.seconds, 1.0), 0.0)

@@ -14,8 +14,9 @@ import numpy as np
 
 from . import entropy, ledger, sampling
 from .attention import Step, attend_to
-from .cache import Cache, ModelShape, grant
+from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
+from .selection import Reader, Reading, Selection, no_lists
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 
 PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of two
@@ -50,6 +51,8 @@ def start(
     seeds: Sequence[int] | None = None,
     stop: Sequence[Sequence[int]] = (),
     belief_temperature: float = 1.0,
+    selection: Selection | None = None,
+    hardware: ledger.Hardware | None = None,
 ) -> State:
     """Read the prompts into an empty cache, in chunks whose lengths are powers of two.
 
@@ -94,7 +97,11 @@ def start(
         signal=quiet_signal(rows),
         action=action,
         control=controller.init(action),
+        selection=selection,
+        lists=() if selection is None else no_lists(selection, cache),
+        age=jnp.int32(0),
         ledger=ledger.open_ledger(rows),
+        hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
         cache=cache,
     )
     # Launches consume the state: no two leaves may share a buffer, nor one of the caller's.
@@ -105,9 +112,10 @@ def start(
     while done < todo.max(initial=0):
         size = min(PREFILL_CHUNK, 1 << int(todo.max() - done - 1).bit_length())
         count = np.clip(todo - done, 0, size)
-        tokens = np.zeros((rows, size), np.int32)
+        tokens = np.zeros((rows, size + 1), np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, : count[row]] = prompt[done : done + count[row]]
+            some = prompt[done : done + count[row] + 1] if count[row] else ()
+            tokens[row, : len(some)] = some
         state, enough = prefill(decoder, params, state, tokens, count)
         if not np.all(enough):
             row = int(np.argmin(enough))
@@ -128,86 +136,140 @@ def cache_size(state: State) -> str:
 def prefill(
     decoder: Decoder, params: Any, state: State, tokens: jax.Array, count: jax.Array
 ) -> tuple[State, jax.Array]:
-    """Append `count[row]` of the tokens `[rows, n]` to the cache of each row.
+    """Append `count[row]` of the tokens `[rows, n + 1]` to the cache of each row, n at most.
 
-    Returns the state and a flag per row, whether there were pages enough; a row without is left alone.
+    Returns the state and a flag per row, whether there were pages enough; a row without is left alone. Where
+    the cache keeps surprisals, the tokens are scored on the way, and so is the one that follows them.
     """
+    tokens, following = tokens[:, :-1], tokens[:, 1:]
     cache, enough = grant(state.cache, jnp.where(count > 0, state.length + count, 0))
     count = jnp.where(enough, count, 0)
     positions = state.length[:, None] + jnp.arange(tokens.shape[1])
     attend = attend_to(cache, Step(state.length, count))
-    _, layers = decoder.hidden(params, tokens, positions, cache.layers, attend)
-    return state._replace(length=state.length + count, cache=cache._replace(layers=layers)), enough
+    hidden, layers = decoder.hidden(params, tokens, positions, cache.layers, attend)
+    signal = state.signal
+    if cache.surprisal is not None:
+        logits = decoder.logits(params, hidden)
+        scores = entropy.surprisal(logits, following, entropy.measure(logits).log_normaliser)
+        own = jnp.concatenate(
+            [signal.surprisal[:, None], scores[:, :-1]], 1
+        )  # the first: of the chunk before
+        cache = note_surprisal(cache, state.length, count, own)
+        last = jnp.take_along_axis(scores, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+        signal = signal._replace(surprisal=jnp.where(count > 0, last, signal.surprisal))
+    cache = cache._replace(layers=layers)
+    return state._replace(length=state.length + count, signal=signal, cache=cache), enough
 
 
 def step(
-    decoder: Decoder, params: Any, controller: Controller, state: State, forced: jax.Array | None = None
+    decoder: Decoder,
+    params: Any,
+    controller: Controller,
+    state: State,
+    forced: jax.Array | None = None,
+    width: int | None = None,
 ) -> tuple[State, Trace]:
     """Advance every running row by one token: S[t+1] = Φ(S[t], u[t]).
 
-    `forced` int32 `[rows]` replaces what would be sampled (teacher forcing). A row that is finished, waits
+    `forced` int32 `[rows]` replaces what would be sampled (teacher forcing). `width` (static) is how many
+    rows are computed at most: the first of those that run and have a quota. A row that is finished, waits
     (quota 0) or finds no free page is inert. A row whose logits are NaN ends with status FAILED and emits
     nothing; its neighbours do not notice.
     """
     active = (state.status == RUNNING) & (state.action.quota > 0)
+    cut = Cut(active, width)
+    active &= cut.spread(jnp.ones(cut.rows, bool), False)
     cache, enough = grant(state.cache, jnp.where(active, state.length + 1, 0))
     active &= enough
-    attend = attend_to(cache, Step(state.length, active.astype(jnp.int32)))
-    hidden, layers = decoder.hidden(params, state.token[:, None], state.length[:, None], cache.layers, attend)
-    logits = decoder.logits(params, hidden[:, 0])
 
+    # Attention, then logits.
+    mine = cache._replace(table=cut.pick(cache.table, cache.pages))
+    token, start, runs = cut.pick(state.token), cut.pick(state.length), cut.pick(active)
+    where = Step(start, runs.astype(jnp.int32))
+    surprisal = cut.pick(state.signal.surprisal)
+    mine = note_surprisal(mine, start, where.count, surprisal[:, None])
+    reader = None
+    if state.selection is not None:
+        renew = state.age % state.selection.refresh == 0
+        lists = jax.tree.map(cut.pick, state.lists)
+        reader = Reader(state.selection, mine, cut.pick(state.action.drop), lists, renew)
+    attend = attend_to(mine, where, reader)
+    hidden, layers = decoder.hidden(params, token[:, None], start[:, None], mine.layers, attend)
+    logits = decoder.logits(params, hidden[:, 0])
+    reading = reader.total() if reader else dense(decoder.shape, where)
+    kept = jax.tree.map(cut.spread, tuple(reader.lists), state.lists) if reader and state.lists else ()
+
+    # Entropy, then control.
+    adjusted = sampling.penalise(logits, *jax.tree.map(cut.pick, (state.sampling, state.history)))
     belief = entropy.measure(logits / state.belief_temperature)
-    broken = active & ~jnp.isfinite(belief.entropy)
+    tempered = entropy.at_temperature(adjusted, cut.pick(state.action.temperature))
+    broken = cut.spread(runs & ~jnp.isfinite(belief.entropy), False)
     emits = active & ~broken
-    keep = lambda new, old: jnp.where(emits, new, old)
-    adjusted = sampling.penalise(logits, state.sampling, state.history)
-    tempered = entropy.at_temperature(adjusted, state.action.temperature)
+    keep = lambda new, old: jnp.where(emits, cut.spread(new, old), old)
     signal = Signal(
         entropy=keep(belief.entropy, state.signal.entropy),
         varentropy=keep(belief.varentropy, state.signal.varentropy),
         tempered_entropy=keep(tempered.entropy, state.signal.tempered_entropy),
         tempered_varentropy=keep(tempered.varentropy, state.signal.tempered_varentropy),
         surprisal=state.signal.surprisal,
-        dropped_mass=state.signal.dropped_mass,
+        dropped_mass=keep(reading.dropped, state.signal.dropped_mass),
         emitting=emits,
-        logits=adjusted,
+        runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
+        length=state.length,
+        logits=cut.spread(adjusted, 0.0),
     )
     action, control = advance(controller, signal, state.action, state.control)
 
+    # Sampling.
     length = state.length + active.astype(jnp.int32)
-    token = forced
-    if token is None:
+    temperature = cut.pick(action.temperature)
+    if forced is None:
         token = sampling.sample(
             adjusted,
-            state.sampling,
-            action.temperature,
+            jax.tree.map(cut.pick, state.sampling),
+            temperature,
             state.key,
-            state.seed,
-            length,
-            surprisal_limit=action.surprisal_limit,
+            cut.pick(state.seed),
+            start + where.count,
+            surprisal_limit=cut.pick(action.surprisal_limit),
         )
-    sampled = entropy.at_temperature(adjusted, action.temperature)  # one with `tempered` if T stands
+    else:
+        token = cut.pick(forced)
+    sampled = entropy.at_temperature(adjusted, temperature)  # the same as `tempered` if T stands
     surprisal = entropy.surprisal(logits / state.belief_temperature, token, belief.log_normaliser)
+    token = keep(token, state.token)
     signal = signal._replace(
         tempered_entropy=keep(sampled.entropy, state.signal.tempered_entropy),
         tempered_varentropy=keep(sampled.varentropy, state.signal.tempered_varentropy),
         surprisal=keep(surprisal, state.signal.surprisal),
         logits=None,
     )
-    account = ledger.post(state.ledger, state.signal.entropy, signal.entropy, emits)
+    cost = ledger.step_cost(
+        decoder.shape,
+        active=active,
+        positions_read=cut.spread(reading.positions, 0.0),
+        length=length,
+        bytes_per_weight=jax.tree.leaves(params)[0].dtype.itemsize,
+        bytes_per_cache=cache.layers[0].keys.dtype.itemsize,
+        hardware=state.hardware,
+    )
+    account = ledger.post(state.ledger, state.signal.entropy, signal.entropy, emits, cost)
     ended = (state.stop == token[:, None]).any(1)
     status = jnp.where(ended, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
     after = state._replace(
-        token=keep(token, state.token),
+        token=token,
         length=length,
-        status=jnp.where(broken, FAILED, keep(status, state.status)),
+        status=jnp.where(broken, FAILED, jnp.where(emits, status, state.status)),
         history=sampling.record(state.history, token, emits),
         signal=signal,
         action=action,
         control=control,
+        lists=kept,
+        age=state.age + 1,
         ledger=account,
-        cache=cache._replace(layers=layers),
+        cache=cache._replace(layers=layers, surprisal=mine.surprisal),
     )
+    zero = jnp.zeros_like(signal.entropy)
     trace = Trace(
         emitted=emits,
         token=token,
@@ -217,14 +279,47 @@ def step(
         tempered_varentropy=signal.tempered_varentropy,
         surprisal=signal.surprisal,
         temperature=action.temperature,
-        drop=action.drop,
+        drop=state.action.drop,
         dropped_mass=signal.dropped_mass,
+        kept_fraction=cut.spread(reading.positions / jnp.maximum(reading.held, 1.0), zero),
+        certificate=cut.spread(reading.certificate, zero),
         entropic_time=account.entropic_time,
+        cost=cost.seconds,
     )
     return after, trace
 
 
-@partial(jax.jit, static_argnames=("decoder", "capacity"), donate_argnames="state")
+class Cut:
+    """The rows that a step computes: all, or the first `width` of the flagged ones."""
+
+    def __init__(self, flag: jax.Array, width: int | None) -> None:
+        self.all = flag.shape[0]
+        self.rows = self.all if width is None else min(width, self.all)
+        self.chosen = None
+        if self.rows < self.all:
+            self.chosen = jnp.nonzero(flag, size=self.rows, fill_value=self.all)[0]
+
+    def pick(self, x: jax.Array, fill: Any = 0) -> jax.Array:
+        """The chosen rows of `[all, …]`; `fill` where there are fewer than fit."""
+        return x if self.chosen is None else x.at[self.chosen].get(mode="fill", fill_value=fill)
+
+    def spread(self, x: jax.Array, old: Any) -> jax.Array:
+        """`old` `[all, …]` with the chosen rows replaced by `x`."""
+        if self.chosen is None:
+            return x
+        old = jnp.broadcast_to(jnp.asarray(old, x.dtype), (self.all, *x.shape[1:]))
+        return old.at[self.chosen].set(x, mode="drop")
+
+
+def dense(shape: ModelShape, step: Step) -> Reading:
+    """What a step reads that reads everything."""
+    positions = jnp.where(step.count > 0, step.start + step.count, 0) * shape.kv_heads * shape.layers
+    positions = positions.astype(jnp.float32)
+    zero = jnp.zeros_like(positions)
+    return Reading(positions, positions, dropped=zero, certificate=zero)
+
+
+@partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")
 def generate(
     decoder: Decoder,
     params: Any,
@@ -233,12 +328,14 @@ def generate(
     steps: jax.Array | int,
     *,
     capacity: int = 64,
+    width: int | None = None,
 ) -> tuple[State, Trace]:
     """Run up to `steps` (traced, at most `capacity`) steps in one launch, fewer if every row ends.
 
-    The state is consumed. The trace has `capacity` steps, of which those that were run are filled.
+    `width` as in `step`. The state is consumed. The trace has `capacity` steps, of which those that were run
+    are filled.
     """
-    blank = jax.eval_shape(lambda s: step(decoder, params, controller, s)[1], state)
+    blank = jax.eval_shape(lambda s: step(decoder, params, controller, s, width=width)[1], state)
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
 
     def running(carry):
@@ -247,7 +344,7 @@ def generate(
 
     def advance(carry):
         done, state, trace = carry
-        state, now = step(decoder, params, controller, state)
+        state, now = step(decoder, params, controller, state, width=width)
         return done + 1, state, jax.tree.map(lambda all_, x: all_.at[done].set(x), trace, now)
 
     _, state, trace = jax.lax.while_loop(running, advance, (jnp.int32(0), state, trace))

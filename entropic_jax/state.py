@@ -49,6 +49,8 @@ class Signal(NamedTuple):
     surprisal: jax.Array  # −log p₁ of the token emitted last
     dropped_mass: jax.Array  # attention mass that the step left unread, estimated
     emitting: jax.Array  # bool: the row emits a token in this step; the measures of others are old
+    runnable: jax.Array  # bool: the row has not ended
+    length: jax.Array  # int32, positions in the cache
     logits: jax.Array | None = None  # z, float32 [rows, vocabulary], penalties included; not kept in State
 
 
@@ -68,6 +70,10 @@ class Ledger(NamedTuple):
     entropic_time: jax.Array  # τ = Σ max(0, H₁[t−1] − H₁[t])
     variation: jax.Array  # Σ |H₁[t−1] − H₁[t]|
     entropy: jax.Array  # Σ H₁[t]
+    flops: jax.Array  # floating-point operations
+    bytes_read: jax.Array  # weights (the row's share) and keys and values
+    seconds: jax.Array  # C, by the roofline
+    kv_bytes: jax.Array  # held now, not a sum
 
 
 class State(NamedTuple):
@@ -86,7 +92,11 @@ class State(NamedTuple):
     signal: Signal
     action: Action
     control: Any  # the controller's own state
+    selection: Any  # how pages are chosen (`selection.Selection`), None to read all; static
+    lists: Any  # pages chosen in earlier steps, where a selection keeps them
+    age: jax.Array  # int32 [], steps since the start
     ledger: Ledger
+    hardware: Any  # `ledger.Hardware`, by which the ledger counts seconds
     cache: Cache
 
 
@@ -101,15 +111,19 @@ class Trace(NamedTuple):
     tempered_varentropy: jax.Array
     surprisal: jax.Array
     temperature: jax.Array
-    drop: jax.Array
+    drop: jax.Array  # as it was for this step
     dropped_mass: jax.Array
+    kept_fraction: jax.Array  # of the keys and values held, how much was read
+    certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
+    cost: jax.Array  # of this token, in roofline seconds
 
 
 def quiet_signal(rows: int) -> Signal:
     """The signal before anything was measured: zero throughout."""
     zero = jnp.zeros(rows, jnp.float32)
-    return Signal(zero, zero, zero, zero, zero, zero, jnp.zeros(rows, bool))
+    no, none = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
+    return Signal(zero, zero, zero, zero, zero, zero, emitting=no, runnable=no, length=none)
 
 
 def plain_action(temperature: jax.Array) -> Action:

@@ -64,6 +64,16 @@ def as_dicts(tree: Any) -> Any:
     return {key: as_dicts(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
+def multiplied(config: Config) -> tuple[int, int, float]:
+    """Weights that multiply in one token's step, weights of all experts, and the share a token chooses."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
+    kernels = [leaf for path, leaf in leaves if path[-1].key == "kernel"]
+    experts = sum(kernel.size for kernel in kernels if kernel.ndim == 3)
+    chosen, number = config.num_experts_per_tok, max(config.num_local_experts, 1)
+    dense = sum(kernel.size for kernel in kernels if kernel.ndim == 2)
+    return dense + experts * chosen // number, experts, chosen / number if experts else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """The functions of a model: static and hashable, to be closed over or passed to jit as static."""
@@ -80,6 +90,7 @@ class Decoder:
             c.head_dim,
             c.vocab_size,
             c.hidden_size,
+            *multiplied(c),
         )
 
     def module(self, params: Params) -> CausalLM:

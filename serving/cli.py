@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import generate_command, models_command
+from . import calibrate_command, generate_command, models_command
 from .request import RequestError
 
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -30,7 +30,11 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, module in (("generate", generate_command), ("models", models_command)):
+    for name, module in (
+        ("generate", generate_command),
+        ("calibrate", calibrate_command),
+        ("models", models_command),
+    ):
         summary = module.__doc__.splitlines()[0]
         sub = commands.add_parser(
             name,

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from entropic_jax import cache, chain, control, loop, sampling
+from entropic_jax import cache, loop, sampling
+from entropic_jax.control import presets
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
+from .control_options import Control, build, calibration_of
 from .request import Request, RequestError
 from .transcript import Completion, Token, Transcript
 
@@ -22,22 +24,31 @@ MEASURES = (
     "tempered_varentropy",
     "surprisal",
     "temperature",
+    "drop",
+    "kept_fraction",
+    "dropped_mass",
+    "certificate",
     "entropic_time",
+    "cost",
 )
 LAUNCH = 64  # most steps of a launch
 FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
-MOST_ROWS = 8  # sequences decoded together
+MOST_ROWS = 8  # sequences that a step advances
+MOST_HELD = 32  # sequences held together where a schedule chooses among them
 SMALLEST_CONTEXT = 256  # positions; contexts are rounded up to powers of two, so that few shapes are compiled
 
 
 class Engine:
-    """A loaded model that continues prompts, in batches of up to `MOST_ROWS` rows."""
+    """A loaded model that continues prompts, in batches, under a preset of control."""
 
-    def __init__(self, model: models.Model, controller: control.Controller | None = None) -> None:
+    def __init__(
+        self, model: models.Model, preset: presets.Preset | None = None, belief_temperature: float = 1.0
+    ) -> None:
         if model.tokenizer is None:
             raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
-        self.controller = chain() if controller is None else controller
+        self.preset = presets.preset("off") if preset is None else preset
+        self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
 
     @property
@@ -66,8 +77,9 @@ class Engine:
 
     def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The completions of the requests, in their order."""
-        for first in range(0, len(requests), MOST_ROWS):
-            group = requests[first : first + MOST_ROWS]
+        together = MOST_ROWS if self.preset.width is None else MOST_HELD
+        for first in range(0, len(requests), together):
+            group = requests[first : first + together]
             prompts: list[list[int]] = []
             errors: dict[int, str] = {}
             for index, request in enumerate(group):
@@ -117,7 +129,13 @@ class Engine:
         open_rows = set(transcripts)
         while open_rows:
             state, trace = loop.generate(
-                self.model.decoder, self.model.params, self.controller, state, steps, capacity=LAUNCH
+                self.model.decoder,
+                self.model.params,
+                self.preset.controller,
+                state,
+                steps,
+                capacity=LAUNCH,
+                width=self.preset.width,
             )
             host: Trace = jax.device_get(trace)
             status = np.asarray(state.status)
@@ -165,7 +183,7 @@ class Engine:
         return loop.start(
             decoder,
             self.model.params,
-            self.controller,
+            self.preset.controller,
             cache.allocate(decoder.shape, rows, context, dtype=dtype),
             prompts + [[]] * padding,
             key=jax.random.key(0),
@@ -173,6 +191,8 @@ class Engine:
             sample=sampling.parameters(rows, **fields, logit_bias=biases, bias_slots=slots),
             seeds=[r.seed for r in requests] + [0] * padding,
             stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
+            selection=self.preset.selection,
+            belief_temperature=self.belief_temperature,
         )
 
 
@@ -181,6 +201,9 @@ def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def load(path: str | Path, dtype: str = "float32") -> Engine:
-    """The engine of a Hugging Face model directory, computing in `dtype`."""
-    return Engine(models.load(path, dtype))
+def load(path: str | Path, dtype: str = "float32", control: Control | None = None) -> Engine:
+    """The engine of a Hugging Face model directory, computing in `dtype`, with the calibration it has."""
+    calibration = calibration_of(Path(path))
+    preset = build(Control() if control is None else control, calibration, MOST_ROWS)
+    belief = 1.0 if calibration is None else calibration.temperature
+    return Engine(models.load(path, dtype), preset, belief)

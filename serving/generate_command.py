@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import control_options
 from .generation import EMBEDDED
 from .request import FIELDS, LIMITS, Request, RequestError
 from .text_input import has_standard_input, read_text
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on after the end of the text"
     )
+    control_options.add_arguments(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -155,7 +157,7 @@ def _load(options: argparse.Namespace) -> "Generator":
 
     remember_compilations()
     try:
-        return generation.load(options.model, options.dtype)
+        return generation.load(options.model, options.dtype, control_options.read(options))
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from .control_options import Control
 from .request import Request
 from .transcript import Completion, Token
 
@@ -34,13 +35,20 @@ class Generator(Protocol):
         """
 
 
-def load(path: Path, dtype: str | None = None) -> Generator:
+def load(path: Path, dtype: str | None = None, control: Control | None = None) -> Generator:
     """The model of a directory, in float32 on a CPU and bfloat16 elsewhere unless a dtype is given.
+
+    `control` names a preset; without, sampling is plain.
 
     Raises ValueError, or OSError, which say what in the directory is at fault.
     """
-    import jax
-
     from . import engine
 
-    return engine.load(path, dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    return engine.load(path, dtype or default_dtype(), control)
+
+
+def default_dtype() -> str:
+    """What a model computes in unless told otherwise: float32 on a CPU, bfloat16 elsewhere."""
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

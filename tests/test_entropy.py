@@ -17,6 +17,7 @@ ROWS, VOCABULARY = 5, 67
 
 measure = jax.jit(entropy.measure)
 at_temperature = jax.jit(entropy.at_temperature)
+surrogate = jax.jit(entropy.surrogate)
 
 
 @partial(jax.jit, static_argnames="k")
@@ -30,6 +31,7 @@ def estimators(logits, k):
         lower=entropy.lower_bound(head),
         middle=middle.entropy,
         error=middle.error,
+        surrogate=entropy.surrogate(logits),
         head=head,
     )
 
@@ -120,7 +122,7 @@ def test_what_is_no_distribution_is_nan_in_its_row_alone():
         logits = random_logits()
         logits[1, 3] = nan
         found = estimators(logits, 7)
-        for name in ("truncated", "tail_corrected", "upper", "lower", "middle", "error"):
+        for name in ("truncated", "tail_corrected", "upper", "lower", "middle", "error", "surrogate"):
             np.testing.assert_array_equal(np.isnan(found[name]), np.arange(ROWS) == 1, err_msg=name)
 
 
@@ -171,6 +173,23 @@ def test_the_slope_of_entropy_is_varentropy():
     np.testing.assert_allclose(slope, at_temperature(logits, temperature).varentropy, rtol=1e-4, atol=1e-5)
 
 
+@jax.jit
+def slope(logits, log_temperature):
+    """dH/d ln T by automatic differentiation, `[rows]`."""
+    total = lambda x: entropy.at_temperature(logits, jnp.exp(x)).entropy.sum()
+    return jax.grad(total)(log_temperature)
+
+
+@settings(max_examples=40)
+@given(rows_of_logits, st.floats(0.125, 10, width=32))
+def test_the_slope_of_entropy_is_varentropy_of_any_logits(logits, temperature):
+    found = slope(logits, jnp.full(ROWS, np.log(temperature), jnp.float32))
+    expected = exact(logits, temperature).varentropy
+    # What rounds is Σ p d², of which the variance is a part.
+    scale = 1 + (logits.max() - np.where(np.isneginf(logits), 0, logits).min()) / temperature
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * scale**2)
+
+
 def test_gradients_are_finite():
     logits = random_logits(4)
     logits[0, 1:] = -np.inf
@@ -206,6 +225,28 @@ def test_surprisal():
     assert (np.asarray(found) >= 0).all()
     certain = jnp.array([0.0, -200.0])
     assert entropy.surprisal(certain, jnp.array(0), entropy.measure(certain).log_normaliser) == 0
+
+
+# The surrogate.
+
+
+@settings(max_examples=40)
+@given(rows_of_logits)
+def test_the_surrogate_is_the_information_of_the_likeliest(logits):
+    found, true = np.asarray(surrogate(logits)), exact(logits)
+    np.testing.assert_allclose(found, true.log_normaliser - logits.max(-1), rtol=1e-5, atol=1e-5)
+    assert (found >= 0).all()
+    assert (found <= true.entropy + 2e-5).all()
+
+
+def test_the_surrogate_is_exact_for_uniform_and_one_hot_distributions():
+    logits = np.full((3, VOCABULARY), 1e4, np.float32)
+    logits[1, 1:] = -np.inf
+    logits[2, 2:] = -np.inf
+    np.testing.assert_allclose(surrogate(logits), [math.log(VOCABULARY), 0, math.log(2)], rtol=1e-6)
+    bad = random_logits()
+    bad[1, 3], bad[2], bad[3, 0] = np.nan, -np.inf, np.inf
+    np.testing.assert_array_equal(np.isnan(surrogate(bad)), [False, True, True, True, False])
 
 
 # Bounds from the head.
@@ -258,6 +299,19 @@ def test_bounds_hold(logits, k):
     check_bounds(logits, k)
 
 
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.floats(0, 8), st.floats(0.05, 50)), min_size=ROWS, max_size=ROWS),
+    st.sampled_from([1, 7, 30]),
+    st.randoms(use_true_random=False),
+)
+def test_bounds_hold_for_zipf_families(laws, k, random):
+    """Zipf–Mandelbrot: p ∝ (rank + offset)^−exponent, in any order."""
+    order = random.sample(range(VOCABULARY), VOCABULARY)
+    rank = np.arange(1, VOCABULARY + 1)[order]
+    check_bounds(np.stack([-s * np.log(rank + offset) for s, offset in laws]).astype(np.float32), k)
+
+
 def test_bounds_are_reached():
     """The upper one by a uniform tail; the lower one by a tail of as few tokens as p_k allows."""
     uniform = np.where(np.arange(VOCABULARY) < 7, 2.0, 0.0).astype(np.float32)
@@ -302,7 +356,7 @@ def test_the_printed_estimator_exceeds_the_largest_possible_entropy():
 
 
 def test_estimators_have_finite_gradients():
-    names = ("truncated", "tail_corrected", "upper", "lower", "middle", "error")
+    names = ("truncated", "tail_corrected", "upper", "lower", "middle", "error", "surrogate")
     totals = lambda logits: jnp.stack([estimators(logits, 7)[name].sum() for name in names])
     slopes = jax.jit(jax.jacrev(totals))(jnp.asarray(adversarial()))
     for name, slope in zip(names, slopes, strict=True):

@@ -36,8 +36,10 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from . import data, export, forward
+from . import data, export, forward, history
 from .shape import Shape
+
+WARM_UP = 40  # steps
 
 
 def initialise(shape: Shape, seed: int) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="window of the short stage")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--micro-tokens", type=int, default=2048, help="per device, at least one window")
+    parser.add_argument("--task-share", type=float, default=0.5, help="of generated windows, long stage")
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--minutes", type=float, default=1e9, help="checkpoint and stop after this long")
@@ -146,6 +149,7 @@ def main() -> None:
 
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    history.note(work, parser, arguments)
     shape = Shape()
     tokenizer = Tokenizer.from_file(str(arguments.init / "tokenizer.json")) if arguments.init else None
     streams = data.prepare(work, shape.vocab_size, tokenizer)
@@ -154,13 +158,15 @@ def main() -> None:
     )
     short_steps = int(arguments.tokens) // arguments.batch_tokens
     long_steps = int(arguments.long_tokens) // arguments.batch_tokens
+    decay_from = max(WARM_UP, short_steps)
+    decay_steps = max(1, short_steps + long_steps - decay_from)
     schedule = optax.join_schedules(
         [
-            optax.linear_schedule(0.0, arguments.learning_rate, 40),
+            optax.linear_schedule(0.0, arguments.learning_rate, WARM_UP),
             optax.constant_schedule(arguments.learning_rate),
-            optax.linear_schedule(arguments.learning_rate, 0.0, long_steps),
+            optax.linear_schedule(arguments.learning_rate, 0.0, decay_steps),
         ],
-        [40, short_steps],
+        [WARM_UP, decay_from],
     )
     rule = optimiser(arguments.optimiser, schedule)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -200,7 +206,7 @@ def main() -> None:
                 windows = -(-max(1, arguments.batch_tokens // length) // mesh.size) * mesh.size
                 per_device = max(1, arguments.micro_tokens // length)
                 micro = max(1, windows // (per_device * mesh.size))
-                share = 0.2 if number < short_steps else 0.5
+                share = 0.2 if number < short_steps else arguments.task_share
                 source = data.batches(streams, arguments.seed, number, windows, length, share)
                 if number > first:
                     manager.save(number, args=ocp.args.StandardSave({"params": params, "state": state}))

@@ -4,17 +4,15 @@ Every number on it comes from the evaluation, the training log, the list of pack
 """
 
 import argparse
-import csv
 import json
 import shutil
 import textwrap
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-from . import corpus, export, tasks
+from . import corpus, export, history, tasks
 
 INTRODUCTION = """# The embedded model
 
@@ -109,37 +107,38 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def recipe(work: Path, model: Path, step: int) -> str:
-    """The command lines, and what the log says of the run."""
-    rows = [r for r in csv.DictReader((work / "log.csv").open()) if int(r["step"]) <= step]
-    if not rows:
-        raise ValueError(f"step: {step} is not in {work / 'log.csv'}")
-    batch = int(rows[0]["tokens"]) // int(rows[0]["step"])
-    lengths = sorted({int(r["length"]) for r in rows})
-    of = {n: [r for r in rows if int(r["length"]) == n] for n in lengths}
-    steps = {n: len({r["step"] for r in of[n]}) for n in lengths}
-    speeds = {n: [float(r["tokens_per_second"]) for r in of[n]] for n in lengths}
-    hours = sum(batch / v for each in speeds.values() for v in each) / 3600
+def recipe(model: Path) -> str:
+    """The command lines, and what the logs say of the runs."""
+    rounds = history.rounds(model)
+    if not rounds:
+        raise ValueError(f"model: {model / history.FILE} is missing; accepted is what models.train.export wrote")
+    tokens = [r["batch_tokens"] * sum(s["steps"] for s in r["stages"]) for r in rounds]
+    commands = "\n".join(f"    {r['command']}" for r in rounds)
     stages = "; ".join(
-        f"{steps[n]:,} on windows of {n:,} tokens, at a median of {median(speeds[n]):,.0f} tokens/s"
-        for n in lengths
+        f"round {i}: "
+        + ", ".join(
+            f"{s['steps']:,} steps on windows of {s['length']:,} tokens, median {s['speed']:,} tokens/s"
+            for s in r["stages"]
+        )
+        for i, r in enumerate(rounds, 1)
     )
-    short = batch * steps[lengths[0]]
-    account = paragraph(
-        f"""{step:,} steps of {batch:,} tokens, {step * batch / 1e6:.1f} million in all: {stages}. The
-        steps took {hours:.1f} hours. All other settings are the defaults of `models.train`; WORK is a folder
-        of your own."""
+    text = paragraph(
+        f"""{sum(tokens) / 1e6:.1f} million tokens in all, {sum(r["hours"] for r in rounds):.1f} hours of
+        steps. {stages[0].upper() + stages[1:]}. The two cores were shared with other work. All other settings
+        are the defaults of `models.train`; WORK is a folder of your own, BEFORE the model that the round
+        before exported, whose tokenizer stays. Between the rounds, the generated tasks were given more weight
+        to far answers, and the answer to *variable* was made to spell the names it passes through."""
     )
     return f"""## Recipe
 
-    python -m models.train --work WORK --tokens {short} --long-tokens {step * batch - short}
+{commands}
     python -m models.train.export --work WORK --out models/embedded
     python -m models.train.evaluate --model models/embedded --work WORK --out models/embedded/evaluation.json
     python -m models.train.card --work WORK --model models/embedded
 
-{account}
+{text}
 
-![bits per byte of the training batches](training.png)"""
+![bits per byte of the training batches, last round](training.png)"""
 
 
 def results(report: dict[str, Any]) -> str:
@@ -225,7 +224,7 @@ def card(work: Path, model: Path) -> str:
         architecture(config, model),
         results(report),
         shown(report["samples"]),
-        recipe(work, model, report["step"]),
+        recipe(model),
         training_data(work, report["compression"]),
         LIMITS.format(context=config["max_position_embeddings"]),
     ]

@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from . import history
 from .data import BEGIN, END
 from .forward import Params
 from .shape import Shape
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
 def newest(checkpoints: Path) -> tuple[Params, int]:
@@ -158,6 +159,7 @@ def main() -> None:
     work = arguments.work.resolve()
     params, step = newest(work / "checkpoints")
     export(params, Shape(), Tokenizer.from_file(str(work / "tokenizer.json")), arguments.out, step)
+    (arguments.out / history.FILE).write_text(json.dumps(history.account(work, step), indent=1) + "\n")
     size = sum(f.stat().st_size for f in arguments.out.iterdir() if f.suffix in (".json", ".safetensors"))
     print(f"step {step}: wrote {arguments.out}, {size / 1e6:.1f} MB with tokenizer")
 

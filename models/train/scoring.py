@@ -138,9 +138,13 @@ def sample(
     count: int,
     temperature: float,
     top_p: float,
+    penalty: float,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """`count` tokens `[row, count]` after prompts `[row, time]`, each by a dense pass over all before it."""
+    """`count` tokens `[row, count]` after prompts `[row, time]`, each by a dense pass over all before it.
+
+    `penalty` divides the positive logits of tokens that have occurred, and multiplies the negative ones.
+    """
     rows, time = prompts.shape
     length = next(n for n in LENGTHS if time + count <= n)
     tokens = np.zeros((rows, length), np.int32)
@@ -151,7 +155,10 @@ def sample(
         return hidden(params, tokens, shape)[:, position] @ params["embed_tokens"].T
 
     for position in range(time, time + count):
-        scaled = np.asarray(logits(params, tokens, position - 1), np.float64) / temperature
+        scaled = np.array(logits(params, tokens, position - 1), np.float64) / temperature
+        for row in range(rows):
+            seen = np.unique(tokens[row, :position])
+            scaled[row, seen] *= np.where(scaled[row, seen] > 0, 1 / penalty, penalty)
         p = np.exp(scaled - scaled.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         for row in range(rows):

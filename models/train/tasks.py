@@ -26,7 +26,7 @@ timber tomato topaz trumpet tulip tunnel turtle umbrella valley vanilla velvet v
 walnut walrus water whale wheat whisper willow window winter wizard wolf yellow zebra zephyr""".split()
 
 ANSWER_WEIGHT, CHANCE_WEIGHT = 4.0, 0.1
-FAR_SHARE = 0.4  # of the documents have their facts near the top and the questions near the end
+FAR_SHARE = 0.6  # of the documents have their facts near the top and the questions near the end
 
 
 class Fact(NamedTuple):
@@ -87,7 +87,7 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
     dense = rng.random() < 0.35
     most = max(2.0, characters / (90 if dense else 400))
     count = int(np.exp(rng.uniform(np.log(max(2, most / 12)), np.log(most))))
-    edge = rng.uniform(0, 0.2) if rng.random() < FAR_SHARE else None
+    edge = 0.25 * rng.random() ** 3 if rng.random() < FAR_SHARE else None
     events: list[tuple[float, list[Piece]]] = []
     for _ in range(count):
         fact = KINDS[rng.choice(kinds)](rng)

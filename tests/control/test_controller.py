@@ -1,5 +1,6 @@
 """The contract that every controller keeps, from one table."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropic_jax import entropy
 from entropic_jax.control import Every, When, chain, pytree
+from entropic_jax.control.temperature import EDT, LAWS, DynaTemp, Exact, Integral, Mirostat, Normalised, Paper
 from entropic_jax.state import Action, Signal, plain_action, quiet_signal
 from tests import tiny
 
-ROWS = 3
+START = (0.5, 1.5, 2.0, 0.0)  # the last row is greedy
+ROWS = len(START)
+LOGITS = 2 * np.random.default_rng(0).standard_normal((ROWS, 24)).astype(np.float32)
 
 
 @pytree
@@ -41,64 +46,113 @@ TABLE: dict[str, Callable[[Any], Any]] = {
     "every": lambda gain: Every(Nudge(gain), 2),
     "when": lambda gain: When(warm, Nudge(gain)),
     "nested": lambda gain: chain(Every(When(warm, Nudge(gain)), 3), Nudge(gain)),
+    "paper": lambda gain: Paper(1.2, gain, highest=50.0),  # finite differences end at a clip
+    "integral": lambda gain: Integral(1.2, gain),
+    "normalised": lambda gain: Normalised(1.2, gain),
+    "exact": lambda gain: Exact(1.2 + gain),
+    "mirostat": lambda gain: Mirostat(1.2, gain),
+    "edt": lambda gain: EDT(theta=gain),
+    "dynatemp": lambda gain: DynaTemp(exponent=1 + gain),
+    "two laws": lambda gain: chain(Every(Normalised(1.2, gain), 2), Mirostat(1.2 + gain)),
 }
 
 
-def signal(entropy: float) -> Signal:
-    return quiet_signal(ROWS)._replace(entropy=jnp.full(ROWS, entropy), emitting=jnp.ones(ROWS, bool))
+def signal(measured: Any, temperature: Any) -> Signal:
+    """What a step would measure whose logits are the sharper, the more entropy is claimed."""
+    logits = (1 + jnp.float32(measured)) * LOGITS
+    belief, tempered = entropy.measure(logits), entropy.at_temperature(logits, temperature)
+    return quiet_signal(ROWS)._replace(
+        entropy=jnp.full(ROWS, measured),
+        varentropy=belief.varentropy,
+        tempered_entropy=tempered.entropy,
+        tempered_varentropy=tempered.varentropy,
+        surprisal=belief.entropy,
+        emitting=jnp.ones(ROWS, bool),
+        logits=logits,
+    )
 
 
-def run(controller: Any, steps: int = 5) -> jax.Array:
-    action = plain_action(jnp.array([0.5, 1.5, 2.0]))
+def run(controller: Any, steps: int = 5) -> Action:
+    action = plain_action(jnp.array(START))
 
-    def body(carry, entropy):
+    def body(carry, measured):
         action, state = carry
-        action, state = controller.update(signal(entropy), action, state)
-        return (action, state), action.temperature
+        action, state = controller.update(signal(measured, action.temperature), action, state)
+        return (action, state), action
 
-    _, temperatures = jax.lax.scan(body, (action, controller.init(action)), jnp.linspace(0, 1, steps))
-    return temperatures
+    _, actions = jax.lax.scan(body, (action, controller.init(action)), jnp.linspace(0, 1, steps))
+    return actions
+
+
+def total(controller: Any) -> jax.Array:
+    """One number that depends on all that was asked for."""
+    asked = run(controller)
+    limit = jnp.where(jnp.isfinite(asked.surprisal_limit), asked.surprisal_limit, 0.0)
+    return asked.temperature.sum() + limit.sum() + asked.drop.sum()
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_structure_and_types_stand_still(name):
     controller = TABLE[name](0.1)
-    action = plain_action(jnp.array([0.5, 1.5, 2.0]))
+    action = plain_action(jnp.array(START))
     state = controller.init(action)
-    after = controller.update(signal(1.0), action, state)
+    after = controller.update(signal(1.0, action.temperature), action, state)
     chex.assert_trees_all_equal_shapes_and_dtypes((action, state), after)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_jit_vmap_and_grad(name):
     make = TABLE[name]
-    np.testing.assert_allclose(jax.jit(run)(make(0.1)), run(make(0.1)), rtol=1e-6)
+    jitted = jax.jit(lambda gain: run(make(gain)))
+    with jax.disable_jit():
+        eager = run(make(0.1))
+    chex.assert_trees_all_close(jitted(0.1), eager, rtol=1e-5)
     gains = jnp.array([0.0, 0.1, 0.2])
-    many = jax.vmap(lambda g: run(make(g)))(gains)
-    for gain, one in zip(gains, many, strict=True):
-        np.testing.assert_allclose(one, run(make(gain)), rtol=1e-6)
-    gradient = jax.grad(lambda g: run(make(g)).sum())(0.1)
-    numeric = (run(make(0.11)).sum() - run(make(0.09)).sum()) / 0.02
+    many = jax.jit(jax.vmap(lambda gain: run(make(gain))))(gains)
+    for index, gain in enumerate(gains):
+        one = jax.tree.map(lambda x: x[index], many)
+        chex.assert_trees_all_close(one, jitted(gain), rtol=1e-5)
+    value = jax.jit(lambda gain: total(make(gain)))
+    gradient = jax.jit(jax.grad(lambda gain: total(make(gain))))(0.1)
+    numeric = (value(0.11) - value(0.09)) / 0.02
     np.testing.assert_allclose(gradient, numeric, rtol=1e-2, atol=1e-3)
 
 
-def test_new_gains_do_not_retrace():
+@pytest.mark.parametrize("name", LAWS)
+def test_every_gain_of_a_law_has_a_finite_gradient(name):
+    law = jax.tree.map(jnp.float32, TABLE[name](0.1))
+    slopes = jax.jit(jax.grad(total))(law)
+    assert np.isfinite(jax.tree.leaves(slopes)).all()
+    value = jax.jit(total)
+    for field in dataclasses.fields(law):
+        gain, near = getattr(law, field.name), 0.01
+        ends = [value(dataclasses.replace(law, **{field.name: gain + s * near})) for s in (1, -1)]
+        numeric = (ends[0] - ends[1]) / (2 * near)
+        slope = getattr(slopes, field.name)
+        np.testing.assert_allclose(slope, numeric, rtol=2e-2, atol=2e-3, err_msg=field.name)
+
+
+@pytest.mark.parametrize("name", ["one", *LAWS])
+def test_new_gains_do_not_retrace(name):
+    chex.clear_trace_counter()
     jitted = jax.jit(chex.assert_max_traces(run, n=1))
     for gain in (0.1, 0.2, 0.3):
-        jitted(Nudge(jnp.float32(gain)))
+        jitted(jax.tree.map(jnp.float32, TABLE[name](gain)))
 
 
 def test_the_null_controller_changes_nothing():
-    np.testing.assert_array_equal(run(chain()), np.tile([0.5, 1.5, 2.0], (5, 1)).astype(np.float32))
+    before = jax.tree.map(lambda x: jnp.tile(x, (5, 1)), plain_action(jnp.array(START)))
+    chex.assert_trees_all_equal(run(chain()), before)
 
 
 def test_every_acts_at_the_first_step_and_each_nth_after():
-    changes = np.diff(np.asarray(run(Every(Nudge(1.0), 2)))[:, 0], prepend=0.5) != 0
+    changes = np.diff(np.asarray(run(Every(Nudge(1.0), 2)).temperature)[:, 0], prepend=0.5) != 0
     assert changes.tolist() == [True, False, True, False, True]
 
 
 def test_when_leaves_the_other_rows_alone():
-    temperatures = np.asarray(run(When(warm, Nudge(0.1))))
+    temperatures = np.asarray(run(When(warm, Nudge(0.1))).temperature)
     assert (temperatures[:, 0] == 0.5).all()
     assert (np.diff(temperatures[:, 1]) > 0).all()
 

@@ -1,4 +1,4 @@
-"""Every back end of paged attention against a float64 statement of it."""
+"""Every back end of paged attention, and of the choice of pages, against a float64 statement of it."""
 
 import chex
 import jax
@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropic_jax.pallas import dispatch, paged_attention
+from entropic_jax.pallas.paged_attention import Rules, Summary
 
-BACK_ENDS = paged_attention.BACK_ENDS
+SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 3, 16, 64, 40)]
 
 
 def case(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
-    """A pool in which everything that no row owns, and every slot past a row's end, is NaN."""
+    """A pool in which everything that no row owns, and every slot past a row's end, is NaN.
+
+    Half of the cases list every page; in the others, what is not listed is NaN too.
+    """
     rng = np.random.default_rng(seed)
     pages = rows * per_row
     shape = (pages + 1, kv_heads, page, head_dim)
@@ -25,69 +29,90 @@ def case(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: i
     first = np.minimum(rng.integers(0, per_row * page, rows), np.maximum(last - 1, 0)).astype(np.int32)
     first = np.where(rng.random(rows) < 0.5, 0, first).astype(np.int32)
     for row in range(rows):
-        for index in range(per_row):
-            held = np.clip(last[row] - index * page, 0, page)
-            keys[table[row, index], :, held:] = np.nan
-            values[table[row, index], :, held:] = np.nan
+        for entry in range(per_row):
+            held = np.clip(last[row] - entry * page, 0, page)
+            keys[table[row, entry], :, held:] = np.nan
+            values[table[row, entry], :, held:] = np.nan
     keys[-1] = values[-1] = np.nan
-    return q, keys, values, table, first, last
+    if seed % 2:
+        return q, keys, values, table, None, None, first, last
+    index = np.zeros((rows, kv_heads, per_row), np.int32)
+    count = rng.integers(0, -(-last // page)[:, None] + 1, (rows, kv_heads)).astype(np.int32)
+    for row in range(rows):
+        for head in range(kv_heads):
+            n = count[row, head]
+            index[row, head, :n] = np.sort(rng.permutation(-(-last[row] // page))[:n])
+            for entry in set(range(per_row)) - set(index[row, head, :n].tolist()):
+                keys[table[row, entry], head] = values[table[row, entry], head] = np.nan
+    return q, keys, values, table, index, count, first, last
 
 
-def exact(q, keys, values, table, first, last):
-    out = np.zeros(q.shape)
+def exact(q, keys, values, table, index, count, first, last):
+    out, log_sum = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    page = keys.shape[2]
     for row in range(q.shape[0]):
-        flat = lambda x: np.concatenate([x[p] for p in table[row]], axis=1)[:, first[row] : last[row]].astype(
-            float
-        )
-        k, v = flat(keys), flat(values)
-        if k.shape[1]:
-            score = np.einsum("kgd,ksd->kgs", q[row].astype(float), k)
+        for head in range(q.shape[1]):
+            listed = range(table.shape[1]) if index is None else index[row, head, : count[row, head]]
+            where = [p for entry in listed for p in range(entry * page, (entry + 1) * page)]
+            where = [p for p in where if first[row] <= p < last[row]]
+            if not where:
+                continue
+            k, v = (
+                np.stack([x[table[row, p // page], head, p % page] for p in where]) for x in (keys, values)
+            )
+            score = q[row, head].astype(float) @ k.astype(float).T
             weight = np.exp(score - score.max(-1, keepdims=True))
-            out[row] = np.einsum("kgs,ksd->kgd", weight / weight.sum(-1, keepdims=True), v)
-    return out
+            out[row, head] = weight / weight.sum(-1, keepdims=True) @ v.astype(float)
+            log_sum[row, head] = score.max(-1) + np.log(weight.sum(-1))
+    return out, log_sum
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("sizes", [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3)])
+@pytest.mark.parametrize("name", paged_attention.DECODE)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_back_ends_agree_with_float64(name, sizes):
     for seed in range(4):
         arguments = case(seed, *sizes)
         try:
-            out = jax.jit(BACK_ENDS[name])(*arguments)
+            found = jax.jit(paged_attention.DECODE[name])(*arguments)
         except NotImplementedError as declined:
             pytest.skip(str(declined))
-        np.testing.assert_allclose(out, exact(*arguments), atol=2e-5)
+        for x, expected in zip(found, exact(*arguments), strict=True):
+            np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_chosen_back_end_on_random_lengths(seed):
     arguments = case(seed, 3, 2, 2, 16, 8, 5)
-    np.testing.assert_allclose(paged_attention.decode(*arguments), exact(*arguments), atol=2e-5)
+    for x, expected in zip(paged_attention.decode(*arguments), exact(*arguments), strict=True):
+        np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
-    q, keys, values, table, first, last = case(0, 3, 2, 2, 16, 8, 5)
+    q, keys, values, table, *lists, first, last = case(1, 3, 2, 2, 16, 8, 5)
     last[0], first[0] = 31, 0
     keys, values = np.nan_to_num(keys), np.nan_to_num(values)
-    together = paged_attention.decode(q, keys, values, table, first, last)
+    together = paged_attention.decode(q, keys, values, table, *lists, first, last)
     last[1:] = 0
-    np.testing.assert_array_equal(together[0], paged_attention.decode(q, keys, values, table, first, last)[0])
+    alone = paged_attention.decode(q, keys, values, table, *lists, first, last)
+    np.testing.assert_array_equal(together.out[0], alone.out[0])
 
 
-def test_gradients_are_those_of_the_gathered_form():
-    q, keys, values, table, first, last = case(1, 2, 2, 2, 16, 4, 3)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_are_those_of_the_gathered_form(seed):
+    q, keys, values, *where = case(seed, 2, 2, 2, 16, 4, 3)
     keys, values = np.nan_to_num(keys), np.nan_to_num(values)
-    chex.assert_numerical_grads(
-        lambda *x: paged_attention.reference.gathered(*x, table, first, last),
-        (q, keys, values),
-        order=1,
-        atol=2e-2,
+
+    def loss(attend):
+        def total(*x):
+            out, log_sum = attend(*x, *where)
+            return jnp.square(out).sum() + jnp.where(jnp.isfinite(log_sum), log_sum, 0).sum()
+
+        return jax.grad(total, (0, 1, 2))(q, keys, values)
+
+    chex.assert_trees_all_close(
+        loss(paged_attention.decode), loss(paged_attention.reference.gathered), atol=1e-5
     )
-    loss = lambda decode: lambda *x: jnp.square(decode(*x, table, first, last)).sum()
-    ours = jax.grad(loss(paged_attention.decode), (0, 1, 2))(q, keys, values)
-    theirs = jax.grad(loss(paged_attention.reference.gathered), (0, 1, 2))(q, keys, values)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
 def test_dispatch_takes_the_named_one_and_reports_every_reason(monkeypatch):
@@ -100,3 +125,105 @@ def test_dispatch_takes_the_named_one_and_reports_every_reason(monkeypatch):
     with pytest.raises(ExceptionGroup, match="no back end accepts test") as caught:
         call(1)
     assert [str(e) for e in caught.value.exceptions] == ["a: not today"]
+
+
+def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
+    """Arguments of `choose`, beside the keys that they summarise; what a row does not hold is NaN."""
+    q, keys, _, table, *_, last = case(seed, rows, kv_heads, group, head_dim, page, per_row)
+    keys = np.where(np.isnan(keys), np.random.default_rng(seed).standard_normal(keys.shape), keys)
+    keys = keys.astype(np.float32)
+    for row in range(rows):
+        for entry in range(per_row):
+            keys[table[row, entry], :, max(0, np.clip(last[row] - entry * page, 0, page)) :] = np.nan
+    keys[-1] = np.nan
+    with np.errstate(invalid="ignore"), jax.debug_nans(False):
+        some = ~np.isnan(keys)
+        summary = Summary(
+            np.where(some, keys, np.inf).min(2),
+            np.where(some, keys, -np.inf).max(2),
+            np.where(some, keys, 0).sum(2),
+        )
+    empty = ~some.any((1, 2, 3))
+    for x in summary:
+        x[empty] = np.nan
+    information = np.random.default_rng(seed).uniform(0.5, 2, keys.shape[:2]).astype(np.float32)
+    drop = np.random.default_rng(seed).uniform(0.05, 0.6, rows).astype(np.float32)
+    return (3 * q, summary, information, table, last, drop), keys
+
+
+def exact_choice(q, summary, information, table, last, drop, page, rules, row, head):
+    """Estimated mass, weight and bound of every page of one (row, head), in float64."""
+    pages = -(-last[row] // page)
+    ids = table[row, :pages]
+    filled = np.minimum(last[row] - page * np.arange(pages), page).astype(float)
+    low, high, total = (x[ids, head].astype(float) for x in summary)
+    query = q[row, head].astype(float)
+    bound = np.maximum(query[:, None] * low, query[:, None] * high).sum(-1) + np.log(filled)
+    mean = query @ (total / filled[:, None]).T + np.log(filled)
+    score = (1 - rules.guard) * mean + rules.guard * bound
+    mass = np.exp(score - score.max(-1, keepdims=True))
+    mass = (mass / mass.sum(-1, keepdims=True)).mean(0)
+    weight = mass * information[ids, head]
+    return mass, weight / weight.sum(), bound
+
+
+@pytest.mark.parametrize("name", paged_attention.CHOOSE)
+@pytest.mark.parametrize("rules", [Rules(), Rules(sink=0, recent=1, least=1, guard=0.0), Rules(2, 3, 8, 1.0)])
+def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
+    page, sizes = 8, (3, 2, 3, 16, 8, 20)
+    for seed in range(3):
+        arguments, keys = summarised(seed, *sizes)
+        q, summary, information, table, last, drop = arguments
+        try:
+            choice = paged_attention.CHOOSE[name](
+                *map(jnp.asarray, (q,)), summary, *arguments[2:], page, rules
+            )
+        except NotImplementedError as declined:
+            pytest.skip(str(declined))
+        index, count, dropped, log_bound = map(np.asarray, choice)
+        for row in range(sizes[0]):
+            for head in range(sizes[1]):
+                pages = -(-last[row] // page)
+                kept = index[row, head, : count[row, head]]
+                assert (np.diff(kept) > 0).all() and (kept < max(pages, 1)).all()
+                if pages == 0:
+                    assert count[row, head] == 0
+                    continue
+                mass, weight, bound = exact_choice(*arguments, page, rules, row, head)
+                forced = {p for p in range(pages) if p < rules.sink or p >= pages - rules.recent}
+                assert forced <= set(kept.tolist()) and len(kept) >= min(rules.least, pages)
+                need = 1 - drop[row]
+                if pages > max(rules.least, rules.sink + rules.recent):
+                    assert weight[kept].sum() >= need - 1e-4
+                free = [p for p in kept if p not in forced]
+                if free and len(kept) > rules.least:  # without its least page it would not be enough
+                    assert weight[kept].sum() - weight[free].min() < need + 1e-4
+                left = np.setdiff1d(np.arange(pages), kept)
+                if len(left) and free:
+                    assert weight[left].max() <= weight[free].min() + 1e-6
+                np.testing.assert_allclose(dropped[row, head], mass[left].sum(), atol=1e-4)
+                if len(left):
+                    flat = np.concatenate([keys[table[row, p], head] for p in left])
+                    flat = flat[~np.isnan(flat).any(-1)]
+                    true = np.log(np.exp(q[row, head].astype(float) @ flat.T.astype(float)).sum(-1))
+                    assert (log_bound[row, head] >= true - 1e-4).all()
+                    expected = np.log(np.exp(bound[:, left]).sum(-1))
+                    np.testing.assert_allclose(log_bound[row, head], expected, atol=1e-3)
+                else:
+                    assert (log_bound[row, head] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", paged_attention.CHOOSE)
+def test_nothing_is_dropped_where_nothing_may_be(name):
+    (q, summary, information, table, last, _), _ = summarised(0, 3, 2, 3, 16, 8, 20)
+    try:
+        choice = paged_attention.CHOOSE[name](
+            jnp.asarray(q), summary, information, table, last, jnp.zeros(3), 8, Rules()
+        )
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    for row in range(3):
+        pages = -(-last[row] // 8)
+        assert (np.asarray(choice.count[row]) == pages).all()
+        np.testing.assert_array_equal(choice.index[row, :, :pages], np.tile(np.arange(pages), (2, 1)))
+    assert (np.asarray(choice.dropped) == 0).all() and (np.asarray(choice.log_bound) == -np.inf).all()

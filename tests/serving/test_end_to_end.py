@@ -1,43 +1,8 @@
 """The command line on a real, if untrained, model directory."""
 
-import dataclasses
 import json
 
-import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-
 import models
-
-BEGIN, END = "<begin>", "<end>"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> str:
-    """A byte-level Llama with random weights."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate([BEGIN, END, *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([BEGIN, END])
-    settings = {"bos_token": BEGIN, "eos_token": END, "add_bos_token": True}
-    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    config = models.Config(
-        architecture="LlamaForCausalLM",
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=(1,),
-    )
-    tokenizer = models.Tokenizer(backend, settings, template)
-    path = tmp_path_factory.mktemp("model")
-    models.save(dataclasses.replace(models.initialise(config, 0), tokenizer=tokenizer), path)
-    return str(path)
 
 
 def test_json_and_plain_text_agree(entropic, directory):

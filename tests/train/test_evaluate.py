@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from models.train import card, evaluate, recall, scoring
+from models.train import card, evaluate, history, recall, scoring
 from tests.train.model import TINY
 
 LOG = """step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second
@@ -108,10 +108,13 @@ def test_evaluation_and_card(
     assert len(report["samples"]) == 3
     assert (model / "recall.png").stat().st_size > 1000 < (model / "context.png").stat().st_size
 
+    (work / history.RUN).write_text(json.dumps({"command": "python -m models.train --seed 5", "before": []}))
+    (model / history.FILE).write_text(json.dumps(history.account(work, 7)))
     text = card.card(work, model)
     assert "| big\\|package | 1.0 | MIT | 2.5 |" in text
-    assert "--tokens 32768 --long-tokens 81920" in text  # up to step 7, the one exported
-    assert "7 steps of 16,384 tokens, 0.1 million in all" in text
+    assert "python -m models.train --seed 5" in text
+    assert "Round 1: 2 steps on windows of" in text and "5 steps on windows of" in text  # to step 7
+    assert "0.1 million tokens in all" in text
     assert "3 files and 1.2 million tokens" in text
     for sample in report["samples"]:
         assert sample["prompt"] in text

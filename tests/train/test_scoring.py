@@ -61,7 +61,7 @@ def test_neighbours_and_padding_do_not_matter(scorer: scoring.Scorer):
 def test_hits_are_the_greedy_continuation(scorer: scoring.Scorer, params: dict[str, Any]):
     prompts = np.stack(windows(49, 49))
     rng = np.random.default_rng(0)
-    greedy = scoring.sample(params, TINY, prompts, 4, 1e-3, 0.5, rng)
+    greedy = scoring.sample(params, TINY, prompts, 4, 1e-3, 0.5, 1.0, rng)
     assert greedy.shape == (2, 4)
     for scores in scorer(list(np.concatenate([prompts, greedy], 1))):
         assert scores.hit[-4:].mean() >= 0.75  # a near tie may fall either way in another order of sums

@@ -1,45 +1,80 @@
-"""Attention of one query per row to the pages of that row.
+"""Attention of one query per row to chosen pages of that row, and the choice of those pages.
 
-Contract of every back end: `decode(q, keys, values, table, first, last)` with
+Contract of every back end of `decode(q, keys, values, table, index, count, first, last)`:
 
 * q `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim,
-* keys, values `[pages, kv_heads, page_size, head_dim]`,
-* table int32 `[rows, most pages of a row]`, the pages of a row in order of position,
-* first, last int32 `[rows]`: positions `first ≤ p < last` are attended to; none where `last ≤ first`,
+* keys, values `[pool, kv_heads, page_size, head_dim]`,
+* table int32 `[rows, most pages of a row]`: where the pages of a row, in order of position, lie in the pool,
+* index int32 `[rows, kv_heads, most listed]`: which pages of the row to read, as entries of its table row,
+  ascending and distinct; of them the first count[row, head] (int32 `[rows, kv_heads]`) are listed.
+  Both None: every page,
+* first, last int32 `[rows]`: of the listed pages, positions `first ≤ p < last` are attended to; none where
+  `last ≤ first`,
 
-returns the output in the shape of q (zeros for a row without positions). Pages outside
-`[first, last)` are not read, and what lies in a page past `last` never reaches the result.
-A back end that cannot serve a case raises NotImplementedError with the reason.
+returns `Partial(out, log_sum)`: the output in the shape of q, and float32 `[rows, kv_heads, group]`
+ln Σ exp(q · k) over what was attended to; zeros and −inf where that is nothing. Pages that are not listed or
+lie outside `[first, last)` are not read, and what lies in a page past `last` never reaches the result.
+
+Contract of `choose(q, summary, information, table, last, drop, page_size, rules)`: which pages to
+list, see `Rules` and the reference.
+
+* summary: the page summaries of a layer, each over the pool: key_min, key_max, key_sum
+  `[pool, kv_heads, head_dim]`,
+* information float32 `[pool, kv_heads]`, ≥ 0: how much a page matters beside its attention mass,
+* drop float32 `[rows]`: the share of the weighted mass that may stay unread; at 0 everything is kept,
+
+returns `Choice`. A back end that cannot serve a case raises NotImplementedError with the reason.
 """
 
-from functools import partial
+import os
 
 import jax
 
 from ..dispatch import first_that_accepts
-from . import cpu, reference
+from . import cpu, cpu_choose, cpu_write, reference
+from .reference import Choice, Partial, Rules, Summary
 
-BACK_ENDS = {"cpu": cpu.decode, "xla": reference.decode}
+__all__ = ["Choice", "Partial", "Rules", "Summary", "choose", "decode", "write"]
+
+DECODE = {"cpu": cpu.decode, "xla": reference.decode}
+CHOOSE = {"cpu": cpu_choose.choose, "xla": reference.choose}
 
 
 @jax.custom_vjp
-def decode(q, keys, values, table, first, last):
-    """The output of the first back end that accepts; its gradient is the reference's."""
-    return first_that_accepts("paged_attention", BACK_ENDS)(q, keys, values, table, first, last)
+def decode(q, keys, values, table, index, count, first, last) -> Partial:
+    """The result of the first back end that accepts; its gradient is the reference's."""
+    return first_that_accepts("paged_attention", DECODE)(q, keys, values, table, index, count, first, last)
 
 
-def _forward(q, keys, values, table, first, last):
-    return decode(q, keys, values, table, first, last), (q, keys, values, table, first, last)
+def _forward(q, keys, values, *where):
+    return decode(q, keys, values, *where), (q, keys, values, where)
 
 
 def _backward(saved, gradient):
-    q, keys, values, *where = saved
-    _, pull = jax.vjp(partial(_differentiable, where=where), q, keys, values)
-    return (*pull(gradient), None, None, None)
-
-
-def _differentiable(q, keys, values, where):
-    return reference.gathered(q, keys, values, *where)
+    q, keys, values, where = saved
+    _, pull = jax.vjp(lambda *x: reference.gathered(*x, *where), q, keys, values)
+    return (*pull(gradient), *(None for _ in where))
 
 
 decode.defvjp(_forward, _backward)
+
+
+def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
+    """The result of the first back end that accepts."""
+    call = first_that_accepts("choose_pages", CHOOSE)
+    return call(q, summary, information, table, last, drop, page_size, rules)
+
+
+def write(tiles, summaries, k, v, page, slot):
+    """Store one key and value per row, in place; None where no back end does it in one go.
+
+    tiles: keys and values of the pool; summaries: key_min, key_max, key_sum, value_norm, as in a layer; k, v
+    `[rows, kv_heads, head_dim]`; page, slot int32 `[rows]`: where they go. Slot 0 starts a page, and its
+    summaries. Returns what tiles and summaries have become.
+    """
+    if os.environ.get("ENTROPIC_KERNELS", "cpu") != "cpu":
+        return None
+    try:
+        return cpu_write.write(tiles, summaries, k, v, page, slot)
+    except NotImplementedError:
+        return None

@@ -1,0 +1,1 @@
+"""Looking at the loop from outside: what each scale of control brings, and what it costs."""

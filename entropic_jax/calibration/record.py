@@ -1,0 +1,111 @@
+"""What calibration found, and the file that keeps it beside the model."""
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = "calibration.json"
+VERSION = 1
+LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of the quantiles
+
+
+class Calibration(NamedTuple):
+    """What calibration text says of a model; entropies and losses in nats.
+
+    H₁ is the entropy of softmax(z / T_cal), the belief; the plain entropy that of softmax(z).
+    """
+
+    temperature: float  # T_cal
+    tokens: int  # that were predicted
+    loss: float  # mean −ln p(token) of softmax(z)
+    calibrated_loss: float  # and of softmax(z / T_cal)
+    error: float  # expected calibration error of softmax(z), in [0, 1]
+    calibrated_error: float  # and of softmax(z / T_cal)
+    quantiles: tuple[float, ...]  # of H₁, at LEVELS
+    plain_quantiles: tuple[float, ...]  # of the plain entropy, at LEVELS
+    target_entropy: float  # micro: H*, the median of H₁
+    low_entropy: float  # meso: H_lo, its lower quartile, at and below which pruning is full
+    high_entropy: float  # meso: H_hi, its upper quartile, from which on nothing is pruned
+    mean: float  # macro: μ of the AR(1) that H₁ follows along a text,
+    scale: float  # σ of its innovations H₁[t+1] − μ − ρ (H₁[t] − μ),
+    correlation: float  # and ρ, in [−0.999, 0.999]
+
+
+def save_calibration(calibration: Calibration, path: str | Path) -> None:
+    """Write a calibration as JSON to a file, or as `calibration.json` into a directory, all or nothing."""
+    file = _file(path)
+    tree: dict[str, Any] = {"version": VERSION}
+    for name, value in calibration._asdict().items():
+        named = isinstance(value, tuple)
+        tree[name] = dict(zip(map(str, LEVELS), map(_short, value), strict=True)) if named else _short(value)
+    text = json.dumps(tree, indent=2, allow_nan=False) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{FILE}.", delete=False) as stream:
+        stream.write(text)
+    os.chmod(stream.name, 0o644)
+    os.replace(stream.name, file)
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _file(path: str | Path) -> Path:
+    return Path(path) / FILE if Path(path).is_dir() else Path(path)
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read what `save_calibration` wrote, from a file or from a model's directory.
+
+    Raises FileNotFoundError where there is none, and ValueError, which names the file, the field, its value
+    and what is accepted, where it cannot be used.
+    """
+    file = _file(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing; accepted is a file that `entropic calibrate` wrote")
+    try:
+        tree = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not readable JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file} holds a JSON {type(tree).__name__}; accepted is an object")
+    if tree.get("version") != VERSION:
+        raise ValueError(f"{file}: version is {tree.get('version')!r}; accepted is {VERSION}")
+    odd = {*tree} ^ {"version", *Calibration._fields}
+    if odd:
+        name = min(odd)
+        raise ValueError(
+            f"{file}: {name} is {'unknown' if name in tree else 'missing'}; accepted are exactly version, "
+            + ", ".join(Calibration._fields)
+        )
+    return Calibration(**{name: _checked(file, name, tree) for name in Calibration._fields})
+
+
+def _checked(file: Path, name: str, tree: dict[str, Any]) -> Any:
+    value = tree[name]
+    number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    if name in ("quantiles", "plain_quantiles"):
+        levels = [str(level) for level in LEVELS]
+        whole = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))
+        value = tuple(value.values()) if whole else ()
+        right = whole and all(low <= high for low, high in zip((0, *value), value, strict=False))
+        accepted = f"an ascending number of at least 0 for each of {', '.join(levels)}"
+    elif name == "tokens":
+        right, accepted = isinstance(value, int) and number(value) and value > 0, "an integer of at least 1"
+    elif name == "temperature":
+        right, accepted = number(value) and value > 0, "a number above 0"
+    elif name == "correlation":
+        right, accepted = number(value) and abs(value) < 1, "a number in (−1, 1)"
+    elif name == "high_entropy":
+        low = tree["low_entropy"]
+        right, accepted = (
+            number(value) and number(low) and value > low,
+            f"a number above low_entropy, {low!r}",
+        )
+    else:
+        right, accepted = number(value) and value >= 0, "a number of at least 0"
+    if not right:
+        raise ValueError(f"{file}: {name} is {tree[name]!r}; accepted is {accepted}")
+    return value

@@ -1,0 +1,82 @@
+"""The ablation axis: which scales of control are on, by name.
+
+`off` is plain sampling; `micro`, `meso` and `macro` switch one scale on; `full` all three; `paper` all three
+with every law as printed.
+"""
+
+from typing import Any, NamedTuple
+
+from ..selection import Selection
+from .controller import Chain, chain
+from .pruning import PaperPruning, Pruning
+from .scheduling import PRIOR, SCHEDULES, Moments
+from .temperature import LAWS
+
+PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
+UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
+
+
+class Gains(NamedTuple):
+    """What a preset can be given instead of its defaults; entropies in nats."""
+
+    law: str = "normalised"  # of temperature, a name of `LAWS`
+    target: float = 1.0  # H*, held by the law
+    lowest: float = 0.3  # T_min
+    highest: float = 1.2  # T_max
+    drop: float = 0.1  # ε_max: most attention mass to leave unread
+    low: float = 0.3  # H₁ at and below which all of it is
+    high: float = 2.5  # H₁ at and above which nothing is
+    schedule: str = "entropic"  # a name of `SCHEDULES`
+    prior: Moments = PRIOR  # of H₁ along a sequence, for the schedule
+
+
+class Preset(NamedTuple):
+    """What `start` and `generate` take."""
+
+    controller: Chain
+    selection: Selection | None  # None reads everything
+    width: int | None  # sequences that advance in a step; None is all
+
+
+def preset(name: str, width: int | None = None, gains: Gains | None = None) -> Preset:
+    """The controller, page selection and width behind a name of `PRESETS`.
+
+    `width` is how many sequences a step may advance; without it, or without the macro scale, all do. Raises
+    ValueError for a name that is not known.
+
+    >>> preset("off").controller == chain()
+    True
+    """
+    gains = gains or Gains()
+    for argument, value, accepted in (
+        ("name", name, PRESETS),
+        ("law", gains.law, tuple(LAWS)),
+        ("schedule", gains.schedule, tuple(SCHEDULES)),
+    ):
+        if value not in accepted:
+            raise ValueError(f"{argument} is {value!r}; accepted are {', '.join(accepted)}")
+    laws: list[Any] = []
+    selection = None
+    if name == "paper":
+        laws += [LAWS["paper"](target=gains.target), PaperPruning(threshold=gains.high)]
+        laws += [SCHEDULES["paper"](width)] if width else []
+        return Preset(chain(*laws), Selection(dense_layers=0), width)
+    if name in ("micro", "full"):
+        laws.append(temperature(gains))
+    if name in ("meso", "full"):
+        laws.append(Pruning(most=gains.drop, low=gains.low, high=gains.high))
+        selection = Selection()
+    if name in ("macro", "full") and width:
+        law = SCHEDULES[gains.schedule]
+        laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))
+    return Preset(chain(*laws), selection, width if name in ("macro", "full") else None)
+
+
+def temperature(gains: Gains) -> Any:
+    """The law of temperature that the gains name."""
+    law = LAWS[gains.law]
+    if gains.law in UNTARGETED:
+        return law()
+    if gains.law == "mirostat":
+        return law(target=gains.target)
+    return law(target=gains.target, lowest=gains.lowest, highest=gains.highest)

@@ -1,0 +1,206 @@
+"""Inner loops as LLVM vector code: what a compiler does not find by itself.
+
+Vectors have 16 float32 lanes; LLVM splits them where registers are narrower. Addresses are integers, data is
+float32 and contiguous. Every maker returns a function for Numba code, specialised for the sizes it is given.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT, WORD, NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+VECTOR = ir.VectorType(FLOAT, LANES)
+ANY_ORDER = ("reassoc", "contract", "nsz")
+
+
+def intrinsic_of(arguments: int, emit: Callable[[Any, list[Any]], None]) -> Any:
+    """A function of `arguments` integers without a result: its code is what `emit(builder, values)` says."""
+    names = "".join(f", a{i}" for i in range(arguments))
+
+    def typed(context, *values):
+        def generate(context, builder, signature, given):
+            emit(builder, list(given))
+            return context.get_dummy_value()
+
+        return types.void(*(types.intp,) * arguments), generate
+
+    # An intrinsic must name its arguments one by one.
+    space = {"typed": typed}
+    exec(f"def operation(context{names}): return typed(context{names})", space)
+    return intrinsic(space["operation"])
+
+
+def at(builder: Any, place: Any, offset: Any, kind: Any = VECTOR) -> Any:
+    """A pointer to `kind`, `offset` floats after the address `place`."""
+    if isinstance(offset, int):
+        offset = WORD(offset)
+    return builder.inttoptr(builder.add(place, builder.shl(offset, WORD(2))), kind.as_pointer())
+
+
+def load(builder: Any, place: Any, offset: Any, kind: Any = VECTOR) -> Any:
+    return builder.load(at(builder, place, offset, kind), align=4)
+
+
+def store(builder: Any, value: Any, place: Any, offset: Any) -> None:
+    builder.store(value, at(builder, place, offset, value.type), align=4)
+
+
+def spread(builder: Any, value: Any) -> Any:
+    """A scalar in every lane."""
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, NARROW(0))
+    mask = ir.Constant(ir.VectorType(NARROW, LANES), None)
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), mask)
+
+
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    return builder.call(_declared(builder, f"llvm.fma.v{LANES}f32", kind), [x, y, z])
+
+
+def _declared(builder: Any, name: str, kind: Any) -> Any:
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def prefetch(builder: Any, place: Any, offset: Any) -> None:
+    """Ask for the cache line at a place that is read soon."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, NARROW, NARROW, NARROW])
+    function = _declared(builder, "llvm.prefetch.p0", kind)
+    target = builder.bitcast(at(builder, place, offset), byte)
+    builder.call(function, [target, NARROW(0), NARROW(3), NARROW(1)])
+
+
+def total(builder: Any, value: Any) -> Any:
+    """The sum of the lanes."""
+    kind = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
+    function = _declared(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", kind)
+    return builder.call(function, [FLOAT(0), value], fastmath=ANY_ORDER)
+
+
+def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body: Callable) -> list[Any]:
+    """`for i in range(begin, end, step)`, where `body(i, values)` returns the carried values."""
+    before = builder.block
+    head = builder.append_basic_block("head")
+    inside = builder.append_basic_block("inside")
+    after = builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(WORD)
+    values = [builder.phi(v.type) for v in carried]
+    index.add_incoming(begin, before)
+    for phi, value in zip(values, carried, strict=True):
+        phi.add_incoming(value, before)
+    builder.cbranch(builder.icmp_signed("<", index, end), inside, after)
+    builder.position_at_end(inside)
+    changed = body(index, values)
+    index.add_incoming(builder.add(index, WORD(step)), builder.block)
+    for phi, value in zip(values, changed, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+@cache
+def scores(group: int, head_dim: int) -> Any:
+    """`scores(keys, query, out, stride, begin, end, later)`: out[g, t] = query[g] · keys[t], begin ≤ t < end.
+
+    Rows at the address `later` are fetched into the cache on the way.
+    """
+    parts = head_dim // LANES
+    at_once = max(1, min(group, 16 // parts))
+
+    def emit(builder, values):
+        keys, query, out, stride, begin, end, later = values
+        for first in range(0, group, at_once):
+            heads = range(first, min(group, first + at_once))
+            held = {
+                (g, j): load(builder, query, g * head_dim + j * LANES) for g in heads for j in range(parts)
+            }
+
+            def row(t, _):
+                place = builder.mul(t, WORD(head_dim))
+                key = [load(builder, keys, builder.add(place, WORD(j * LANES))) for j in range(parts)]
+                if first == 0:
+                    for j in range(parts):
+                        prefetch(builder, later, builder.add(place, WORD(j * LANES)))
+                for g in heads:
+                    value = builder.fmul(key[0], held[g, 0])
+                    for j in range(1, parts):
+                        value = multiply_add(builder, key[j], held[g, j], value)
+                    where = builder.add(builder.mul(stride, WORD(g)), t)
+                    store(builder, total(builder, value), out, where)
+                return []
+
+            loop(builder, begin, end, 1, [], row)
+
+    return intrinsic_of(7, emit)
+
+
+@cache
+def accumulate(group: int, head_dim: int) -> Any:
+    """`accumulate(weights, values, out, stride, begin, end, later)`: out[g] += Σ weights[g, t] values[t]."""
+    parts = head_dim // LANES
+    at_once = max(1, min(group, 16 // parts))
+
+    def emit(builder, values):
+        weights, data, out, stride, begin, end, later = values
+        for first in range(0, group, at_once):
+            cells = [(g, j) for g in range(first, min(group, first + at_once)) for j in range(parts)]
+            start = [load(builder, out, g * head_dim + j * LANES) for g, j in cells]
+
+            def row(t, sums):
+                place = builder.mul(t, WORD(head_dim))
+                value = [load(builder, data, builder.add(place, WORD(j * LANES))) for j in range(parts)]
+                if first == 0:
+                    for j in range(parts):
+                        prefetch(builder, later, builder.add(place, WORD(j * LANES)))
+                weight = {
+                    g: spread(
+                        builder, load(builder, weights, builder.add(builder.mul(stride, WORD(g)), t), FLOAT)
+                    )
+                    for g in {g for g, _ in cells}
+                }
+                return [
+                    multiply_add(builder, value[j], weight[g], x)
+                    for (g, j), x in zip(cells, sums, strict=True)
+                ]
+
+            for (g, j), x in zip(cells, loop(builder, begin, end, 1, start, row), strict=True):
+                store(builder, x, out, g * head_dim + j * LANES)
+
+    return intrinsic_of(7, emit)
+
+
+@cache
+def exponentials() -> Any:
+    """`exponentials(x, peak, power)`: x[t] ← exp(x[t] − peak) in place; the sum. `power`: int32 scratch."""
+    from numba import njit
+
+    lowest, log2_e, one = (np.float32(x) for x in (-126, 1.4426950408889634, 1))
+    # Minimax coefficients of 2ᶠ on [0, 1): relative error 8e-8.
+    c1, c2, c3, c4, c5 = (np.float32(x) for x in (0.69315131, 0.24016445, 0.05579991, 0.00901703, 0.00186713))
+
+    @njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
+    def exponentials(x, peak, power):
+        # eˣ = 2ⁿ · 2ᶠ with a polynomial for 2ᶠ, as a call of exp would not vectorise; `power`: bits of 2ⁿ.
+        scale = power.view(np.float32)
+        for t in range(x.shape[0]):
+            y = max((x[t] - peak) * log2_e, lowest)
+            n = np.floor(y)
+            f = y - n
+            power[t] = (np.int32(n) + np.int32(127)) << np.int32(23)
+            x[t] = ((((c5 * f + c4) * f + c3) * f + c2) * f + c1) * f + one
+        mass = np.float32(0)
+        for t in range(x.shape[0]):
+            x[t] *= scale[t]
+            mass += x[t]
+        return mass
+
+    return exponentials

@@ -1,0 +1,59 @@
+"""How an exported model was trained: in rounds, each going on from the weights of the one before.
+
+`models.train` notes its command line in `WORK/run.json`; the export adds what the log says of the run and
+keeps all rounds in `training.json` beside the weights.
+"""
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RUN, FILE = "run.json", "training.json"
+PLACES = ("work", "init", "minutes")  # arguments that say where and how long, not how
+
+
+def rounds(model: Path) -> list[dict[str, Any]]:
+    """The rounds behind an exported model."""
+    file = model / FILE
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def note(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Keep what was asked for, and the rounds before, in the work folder."""
+    asked = [
+        f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+        for name, value in vars(arguments).items()
+        if name not in PLACES and value != parser.get_default(name)
+    ]
+    command = " ".join(
+        ["python -m models.train --work WORK", *(["--init BEFORE"] if arguments.init else []), *asked]
+    )
+    before = rounds(arguments.init) if arguments.init else []
+    (work / RUN).write_text(json.dumps({"command": command, "before": before}, indent=1) + "\n")
+
+
+def account(work: Path, step: int) -> list[dict[str, Any]]:
+    """All rounds up to `step` of the run in `work`."""
+    run = json.loads((work / RUN).read_text())
+    rows = [r for r in csv.DictReader((work / "log.csv").open()) if int(r["step"]) <= step]
+    if not rows:
+        raise ValueError(f"step: {step} is not in {work / 'log.csv'}")
+    batch = int(rows[0]["tokens"]) // int(rows[0]["step"])
+    stages, seconds = [], 0.0
+    for length in sorted({int(r["length"]) for r in rows}):
+        mine = [r for r in rows if int(r["length"]) == length]
+        speeds = [float(r["tokens_per_second"]) for r in mine]
+        seconds += sum(batch / speed for speed in speeds)
+        stages.append(
+            {"length": length, "steps": len({r["step"] for r in mine}), "speed": round(median(speeds))}
+        )
+    own = {
+        "command": run["command"],
+        "batch_tokens": batch,
+        "stages": stages,
+        "hours": round(seconds / 3600, 2),
+    }
+    return [*run["before"], own]

@@ -1,0 +1,113 @@
+"""The control loop on the command line: a preset by name, and gains in place of its defaults."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .request import RequestError
+
+if TYPE_CHECKING:
+    from entropic_jax.calibration import Calibration
+    from entropic_jax.control.presets import Preset
+
+NAMES = ("off", "micro", "meso", "macro", "full", "paper")
+AUTO = "auto"
+GAINS = {
+    "target_entropy": ("target", "hold the entropy of what is sampled at this"),
+    "lowest_temperature": ("lowest", "no law goes below"),
+    "highest_temperature": ("highest", "no law goes above"),
+    "drop": ("drop", "most attention mass to leave unread, in [0, 1)"),
+    "low_entropy": ("low", "nats at and below which that much is dropped"),
+    "high_entropy": ("high", "nats at and above which nothing is dropped"),
+}
+FROM_CALIBRATION = {"target": "target_entropy", "low": "low_entropy", "high": "high_entropy"}
+
+
+class Control(NamedTuple):
+    """What the command line asks of the loop: the name of a preset, and the gains that were given."""
+
+    preset: str = "off"
+    gains: tuple[tuple[str, Any], ...] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    group = parser.add_argument_group("control by entropy")
+    group.add_argument(
+        "--preset",
+        choices=NAMES,
+        default="off",
+        help="the scales that are on: micro (temperature), meso (pages read), macro (whose turn), "
+        "all of them (full), or all as the paper prints them (default: off)",
+    )
+    laws = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
+    group.add_argument("--law", choices=laws, help="of temperature (default: normalised)")
+    schedules = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
+    group.add_argument("--schedule", choices=schedules, help="of sequences (default: entropic)")
+    for name, (_, text) in GAINS.items():
+        automatic = "; auto: from calibration.json" if GAINS[name][0] in FROM_CALIBRATION else ""
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=_gain(name), metavar="FLOAT", help=text + automatic
+        )
+
+
+def read(options: argparse.Namespace) -> Control:
+    """What the options say."""
+    gains = {name: getattr(options, name) for name in ("law", "schedule")}
+    gains |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
+    return Control(options.preset, tuple((k, v) for k, v in gains.items() if v is not None))
+
+
+def calibration_of(model: Path) -> "Calibration | None":
+    """The calibration in a model's directory, if there is one. RequestError if it cannot be used."""
+    from entropic_jax.calibration import load_calibration
+
+    try:
+        return load_calibration(model)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RequestError(f"--model is {model}: {error}") from error
+
+
+def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
+    """The preset with its gains: those given, else those of the calibration, else the defaults."""
+    from entropic_jax.control.presets import Gains, preset
+    from entropic_jax.control.scheduling import Moments
+
+    given = dict(control.gains)
+    asked = [name for name, value in given.items() if value == AUTO]
+    if asked and calibration is None:
+        raise RequestError(f"{asked[0]} is auto; accepted with a calibration.json in the model's directory")
+    given = {name: value for name, value in given.items() if value != AUTO}
+    if calibration is not None:
+        found: dict[str, Any] = {k: getattr(calibration, v) for k, v in FROM_CALIBRATION.items()}
+        found["prior"] = Moments(calibration.mean, calibration.scale, calibration.correlation)
+        given = {**found, **given}
+    gains = Gains(**given)
+    for low, high in (("lowest", "highest"), ("low", "high")):
+        if not getattr(gains, low) < getattr(gains, high):
+            raise RequestError(
+                f"{low} is {getattr(gains, low)}, {high} {getattr(gains, high)}; accepted are {low} < {high}"
+            )
+    return preset(control.preset, width, gains)
+
+
+def _gain(name: str):
+    field = GAINS[name][0]
+
+    def convert(text: str) -> float | str:
+        if text == AUTO and field in FROM_CALIBRATION:
+            return AUTO
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        low = value >= 0 if field not in ("lowest", "highest") else value > 0
+        if not (low and math.isfinite(value) and (field != "drop" or value < 1)):
+            bound = "in [0, 1)" if field == "drop" else "above 0" if "est" in field else "of at least 0"
+            raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")
+        return value
+
+    return convert

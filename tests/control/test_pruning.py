@@ -1,0 +1,128 @@
+"""How much may stay unread: never on doubt, never at once."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.control import chain
+from entropic_jax.control.presets import PRESETS, Gains, preset
+from entropic_jax.control.pruning import FixedPruning, PaperPruning, Pruning, opening
+from entropic_jax.control.temperature import LAWS
+from entropic_jax.state import plain_action, quiet_signal
+
+LAW = Pruning(most=0.2, low=0.5, high=2.5, smoothing=0.5, rate=0.05, patience=0)
+
+
+def drops(law, entropies, rows: int = 1) -> np.ndarray:
+    """The drop after each of a series of entropies."""
+    action = plain_action(jnp.ones(rows))
+    start = (action, law.init(action))
+
+    def body(carry, entropy):
+        action, state = carry
+        signal = quiet_signal(rows)._replace(
+            entropy=jnp.broadcast_to(entropy, rows), emitting=jnp.ones(rows, bool)
+        )
+        action, state = law.update(signal, action, state)
+        return (action, state), action.drop
+
+    _, series = jax.lax.scan(body, start, jnp.asarray(entropies, jnp.float32))
+    return np.asarray(series)[:, 0]
+
+
+def oracle(law: Pruning, entropies) -> np.ndarray:
+    drop, mean, out = 0.0, None, []
+    for seen, h in enumerate(entropies):
+        known = np.isfinite(h)
+        mean_now = h if mean is None else mean + law.smoothing * (h - mean)
+        mean_now = max(mean_now, law.floor) if known else mean_now
+        doubt = max(mean_now, h) + law.error
+        share = np.clip((law.high - doubt) / (law.high - law.low), 0, 1)
+        wanted = law.most * share if known and seen >= law.patience else 0.0
+        if wanted <= drop:
+            drop = wanted
+        elif wanted - drop > law.hysteresis:
+            drop = drop + min(wanted - drop, law.rate)
+        mean = mean_now if known else mean
+        out.append(drop)
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, dict(error=0.7), dict(hysteresis=0.03), dict(patience=4), dict(floor=1.5)]
+)
+def test_the_law_is_what_its_docstring_says(change):
+    law = Pruning(**{**{f: getattr(LAW, f) for f in LAW.__dataclass_fields__}, **change})
+    entropies = np.random.default_rng(0).gamma(1.0, 1.2, 60)
+    np.testing.assert_allclose(drops(law, entropies), oracle(law, entropies), atol=1e-6)
+
+
+def test_doubt_closes_at_once_and_certainty_opens_slowly():
+    series = drops(LAW, [0.1] * 10 + [4.0] + [0.1] * 10)
+    assert series[9] == pytest.approx(0.2) and series[10] == 0
+    assert np.all(np.diff(series[10:]) <= 0.05 + 1e-6)
+
+
+def test_an_uncertain_estimate_never_drops_more():
+    entropies = np.random.default_rng(1).gamma(1.0, 1.2, 60)
+    certain, doubtful = (
+        drops(LAW, entropies),
+        drops(Pruning(most=0.2, low=0.5, high=2.5, error=0.5), entropies),
+    )
+    assert (doubtful <= certain + 1e-6).all()
+
+
+@pytest.mark.parametrize("law", [LAW, PaperPruning(), FixedPruning()])
+def test_what_is_no_number_poisons_nothing(law):
+    series = drops(law, [0.1, 0.1, np.nan, np.inf, 0.1, 0.1, 0.1, 0.1])
+    assert np.isfinite(series).all() and (series >= 0).all() and (series < 1).all()
+    if not isinstance(law, FixedPruning):
+        assert series[2] == series[3] == 0 and series[-1] > 0
+
+
+def test_thresholds_are_ends_of_the_opening():
+    np.testing.assert_allclose(
+        opening(jnp.array([0.0, 0.5, 1.5, 2.5, 9.0]), 0.5, 2.5, 0.2), [0.2, 0.2, 0.1, 0, 0], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("width", [None, 2])
+def test_every_preset_keeps_the_contract(name, width):
+    made = preset(name, width)
+    action = plain_action(jnp.array([0.0, 0.7, 1.0]))
+    signal = quiet_signal(3)._replace(
+        entropy=jnp.full(3, 0.1),
+        emitting=jnp.ones(3, bool),
+        runnable=jnp.ones(3, bool),
+        logits=jnp.linspace(-1, 1, 12).reshape(3, 4),
+    )
+    state = made.controller.init(action)
+    after = made.controller.update(signal, action, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes((action, state), after)
+    assert after[0].temperature[0] == 0  # greedy stays greedy
+    assert (made.selection is not None) == (name in ("meso", "full", "paper"))
+    assert (made.width is not None) == (width is not None and name in ("macro", "full", "paper"))
+
+
+def test_off_is_the_null_controller():
+    assert preset("off").controller == chain()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_of_temperature_can_be_named(law):
+    action = plain_action(jnp.ones(1))
+    made = preset("micro", gains=Gains(law=law))
+    assert made.controller.init(action) is not None
+
+
+def test_unknown_names_are_refused():
+    for given in (
+        dict(name="best"),
+        dict(name="micro", gains=Gains(law="magic")),
+        dict(name="off", gains=Gains(schedule="lottery")),
+    ):
+        with pytest.raises(ValueError, match="accepted are"):
+            preset(**given)

@@ -1,0 +1,400 @@
+"""The macro laws: the predictor, the priority, who is chosen, and how long anyone waits."""
+
+import math
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from entropic_jax.control import chain, scheduling
+from entropic_jax.control.scheduling import SCHEDULES, Demand, Moments, PaperScheduling, Scheduling
+from entropic_jax.state import Signal, plain_action, quiet_signal
+
+PRIOR = Moments(2.0, 1.0, 0.3)
+GAINS = dict(cost=0.5, memory=0.25, slack=0.25, ageing=0.05, bound=4.0)
+
+moments = jax.jit(scheduling.moments)
+outlook = lambda predictor, prior: scheduling.predicted_drop(predictor, prior).sum()
+outlook_and_slopes = jax.jit(jax.value_and_grad(outlook, argnums=(0, 1), allow_int=True))
+expected_drop = jax.jit(scheduling.expected_drop)
+
+
+def demand(rows: int, **fields: Any) -> Demand:
+    plain = scheduling.no_demand(rows)
+    return plain._replace(**{k: jnp.asarray(v, getattr(plain, k).dtype) for k, v in fields.items()})
+
+
+def measured(runnable, emitting, **fields: Any) -> Signal:
+    runnable, emitting = jnp.asarray(runnable), jnp.asarray(emitting)
+    return quiet_signal(runnable.shape[0])._replace(runnable=runnable, emitting=emitting, **fields)
+
+
+@jax.jit
+def watch(entropies, emitting):
+    """The predictor after the steps of a stream, both arguments `[steps, rows]`."""
+    step = lambda predictor, now: (scheduling.observe(predictor, *now), None)
+    return jax.lax.scan(step, scheduling.new_predictor(entropies.shape[1]), (entropies, emitting))[0]
+
+
+@partial(jax.jit, static_argnames="adversary")
+def serve(law, demand, entropies, arrived, adversary=None):
+    """Who advanced at each step, and the quota after it, `[steps, rows]`."""
+    rows = entropies.shape[1]
+
+    def step(carry, now):
+        action, state, last, length = carry
+        entropy, arrived = now
+        runnable = arrived & (length < demand.true_end)
+        emitting = runnable & (action.quota > 0)
+        emitting &= jnp.cumsum(emitting) <= law.width  # as the loop gathers them
+        entropy = entropy if adversary is None else adversary(state, emitting, entropy)
+        last, length = jnp.where(emitting, entropy, last), length + emitting.astype(jnp.int32)
+        signal = measured(runnable, emitting, entropy=last, length=length)
+        action, state = law.update(signal, action, state)
+        return (action, state, last, length), (emitting, action.quota)
+
+    action = plain_action(jnp.ones(rows))
+    state = scheduling.with_demand(law.init(action), demand)
+    start = (action, state, jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
+    return jax.lax.scan(step, start, (entropies, arrived))[1]
+
+
+def everyone(steps: int, rows: int) -> np.ndarray:
+    return np.ones((steps, rows), bool)
+
+
+def ends(emitted) -> np.ndarray:
+    """The steps that had passed when each sequence advanced for the last time."""
+    return (np.arange(1, len(emitted) + 1)[:, None] * np.asarray(emitted)).max(0)
+
+
+def exact_moments(entropies, emitting) -> list[Moments]:
+    """In float64, from all that was seen."""
+    series = [entropies[emitting[:, row], row].astype(np.float64) for row in range(entropies.shape[1])]
+
+    def fit(x, y, weight):
+        middle = lambda a: np.average(a, weights=weight)
+        spread = lambda a, b: middle((a - middle(a)) * (b - middle(b)))
+        correlation = spread(x, y) / math.sqrt(spread(x, x) * spread(y, y))
+        scale = math.sqrt(spread(y, y) * (1 - correlation**2))
+        return Moments((middle(x) + middle(y)) / 2, scale, correlation)
+
+    # The prior as four points of its mean, variance and covariance, with the weight of eight tokens.
+    variance = PRIOR.scale**2 / (1 - PRIOR.correlation**2)
+    along = math.sqrt(variance * (1 + PRIOR.correlation)) * np.array([1, -1, 0, 0])
+    across = math.sqrt(variance * (1 - PRIOR.correlation)) * np.array([0, 0, 1, -1])
+    x = np.concatenate([PRIOR.mean + along + across, *(s[:-1] for s in series)])
+    y = np.concatenate([PRIOR.mean + along - across, *(s[1:] for s in series)])
+    pooled = fit(x, y, np.where(np.arange(len(x)) < 4, 2.0, 1.0))
+    own = lambda s: fit(s[:-1], s[1:], None)._replace(mean=s.mean())
+    return [own(s) if len(s) > 8 else pooled for s in series]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8, 9, 12, 200])  # after the eighth token each speaks for itself
+def test_moments_are_those_of_the_tokens_seen(steps):
+    rng = np.random.default_rng(steps)
+    entropies = rng.gamma(2.0, 1.0, (steps, 5)).astype(np.float32)
+    emitting = rng.random((steps, 5)) < [0, 0.2, 0.5, 0.9, 1]
+    predictor = watch(entropies, emitting)
+    assert predictor.count.tolist() == emitting.sum(0).tolist()
+    found = moments(predictor, PRIOR)
+    for row, expected in enumerate(exact_moments(entropies, emitting)):
+        np.testing.assert_allclose([x[row] for x in found], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("correlation", [-0.6, 0.0, 0.4, 0.9])
+def test_estimates_converge_on_an_autoregressive_series(correlation):
+    rng = np.random.default_rng(3)
+    series = np.zeros((20_000, 2))
+    for t in range(1, len(series)):
+        series[t] = correlation * series[t - 1] + 0.7 * rng.standard_normal(2)
+    series = (series + 9).astype(np.float32)
+    found = moments(watch(series, everyone(20_000, 2)), PRIOR)
+    np.testing.assert_allclose(found.mean, 9, atol=0.12)
+    np.testing.assert_allclose(found.scale, 0.7, atol=0.02)
+    np.testing.assert_allclose(found.correlation, correlation, atol=0.02)
+
+
+ODD = ([0.0], [5.0], [1e-30], [1e38], [-1.0], [0.0, 100.0], [3.0, 3.0000002], [np.inf, 1.0], [np.nan, 2.0])
+
+
+@pytest.mark.parametrize("values", ODD)
+def test_any_series_leaves_the_prediction_and_its_gradient_finite(values):
+    series = np.resize(np.float32(values), 1000)[:, None]
+    predictor = watch(series, everyone(1000, 1))
+    drop, slopes = outlook_and_slopes(predictor, PRIOR)
+    assert 0 <= drop < 250
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes) if x.dtype != jax.dtypes.float0)
+    if len(values) == 1:  # nothing varies: nothing is expected to
+        assert drop < 1e-5 and predictor.before_variance.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("mean", [-3.0, -0.4, 0.0, 0.7, 2.5])
+@pytest.mark.parametrize("scale", [0.05, 0.6, 2.0])
+def test_expected_drop_is_the_mean_of_the_positive_part(mean, scale):
+    now, given = 3 + mean / 1.25, Moments(3.0, scale, -0.25)
+    noise = np.linspace(-12, 12, 400_001)
+    drop = lambda noise: np.maximum(0, now - (3 - 0.25 * (now - 3) + scale * noise))
+    integral = np.trapezoid(drop(noise) * np.exp(-0.5 * noise**2) / math.sqrt(2 * math.pi), noise)
+    simulated = drop(np.random.default_rng(0).standard_normal(200_000)).mean()
+    found = expected_drop(jnp.float32(now), given)
+    np.testing.assert_allclose(found, integral, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, simulated, atol=0.01 * scale)
+
+
+def test_slopes_of_the_expected_drop():
+    slope = jax.grad(lambda h, s: scheduling.expected_drop(h, Moments(0.0, s, 0.0)), argnums=(0, 1))
+    for entropy, scale in ((-1.0, 0.5), (0.0, 2.0), (1.5, 1.0)):
+        ratio = entropy / scale
+        found = slope(entropy, scale)
+        np.testing.assert_allclose(found[0], math.erfc(-ratio / math.sqrt(2)) / 2, rtol=1e-5)
+        np.testing.assert_allclose(found[1], math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi), rtol=1e-5)
+    assert slope(2.0, 0.0) == (1, 0) and slope(-2.0, 0.0) == (0, 0)
+    assert [expected_drop(x, Moments(0.0, 0.0, 0.0)) for x in (2.0, -2.0)] == [2, 0]
+
+
+# The priority and the choice.
+
+
+def exact_priority(drop, demand, wait, cost, memory, slack, ageing, bound):
+    field = lambda x: np.asarray(x, np.float64)
+    load = cost * field(demand.cost) + memory * field(demand.memory) + slack * field(demand.slack)
+    return np.clip(field(drop) / np.maximum(load, 0.05), 0, bound) + ageing * field(wait)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_priority_against_float64_and_its_gradients(seed):
+    drop, cost, memory, slack, wait = np.random.default_rng(seed).random((5, 6))
+    rows = demand(6, cost=cost, memory=memory, slack=slack)
+    queue = jnp.asarray(4 * drop, jnp.float32), rows, jnp.asarray(60 * wait).astype(jnp.int32)
+    exact = lambda **gains: exact_priority(*queue, **{**GAINS, **gains})
+    np.testing.assert_allclose(scheduling.priority(*queue, **GAINS), exact(), rtol=1e-5)
+    slopes = jax.jacobian(lambda gains: scheduling.priority(*queue, **gains))(GAINS)
+    for name, slope in slopes.items():
+        rise = exact(**{name: GAINS[name] + 1e-6}) - exact(**{name: GAINS[name] - 1e-6})
+        np.testing.assert_allclose(slope, rise / 2e-6, rtol=1e-4, atol=1e-5, err_msg=name)
+    broken = demand(6, cost=[0.0, math.nan, math.inf, -9.0, 2.0, 2.0], slack=np.zeros(6))
+    found = scheduling.priority(jnp.ones(6), broken, jnp.zeros(6, jnp.int32), **GAINS)
+    assert found.tolist() == [4, 4, 0, 4, 1, 1]
+
+
+def test_the_law_is_what_its_formula_says():
+    rng = np.random.default_rng(1)
+    entropies = rng.gamma(2.0, 1.0, (60, 5)).astype(np.float32)
+    rows = demand(5, **{name: rng.random(5) for name in ("cost", "memory", "slack")})
+    emitted = np.asarray(serve(Scheduling(2, prior=PRIOR, **GAINS), rows, entropies, everyone(60, 5))[0])
+    wait, last = np.zeros(5), np.full(5, np.nan)
+    for step in range(59):
+        wait = np.where(emitted[step], 0, wait + 1)
+        last = np.where(emitted[step], entropies[step], last)
+        mean, scale, correlation = np.transpose(exact_moments(entropies[: step + 1], emitted[: step + 1]))
+        d = (1 - correlation) * np.nan_to_num(last - mean)
+        below = np.vectorize(math.erfc)(-d / scale / 2**0.5) / 2
+        drop = d * below + scale * np.exp(-((d / scale) ** 2) / 2) / (2 * np.pi) ** 0.5
+        best = np.argsort(-exact_priority(drop, rows, wait, **GAINS))[:2]
+        assert set(np.flatnonzero(emitted[step + 1])) == set(best)
+
+
+@settings(max_examples=60)
+@given(
+    arrays(np.float32, 7, elements=st.sampled_from([0.0, 0.5, 2.0, 9.0])),
+    arrays(np.int32, 7, elements=st.integers(0, 3)),
+    arrays(bool, 7),
+    st.sampled_from([1, 3, 9]),
+)
+def test_the_greatest_are_chosen(score, wait, runnable, width):
+    order = sorted(np.flatnonzero(runnable), key=lambda row: (-score[row], -wait[row], row))
+    found = scheduling.choose(jnp.asarray(score), jnp.asarray(wait), jnp.asarray(runnable), width)
+    assert set(np.flatnonzero(found)) == set(order[:width])
+
+
+@settings(max_examples=60)
+@given(arrays(np.float32, 5, elements=st.floats(0, 4, width=32)), arrays(bool, 5), st.integers(0, 40))
+def test_drafts_are_shared_in_proportion(weight, chosen, drafts):
+    most = 6
+    found = np.asarray(scheduling.share(jnp.asarray(weight), jnp.asarray(chosen), drafts, most))
+    assert found.sum() == min(drafts, most * chosen.sum())
+    assert (found[~chosen] == 0).all() and (found <= most).all()
+    if drafts <= most and chosen.any() and weight[chosen].min() > 0.01:  # no share is cut off
+        proportion = drafts * weight[chosen] / weight[chosen].sum()
+        assert (np.abs(found[chosen] - proportion) < 1.5).all()
+
+
+def test_quota_beyond_one_follows_the_priority():
+    law = Scheduling(2, most_quota=5, drafts=4, ageing=0.0)
+    rows = demand(3, cost=[0.25, 0.75, 1.0])
+    _, quota = serve(law, rows, np.full((3, 3), 2.0, np.float32), everyone(3, 3))
+    assert quota[0].tolist() == [4, 2, 0]  # loads of 0.375, 0.625 and 0.75, the same drop
+
+
+# Who waits, and for how long.
+
+
+def longest_wait(emitted, runnable) -> int:
+    longest = now = np.zeros(emitted.shape[1], int)
+    for waits in runnable & ~np.asarray(emitted):
+        now = np.where(waits, now + 1, 0)
+        longest = np.maximum(longest, now)
+    return int(longest.max())
+
+
+def feed_the_favourite(state, emitting, entropy):
+    """What was served twice running is kept tempting; what had to wait gives nothing when its turn comes."""
+    return jnp.where(state.wait > 0, 0.0, entropy)
+
+
+ENTROPIES = st.sampled_from([0, 1, 3, 11, 12, math.nan, math.inf])
+
+
+@settings(max_examples=80)
+@given(
+    arrays(np.float32, (150, 6), elements=ENTROPIES, fill=st.nothing()),
+    arrays(np.float32, (3, 6), elements=st.floats(0, 1, width=32)),
+    arrays(np.int32, 6, elements=st.integers(0, 30)),
+    st.sampled_from([1, 2, 4]),
+    st.floats(0.1, 4.0),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_no_one_waits_longer_than_promised(entropies, loads, begins, width, bound, turns, adaptive):
+    law = Scheduling(width, bound=jnp.float32(bound), ageing=jnp.float32(bound / turns))
+    rows = demand(6, cost=loads[0], memory=loads[1], slack=loads[2])
+    runnable = np.arange(150)[:, None] >= begins
+    emitted, _ = serve(law, rows, entropies, runnable, adversary=feed_the_favourite if adaptive else None)
+    assert longest_wait(emitted, runnable) <= turns + 1e-3 + math.ceil(6 / width)
+    waiting = np.minimum(runnable.sum(1), width)
+    assert (np.asarray(emitted).sum(1)[41:] == waiting[41:]).all()  # and no place stays empty
+
+
+def test_the_printed_law_starves_and_the_corrected_one_does_not():
+    entropies, arrived = np.random.default_rng(0).choice(np.float32([1, 3]), (10_000, 2)), everyone(10_000, 2)
+    rows = demand(2, cost=[0.1, 1.0], memory=[0.1, 1.0], slack=[1.0, 0.0])  # the second is in haste, and dear
+    emitted, _ = serve(PaperScheduling(1), rows, entropies, arrived)
+    assert np.asarray(emitted).sum(0).tolist() == [10_000, 0]
+    emitted, _ = serve(Scheduling(1), rows, entropies, arrived, adversary=feed_the_favourite)
+    assert np.asarray(emitted).sum(0)[1] >= 10_000 / (80 + 2)
+    # The promise is not an idle one: an adversary may take nearly all of it.
+    law = Scheduling(1, bound=1.0, ageing=0.01)
+    rows = rows._replace(slack=jnp.zeros(2))
+    emitted, _ = serve(law, rows, entropies, arrived, adversary=feed_the_favourite)
+    assert 95 <= longest_wait(emitted, arrived) <= 102
+
+
+def test_the_urgent_go_first_unless_by_the_printed_law():
+    entropies = np.full((1, 2), 2.0, np.float32)
+    rows = demand(2, slack=[1.0, 0.1])
+    second = lambda law: serve(law, rows, entropies, everyone(1, 2))[1][0].tolist()
+    assert second(Scheduling(1, ageing=0.0)) == [0, 1]
+    assert second(PaperScheduling(1)) == [1, 0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_where_all_fit_nothing_changes(name):
+    with pytest.raises(ValueError, match="width is 0; accepted are whole numbers from 1"):
+        SCHEDULES[name](0).init(plain_action(jnp.ones(2)))
+    law, action = SCHEDULES[name](3), plain_action(jnp.array([0.5, 1.0, 1.0, 1.0]))
+    update, signal = jax.jit(law.update), measured([True, False, True, True], [True] * 4)
+    chex.assert_trees_all_equal(update(signal, action, law.init(action))[0], action)
+    crowded, state = update(signal._replace(runnable=jnp.ones(4, bool)), action, law.init(action))
+    assert crowded.quota.sum() == 3
+    chex.assert_trees_all_equal(update(signal, crowded, state)[0], action)  # and back again
+
+
+ORDERS = {"fcfs": [1, 3, 0, 2], "shortest-job": [3, 1, 0, 2], "shortest-remaining": [0, 2, 3, 1]}
+
+
+@pytest.mark.parametrize(("name", "order"), ORDERS.items())
+def test_baselines_do_what_their_names_say(name, order):
+    rows = demand(4, arrival=[2, 0, 3, 1], true_end=[9, 4, 12, 2], expected_end=[1, 9, 2, 5])
+    emitted, _ = serve(SCHEDULES[name](1), rows, np.ones((40, 4), np.float32), everyone(40, 4))
+    assert np.asarray(emitted).sum(0).tolist() == [9, 4, 12, 2]
+    assert np.argsort(ends(emitted)).tolist() == order
+
+
+def test_what_found_no_page_does_not_hold_its_place():
+    law, action = Scheduling(1, ageing=1.0), plain_action(jnp.ones(2))
+    update, state = jax.jit(law.update), law.init(action)
+    turns = []
+    for _ in range(40):
+        turns.append(action.quota[1])
+        advanced = jnp.array([False, True]) & (action.quota > 0)  # the first never does
+        action, state = update(measured([True, True], advanced), action, state)
+    assert sum(turns) >= 15
+
+
+def test_a_new_demand_is_found_in_any_state_and_forgets_who_left():
+    busy = jax.tree.map(jnp.ones_like, chain(Scheduling(1)).init(plain_action(jnp.ones(3))))
+    coming = demand(3, arrival=[1, 9, 1], cost=[0.1, 0.2, 0.3])
+    (after,) = scheduling.with_demand(busy, coming)
+    chex.assert_trees_all_equal(after.demand, coming)
+    assert after.predictor.count.tolist() == [1, 0, 1] and after.wait.tolist() == [1, 0, 1]
+    jax.tree.map(lambda x: x.delete(), after)
+    assert coming.arrival.tolist() == [1, 9, 1]  # the caller's arrays are not those of the state
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_mean_completion_time_of_the_laws(alike):
+    rng = np.random.default_rng(5)
+    seeds, steps = 16, 700
+    lengths = np.clip(rng.lognormal(3, 1, (seeds, 12)), 2, 300).astype(np.int32)  # a few long, many short
+    lengths = np.full_like(lengths, 60) if alike else lengths
+    expected = (lengths * rng.lognormal(0, 0.5, lengths.shape)).astype(np.int32)
+    entropies = rng.gamma(2, 1, (seeds, steps, 12)).astype(np.float32)  # says nothing of the length
+    mean = {}
+    for name, law in SCHEDULES.items():
+        rows = jax.vmap(lambda true, guess: demand(12, true_end=true, expected_end=guess))(lengths, expected)
+        emitted, _ = jax.vmap(lambda *one: serve(law(3), *one, everyone(steps, 12)))(rows, entropies)
+        assert (np.asarray(emitted).sum(1) == lengths).all()  # everyone came to an end
+        mean[name] = np.array([ends(one).mean() for one in emitted])
+    assert all((mean["shortest-job"] <= 1.02 * other).all() for other in mean.values())  # a lower bound
+    if alike:  # there is nothing to know, and taking turns makes everybody late
+        assert mean["fcfs"].mean() < 0.8 * mean["entropic"].mean()
+    else:  # the short ones need not wait for the long
+        assert mean["shortest-remaining"].mean() < mean["entropic"].mean() < mean["fcfs"].mean()
+
+
+BASELINES = {name: law for name, law in SCHEDULES.items() if name not in ("entropic", "paper")}
+whole = lambda x: jnp.asarray(x).astype(jnp.int32)
+TABLE = {
+    "entropic": lambda gain: Scheduling(2, ageing=gain, bound=4 * gain),
+    "entropic, drafts": lambda gain: Scheduling(2, 4, 3, cost=gain),
+    "entropic, prior": lambda gain: Scheduling(2, prior=Moments(gain, 1.0, 0.1)),
+    "paper": lambda gain: PaperScheduling(2, cost=gain),
+    **{name: lambda gain, law=law: law(2, 3, drafts=whole(4 * gain)) for name, law in BASELINES.items()},
+    "chained": lambda gain: chain(Scheduling(2, memory=gain), chain()),
+}
+
+
+def quotas(controller):
+    def body(carry, entropy):
+        action, state = carry
+        signal = measured([True] * 4, action.quota > 0, entropy=entropy)
+        action, state = controller.update(signal, action, state)
+        return (action, state), action.quota
+
+    action = plain_action(jnp.ones(4))
+    entropies = np.random.default_rng(2).gamma(2, 1, (25, 4)).astype(np.float32)
+    return jax.lax.scan(body, (action, controller.init(action)), entropies)[1]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_contract(name):
+    make, action = TABLE[name], plain_action(jnp.ones(4))
+    before = (action, make(0.5).init(action))
+    update = lambda gain: make(gain).update(measured([True] * 4, [True] * 4), *before)
+    after = update(0.5)
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+    assert not any(x.weak_type for x in jax.tree.leaves((before, after)))
+    chex.assert_trees_all_close(jax.jit(update)(0.5), after)
+    gains = jnp.array([0.1, 0.5, 2.0])
+    jitted = jax.jit(lambda gain: quotas(make(gain)))
+    alone = [jitted(gain) for gain in gains]
+    assert jitted._cache_size() == 1  # new gains do not retrace
+    np.testing.assert_array_equal(jax.vmap(lambda g: quotas(make(g)))(gains), alone)

@@ -1,0 +1,75 @@
+"""`entropic calibrate` on a model with random weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from entropic_jax.calibration import load_calibration
+
+TEXT = "def f(x):\n    return x + 1\n" * 10
+
+
+@pytest.fixture
+def model(directory, tmp_path) -> Path:
+    """A copy, as the command writes into it."""
+    return Path(shutil.copytree(directory, tmp_path / "model"))
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text").write_text(TEXT)
+    return str(tmp_path / "text")
+
+
+def test_the_calibration_lies_in_the_model(entropic, model, text, tmp_path):
+    """The model's context is 128: the 270 tokens of a file are read in pieces."""
+    status, out, err = entropic("calibrate", "--model", str(model), "--text", text, text)
+    assert (status, err) == (0, "")
+    found = load_calibration(model)
+    assert found.tokens == 2 * len(TEXT)
+    assert found.calibrated_loss < found.loss
+    assert 0 < found.temperature <= 16
+    assert f"{found.temperature:.3f}" in out and f"{found.loss:.4f} → {found.calibrated_loss:.4f}" in out
+    assert f"stored in {model / 'calibration.json'}" in out
+    assert json.loads((model / "calibration.json").read_text())["version"] == 1
+
+    elsewhere = tmp_path / "elsewhere.json"
+    limit = ("--tokens", "100", "--out", str(elsewhere))
+    assert entropic("calibrate", "--model", str(model), "--text", text, *limit)[0] == 0
+    assert load_calibration(elsewhere).tokens == 100
+    assert load_calibration(model) == found
+
+
+@pytest.mark.parametrize("reason", ["Read-only file system", "Permission denied"])
+def test_a_directory_that_cannot_be_written_is_named_before_the_work(
+    entropic, model, text, monkeypatch, reason
+):
+    def refuse(**_):
+        raise OSError(30, reason)
+
+    monkeypatch.setattr("serving.calibrate_command.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("serving.calibrate_command._load", None)
+    status, _, err = entropic("calibrate", "--model", str(model), "--text", text)
+    assert status == 2
+    assert f"{model / 'calibration.json'} cannot be written ({reason}); accepted is --out FILE" in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_wrong_is_said(entropic, model, text, tmp_path):
+    (tmp_path / "short").write_text("abc")
+    for arguments, said in (
+        (("--text", str(tmp_path / "none")), "--text is"),
+        (("--text", str(tmp_path / "short")), "--text: sequences have 3 tokens to predict; accepted are at"),
+        (("--text", text, "--tokens", "0"), "0 is not accepted; give integers of at least 1"),
+        (("--text", text, "--out", str(tmp_path)), f"{tmp_path} cannot be written (it is a directory)"),
+        (("--text", text, "--out", str(tmp_path / "a" / "b")), "cannot be written (No such file or dir"),
+        (("--text", text, "--model", str(tmp_path / "none")), "it is not a directory; accepted is one"),
+        (("--text", text, "--model", str(tmp_path)), "config.json is missing"),
+        ((), "the following arguments are required: --text"),
+    ):
+        status, _, err = entropic("calibrate", "--model", str(model), *arguments)
+        assert status == 2, said
+        assert said in err and err.count("\n") == 1
+    assert not (model / "calibration.json").exists()

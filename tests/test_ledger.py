@@ -1,0 +1,216 @@
+"""Entropic time and cost: against NumPy, against counts by hand, and against XLA's count of the same step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from entropic_jax import entropy, ledger
+from entropic_jax.cache import ModelShape
+from entropic_jax.ledger import HARDWARE, Hardware
+from models.decoder import structure
+
+FLAT = Hardware(1e9, 1e9)
+
+
+def dense_config(**changes) -> models.Config:
+    sizes = dict(
+        architecture="LlamaForCausalLM",
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+    )
+    return models.Config(**{**sizes, **changes})
+
+
+def cost(shape: ModelShape, lengths, active=None, hardware=FLAT, **changes) -> ledger.Cost:
+    """What a step costs that reads everything, float32 throughout."""
+    length = jnp.asarray(lengths, jnp.int32)
+    given = dict(
+        active=jnp.ones(length.shape, bool) if active is None else jnp.asarray(active),
+        positions_read=ledger.dense_positions(shape, length),
+        length=length,
+        bytes_per_weight=4,
+        bytes_per_cache=4,
+        hardware=hardware,
+    )
+    return ledger.step_cost(shape, **{**given, **changes})
+
+
+# What a model reads.
+
+
+def test_weights_of_a_dense_model():
+    """Queries and output 256², keys and values 256 · 4 · 32 each, three of the block, and the output."""
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    shape = models.Decoder(dense_config()).shape
+    assert (shape.weights, shape.expert_weights, shape.expert_share) == (2 * layer + 256 * 1024, 0, 0.0)
+    tied = models.Decoder(dense_config(tie_word_embeddings=True, attention_bias=True)).shape
+    assert tied.weights == shape.weights  # the tied table is multiplied too; what is added does not count
+
+
+def test_weights_of_a_mixture():
+    """Of 4 experts a token chooses 2; the router and a layer without experts count in full."""
+    config = dense_config(
+        architecture="Qwen3MoeForCausalLM",
+        num_hidden_layers=3,
+        mlp_only_layers=(1,),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+    )
+    attention, block, expert = 2 * 256 * 256 + 2 * 256 * 128, 3 * 256 * 512, 3 * 256 * 96
+    shape = models.Decoder(config).shape
+    assert shape.weights == 3 * attention + block + 2 * (256 * 4 + 2 * expert) + 256 * 1024
+    assert (shape.expert_weights, shape.expert_share) == (2 * 4 * expert, 0.5)
+    # One row reads what it multiplies; many read every expert.
+    everything = shape.weights + shape.expert_weights // 2
+    assert ledger.weights_read(shape) == shape.weights
+    np.testing.assert_allclose(ledger.weights_read(shape, 2.0), shape.weights + shape.expert_weights / 4)
+    np.testing.assert_allclose(ledger.weights_read(shape, 1e3), everything, rtol=1e-6)
+    three = cost(shape, [7, 7, 7])
+    np.testing.assert_allclose(
+        three.bytes_read.sum() - 3 * 4 * 2 * 32 * 3 * 4 * 7, 4 * ledger.weights_read(shape, 3.0), rtol=1e-6
+    )
+
+
+def test_experts_read_are_the_mean_over_choices():
+    """The expectation of `weights_read` against drawn choices."""
+    experts, chosen, rows = 8, 2, 5
+    draw = np.random.default_rng(0)
+    number = [
+        len({e for _ in range(rows) for e in draw.choice(experts, chosen, replace=False)})
+        for _ in range(2000)
+    ]
+    shape = ModelShape(
+        1, 1, 1, 2, 2, 2, weights=chosen, expert_weights=experts, expert_share=chosen / experts
+    )
+    np.testing.assert_allclose(ledger.weights_read(shape, float(rows)), np.mean(number), rtol=0.02)
+
+
+# What a step costs.
+
+SHAPE = ModelShape(layers=3, heads=6, kv_heads=2, head_dim=8, vocabulary=11, hidden=48, weights=1000)
+
+
+def test_a_step_by_hand():
+    found = cost(SHAPE, [10, 100, 50], active=[True, True, False], bytes_per_weight=2, bytes_per_cache=2)
+    read = np.array([10, 100]) * 3 * 2  # positions × layers × KV heads
+    np.testing.assert_allclose(found.flops[:2], 2 * 1000 + 4 * 8 * 3 * read)  # 3 queries per KV head
+    np.testing.assert_allclose(found.bytes_read[:2], 2 * 1000 / 2 + 2 * 8 * 2 * read)
+    np.testing.assert_allclose(found.kv_bytes, 2 * 8 * 2 * 3 * 2 * np.array([10, 100, 50]))
+    np.testing.assert_allclose(found.seconds[:2], np.maximum(found.flops, found.bytes_read)[:2] / 1e9)
+    assert found.flops[2] == found.bytes_read[2] == found.seconds[2] == 0
+    assert not np.any(np.asarray(cost(SHAPE, [4, 4], active=[False, False]).seconds))
+
+
+def test_pages_left_out_are_not_paid_for():
+    dense = cost(SHAPE, [640])
+    quarter = cost(SHAPE, [640], positions_read=ledger.dense_positions(SHAPE, jnp.array([160])))
+    np.testing.assert_allclose(quarter.bytes_read - 4000, (dense.bytes_read - 4000) / 4)
+    np.testing.assert_allclose(quarter.flops - 2000, (dense.flops - 2000) / 4)
+    assert quarter.kv_bytes == dense.kv_bytes  # skipped, not evicted
+
+
+def test_the_roofline_takes_the_slower_side():
+    found = cost(SHAPE, [10], hardware=Hardware(1e6, 1e12))
+    np.testing.assert_allclose(found.seconds, found.flops / 1e6)
+    found = cost(SHAPE, [10], hardware=Hardware(1e12, 1e6))
+    np.testing.assert_allclose(found.seconds, found.bytes_read / 1e6)
+    for name, chip in HARDWARE.items():  # one row at a time waits for memory on every one of them
+        found = cost(SHAPE, [10], hardware=chip)
+        np.testing.assert_allclose(found.seconds, found.bytes_read / chip.bandwidth, err_msg=name)
+
+
+def test_a_shape_without_weights_pays_for_attention_alone():
+    found, whole = cost(SHAPE._replace(weights=0), [10]), cost(SHAPE, [10])
+    np.testing.assert_allclose((found.flops, found.bytes_read), (whole.flops - 2000, whole.bytes_read - 4000))
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 16), (1, 1024), (4, 256)])
+def test_agrees_with_the_compiler(rows, context):
+    """XLA's own count of a dense step: FLOPs within 3 %, bytes within 10 %, compiled and never run.
+
+    Its count has what ours leaves out: norms, rotation, softmax, scores and activations; and all of the
+    table in which it looks up a token, so the vocabulary is small.
+    """
+    config = dense_config(hidden_size=1024, intermediate_size=2048, head_dim=32, vocab_size=256)
+    decoder = models.Decoder(config)
+    params = structure(config)[1]
+
+    def attend(query, key, value, cache, /, *, window):
+        """Reads keys and values `[rows, kv_heads, context, head_dim]`; its own it hands on unread."""
+        keys, values = cache
+        grouped = query.reshape(rows, 4, 2, 32)
+        share = jax.nn.softmax(jnp.einsum("rkgd,rkcd->rkgc", grouped, keys) * 32**-0.5)
+        return jnp.einsum("rkgc,rkcd->rkgd", share, values).reshape(query.shape), (key, value)
+
+    def step(params, tokens, positions, caches):
+        hidden, own = decoder.hidden(params, tokens, positions, caches, attend)
+        return decoder.logits(params, hidden), own
+
+    whole = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    tile = jax.ShapeDtypeStruct((rows, 4, context, 32), jnp.float32)
+    compiled = jax.jit(step).lower(params, whole, whole, ((tile, tile),) * 2).compile()
+    counted, ours = compiled.cost_analysis(), cost(decoder.shape, [context] * rows)
+    np.testing.assert_allclose(ours.flops.sum(), counted["flops"], rtol=0.03)
+    np.testing.assert_allclose(ours.bytes_read.sum(), counted["bytes accessed"], rtol=0.10)
+
+
+# What was resolved.
+
+
+def entered(entropies: np.ndarray, active: np.ndarray, spent: ledger.Cost | None = None) -> ledger.Ledger:
+    """The ledger after steps `[steps, rows]`."""
+    account, last = ledger.open_ledger(entropies.shape[1]), jnp.zeros(entropies.shape[1])
+    for now, emits in zip(jnp.asarray(entropies, jnp.float32), jnp.asarray(active), strict=True):
+        after = jnp.where(emits, now, last)
+        account, last = ledger.post(account, last, after, emits, spent), after
+    return account
+
+
+def test_time_and_variation_are_those_of_numpy():
+    random = np.random.default_rng(1)
+    entropies, active = random.gamma(1, 1, (40, 3)), random.random((40, 3)) < 0.7
+    found = entered(entropies, active)
+    for row in range(3):
+        h = entropies[active[:, row], row]
+        change = np.diff(h)
+        np.testing.assert_allclose(found.steps[row], len(h))
+        np.testing.assert_allclose(found.entropic_time[row], -change[change < 0].sum(), rtol=1e-5)
+        np.testing.assert_allclose(found.variation[row], np.abs(change).sum(), rtol=1e-5)
+        np.testing.assert_allclose(found.entropy[row], h.sum(), rtol=1e-5)
+        # τ is half the variation and a boundary term.
+        np.testing.assert_allclose(
+            found.entropic_time[row], (found.variation[row] + h[0] - h[-1]) / 2, rtol=1e-4
+        )
+    assert not np.any(np.asarray(found.seconds)) and not np.any(np.asarray(ledger.efficiency(found)))
+
+
+def test_costs_are_summed():
+    spent = cost(SHAPE, [10, 20])
+    found = entered(np.array([[2.0, 1.0], [0.5, 3.0], [0.0, 2.0]]), np.ones((3, 2), bool), spent)
+    np.testing.assert_allclose(found.flops, 3 * spent.flops)
+    np.testing.assert_allclose(found.bytes_read, 3 * spent.bytes_read)
+    np.testing.assert_allclose(found.seconds, 3 * spent.seconds)
+    np.testing.assert_array_equal(found.kv_bytes, spent.kv_bytes)
+    np.testing.assert_allclose(ledger.efficiency(found), np.array([2.0, 1.0]) / (3 * spent.seconds))
+
+
+def test_alternating_temperature_makes_time_of_nothing():
+    """The same distribution at every step: nothing is resolved, and τ of H₁ says so; τ of H_T would not."""
+    logits = jnp.asarray(np.random.default_rng(2).standard_normal((1, 50)) * 3, jnp.float32)
+    temperature = np.tile([0.5, 1.5], 50)
+    sampled = np.array([float(entropy.at_temperature(logits, t).entropy[0]) for t in temperature])[:, None]
+    belief = np.full_like(sampled, float(entropy.measure(logits).entropy[0]))
+    every = np.ones((100, 1), bool)
+    assert entered(belief, every).entropic_time == 0
+    gamed = entered(sampled, every)
+    swing = sampled[1] - sampled[0]
+    np.testing.assert_allclose(gamed.entropic_time, 49 * swing, rtol=1e-4)
+    assert gamed.entropic_time > 50  # nats
