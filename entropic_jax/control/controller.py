@@ -66,7 +66,19 @@ def pytree(cls: type[T]) -> type[T]:
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     static = [f.name for f in fields if STATIC in getattr(f.type, "__metadata__", ())]
     leaves = [f.name for f in fields if f.name not in static]
-    return jax.tree_util.register_dataclass(cls, data_fields=leaves, meta_fields=static)
+
+    # Not by jax.tree_util.register_dataclass: of its classes, any two with as many fields have structures
+    # that compare equal, and a jitted function may then run the law that was compiled for the other.
+    def flatten(controller: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        pairs = [(jax.tree_util.GetAttrKey(name), getattr(controller, name)) for name in leaves]
+        return pairs, tuple(getattr(controller, name) for name in static)
+
+    def unflatten(values: tuple[Any, ...], children: Any) -> Any:
+        named = dict(zip(leaves, children, strict=True))
+        return cls(**named, **dict(zip(static, values, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
 
 
 @pytree

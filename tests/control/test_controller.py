@@ -167,3 +167,16 @@ def test_the_loop_obeys_its_controller():
     assert (np.asarray(state.ledger.steps) == 20).all()
     falls = np.maximum(0, -np.diff(entropy)).sum()
     np.testing.assert_allclose(state.ledger.entropic_time[0], falls, rtol=1e-4)
+
+
+def test_laws_with_as_many_gains_have_different_structures():
+    @pytree
+    class One:
+        gain: Any
+
+    @pytree
+    class Other:
+        gain: Any
+
+    assert jax.tree.structure(One(1.0)) != jax.tree.structure(Other(1.0))
+    assert jax.tree.structure(One(1.0)) == jax.tree.structure(One(2.0))
