@@ -183,8 +183,9 @@ def notes(results: dict[str, Any]) -> list[str]:
     ]
     if "imposed" in results:
         found.append(
-            f"25M shape: random weights attend to everything, so the share read, {results['imposed']:.2f}, "
-            "is imposed as measured on the trained model, and the cache holds random numbers: speed only."
+            "25M shape: random weights attend to everything, so that each layer but the first reads "
+            f"{results['imposed']:.2f} is imposed, as measured on the trained model; the cache holds random "
+            "numbers. Speed only."
         )
     return found
 

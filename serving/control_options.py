@@ -18,8 +18,9 @@ GAINS = {
     "lowest_temperature": ("lowest", "no law goes below"),
     "highest_temperature": ("highest", "no law goes above"),
     "drop": ("drop", "most attention mass to leave unread, in [0, 1)"),
-    "low_entropy": ("low", "nats at and below which that much is dropped"),
-    "high_entropy": ("high", "nats at and above which nothing is dropped"),
+    "least_drop": ("least_drop", "the same, however uncertain the model is"),
+    "low_entropy": ("low", "nats at and below which --drop holds"),
+    "high_entropy": ("high", "nats at and above which --least-drop holds"),
 }
 FROM_CALIBRATION = {"target": "target_entropy", "low": "low_entropy", "high": "high_entropy"}
 
@@ -105,8 +106,14 @@ def _gain(name: str):
         except ValueError:
             value = math.nan
         low = value >= 0 if field not in ("lowest", "highest") else value > 0
-        if not (low and math.isfinite(value) and (field != "drop" or value < 1)):
-            bound = "in [0, 1)" if field == "drop" else "above 0" if "est" in field else "of at least 0"
+        if not (low and math.isfinite(value) and ("drop" not in field or value < 1)):
+            bound = (
+                "in [0, 1)"
+                if "drop" in field
+                else "above 0"
+                if field in ("lowest", "highest")
+                else "of at least 0"
+            )
             raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")
         return value
 

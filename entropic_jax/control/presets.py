@@ -24,8 +24,9 @@ class Gains(NamedTuple):
     lowest: float = 0.3  # T_min
     highest: float = 1.2  # T_max
     drop: float = 0.1  # ε_max: most attention mass to leave unread
-    low: float = 0.3  # H₁ at and below which all of it is
-    high: float = 2.5  # H₁ at and above which nothing is
+    least_drop: float = 0.02  # ε_min, however uncertain
+    low: float = 0.3  # H₁ at and below which `drop` may stay unread
+    high: float = 2.5  # H₁ at and above which only `least_drop` may
     schedule: str = "entropic"  # a name of `SCHEDULES`
     prior: Moments = PRIOR  # of H₁ along a sequence, for the schedule
 
@@ -64,8 +65,9 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     if name in ("micro", "full"):
         laws.append(temperature(gains))
     if name in ("meso", "full"):
-        laws.append(Pruning(most=gains.drop, low=gains.low, high=gains.high))
-        selection = Selection()
+        least = min(gains.least_drop, gains.drop)
+        laws.append(Pruning(most=gains.drop, least=least, low=gains.low, high=gains.high))
+        selection = Selection(dense_layers=1)
     if name in ("macro", "full") and width:
         law = SCHEDULES[gains.schedule]
         laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))

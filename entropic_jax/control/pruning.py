@@ -17,15 +17,19 @@ class Confidence(NamedTuple):
 
 
 def opening(
-    entropy: jax.Array, low: jax.Array | float, high: jax.Array | float, most: jax.Array | float
+    entropy: jax.Array,
+    low: jax.Array | float,
+    high: jax.Array | float,
+    most: jax.Array | float,
+    least: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """ε = ε_max · clip((H_hi − H) / (H_hi − H_lo), 0, 1): all of it below `low`, nothing above `high`.
+    """ε = ε_min + (ε_max − ε_min) · clip((H_hi − H) / (H_hi − H_lo), 0, 1): from `most` to `least`.
 
     >>> opening(jnp.array([0.0, 1.0, 2.0, 9.0]), 0.0, 2.0, 0.1).tolist()
     [0.10000000149011612, 0.05000000074505806, 0.0, 0.0]
     """
     share = (high - entropy) / jnp.maximum(high - low, 1e-6)
-    return most * jnp.clip(share, 0.0, 1.0)
+    return least + (most - least) * jnp.clip(share, 0.0, 1.0)
 
 
 @pytree
@@ -43,13 +47,14 @@ class Pruning:
     below the *upper* bound Ĥ + ε_H of the entropy, not the lower: an error of the estimate reads more.
     """
 
-    most: Any = 0.05  # ε_max
+    most: Any = 0.1  # ε_max
     low: Any = 0.3  # H_lo: at and below, ε_max
-    high: Any = 2.5  # H_hi: at and above, nothing
+    high: Any = 2.5  # H_hi: at and above, ε_min
+    least: Any = 0.0  # ε_min
     floor: Any = 0.0  # H_min
     error: Any = 0.0  # ε_H, of the estimate of H₁
     smoothing: Any = 0.5
-    rate: Any = 0.02
+    rate: Any = 0.05
     hysteresis: Any = 0.0
     patience: Any = 4
 
@@ -62,7 +67,7 @@ class Pruning:
         mean = jnp.maximum(fresh + self.smoothing * (signal.entropy - fresh), self.floor)
         # A sudden doubt is believed at once, a sudden certainty is not.
         doubt = jnp.maximum(mean, signal.entropy) + self.error
-        wanted = opening(doubt, self.low, self.high, self.most)
+        wanted = opening(doubt, self.low, self.high, self.most, self.least)
         wanted = jnp.where(jnp.isfinite(doubt) & (state.seen >= self.patience), wanted, 0.0)
         more = wanted - action.drop
         opened = action.drop + jnp.minimum(more, self.rate)

@@ -111,7 +111,7 @@ def recipe(model: Path) -> str:
     """The command lines, and what the logs say of the runs."""
     rounds = history.rounds(model)
     if not rounds:
-        raise ValueError(f"model: {model / history.FILE} is missing; accepted is what models.train.export wrote")
+        raise ValueError(f"model: {model / history.FILE} is missing; export the model again")
     tokens = [r["batch_tokens"] * sum(s["steps"] for s in r["stages"]) for r in rounds]
     commands = "\n".join(f"    {r['command']}" for r in rounds)
     stages = "; ".join(

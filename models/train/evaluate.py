@@ -131,8 +131,8 @@ def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: l
     places = [int(rng.integers(1, len(f.tokens) - PROMPT - CONTINUATION)) for f in chosen]
     prompts = np.stack([f.tokens[p : p + PROMPT] for f, p in zip(chosen, places, strict=True)])
     settings = json.loads((model / "generation_config.json").read_text())
-    rules = [settings[name] for name in ("temperature", "top_p", "repetition_penalty")]
-    made = scoring.sample(params, shape, prompts, CONTINUATION, *rules, rng)
+    temperature, top_p, penalty = (settings[k] for k in ("temperature", "top_p", "repetition_penalty"))
+    made = scoring.sample(params, shape, prompts, CONTINUATION, temperature, top_p, penalty, rng)
     decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return [
         {"package": f.package, "path": f.path, "prompt": decode(prompt), "continuation": decode(row)}

@@ -122,11 +122,11 @@ def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, r
                 weight[b] = np.float32(-1)
         need, floor, above = np.float32(1) - drop - always, least_weight, np.float32(2)
         reached, count = kept_at(weight, pages, floor)
-        everything = reached < need or count + forced < min(least, pages)
+        everything, at_least = reached < need, min(least, count + forced)
         for _ in range(PASSES):
             middle = np.sqrt(floor * above)
             reached, count = kept_at(weight, pages, middle)
-            if reached >= need and count + forced >= min(least, pages):
+            if reached >= need and count + forced >= at_least:
                 floor = middle
             else:
                 above = middle

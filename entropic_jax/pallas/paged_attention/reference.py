@@ -9,7 +9,7 @@ import jax.numpy as jnp
 CHUNK_POSITIONS = 256  # read at once
 NEGATIVE = -1e30  # a score that is masked; finite, so that a fully masked chunk does no harm
 PASSES = 24  # of the bisection for the least weight that is kept
-LEAST_WEIGHT = 1e-12  # pages of less are kept only if all are
+LEAST_WEIGHT = 1e-12  # pages of less are kept only if all are, not to fill up to `least`
 
 
 class Partial(NamedTuple):
@@ -142,7 +142,8 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     that is needed all are kept.
     """
     mass, weight, bound, real, forced = estimate(q, summary, information, table, last, page_size, rules)
-    least = jnp.minimum(rules.least, real.sum(-1, keepdims=True))
+    worth = (forced | (real & (weight >= LEAST_WEIGHT))).sum(-1, keepdims=True)
+    least = jnp.minimum(rules.least, worth)
     need = (1.0 - drop)[:, None, None]
 
     def kept_at(floor):
