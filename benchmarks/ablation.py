@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,11 +31,10 @@ from entropic_jax import selection as pages
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2, Subject
 from entropic_jax.calibration import load_calibration
-from entropic_jax.control.presets import Gains, Preset, preset
+from entropic_jax.control.presets import FINE, Gains, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.control.scheduling import Moments
 from entropic_jax.pallas.paged_attention import Rules
-from entropic_jax.selection import Selection
 from models.train import recall
 from serving.generation import EMBEDDED
 
@@ -143,32 +143,32 @@ class Bench:
         """Bits per byte against the share read: entropy's choice beside others, at several budgets."""
         context, scored = (1024, 32) if self.quick else (8192 - 8, 192)
         texts = self.windows(4, context, 7)
-        total = -(-context // cache.default_page_size())
+        total, fine = -(-context // FINE.page_size), FINE.rules
         budgets = (0.25,) if self.quick else (0.1, 0.2, 0.4)
-        drops = (0.1,) if self.quick else (0.05, 0.1, 0.2, 0.4)
+        drops = (0.1,) if self.quick else (0.02, 0.05, 0.1, 0.2)
         fixed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), None, None)
         made: list[tuple[str, float, Preset]] = [("dense", 1.0, self.preset("off"))]
         for drop in drops:
-            entropic = preset("meso", gains=self.gains._replace(drop=2 * drop))
+            entropic = preset("meso", gains=self.gains._replace(drop=1.5 * drop, least_drop=drop / 2))
             made.append(("entropy", drop, entropic))
-            made.append(("top-p", drop, Preset(chain(FixedPruning(drop)), Selection(), None)))
+            made.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE, None)))
         for share in budgets:
             k = max(3, round(share * total))
             rules = {
                 "quest": Rules(sink=0, recent=1, least=k, guard=1.0),
-                "fixed budget": Rules(least=k),
-                "sink + recent": Rules(sink=1, recent=k - 1, least=0),
-                "random": Rules(sink=1, recent=2, least=k),
+                "fixed budget": fine._replace(least=k),
+                "sink + recent": fine._replace(recent=k - fine.sink, least=0),
+                "random": fine._replace(least=k),
             }
             made += [
-                (name, share, fixed._replace(selection=Selection(information="mass", rules=r)))
+                (name, share, fixed._replace(selection=replace(FINE, information="mass", rules=r)))
                 for name, r in rules.items()
             ]
         rows = []
         for name, setting, way in made:
             jax.clear_caches()  # the same static arguments would find the program without the patch
             with mock.patch.object(pages, "information", shuffled if name == "random" else pages.information):
-                found = self.forced(way, texts, scored, page_size=None)
+                found = self.forced(way, texts, scored)
             rows.append(
                 {
                     "selector": name,
@@ -201,10 +201,9 @@ class Bench:
         steps, repeat = (4, 2) if self.quick else (16, self.seeds)
         rows = []
         for context in (512,) if self.quick else (512, 16384, 32768):
-            total = -(-context // cache.default_page_size())
+            total = -(-context // FINE.page_size)
             # Of the layers that choose; the first reads everything, here as in the model it was measured on.
-            rules = Rules(least=max(4, round(kept * total)))
-            choice = Selection(rules=rules, dense_layers=1)
+            choice = replace(FINE, rules=FINE.rules._replace(least=max(16, round(kept * total))))
             imposed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), choice, None)
             ways = {"off": self.preset("off"), "imposed": imposed}
             states = {
@@ -302,7 +301,8 @@ def random_model() -> Subject:
 
 def random_context(subject: Subject, way: Preset, context: int, room: int) -> Any:
     """A state whose cache holds `context` positions of random keys and values: only their number matters."""
-    pool = cache.allocate(subject.decoder.shape, 1, context + room)
+    page_size = way.selection.page_size if way.selection else None
+    pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size)
     keys = iter(jax.random.split(jax.random.key(1), 64))
     noise = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # small: no page has all the mass
     layers = (jax.tree.map(noise, layer) for layer in pool.layers)
@@ -323,7 +323,8 @@ def random_context(subject: Subject, way: Preset, context: int, room: int) -> An
 
 def serve(bench: Bench, setting: Preset, prompts: list[list[int]], budgets: np.ndarray) -> dict[str, Any]:
     """Generate all, and note on the clock when each sequence ended."""
-    pool = cache.allocate(bench.subject.decoder.shape, len(prompts), 768)
+    page_size = setting.selection.page_size if setting.selection else None
+    pool = cache.allocate(bench.subject.decoder.shape, len(prompts), 768, page_size=page_size)
     state = start(
         bench.subject.decoder,
         bench.subject.params,

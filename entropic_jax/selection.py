@@ -32,6 +32,8 @@ class Selection:
     Lists are made anew every `refresh` steps and shared by groups of `share` layers; pages that begin in
     between are read. The first `dense_layers` layers, and rows whose `drop` is 0, read everything.
 
+    `page_size` is what the rules are meant for, a hint to whoever allocates the cache; None is any.
+
     The choice is a step function of `drop`: gradients with respect to what sets it are zero. With `softness`
     above 0 it is relaxed for research: every page is read, and multiplied by its gate (`reference.gates`).
 
@@ -46,6 +48,7 @@ class Selection:
     refresh: int = 1
     share: int = 1
     softness: float = 0.0
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.information not in get_args(Information):

@@ -178,13 +178,14 @@ class Engine:
             values += [getattr(neutral, name)] * padding
         biases = [r.logit_bias for r in requests] + [None] * padding
         slots = power_of_two(max(8, *(len(b) for b in biases if b), 8))
-        decoder = self.model.decoder
+        decoder, selection = self.model.decoder, self.preset.selection
+        page_size = selection.page_size if selection else None
         dtype = jax.tree.leaves(self.model.params)[0].dtype
         return loop.start(
             decoder,
             self.model.params,
             self.preset.controller,
-            cache.allocate(decoder.shape, rows, context, dtype=dtype),
+            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=dtype),
             prompts + [[]] * padding,
             key=jax.random.key(0),
             max_tokens=[r.max_tokens for r in requests] + [0] * padding,

@@ -42,6 +42,8 @@ def begin(
     """A state that has read the prompts and has room for `tokens` more of each."""
     kind = setting.selection.information if setting.selection else "mass"
     context = max(map(len, prompts)) + tokens
+    if page_size is None and setting.selection:
+        page_size = setting.selection.page_size
     pool = allocate(
         subject.decoder.shape,
         len(prompts),

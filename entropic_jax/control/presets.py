@@ -6,6 +6,7 @@ with every law as printed.
 
 from typing import Any, NamedTuple
 
+from ..pallas.paged_attention import Rules
 from ..selection import Selection
 from .controller import Chain, chain
 from .pruning import PaperPruning, Pruning
@@ -13,6 +14,8 @@ from .scheduling import PRIOR, SCHEDULES, Moments
 from .temperature import LAWS
 
 PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
+# Small pages find what a large page's mean key hides; the sink and the newest are kept whole.
+FINE = Selection(dense_layers=1, rules=Rules(sink=4, recent=8, least=16), page_size=16)
 UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
 
 
@@ -23,7 +26,7 @@ class Gains(NamedTuple):
     target: float = 1.0  # H*, held by the law
     lowest: float = 0.3  # T_min
     highest: float = 1.2  # T_max
-    drop: float = 0.1  # ε_max: most attention mass to leave unread
+    drop: float = 0.05  # ε_max: most attention mass to leave unread
     least_drop: float = 0.02  # ε_min, however uncertain
     low: float = 0.3  # H₁ at and below which `drop` may stay unread
     high: float = 2.5  # H₁ at and above which only `least_drop` may
@@ -61,13 +64,13 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     if name == "paper":
         laws += [LAWS["paper"](target=gains.target), PaperPruning(threshold=gains.high)]
         laws += [SCHEDULES["paper"](width)] if width else []
-        return Preset(chain(*laws), Selection(dense_layers=0), width)
+        return Preset(chain(*laws), Selection(dense_layers=0), width)  # as printed: coarse blocks, no guards
     if name in ("micro", "full"):
         laws.append(temperature(gains))
     if name in ("meso", "full"):
         least = min(gains.least_drop, gains.drop)
         laws.append(Pruning(most=gains.drop, least=least, low=gains.low, high=gains.high))
-        selection = Selection(dense_layers=1)
+        selection = FINE
     if name in ("macro", "full") and width:
         law = SCHEDULES[gains.schedule]
         laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))
