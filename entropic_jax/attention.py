@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from .cache import Cache, Layer
 from .pallas import paged_attention
-from .pallas.paged_attention.reference import prefill
 from .selection import Reader
 
 UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
@@ -177,7 +176,7 @@ def read(
     own = step.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
     if n > 1:
-        out = prefill(q, layer.keys, layer.values, table, first, step.start, last)
+        out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, step.start, last)
     elif reader is not None:
         out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]
     else:

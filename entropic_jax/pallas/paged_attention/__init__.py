@@ -26,7 +26,10 @@ list, see `Rules` and the reference.
 returns `Choice`. A back end that cannot serve a case raises NotImplementedError with the reason.
 """
 
+import importlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -34,9 +37,29 @@ from ..dispatch import first_that_accepts
 from . import cpu, cpu_choose, cpu_write, reference
 from .reference import Choice, Partial, Rules, Summary
 
-__all__ = ["Choice", "Partial", "Rules", "Summary", "choose", "decode", "write"]
+__all__ = ["Choice", "Partial", "Rules", "Summary", "choose", "decode", "prefill", "write"]
 
-DECODE = {"cpu": cpu.decode, "xla": reference.decode}
+
+def _on(device: str, name: str, also: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """`name` of the module for a kind of device, imported where it is needed or asked for."""
+    module = f"{name}_{device}" if name != "decode" else device
+
+    def call(*arguments: Any) -> Any:
+        if jax.default_backend() != device and os.environ.get("ENTROPIC_KERNELS") not in (device, *also):
+            raise NotImplementedError(f"the default device is no {device.upper()}")
+        return getattr(importlib.import_module(f".{module}", __name__), name)(*arguments)
+
+    return call
+
+
+DECODE = {
+    "tpu": _on("tpu", "decode", ("interpret",)),
+    "gpu": _on("gpu", "decode"),
+    "cpu": cpu.decode,
+    "xla": reference.decode,
+}
+PREFILL = {"tpu": _on("tpu", "prefill", ("interpret",)), "xla": reference.prefill_listed}
+WRITE = {"tpu": _on("tpu", "write", ("interpret",)), "cpu": cpu_write.write}
 CHOOSE = {"cpu": cpu_choose.choose, "xla": reference.choose}
 
 
@@ -59,6 +82,16 @@ def _backward(saved, gradient):
 decode.defvjp(_forward, _backward)
 
 
+def prefill(q, keys, values, table, index, count, first, query, last):
+    """Causal attention of several queries per row, q `[rows, kv_heads, group, n, head_dim]`; q's shape.
+
+    Query i of a row stands at position `query[row] + i` and sees positions from `first[row, i]` to its own,
+    of the listed pages; the rest as `decode`.
+    """
+    call = first_that_accepts("paged_prefill", PREFILL)
+    return call(q, keys, values, table, index, count, first, query, last)
+
+
 def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
     """The result of the first back end that accepts."""
     call = first_that_accepts("choose_pages", CHOOSE)
@@ -72,9 +105,11 @@ def write(tiles, summaries, k, v, page, slot):
     `[rows, kv_heads, head_dim]`; page, slot int32 `[rows]`: where they go. Slot 0 starts a page, and its
     summaries. Returns what tiles and summaries have become.
     """
-    if os.environ.get("ENTROPIC_KERNELS", "cpu") != "cpu":
-        return None
-    try:
-        return cpu_write.write(tiles, summaries, k, v, page, slot)
-    except NotImplementedError:
-        return None
+    named = os.environ.get("ENTROPIC_KERNELS")
+    for name, back_end in WRITE.items():
+        if named is None or named in (name, "interpret"):
+            try:
+                return back_end(tiles, summaries, k, v, page, slot)
+            except NotImplementedError:
+                continue
+    return None

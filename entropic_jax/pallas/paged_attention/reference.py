@@ -246,6 +246,13 @@ def prefill(q, keys, values, table, first, query, last):
     return out.reshape(rows, kv_heads, group, n, head_dim)
 
 
+def prefill_listed(q, keys, values, table, index, count, first, query, last):
+    """`prefill` in the form of the package's contract; every page is read."""
+    if index is not None:
+        raise NotImplementedError("lists of pages: the reference reads every page when it prefills")
+    return prefill(q, keys, values, table, first, query, last)
+
+
 def gathered(q, keys, values, table, index, count, first, last, gate=None) -> Partial:
     """`decode` without a loop of unknown length, so that it can be differentiated; reads every page.
 

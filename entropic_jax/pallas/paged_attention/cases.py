@@ -1,0 +1,146 @@
+"""The cases that every back end of paged attention is checked on.
+
+What no result may depend on is NaN: pages that no row owns, pages that are not listed, and the slots of a
+page outside of `first` and `last`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Case(NamedTuple):
+    """A shape, and which of its pages are listed."""
+
+    rows: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    page: int
+    per_row: int  # most pages of a row
+    kept: float | None = None  # share of the pages that is listed per head; None: no list, every page
+    window: bool = False  # half of the rows see only their newest positions
+    dtype: str = "float32"
+    soft_cap: float | None = None
+
+    @property
+    def name(self) -> str:
+        listed = "all" if self.kept is None else f"kept{self.kept:g}"
+        parts = [
+            f"{self.rows}x{self.kv_heads}x{self.group}x{self.head_dim}",
+            f"page{self.page}x{self.per_row}",
+        ]
+        parts += [listed, self.dtype] + ["window"] * self.window + ["cap"] * (self.soft_cap is not None)
+        return "-".join(parts)
+
+
+class Arguments(NamedTuple):
+    """Those of `decode`, as NumPy arrays."""
+
+    q: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    table: np.ndarray
+    index: np.ndarray | None
+    count: np.ndarray | None
+    first: np.ndarray
+    last: np.ndarray
+
+
+# Small enough for an interpreter; every row of a case has another length, and one is empty.
+SMALL = (
+    Case(3, 2, 4, 128, 16, 5),
+    Case(3, 2, 4, 128, 16, 6, kept=0.5),
+    Case(2, 1, 1, 128, 32, 4, kept=1.0, window=True),
+    Case(2, 2, 16, 128, 16, 4, kept=0.5, window=True, dtype="bfloat16"),
+    Case(2, 2, 7, 256, 16, 3, dtype="bfloat16", window=True),
+    Case(3, 2, 2, 64, 16, 4, kept=0.5, dtype="bfloat16"),
+    Case(2, 2, 2, 128, 16, 4, kept=0.6, soft_cap=2.0),
+    Case(2, 1, 3, 128, 256, 3, kept=0.7, dtype="bfloat16"),
+)
+
+# What models have; too large for an interpreter, for compilers and hardware.
+LARGE = tuple(
+    Case(rows, kv_heads, group, head_dim, page, context // page, kept, dtype=dtype)
+    for rows, kv_heads, group, head_dim, page, context, kept, dtype in (
+        (64, 8, 4, 128, 128, 8192, None, "bfloat16"),
+        (64, 8, 4, 128, 128, 8192, 0.25, "bfloat16"),
+        (4, 8, 4, 128, 128, 131072, 0.25, "bfloat16"),
+        (1, 8, 16, 128, 64, 131072, None, "bfloat16"),
+        (8, 4, 1, 128, 16, 16384, 0.25, "bfloat16"),
+        (2, 8, 4, 128, 16, 131072, 0.25, "bfloat16"),
+        (8, 2, 8, 256, 256, 32768, 0.25, "bfloat16"),
+        (8, 8, 4, 64, 64, 8192, 0.25, "bfloat16"),
+        (8, 4, 2, 128, 64, 16384, 0.25, "float32"),
+    )
+)
+
+
+def build(case: Case, seed: int = 0) -> Arguments:
+    """The arguments of one case."""
+    rng = np.random.default_rng(seed)
+    rows, kv_heads, size, most = case.rows, case.kv_heads, case.page, case.per_row
+    pool = rows * most + 1
+    shape = (pool, kv_heads, size, case.head_dim)
+    keys, values = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((rows, kv_heads, case.group, case.head_dim)) * case.head_dim**-0.5
+    table = rng.permutation(pool - 1).reshape(rows, most).astype(np.int32)
+    last = rng.integers(1, most * size + 1, rows)
+    last[0] = most * size - rng.integers(0, size)
+    if rows > 1:
+        last[-1] = 0
+    first = np.zeros(rows, np.int64)
+    if case.window:
+        first = np.where(np.arange(rows) % 2 == 0, np.maximum(last - 2 * size + size // 3, 0), 0)
+    index = count = None
+    if case.kept is not None:
+        index = np.zeros((rows, kv_heads, most), np.int32)
+        count = np.zeros((rows, kv_heads), np.int32)
+        for row in range(rows):
+            pages = -(-last[row] // size)
+            for head in range(kv_heads):
+                kept = np.flatnonzero(rng.random(pages) < case.kept)
+                count[row, head] = kept.size
+                index[row, head] = np.pad(kept, (0, most - kept.size))
+    read = seen(case, table, index, count, first, last)
+    keys[~read], values[~read] = np.nan, np.nan
+    q, keys, values = (x.astype(jnp.dtype(case.dtype)) for x in (q, keys, values))
+    return Arguments(q, keys, values, table, index, count, first.astype(np.int32), last.astype(np.int32))
+
+
+def seen(case: Case, table, index, count, first, last) -> np.ndarray:
+    """Which slots of the pool are attended to: bool `[pool, kv_heads, page]`."""
+    pool = case.rows * case.per_row + 1
+    read = np.zeros((pool, case.kv_heads, case.page), bool)
+    position = np.arange(case.page)
+    for row in range(case.rows):
+        for head in range(case.kv_heads):
+            entries = range(case.per_row) if index is None else index[row, head, : count[row, head]]
+            for entry in entries:
+                at = entry * case.page + position
+                read[table[row, entry], head] |= (at >= first[row]) & (at < last[row])
+    return read
+
+
+def exact(case: Case, arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
+    """The output and the log-sum-exp in float64, by their definition."""
+    q, keys, values, table, index, count, first, last = arguments
+    out = np.zeros(q.shape)
+    log_sum = np.full(q.shape[:3], -np.inf)
+    read = seen(case, table, index, count, first, last)
+    for row in range(case.rows):
+        for head in range(case.kv_heads):
+            mask = read[table[row], head]  # of one row's own pages: no two rows share one here
+            if not mask.any():
+                continue
+            k, v = (x[table[row], head][mask].astype(np.float64) for x in (keys, values))
+            score = q[row, head].astype(np.float64) @ k.T
+            if case.soft_cap is not None:
+                score = case.soft_cap * np.tanh(score / case.soft_cap)
+            top = score.max(-1, keepdims=True)
+            weight = np.exp(score - top)
+            total = weight.sum(-1, keepdims=True)
+            out[row, head] = weight / total @ v
+            log_sum[row, head] = (top + np.log(total))[:, 0]
+    return out, log_sum

@@ -1,0 +1,342 @@
+"""Paged attention on a TPU (Pallas Mosaic).
+
+Pools stay in HBM; tiles of listed pages are copied to VMEM, a chunk of them while the one before is
+attended to, across the borders of lists. The chunks of a list are dealt alternately to two grid steps, which
+the two cores of a v4 or v5p run at once and a single core one after the other; each step keeps its share of
+a list in one online softmax, and the two shares are merged at the end. Which share a chunk belongs to
+depends on its list alone, so a row has the same bits whatever its neighbours.
+"""
+
+import os
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .reference import NEGATIVE, Partial
+from .split import lists_of, merge
+
+CHUNK_BYTES = 1 << 21  # of K and V together, in one of the two slots of VMEM
+BLOCK = 512  # positions per step of the softmax
+LANES = 128
+SHARES = 2  # of each list
+SCALARS = 1 << 19  # bytes of SMEM for lists; rows beyond go into another call
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    lists: int
+    most: int  # entries of a list
+    per_row: int  # lists of a row
+    heads: int  # of one list: all are fetched at once
+    page: int
+    head_dim: int
+    pages: int  # of a chunk
+    block: int  # pages per step of the softmax
+    soft_cap: float | None
+
+
+class Item(NamedTuple):
+    """A chunk of a list; past the last list there is none."""
+
+    list: Any
+    chunk: Any
+
+
+def decode(
+    q, keys, values, table, index, count, first, last, *, soft_cap: float | None = None, interpret=None
+) -> Partial:
+    """See the package; scores are `soft_cap · tanh(score / soft_cap)` where that is given.
+
+    `interpret`: `pltpu.InterpretParams`, to run on any platform.
+    """
+    interpret = accept(q, keys, values, interpret)
+    rows, kv_heads, group, head_dim = q.shape
+    size = keys.shape[2]
+    sublanes = sublanes_of(q.dtype)
+    lists = lists_of(table, index, count, first, last, size)
+    _, per_row, most = lists.pages.shape
+    heads = kv_heads // per_row
+    tile = 2 * size * head_dim * q.dtype.itemsize  # of one page and head
+    if heads * tile > CHUNK_BYTES:  # too many heads to fetch at once: each has a list of its own
+        lists = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, 1), lists)
+        per_row, heads = kv_heads, 1
+    block = max(1, min(BLOCK // size, most))
+    pages = max(1, min(CHUNK_BYTES // (heads * tile), most) // block) * block
+    shape = Shape(rows * per_row, most, per_row, heads, size, head_dim, pages, block, soft_cap)
+
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % sublanes), (0, 0)))
+    at_once = SCALARS // (4 * per_row * (most + 4))  # rows
+    if at_once == 0:
+        raise NotImplementedError(f"{per_row} lists of {most} pages per row: {SCALARS} bytes are accepted")
+    parts = []
+    for start in range(0, rows, at_once):
+        some = slice(start, start + at_once)
+        mine = jax.tree.map(lambda x, some=some: x[some], lists)
+        parts.append(_call(shape, q[some], keys, values, mine, interpret))
+    out, log_sum, held = (jnp.concatenate(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+    out, log_sum = merge(out[..., :group, :], log_sum[..., :group], held)
+    return Partial(out.astype(q.dtype), log_sum)
+
+
+def accept(q, keys, values, interpret=None):
+    """How to run, if at all: False, or parameters of the interpreter."""
+    named = os.environ.get("ENTROPIC_KERNELS")
+    if interpret is None and named == "interpret":
+        interpret = pltpu.InterpretParams()
+    if interpret is None and named != "tpu" and jax.default_backend() != "tpu":
+        raise NotImplementedError("the default device is not a TPU")
+    if {q.dtype, keys.dtype, values.dtype} not in ({jnp.dtype("float32")}, {jnp.dtype("bfloat16")}):
+        raise NotImplementedError(f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: one of float32, bfloat16")
+    size, head_dim = keys.shape[2:]
+    if head_dim % LANES:
+        raise NotImplementedError(
+            f"head_dim {head_dim} is no multiple of {LANES}: each call would copy the whole pool"
+        )
+    if size % sublanes_of(q.dtype):
+        raise NotImplementedError(f"page_size {size} is no multiple of {sublanes_of(q.dtype)}: {q.dtype}")
+    return False if interpret is None else interpret
+
+
+def sublanes_of(dtype) -> int:
+    """Rows of a tile of the registers."""
+    return 32 // dtype.itemsize
+
+
+def _call(shape: Shape, q, keys, values, lists, interpret):
+    """The parts of some rows: out, log_sum and held, with axes `[rows, kv_heads, shares, …]`."""
+    rows, kv_heads, group, head_dim = q.shape
+    heads, per_row = shape.heads, shape.per_row
+    shape = shape._replace(lists=rows * per_row)
+    q = q.reshape(shape.lists, heads, group, head_dim)
+    ends = jnp.stack([lists.begin, lists.stop, lists.low, lists.high])
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    buffer = (2, shape.pages, heads, shape.page, head_dim)
+    length = shape.pages * shape.page
+    work = rows * kv_heads * shape.most * shape.page * head_dim
+    out, log_sum = pl.pallas_call(
+        partial(_kernel, shape),
+        out_shape=(
+            jax.ShapeDtypeStruct((shape.lists, SHARES, heads, group, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((shape.lists, SHARES, group, LANES), jnp.float32),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(SHARES,),
+            in_specs=[anywhere] * 3,
+            out_specs=(anywhere, anywhere),
+            scratch_shapes=[
+                pltpu.VMEM(buffer, keys.dtype),
+                pltpu.VMEM(buffer, values.dtype),
+                pltpu.VMEM((2, heads, group, head_dim), q.dtype),
+                pltpu.VMEM((heads, group, LANES), jnp.float32),
+                pltpu.VMEM((heads, group, LANES), jnp.float32),
+                pltpu.VMEM((heads, group, head_dim), jnp.float32),
+                pltpu.VMEM((2, heads, group, head_dim), jnp.float32),
+                pltpu.VMEM((2, group, LANES), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * group * work,
+            bytes_accessed=2 * work * keys.dtype.itemsize,
+            transcendentals=group * work // head_dim,
+        ),
+        interpret=interpret,
+        name=f"paged_decode_{heads}x{length}",
+    )(lists.pages.reshape(-1), ends.reshape(-1), q, keys, values)
+    chunks = -(-(lists.stop - lists.begin) // shape.pages)
+    held = jnp.repeat(jnp.arange(SHARES) < chunks[..., None], heads, 1)  # [rows, kv_heads, shares]
+    out = out.reshape(rows, per_row, SHARES, heads, group, head_dim).swapaxes(2, 3)
+    log_sum = log_sum[..., :heads].reshape(rows, per_row, SHARES, group, heads).transpose(0, 1, 4, 2, 3)
+    whole = (rows, kv_heads, SHARES, group)
+    return out.reshape(*whole, head_dim), log_sum.reshape(whole), held
+
+
+def _kernel(
+    shape: Shape, pages, ends, q, keys, values, out, log_sum,
+    k_buffer, v_buffer, q_buffer, top, total, sum_of, out_buffer, log_buffer, arrived, left,
+):  # fmt: skip
+    """One share of every list: an endless belt of chunks, with the next one under way."""
+    share = pl.program_id(0)
+    lists = shape.lists
+    begin, stop, low, high = (lambda i, part=part: ends[part * lists + i] for part in range(4))
+
+    def length(item: Item):
+        """Pages in a chunk."""
+        return jnp.minimum(stop(item.list) - begin(item.list) - item.chunk * shape.pages, shape.pages)
+
+    def first_of(i):
+        return Item(i, jax.lax.rem(share + i, SHARES))
+
+    def skip(item: Item) -> Item:
+        """The item itself, or the first one that there is behind it."""
+
+        def absent(item):
+            i = jnp.minimum(item.list, lists - 1)
+            return (item.list < lists) & (item.chunk * shape.pages >= stop(i) - begin(i))
+
+        return jax.lax.while_loop(absent, lambda item: first_of(item.list + 1), item)
+
+    def copies(item: Item, slot, page):
+        """The copies of one page of a chunk: K and V of the heads of the list."""
+        place = pages[item.list * shape.most + begin(item.list) + item.chunk * shape.pages + page]
+        head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
+        copy = lambda pool, buffer: pltpu.make_async_copy(
+            pool.at[place, head], buffer.at[slot, page], arrived.at[slot]
+        )
+        return copy(keys, k_buffer), copy(values, v_buffer)
+
+    def query(item: Item, slot):
+        return pltpu.make_async_copy(q.at[item.list], q_buffer.at[slot], arrived.at[slot])
+
+    def start(item: Item, slot):
+        query(item, slot).start()
+
+        @pl.loop(0, length(item))
+        def _(page):
+            for copy in copies(item, slot, page):
+                copy.start()
+
+    def emissions(i, part, slot):
+        to = lambda buffer, result: pltpu.make_async_copy(buffer.at[slot], result.at[i, part], left.at[slot])
+        return to(out_buffer, out), to(log_buffer, log_sum)
+
+    def finish(slot):
+        for copy in emissions(0, 0, slot):  # only its size matters
+            copy.wait()
+
+    def turn(state):
+        item, slot, emitted = state
+        coming = skip(Item(item.list, item.chunk + SHARES))
+
+        @pl.when(coming.list < lists)
+        def _():
+            start(coming, _other(slot))
+
+        _await(query(item, slot))
+
+        @pl.loop(0, length(item))
+        def _(page):
+            for copy in copies(item, slot, page):
+                _await(copy)
+
+        whole = length(item)
+        ends_here = begin(item.list) + item.chunk * shape.pages + whole >= stop(item.list)
+        lowest = jnp.where(item.chunk == 0, low(item.list), 0)
+        highest = (whole - 1) * shape.page + jnp.where(ends_here, high(item.list), shape.page)
+
+        @pl.when(item.chunk < SHARES)
+        def _():
+            top[...] = jnp.full_like(top, NEGATIVE)
+            total[...] = jnp.zeros_like(total)
+            sum_of[...] = jnp.zeros_like(sum_of)
+
+        _attend(shape, lowest, highest, q_buffer.at[slot], k_buffer.at[slot], v_buffer.at[slot],
+                top, total, sum_of)  # fmt: skip
+        done = coming.list != item.list
+
+        @pl.when(done)
+        def _():
+            to = jax.lax.rem(emitted, 2)
+
+            @pl.when(emitted >= 2)
+            def _():
+                finish(to)
+
+            _normalise(shape, top, total, sum_of, out_buffer.at[to], log_buffer.at[to])
+            for copy in emissions(item.list, jax.lax.rem(item.chunk, SHARES), to):
+                copy.start()
+
+        return coming, _other(slot), emitted + done.astype(jnp.int32)
+
+    item = skip(first_of(jnp.int32(0)))
+
+    @pl.when(item.list < lists)
+    def _():
+        start(item, 0)
+
+    state = (item, jnp.int32(0), jnp.int32(0))
+    _, _, emitted = jax.lax.while_loop(lambda state: state[0].list < lists, turn, state)
+
+    for back in (1, 2):
+
+        @pl.when(emitted >= back)
+        def _(back=back):
+            finish(jax.lax.rem(emitted - back, 2))
+
+
+def _other(slot):
+    return 1 - slot
+
+
+def _await(copy):
+    copy.wait()
+
+
+def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
+    """Take positions `low ≤ p < high` of a chunk into the softmax, block by block."""
+    page, block = shape.page, shape.block
+    positions = block * page
+
+    @pl.loop(jax.lax.div(low, positions), jax.lax.div(high + positions - 1, positions))
+    def _(step):
+        start = step * positions
+        edge = (start < low) | (start + positions > high)
+        here = pl.ds(step * block, block)
+
+        @pl.when(edge)
+        def _():
+            # Zero times what lies there must not be NaN.
+            at = start + _positions((block, 1, page, shape.head_dim), 0, 2, page)
+            seen = (at >= low) & (at < high)
+            v[here] = jnp.where(seen, v[here].astype(jnp.float32), 0.0).astype(v.dtype)
+
+        for head in range(shape.heads):
+            flat = lambda x, head=head: x[here, head].reshape(positions, shape.head_dim)
+            score = product(q[head], flat(k), 1)
+            if shape.soft_cap is not None:
+                score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
+            at = start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
+            seen = (at >= low) & (at < high)
+            score = jnp.where(seen, score, NEGATIVE)
+            before = top[head]
+            after = jnp.maximum(before, score.max(1, keepdims=True))
+            weight = jnp.where(seen, jnp.exp(score - after[:, :1]), 0.0)
+            shrink = jnp.exp(before - after)
+            top[head] = after
+            total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
+            part = product(weight.astype(v.dtype), flat(v), 0)
+            sum_of[head] = sum_of[head] * shrink[:, :1] + part
+
+
+def _positions(shape, block_axis: int, slot_axis: int, page: int):
+    iota = partial(jax.lax.broadcasted_iota, jnp.int32, shape)
+    return iota(block_axis) * page + iota(slot_axis)
+
+
+def product(a, b, axis: int):
+    """A matrix product over axis 1 of a and the given axis of b; float32 to the last bits."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _normalise(shape: Shape, top, total, sum_of, out, log_sum):
+    """The attention output of a share, and ln Σ exp(score): that of head h in lane h."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, log_sum.shape, 1)
+    logs = jnp.zeros(log_sum.shape, jnp.float32)
+    for head in range(shape.heads):
+        out[head] = sum_of[head] / total[head][:, :1]
+        logs = jnp.where(lane == head, top[head] + jnp.log(total[head]), logs)
+    log_sum[...] = logs

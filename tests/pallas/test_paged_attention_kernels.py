@@ -1,0 +1,303 @@
+"""Paged attention on accelerators that are not here: interpreters against float64, and real compilers."""
+
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.pallas.paged_attention import cases, gpu, reference, split, tpu
+
+from .compilers import (
+    GENERATIONS,
+    compile_for_gpu,
+    compile_for_tpu,
+    interpreted_on_gpu,
+    interpreted_on_tpu,
+    like,
+)
+
+NAMES = [case.name for case in cases.SMALL]
+LARGE_NAMES = [case.name for case in cases.LARGE]
+SMALL_CHUNKS = {"BLOCK": 32, "CHUNK_BYTES": 1 << 15}  # several chunks per list, several steps per chunk
+TILE_32 = cases.Case(3, 2, 2, 128, 32, 6, kept=0.6, window=True)  # a tile of K is no query and no output
+GPU_CASES = (
+    cases.Case(2, 1, 3, 64, 32, 10, window=True, dtype="bfloat16", soft_cap=2.0),
+    cases.Case(2, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16"),
+    pytest.param(cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"), marks=pytest.mark.slow),
+)
+
+
+def arguments_of(case, seed=0):
+    given = cases.build(case, seed)
+    return given, jax.tree.map(jnp.asarray, given)
+
+
+def check(result, case, given):
+    out, log_sum = cases.exact(case, given)
+    # The weights of bfloat16 values are rounded to bfloat16, as the reference does.
+    tolerance = 2e-6 if case.dtype == "float32" else 2e-2
+    np.testing.assert_allclose(np.asarray(result.out, np.float64), out, atol=tolerance)
+    np.testing.assert_allclose(result.log_sum, log_sum, atol=2e-6, rtol=2e-6)
+
+
+def on_tpu(case, arguments, mode):
+    with interpreted_on_tpu(mode):
+        result = jax.jit(lambda *x: tpu.decode(*x, soft_cap=case.soft_cap))(*arguments)
+        return jax.tree.map(np.asarray, result)
+
+
+def on_gpu(case, arguments, detect_races=False):
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    interpret = params.InterpretGPUParams(detect_races=detect_races)
+    with interpreted_on_gpu(detect_races):
+        result = jax.jit(lambda *x: gpu.decode(*x, soft_cap=case.soft_cap, interpret=interpret))(*arguments)
+        return jax.tree.map(np.asarray, result)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    for name, value in SMALL_CHUNKS.items():
+        monkeypatch.setattr(tpu, name, value)
+    monkeypatch.setattr(gpu, "CHUNK", 128)
+    monkeypatch.setattr(gpu, "LISTED_CHUNK", 128)
+    monkeypatch.setattr(gpu, "BLOCKS", 1 << 20)
+
+
+@pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
+def test_the_reference_on_the_cases(case):
+    given, arguments = arguments_of(case)
+    if case.soft_cap is None:
+        check(reference.decode(*arguments), case, given)
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+@pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
+def test_tpu_in_the_interpreter(case, mode, small_chunks):
+    given, arguments = arguments_of(case)
+    try:
+        result = on_tpu(case, arguments, mode)
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    check(result, case, given)
+
+
+@pytest.mark.parametrize("scalars", [tpu.SCALARS, 300])
+def test_tpu_with_the_chunks_of_a_real_one_and_in_several_calls(scalars, monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    monkeypatch.setattr(tpu, "SCALARS", scalars)
+    given, arguments = arguments_of(TILE_32)
+    check(on_tpu(TILE_32, arguments, "late"), TILE_32, given)
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+def test_gpu_in_the_interpreter(case, small_chunks):
+    given, arguments = arguments_of(case)
+    check(on_gpu(case, arguments, detect_races=True), case, given)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda c, a: on_tpu(c, a, "late"), pytest.param(on_gpu, marks=pytest.mark.slow)]
+)
+def test_a_row_has_the_same_bits_whatever_its_neighbours(run, small_chunks):
+    case = cases.Case(3, 1, 2, 128, 16, 9, dtype="bfloat16")
+    _, arguments = arguments_of(case)
+    alone = arguments._replace(last=arguments.last.at[1:].set(jnp.asarray([0, 17])))
+    for both in zip(run(case, arguments), run(case, alone), strict=True):
+        np.testing.assert_array_equal(*(x[0] for x in both))
+
+
+# What is read.
+
+
+@contextmanager
+def copies_recorded(platform):
+    """The `(page, heads)` of every tile of 32 positions that is copied; each is copied as K and as V."""
+    where = {"tpu": ("mosaic", "interpret_pallas_call", "DMA", "execute_read"),
+             "gpu": ("mosaic_gpu", "gpu_callbacks", "DeviceLocalMemoryTransfer", "execute")}  # fmt: skip
+    package, module, owner, method = where[platform]
+    module = pytest.importorskip(f"jax._src.pallas.{package}.interpret.{module}")
+    owner = getattr(module, owner)
+    run, seen = getattr(owner, method), []
+
+    def recorded(self, *token):
+        result = run(self, *token)
+        if self.data is not None and self.data.shape[-2] == 32:
+            page, heads, *_ = module.interpret_utils.to_range(self.src_transforms)
+            heads = (heads,) if isinstance(heads, int) else range(heads.start, heads.stop)
+            seen.extend((page, head) for head in heads)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, recorded)
+        yield seen
+
+
+def listed(case, given):
+    read = cases.seen(case, *given[3:])
+    return {(int(page), int(head)) for page, head in zip(*np.nonzero(read.any(-1)), strict=True)}
+
+
+@pytest.mark.parametrize("kept", [None, 0.6])
+def test_tpu_copies_each_listed_tile_once_and_no_other(kept, small_chunks):
+    case = TILE_32._replace(kept=kept)
+    given, arguments = arguments_of(case)
+    with copies_recorded("tpu") as seen:
+        on_tpu(case, arguments, "eager")
+    assert sorted(seen) == sorted(2 * list(listed(case, given)))
+
+
+def test_gpu_copies_listed_tiles_and_no_other(small_chunks):
+    case = cases.Case(2, 2, 2, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
+    given, arguments = arguments_of(case)
+    with copies_recorded("gpu") as seen:
+        on_gpu(case, arguments)
+    assert set(seen) == listed(case, given)
+
+
+# Faults that must be found.
+
+FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
+
+
+def fetches_what_is_masked(*arguments):
+    """Lists that begin with the first page, with the window in the mask alone."""
+    lists = split.lists_of(*arguments)
+    return lists._replace(begin=jnp.zeros_like(lists.begin), low=lists.low + lists.begin * arguments[-1])
+
+
+def beyond_the_pool(*arguments):
+    lists = split.lists_of(*arguments)
+    return lists._replace(pages=lists.pages + 1)  # the last page is that of no row, and NaN
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "mode"),
+    [
+        ("_await", lambda copy: None, "late"),
+        ("_await", lambda copy: None, "eager"),
+        ("_other", lambda slot: slot, "late"),
+        ("_other", lambda slot: slot, "eager"),
+        ("lists_of", beyond_the_pool, "eager"),
+    ],
+    ids=["no-wait-late", "no-wait-eager", "one-slot-late", "one-slot-eager", "wrong-page"],
+)
+def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, monkeypatch):
+    monkeypatch.setattr(tpu, name, fault)
+    given, arguments = arguments_of(TILE_32)
+    with pytest.raises(FOUND):
+        check(on_tpu(TILE_32, arguments, mode), TILE_32, given)
+
+
+def test_a_page_out_of_range_is_found(small_chunks):
+    _, arguments = arguments_of(TILE_32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
+        on_tpu(TILE_32, arguments._replace(table=arguments.table + 19), "eager")
+
+
+def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    case = TILE_32._replace(kept=None)
+    monkeypatch.setattr(tpu, "lists_of", fetches_what_is_masked)
+    given, arguments = arguments_of(case)
+    with copies_recorded("tpu") as seen:
+        check(on_tpu(case, arguments, "eager"), case, given)  # the result does not tell
+    assert set(seen) > listed(case, given)
+
+
+def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
+    monkeypatch.setattr(gpu, "_await", lambda arrival: None)
+    case = GPU_CASES[0]
+    given, arguments = arguments_of(case)
+    with pytest.raises(FOUND):
+        check(on_gpu(case, arguments, detect_races=True), case, given)
+
+
+# Compilers.
+
+
+def abstract(case):
+    pool = like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
+    integers = lambda *shape: like(*shape, dtype=jnp.int32)
+    lists = (None, None)
+    if case.kept is not None:
+        lists = (integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads))
+    q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
+    table = integers(case.rows, case.per_row)
+    return pool, (q, pool, pool, table, *lists, integers(case.rows), integers(case.rows))
+
+
+def limit(pool) -> int:
+    """Bytes that a program may take beside its arguments: far less than a copy of the keys."""
+    return pool.size * pool.dtype.itemsize // 12
+
+
+@pytest.mark.parametrize("case", cases.LARGE, ids=LARGE_NAMES)
+@pytest.mark.parametrize(
+    "generation", [pytest.param(x, marks=[pytest.mark.slow] * (x != "v5e")) for x in GENERATIONS]
+)
+def test_tpu_compiles_without_a_copy_of_the_pool(case, generation, monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    pool, arguments = abstract(case)
+    try:
+        compiled = compile_for_tpu(tpu.decode, *arguments, generation=generation)
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    assert compiled.memory_analysis().temp_size_in_bytes < limit(pool)
+
+
+@pytest.mark.parametrize("case", cases.LARGE, ids=LARGE_NAMES)
+def test_gpu_compiles_without_a_copy_of_the_pool_and_without_spills(case, monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "gpu")
+    pool, arguments = abstract(case)
+    try:
+        program = compile_for_gpu(gpu.decode, *arguments)
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    assert program.compiled.memory_analysis().temp_size_in_bytes < limit(pool)
+    (kernel,) = program.kernels
+    assert (kernel.spilled, kernel.stack, kernel.warnings) == (0, 0, ())
+
+
+# What is declined, and parts.
+
+
+@pytest.mark.parametrize(
+    ("back_end", "named", "change", "reason"),
+    [
+        (tpu, None, {}, "not a TPU"),
+        (gpu, None, {}, "not a Hopper GPU"),
+        (tpu, "tpu", {"head_dim": 64}, "head_dim 64"),
+        (tpu, "tpu", {"page": 24}, "page_size 24"),
+        (tpu, "tpu", {"dtype": "float16"}, "float16"),
+        (gpu, "gpu", {"dtype": "float32"}, "float32"),
+        (gpu, "gpu", {"head_dim": 96}, "head_dim 96"),
+        (gpu, "gpu", {"page": 24}, "page_size 24"),
+    ],
+)
+def test_what_is_declined_has_a_reason(back_end, named, change, reason, monkeypatch):
+    monkeypatch.delenv("ENTROPIC_KERNELS", raising=False)
+    if named:
+        monkeypatch.setenv("ENTROPIC_KERNELS", named)
+    case = cases.Case(2, 2, 2, 128, 16, 2, dtype="bfloat16")._replace(**change)
+    _, arguments = abstract(case)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(back_end.decode, *arguments)
+
+
+def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():
+    rng = np.random.default_rng(0)
+    score, value = rng.standard_normal((5, 3, 7)), rng.standard_normal((5, 7, 4))
+    weight = np.exp(score)
+    part = np.einsum("pgs,psd->pgd", weight / weight.sum(-1, keepdims=True), value)
+    log_sum = np.log(weight.sum(-1))
+    held = np.array([True, True, False, True, False])
+    whole = np.einsum("pgs,psd->gd", weight[held], value[held]) / weight[held].sum((0, 2))[:, None]
+    part[~held], log_sum[~held] = np.nan, np.nan
+    merged = split.merge(*(jnp.asarray(x, jnp.float32) for x in (part, log_sum)), jnp.asarray(held))
+    np.testing.assert_allclose(merged.out, whole, atol=1e-6)
+    np.testing.assert_allclose(merged.log_sum, np.log(weight[held].sum((0, 2))), atol=1e-6)
+    nothing = split.merge(*(jnp.asarray(x, jnp.float32) for x in (part, log_sum)), jnp.zeros(5, bool))
+    assert not nothing.out.any() and np.isneginf(nothing.log_sum).all()

@@ -1,0 +1,169 @@
+"""Prefill and the write of new keys and values on a TPU that is not here: interpreters and real compilers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.pallas.paged_attention import cases, prefill_tpu, write_tpu
+
+from .compilers import GENERATIONS, compile_for_tpu, interpreted_on_tpu, like
+
+FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
+QUERIES = 41  # of a row: two blocks, the second of which is not full
+SMALL = (
+    cases.Case(3, 2, 2, 128, 16, 7, window=True),
+    cases.Case(3, 2, 2, 128, 16, 7, kept=0.6),
+    cases.Case(2, 1, 4, 128, 32, 4, kept=0.6, window=True, dtype="bfloat16"),
+)
+EACH_GENERATION = [pytest.param(x, marks=[pytest.mark.slow] * (x != "v5e")) for x in GENERATIONS]
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 16, "QUERIES": 32}.items():
+        monkeypatch.setattr(prefill_tpu, name, value)
+
+
+def run(function, mode, *arguments):
+    with interpreted_on_tpu(mode):
+        traced_anew = lambda *x: function(*x)
+        return jax.tree.map(np.asarray, jax.jit(traced_anew)(*jax.tree.map(jnp.asarray, arguments)))
+
+
+def prefill_case(case):
+    given = cases.build(case._replace(window=False))  # earlier queries see what the window of the last leaves
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((case.rows, case.kv_heads, case.group, QUERIES, case.head_dim))
+    q = (q * case.head_dim**-0.5).astype(given.q.dtype)
+    query = np.maximum(given.last - QUERIES, 0).astype(np.int32)
+    own = query[:, None] + np.arange(QUERIES, dtype=np.int32)
+    first = np.maximum(own - 24, 0) if case.window else np.zeros_like(own)
+    return (q, *given[1:6], first, query, given.last)
+
+
+def exact(q, keys, values, table, index, count, first, query, last):
+    """Its definition, in float64."""
+    out = np.zeros(q.shape)
+    size = keys.shape[2]
+    for row, head in np.ndindex(q.shape[:2]):
+        listed = np.arange(table.shape[1]) if index is None else index[row, head, : count[row, head]]
+        if len(listed) == 0:
+            continue
+        position = (listed[:, None] * size + np.arange(size)).reshape(-1)
+        flat = lambda x: x[table[row, listed], head].reshape(-1, q.shape[-1]).astype(np.float64)
+        k, v = flat(keys), flat(values)
+        for i in range(q.shape[3]):
+            seen = (position >= first[row, i]) & (position <= query[row] + i) & (position < last[row])
+            if seen.any():
+                score = q[row, head, :, i].astype(np.float64) @ k[seen].T
+                weight = np.exp(score - score.max(-1, keepdims=True))
+                out[row, head, :, i] = weight / weight.sum(-1, keepdims=True) @ v[seen]
+    return out
+
+
+def check_prefill(case, mode):
+    arguments = prefill_case(case)
+    tolerance = 2e-6 if case.dtype == "float32" else 2e-2
+    result = run(prefill_tpu.prefill, mode, *arguments)
+    np.testing.assert_allclose(result.astype(np.float64), exact(*arguments), atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_prefill_in_the_interpreter(case, mode):
+    check_prefill(case, mode)
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+@pytest.mark.parametrize(("name", "fault"), [("_await", lambda copy: None), ("_slot", lambda chunk: 0)])
+def test_faults_of_prefill_are_found(name, fault, mode, monkeypatch):
+    monkeypatch.setattr(prefill_tpu, name, fault)
+    with pytest.raises(FOUND):
+        check_prefill(SMALL[0], mode)
+
+
+def write_case(dtype, rows=5, kv_heads=2, size=32, head_dim=128, pool=9):
+    """Row 0 begins a page that holds NaN, row 1 writes nothing, the others go on."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    tiles = [normal(pool, kv_heads, size, head_dim).astype(dtype) for _ in range(2)]
+    summaries = [*(normal(pool, kv_heads, head_dim) for _ in range(3)), np.abs(normal(pool, kv_heads))]
+    page, slot = np.array([3, pool - 1, 0, 7, 5], np.int32), np.array([0, 4, 31, 17, 15], np.int32)
+    for x in (*tiles, *summaries):
+        x[3] = np.nan
+    k, v = (normal(rows, kv_heads, head_dim).astype(dtype) for _ in range(2))
+    return tuple(tiles), tuple(summaries), k, v, page, slot
+
+
+def check_write(dtype, mode):
+    arguments = write_case(dtype)
+    (keys, values), summaries, k, v, page, slot = arguments
+    summaries = [x.copy() for x in summaries]
+    keys, values = keys.copy(), values.copy()
+    for row, (p, s) in enumerate(zip(page, slot, strict=True)):
+        if p == len(keys) - 1:
+            continue
+        keys[p, :, s], values[p, :, s] = k[row], v[row]
+        key = k[row].astype(np.float32)
+        norm = np.linalg.norm(v[row].astype(np.float32), axis=-1)
+        folds = (np.minimum, np.maximum, np.add, np.maximum)
+        for summary, fold, x in zip(summaries, folds, (key, key, key, norm), strict=True):
+            summary[p] = x if s == 0 else fold(summary[p], x)
+    tiles, written = run(write_tpu.write, mode, *arguments)
+    for ours, theirs in zip(tiles, (keys, values), strict=True):
+        np.testing.assert_array_equal(ours.astype(np.float32), theirs.astype(np.float32))
+    for ours, theirs in zip(written, summaries, strict=True):
+        np.testing.assert_allclose(ours[:-1], theirs[:-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_write_in_the_interpreter(dtype, mode):
+    check_write(dtype, mode)
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+def test_a_write_that_does_not_wait_is_found(mode, monkeypatch):
+    monkeypatch.setattr(write_tpu, "_await", lambda copy: None)
+    with pytest.raises(FOUND):
+        check_write(jnp.float32, mode)
+
+
+@pytest.mark.parametrize("generation", EACH_GENERATION)
+@pytest.mark.parametrize("case", cases.LARGE, ids=lambda case: case.name)
+def test_prefill_compiles_without_a_copy_of_the_pool(case, generation, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
+    n = 512
+    pool = like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
+    integers = lambda *shape: like(*shape, dtype=jnp.int32)
+    lists = (None, None)
+    if case.kept is not None:
+        lists = (integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads))
+    q = like(case.rows, case.kv_heads, case.group, n, case.head_dim, dtype=case.dtype)
+    first, query = integers(case.rows, n), integers(case.rows)
+    arguments = (q, pool, pool, integers(case.rows, case.per_row), *lists, first, query, query)
+    try:
+        compiled = compile_for_tpu(prefill_tpu.prefill, *arguments, generation=generation)
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    size = lambda x: x.size * x.dtype.itemsize
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert taken < size(pool) // 12 + 3 * size(q) + 4 * first.size * 128
+
+
+@pytest.mark.parametrize("generation", EACH_GENERATION)
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(8, "bfloat16"), (1, "bfloat16"), (2, "float32")])
+def test_write_compiles_and_happens_in_place(kv_heads, dtype, generation):
+    rows, pages, page = 64, 2049, 64
+    pool = like(pages, kv_heads, page, 128, dtype=dtype)
+    summary, norm = like(pages, kv_heads, 128), like(pages, kv_heads)
+    new, integers = like(rows, kv_heads, 128, dtype=dtype), like(rows, dtype=jnp.int32)
+    arguments = ((pool, pool), (summary, summary, summary, norm), new, new, integers, integers)
+    compiled = compile_for_tpu(write_tpu.write, *arguments, generation=generation, donate_argnums=(0, 1))
+    memory = compiled.memory_analysis()
+    size = lambda x: x.size * x.dtype.itemsize
+    assert memory.alias_size_in_bytes >= 2 * size(pool) + 3 * size(summary)
+    assert memory.temp_size_in_bytes < size(pool) // 12
