@@ -137,7 +137,7 @@ def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
         kept = np.zeros(gate.shape[-1])
         kept[np.asarray(choice.index[row, head, : choice.count[row, head]])] = 1
         real = np.asarray(known.real[row, 0])
-        assert (np.abs(gate[row, head] - kept)[real] > 1e-3).sum() <= 1
+        assert (np.abs(gate[row, head] - kept)[real] > 0.05).sum() <= 1
     reached = (gate * np.asarray(known.weight)).sum(-1)
     np.testing.assert_allclose(reached, 0.6, atol=1e-4)
 
