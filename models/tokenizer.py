@@ -196,7 +196,7 @@ class Detokenizer:
         for cut in range(count - 1, count - 1 - LONGEST_CHARACTER, -1):
             if self._decode(self._waiting[:cut]) + self._decode(self._waiting[cut:]) == whole:
                 return cut
-        return 0
+        return count - LONGEST_CHARACTER  # no cut is clean: what waits stays short
 
     def _release(self, count: int) -> str:
         if not count:
