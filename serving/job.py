@@ -9,7 +9,7 @@ from .request import Request
 from .transcript import Token, Usage
 
 
-class QueueFull(Exception):
+class QueueFullError(Exception):
     """The engine takes no more jobs now; `retry_after` says in how many seconds it may."""
 
     def __init__(self, retry_after: float) -> None:
@@ -68,9 +68,7 @@ class Delta(NamedTuple):
     error: str | None = None
     usage: Usage | None = None  # with the last
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    summary: Mapping[
-        str, float
-    ] = {}  # with the last: entropic_time, mean_entropy, kept_fraction, certificate
+    summary: Mapping[str, float] = {}  # with the last: entropic_time, mean_entropy, …
 
 
 class Ticket(Protocol):
@@ -92,7 +90,7 @@ class JobEngine(Protocol):
     """The engine as a front end sees it. Every method may be called from any thread."""
 
     def submit(self, job: Job) -> Ticket:
-        """Take a job. Raises QueueFull, or RequestError where the model cannot serve it."""
+        """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
 
     def ready(self) -> bool:
         """Whether the programs are compiled and jobs run at full speed."""
