@@ -1,0 +1,195 @@
+"""When requests arrive and how long they are: drawn from a law, or read from a trace."""
+
+import csv
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..request import RequestError
+
+BLOCK = 512  # tokens of a block that Mooncake's traces give a name to
+
+
+class Arrival(NamedTuple):
+    """A request to come."""
+
+    time: float  # seconds from the start of the run
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()  # names of the prompt's blocks of BLOCK tokens; equal names, equal tokens
+
+
+class Lengths(NamedTuple):
+    """A distribution of lengths in tokens, by what is published of it."""
+
+    median: float
+    mean: float
+    p99: float
+
+
+class Published(NamedTuple):
+    """What is published of a trace: enough to draw one like it."""
+
+    rate: float | None  # requests per second; None: not given, ask the user
+    cv: float  # standard deviation of the gaps between arrivals, over their mean
+    prompt: Lengths
+    output: Lengths
+
+
+# Azure's traces of 2023 (Patel et al., Splitwise, 2024).
+PUBLISHED = {
+    "azure-conversation": Published(5.5, 1.1, Lengths(1020, 1155, 4142), Lengths(129, 211, 601)),
+    "azure-code": Published(None, 13.2, Lengths(1469, 2048, 7436), Lengths(13, 28, 251)),
+}
+
+
+def times(count: int, rate: float, cv: float, random: np.random.Generator) -> np.ndarray:
+    """Times of `count` arrivals, seconds, the first at 0.
+
+    The gaps are drawn from a Gamma law with coefficient of variation `cv` (1: Poisson arrivals; 0: a clock)
+    and scaled so that the run lasts `count / rate` seconds: a bursty law would otherwise give runs of very
+    different rates.
+    """
+    if cv == 0:
+        return np.arange(count) / rate
+    gaps = random.gamma(1 / cv**2, size=count)
+    gaps = gaps if gaps.sum() > 0 else np.ones(count)
+    return np.concatenate([[0.0], np.cumsum(gaps)[:-1]]) * (count / rate / gaps.sum())
+
+
+def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.ndarray:
+    """Lengths whose median, mean and 99th percentile are those of the law, int64 `[count]`, at least 1.
+
+    The logarithm is symmetric about its median, ln q(u) = ln p50 ± (ln p99 − ln p50)·min(s^κ, 1.2) with
+    s = |2u − 1| / 0.98, where 1.2 keeps the last hundredth from running away. The one free number, κ, is
+    found from the mean. Raises ValueError where no κ gives that mean.
+    """
+    spread = math.log(law.p99 / law.median)
+
+    def quantile(u: np.ndarray, power: float) -> np.ndarray:
+        side = 2 * u - 1
+        return law.median * np.exp(spread * np.sign(side) * np.minimum((np.abs(side) / 0.98) ** power, 1.2))
+
+    grid = (np.arange(20_000) + 0.5) / 20_000
+    low, high = 1e-3, 100.0
+    if not quantile(grid, high).mean() <= law.mean <= quantile(grid, low).mean():
+        raise ValueError(
+            f"mean is {law.mean:g}; accepted with this median and p99 is one nearer to the median"
+        )
+    for _ in range(60):
+        power = math.sqrt(low * high)
+        low, high = (power, high) if quantile(grid, power).mean() > law.mean else (low, power)
+    return np.maximum(np.rint(quantile(random.random(count), low)), 1).astype(np.int64)
+
+
+def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed: int) -> list[Arrival]:
+    """Arrivals with a published trace's statistics; `rate` and `cv` replace its own."""
+    law = PUBLISHED[name]
+    rate = rate or law.rate
+    if rate is None:
+        raise RequestError(f"--like is {name}, whose rate is not published; give --rate")
+    random = np.random.default_rng(seed)
+    return _together(
+        times(count, rate, law.cv if cv is None else cv, random),
+        draw_lengths(law.prompt, count, random),
+        draw_lengths(law.output, count, random),
+    )
+
+
+def drawn(
+    count: int, rate: float, cv: float, prompt: tuple[int, int], output: tuple[int, int], seed: int
+) -> list[Arrival]:
+    """Arrivals with lengths drawn evenly between two bounds, both included."""
+    random = np.random.default_rng(seed)
+    between = lambda bounds: random.integers(bounds[0], bounds[1] + 1, count)
+    return _together(times(count, rate, cv, random), between(prompt), between(output))
+
+
+def _together(seconds: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> list[Arrival]:
+    columns = zip(seconds, prompts, outputs, strict=True)
+    return [Arrival(float(time), int(prompt), int(output)) for time, prompt, output in columns]
+
+
+def read_trace(path: Path, count: int | None = None, rate: float | None = None) -> list[Arrival]:
+    """The first `count` requests of a trace, the first at time 0; `rate` stretches time to that mean rate.
+
+    Accepted are Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSONL
+    (timestamp in milliseconds, input_length, output_length, hash_ids). Raises RequestError with the line.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            read = _mooncake if head.lstrip().startswith("{") else _azure
+            found = []
+            for number, arrival in read(file, path):
+                if not (arrival.prompt_tokens > 0 and arrival.output_tokens >= 0):
+                    raise RequestError(
+                        f"{path}, line {number}: lengths are {arrival[1:3]}; accepted are above 0"
+                    )
+                found.append(arrival._replace(output_tokens=max(arrival.output_tokens, 1)))
+                if count is not None and len(found) >= count:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--trace is {path}: {error}") from None
+    if not found:
+        raise RequestError(f"--trace is {path}: it holds no request")
+    found.sort(key=lambda arrival: arrival.time)
+    first, last = found[0].time, found[-1].time
+    if rate is not None and last == first:
+        raise RequestError(f"--rate is {rate:g}, but every request of {path} has the same time")
+    factor = 1.0 if rate is None else (len(found) - 1) / rate / (last - first)
+    return [arrival._replace(time=(arrival.time - first) * factor) for arrival in found]
+
+
+def _azure(file, path):
+    for number, row in enumerate(csv.DictReader(file), 2):
+        try:
+            when = datetime.fromisoformat(row["TIMESTAMP"].strip()).timestamp()
+            yield number, Arrival(when, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RequestError(
+                f"{path}, line {number}: {error}; accepted are columns "
+                "TIMESTAMP, ContextTokens, GeneratedTokens"
+            ) from None
+
+
+def _mooncake(file, path):
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            blocks = tuple(int(block) for block in row.get("hash_ids", ()))
+            yield (
+                number,
+                Arrival(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), blocks),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RequestError(
+                f"{path}, line {number}: {error!r}; accepted are objects with timestamp, input_length, "
+                "output_length and hash_ids"
+            ) from None
+
+
+def fitting_factor(arrivals: list[Arrival], context: int) -> float:
+    """The greatest factor, up to 1, at which all but the longest hundredth fit into `context` tokens."""
+    totals = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
+    return min(1.0, context / float(np.quantile(totals, 0.99)))
+
+
+def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[Arrival]:
+    """Lengths times a factor, at least 1 token; what does not fit into `context` is cut, the prompt first."""
+    found = []
+    for arrival in arrivals:
+        prompt = max(1, round(arrival.prompt_tokens * factor))
+        output = max(1, round(arrival.output_tokens * factor))
+        if context is not None:
+            output = min(output, context - 1)
+            prompt = min(prompt, context - output)
+        found.append(arrival._replace(prompt_tokens=prompt, output_tokens=output))
+    return found

@@ -1,0 +1,122 @@
+"""One request to an OpenAI-compatible server, and when each of its tokens came."""
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .connection import BrokenOffError, Pool
+
+
+@dataclass
+class Outcome:
+    """What became of a request. Times are seconds of `time.perf_counter`.
+
+    `chunks` are the times at which text came and how many tokens each brought, by the server's running usage
+    where it gives one, else one a chunk.
+    """
+
+    due: float  # when it was to be sent; what it waited in the client counts
+    sent: float
+    prompt_tokens: int
+    wanted: int  # output tokens asked for
+    ended: float = 0.0
+    output_tokens: int = 0
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    error: str | None = None  # its kind; None where all went well
+    detail: str = ""  # the error in the server's words, for a person
+
+    def as_json(self, start: float) -> dict[str, Any]:
+        """A tree of what JSON can hold, times counted from `start`."""
+        tree = asdict(self)
+        for name in ("due", "sent", "ended"):
+            tree[name] = round(tree[name] - start, 6)
+        tree["chunks"] = [[round(when - start, 6), tokens] for when, tokens in self.chunks]
+        return tree
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, and what every request to it says besides its prompt and length."""
+
+    pool: Pool
+    model: str
+    timeout: float  # seconds, of one request
+    body: dict[str, Any]  # sent along: sampling, extensions
+
+    async def complete(
+        self, prompt: list[int] | str, prompt_tokens: int, output_tokens: int, due: float | None = None
+    ) -> Outcome:
+        """Stream one completion. Whatever goes wrong is in the outcome."""
+        sent = time.perf_counter()
+        outcome = Outcome(sent if due is None else due, sent, prompt_tokens, output_tokens)
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "ignore_eos": True,
+            **self.body,
+        }
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self._stream(body, outcome)
+        except TimeoutError:
+            outcome.error, outcome.detail = "timeout", f"after {self.timeout:g} s"
+        except ConnectionRefusedError as error:
+            outcome.error, outcome.detail = "refused", str(error)
+        except BrokenOffError as error:
+            outcome.error, outcome.detail = "broken off", str(error)
+        except OSError as error:
+            outcome.error, outcome.detail = "connection", str(error)
+        except ValueError as error:
+            outcome.error, outcome.detail = "not JSON", str(error)
+        outcome.ended = time.perf_counter()
+        return outcome
+
+    async def _stream(self, body: dict[str, Any], outcome: Outcome) -> None:
+        response = await self.pool.send("POST", "/v1/completions", body)
+        try:
+            if response.status != 200:
+                outcome.detail = (await response.read()).decode("utf-8", "replace")[:500]
+                outcome.error = f"HTTP {response.status}"
+                return
+            done = False
+            async for line in response.lines():
+                now = time.perf_counter()
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    done = True
+                    continue  # to the end of the body, so that the connection can be used again
+                note(json.loads(data), outcome, now)
+            if outcome.error is None and not done:
+                outcome.error, outcome.detail = "broken off", "the stream ended without [DONE]"
+        finally:
+            response.close()
+
+
+def note(event: dict[str, Any], outcome: Outcome, now: float) -> None:
+    """Add an event of the stream to the outcome."""
+    if event.get("error"):
+        error = event["error"]
+        outcome.error = "error in the stream"
+        outcome.detail = str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+        return
+    usage = event.get("usage") or {}
+    if choices := event.get("choices"):
+        # A chunk without text may only name the finish reason, or hold tokens that complete no character.
+        spoken = bool(choices[0].get("text"))
+        counted = usage.get("completion_tokens")
+        new = int(spoken) if counted is None else counted - outcome.output_tokens
+        if new > 0 or spoken:
+            outcome.chunks.append((now, max(new, 0)))
+            outcome.output_tokens += max(new, 0)
+        if choices[0].get("finish_reason") in ("error", "abort"):
+            outcome.error = f"finish_reason {choices[0]['finish_reason']}"
+    elif "completion_tokens" in usage:  # the last chunk knows what all of it came to
+        outcome.output_tokens = usage["completion_tokens"]
+    outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens

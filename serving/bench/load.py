@@ -1,0 +1,75 @@
+"""Sends a list of requests: at their times whatever the server does, or a fixed number at once."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from .arrivals import Arrival
+from .client import Outcome, Target
+from .prompts import Prompts
+
+Progress = Callable[[Outcome], object]
+
+
+async def open_loop(
+    target: Target, arrivals: list[Arrival], prompts: Prompts, progress: Progress = lambda outcome: None
+) -> list[Outcome]:
+    """Every request goes out at its time, however many are unanswered; outcomes in the order of arrival.
+
+    Latencies count from the time a request was due, so that a client or a listen queue that falls behind
+    does not flatter the server.
+    """
+    made = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
+    start = time.perf_counter() + 0.05
+
+    async def one(index: int, due: float) -> Outcome:
+        arrival = arrivals[index]
+        outcome = await target.complete(made[index], arrival.prompt_tokens, arrival.output_tokens, due)
+        progress(outcome)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for index, arrival in enumerate(arrivals):
+            due = start + arrival.time
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(index, due)))
+    return [task.result() for task in tasks]
+
+
+async def closed_loop(
+    target: Target,
+    arrivals: list[Arrival],
+    prompts: Prompts,
+    concurrency: int,
+    progress: Progress = lambda outcome: None,
+) -> list[Outcome]:
+    """`concurrency` requests are always under way, until all have been sent; their times do not matter."""
+    made = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
+    outcomes: dict[int, Outcome] = {}
+    queue = iter(range(len(arrivals)))
+
+    async def worker() -> None:
+        for index in queue:  # shared by the workers: each takes the next
+            arrival = arrivals[index]
+            outcome = await target.complete(made[index], arrival.prompt_tokens, arrival.output_tokens)
+            outcomes[index] = outcome
+            progress(outcome)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(arrivals))):
+            group.create_task(worker())
+    return [outcomes[index] for index in range(len(arrivals))]
+
+
+async def warm_up(target: Target, arrivals: list[Arrival], prompts: Prompts, count: int) -> Outcome | None:
+    """Send `count` requests one after another, with prompts of their own; returns the last outcome."""
+    outcome = None
+    for index in range(count):
+        arrival = arrivals[index % len(arrivals)]._replace(blocks=())
+        prompt = prompts(len(arrivals) + index, arrival)
+        outcome = await target.complete(prompt, arrival.prompt_tokens, arrival.output_tokens)
+        if outcome.error:
+            break
+    return outcome

@@ -1,0 +1,165 @@
+"""From outcomes to figures: latencies, throughput, goodput, errors. Times in milliseconds."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..request import RequestError
+from .client import Outcome
+
+LEVELS = (50, 90, 95, 99)
+# What is measured of each request; the same names bound it in an SLO.
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "inter-token latency",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
+
+
+def first_token(outcome: Outcome) -> float | None:
+    """Milliseconds from when the request was due to its first token."""
+    return 1000 * (outcome.chunks[0][0] - outcome.due) if outcome.chunks else None
+
+
+def pauses(outcome: Outcome) -> list[float]:
+    """Milliseconds between one chunk of text and the next: what a reader sees."""
+    times = [when for when, _ in outcome.chunks]
+    return [1000 * (b - a) for a, b in pairwise(times)]
+
+
+def per_token(outcome: Outcome) -> float | None:
+    """Milliseconds per token after those of the first chunk."""
+    later = outcome.output_tokens - outcome.chunks[0][1] if outcome.chunks else 0
+    return 1000 * (outcome.chunks[-1][0] - outcome.chunks[0][0]) / later if later > 0 else None
+
+
+def whole(outcome: Outcome) -> float:
+    """Milliseconds from when the request was due to its end."""
+    return 1000 * (outcome.ended - outcome.due)
+
+
+def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Count, mean, p50, p90, p95, p99, least and greatest; None of nothing."""
+    found = np.array([value for value in values if value is not None], float)
+    if not found.size:
+        return None
+    figures = {"count": found.size, "mean": float(found.mean())}
+    figures |= {f"p{level}": float(np.percentile(found, level)) for level in LEVELS}
+    return figures | {"min": float(found.min()), "max": float(found.max())}
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """`ttft:500 itl:50 e2e:2000` (milliseconds) as a mapping; RequestError with what is accepted."""
+    bounds: dict[str, float] = {}
+    for part in text.replace(",", " ").split():
+        name, _, value = part.partition(":")
+        try:
+            bounds[name] = float(value)
+            if name not in LATENCIES or not bounds[name] > 0:
+                raise ValueError
+        except ValueError:
+            raise RequestError(
+                f"--slo holds {part}; accepted are NAME:MILLISECONDS with {', '.join(LATENCIES)}, as ttft:500"
+            ) from None
+    return bounds
+
+
+def meets(outcome: Outcome, slo: Mapping[str, float]) -> bool:
+    """Whether a request was answered in full and within every bound; `itl` bounds the p99 of its pauses."""
+    if outcome.error or not outcome.chunks:
+        return False
+    gaps = pauses(outcome)
+    figures = {
+        "ttft": first_token(outcome),
+        "itl": float(np.percentile(gaps, 99)) if gaps else None,
+        "tpot": per_token(outcome),
+        "e2e": whole(outcome),
+    }
+    return all((value := figures[name]) is None or value <= bound for name, bound in slo.items())
+
+
+def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """All figures of one run.
+
+    Latencies and throughput are of the requests that were answered in full. The run lasts from when the
+    first request was due to when the last ended. `late` is how long after it was due a request was sent:
+    where that is not small against the latencies, the client was the bottleneck.
+    """
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    seconds = max(o.ended for o in outcomes) - min(o.due for o in outcomes)
+    prompt, output = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
+    chunks = sum(len(o.chunks) for o in good)
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "requests": len(outcomes),
+        "completed": len(good),
+        "errors": dict(Counter(o.error for o in outcomes if o.error)),
+        "short": sum(o.output_tokens < o.wanted for o in good),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "tokens_per_chunk": output / chunks if chunks else None,
+        "requests_per_second": len(good) / seconds,
+        "output_tokens_per_second": output / seconds,
+        "total_tokens_per_second": (prompt + output) / seconds,
+        "ttft": distribution(first_token(o) for o in good),
+        "itl": distribution(gap for o in good for gap in pauses(o)),
+        "tpot": distribution(per_token(o) for o in good),
+        "e2e": distribution(whole(o) for o in good),
+        "late": distribution(1000 * (o.sent - o.due) for o in outcomes),
+    }
+    details = {o.error: o.detail for o in reversed(outcomes) if o.error}
+    if details:
+        found["error_examples"] = details
+    if slo:
+        within = sum(meets(outcome, slo) for outcome in outcomes)
+        found["slo"] = dict(slo)
+        found["goodput"] = within / seconds
+        found["within_slo"] = within / len(outcomes)
+    return found
+
+
+# Figures that `--compare` sets against each other: name, path in the summary, whether more is better.
+COMPARED = (
+    ("requests/s", ("requests_per_second",), True),
+    ("output tokens/s", ("output_tokens_per_second",), True),
+    ("goodput, requests/s", ("goodput",), True),
+    *(
+        (f"{name} {level}, ms", (name, level), False)
+        for name in LATENCIES
+        for level in ("mean", "p50", "p95", "p99")
+    ),
+)
+
+
+def pick(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    """A figure of a summary by its path; None where there is none."""
+    value: Any = figures
+    for name in path:
+        value = value.get(name) if value else None
+    return value
+
+
+def compared(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each figure, the medians of both servers and the ratios first ÷ second of the paired runs."""
+    rows = []
+    for name, path, more in COMPARED:
+        pairs = [(pick(a, path), pick(b, path)) for a, b in zip(first, second, strict=True)]
+        usable = [(a, b) for a, b in pairs if a is not None and b]
+        if usable:
+            ratios = [a / b for a, b in usable]
+            rows.append(
+                {
+                    "figure": name,
+                    "more_is_better": more,
+                    "first": float(np.median([a for a, _ in usable])),
+                    "second": float(np.median([b for _, b in usable])),
+                    "ratio": float(np.median(ratios)),
+                    "lowest": min(ratios),
+                    "highest": max(ratios),
+                }
+            )
+    return rows
