@@ -19,6 +19,14 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, p
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `exhaustive`, unless `-m` speaks of it."""
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True)
 def standard_promotion(request: pytest.FixtureRequest):
     """Relax type promotion where a test is marked `standard_promotion`, for libraries that rely on it."""

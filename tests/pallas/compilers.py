@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +45,19 @@ def like(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def sample(cases: Sequence[Any], *kept: int) -> list:
+    """Parameters of which those at the places `kept` are always run, the others with `-m exhaustive`."""
+    rest = pytest.mark.exhaustive
+    return [pytest.param(case, marks=() if i in kept else rest) for i, case in enumerate(cases)]
+
+
 def _need(*modules: str) -> None:
     for name in modules:
-        if importlib.util.find_spec(name) is None:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # of the package around it
+            found = False
+        if not found:
             pytest.skip(f"{name} is not installed: pip install -e '.[kernels]'")
 
 

@@ -1,0 +1,97 @@
+"""The k most probable tokens and the entropies on an NVIDIA GPU of compute capability 9.0 (Mosaic GPU).
+
+A row is cut into segments, as many as fill the chip, and each is copied whole into the shared memory of a
+warpgroup. The largest of each of 512 subsets give a floor below which none of the k largest lies; a pass over
+the segment in shared memory appends what is above it to a list of candidates, and adds all else to the sums;
+candidates are ranked by comparison with one another, and those past the k-th join the sums: no sum is a
+difference. Where more than 512 candidates remain, among ties or unlucky subsets, the floor is raised by
+bisection until they do not. The k largest of the segments are the row of a second call of the same kernel.
+
+It compiles for sm_90a without spills and agrees with float64 in the interpreter; it has not run on hardware.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .parts import LARGEST_K, Parts, check, distance, finish, shifted
+from .reference import TopkEntropy, inverse
+from .scatter import LENGTH
+from .segment import STAGES, Segments, kernel, memory
+
+LARGEST_SEGMENT = 8192  # several segments of float32 share the shared memory of a multiprocessor
+SMALLEST_SEGMENT = 2048
+LARGEST_MERGED = 32768  # what one warpgroup can hold
+FILLING = 4 * 132  # segments that fill the chip
+
+
+def topk_entropy(
+    logits: jax.Array,
+    k: int,
+    temperature: jax.Array,
+    calibration: jax.Array,
+    *,
+    size: int | None = None,
+    portable: bool = False,
+) -> TopkEntropy:
+    """See the package; `size` of a segment is chosen where not given; `portable` for the interpreter."""
+    check(logits, k)
+    rows, vocabulary = logits.shape
+    if logits.size >= 2**31:
+        raise NotImplementedError(f"{logits.size} logits: indices are 32 bits wide")
+    scales = jnp.stack([inverse(calibration), inverse(temperature)], axis=-1)
+    size = size or _size(rows, vocabulary)
+    count = pl.cdiv(vocabulary, size)
+    if count * LARGEST_K > LARGEST_MERGED:
+        raise NotImplementedError(f"{count} segments of a row: {LARGEST_MERGED // LARGEST_K} can be merged")
+    shape = Segments(rows, vocabulary, size, count, k, portable)
+    values, places, numbers = _segments(shape, logits, scales)
+    highest, sums = numbers[..., 0], numbers[..., 1:7].reshape(rows, count, 2, 3)
+    if count > 1:
+        merged = values.reshape(rows, count * LARGEST_K)
+        shape = Segments(rows, merged.shape[1], _whole(merged.shape[1]), 1, k, portable)
+        values, at, lost = _segments(shape, merged, scales)
+        places = jnp.take_along_axis(places.reshape(merged.shape), at[:, 0], axis=-1, mode="clip")
+        top = lost[..., 0]
+        moved = jnp.where(highest == -jnp.inf, 0.0, distance(highest, top))
+        parts = [shifted(sums[:, :, n], moved, scales[:, None, n]).sum(1) for n in range(2)]
+        sums = jnp.stack(parts, axis=1) + lost[:, 0, 1:7].reshape(rows, 2, 3)
+        highest = top
+    else:
+        places, sums = places[:, 0], sums[:, 0]
+    parts = Parts(values[:, 0, :k], places[:, :k], highest[:, 0], jnp.moveaxis(sums, 0, -1))
+    return finish(parts, temperature, calibration, vocabulary)
+
+
+def project(hidden, weight, k, temperature, calibration) -> TopkEntropy:
+    """Declined: on a GPU the product is a kernel of its own, and its logits pass through memory."""
+    raise NotImplementedError("the projection is not fused on a GPU")
+
+
+def _whole(length: int) -> int:
+    return pl.cdiv(length, STAGES * LENGTH) * STAGES * LENGTH
+
+
+def _size(rows: int, vocabulary: int) -> int:
+    wanted = pl.cdiv(FILLING, rows)
+    return _whole(min(max(pl.cdiv(vocabulary, wanted), SMALLEST_SEGMENT), LARGEST_SEGMENT))
+
+
+def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
+    flat = logits.reshape(-1)
+    if shape.portable:
+        # The interpreter refuses to read past the end, which a copy on a GPU cuts off or fills up.
+        flat = jnp.pad(flat, (0, shape.size))
+    out = lambda dtype: jax.ShapeDtypeStruct((shape.rows, shape.count, LARGEST_K), dtype)
+    return plgpu.kernel(
+        partial(kernel, shape),
+        out_type=(out(jnp.float32), out(jnp.int32), out(jnp.float32)),
+        grid=(shape.rows, shape.count),
+        grid_names=("row", "segment"),
+        scratch_types=tuple(memory(shape, logits.dtype)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="topk_entropy",
+    )(flat, scales.reshape(-1))

@@ -1,0 +1,75 @@
+"""Sorting and merging in the registers of a TPU: bitonic networks over the 128 lanes.
+
+Tokens are pairs of a value and an index, in the order of descending values, equal ones by ascending index.
+K. E. Batcher, Sorting networks and their applications, 1968.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+STAGES = 7  # log₂ of the lanes
+NOWHERE = 2**31 - 1  # the index of no token, whose value is −inf
+
+
+def before(value, index, other, other_index):
+    """Whether a token comes before another one."""
+    return (value > other) | ((value == other) & (index < other_index))
+
+
+def _exchange(values, indices, distance, flipped):
+    """Order each pair of lanes at a distance, a power of two; `flipped`: ascending."""
+    lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    upper = (lane & distance) != 0
+    # Lane i receives lane i ^ distance.
+    turn = lambda x: jnp.where(upper, pltpu.roll(x, distance, 1), pltpu.roll(x, LANES - distance, 1))
+    others, other_indices = turn(values), turn(indices)
+    keep = before(values, indices, others, other_indices) ^ upper ^ flipped
+    return jnp.where(keep, values, others), jnp.where(keep, indices, other_indices)
+
+
+def _exchange_from(start, values, indices, flipped):
+    """Exchange at distances 2^start, …, 2, 1. A loop: unrolled, the network takes a minute to compile."""
+    step = lambda n, pair: _exchange(pair[0], pair[1], jnp.int32(1) << (start - n), flipped)
+    return lax.fori_loop(0, start + 1, step, (values, indices))
+
+
+def _sort(values, indices, ascending):
+    """Sort every row of lanes."""
+    lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    # Runs of 2, 4, … lanes, every other one ascending, are merged into one.
+    runs = lambda n, pair: _exchange_from(n, pair[0], pair[1], (lane & (jnp.int32(2) << n)) != 0)
+    values, indices = lax.fori_loop(0, STAGES - 1, runs, (values, indices))
+    return _exchange_from(STAGES - 1, values, indices, ascending)
+
+
+def _fold(values, indices, ascending):
+    """The 128 first of each pair of rows, one descending in the first half, one ascending in the second."""
+    half = values.shape[0] // 2
+    first = before(values[:half], indices[:half], values[half:], indices[half:])
+    values = jnp.where(first, values[:half], values[half:])
+    indices = jnp.where(first, indices[:half], indices[half:])
+    return _exchange_from(STAGES - 1, values, indices, ascending)
+
+
+def merge(values: jax.Array, indices: jax.Array, best: jax.Array, best_indices: jax.Array, group: int):
+    """The 128 first tokens of each row of the group, ascending, from `best`, ascending, and from all others.
+
+    values, indices `[strips · 3 · group, 128]` in this order, strips a power of two; best `[group, 128]`.
+    """
+    three = 3 * group
+
+    def second_half(rows: int):
+        # What is folded upon the other half must run the other way; in the end, upon the best.
+        row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+        return row >= (rows // 2 if rows > three else 2 * group)
+
+    values, indices = _sort(values, indices, second_half(values.shape[0]))
+    while values.shape[0] > three:
+        values, indices = _fold(values, indices, second_half(values.shape[0] // 2))
+    values, indices = jnp.concatenate([values, best]), jnp.concatenate([indices, best_indices])
+    row = lax.broadcasted_iota(jnp.int32, (2 * group, LANES), 0)
+    values, indices = _fold(values, indices, row >= group)
+    return _fold(values, indices, jnp.ones((group, LANES), bool))

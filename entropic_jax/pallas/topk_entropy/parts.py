@@ -1,0 +1,93 @@
+"""What the pass of a kernel leaves of each row, and the little arithmetic from there to the result."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .reference import Head, Moments, TopkEntropy, inverse, where_warm
+
+LARGEST_K = 128  # what the kernels keep
+# The distance of a logit from the largest counts as at most this: whatever the temperature, its exponential
+# is 0 long before, and its square is finite.
+FARTHEST = -1e12
+
+
+class Parts(NamedTuple):
+    """One row after the pass; sums are over the tokens that are not among the k largest.
+
+    d is the distance z − highest, at most 0, and not divided by a temperature.
+    """
+
+    values: jax.Array  # float32 [rows, k], descending; −inf where there is no token
+    indices: jax.Array  # int32 [rows, k]; anything where there is no token
+    highest: jax.Array  # float32 [rows]
+    rest: jax.Array  # float32 [2, 3, rows]: Σ (1, d, d²) exp(d / T), calibrated and tempered
+
+
+def check(logits_or_weight: jax.Array, k: int) -> None:
+    """Decline what no kernel serves."""
+    if k > LARGEST_K:
+        raise NotImplementedError(f"k is {k}: the kernels keep {LARGEST_K}")
+    if logits_or_weight.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"{logits_or_weight.dtype}: the kernels read float32 and bfloat16")
+
+
+def distance(values: jax.Array, highest: jax.Array) -> jax.Array:
+    """Values − highest, bounded; NaN stays NaN, and a masked token is as far as it can be."""
+    apart = values - jnp.where(highest == -jnp.inf, 0.0, highest)
+    return jnp.where(apart < FARTHEST, FARTHEST, apart)
+
+
+def weigh(apart: jax.Array, inverse_temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(1, d, d²) exp(d / T)."""
+    ratio = jnp.exp(apart * inverse_temperature)
+    first = apart * ratio
+    return ratio, first, apart * first
+
+
+def shifted(sums: jax.Array, moved: jax.Array, inverse_temperature: jax.Array) -> jax.Array:
+    """Sums of (1, d, d²) exp(d / T), on the last axis, as seen from a largest logit that is −moved higher."""
+    zeroth, once, twice = (sums[..., part] for part in range(3))
+    shrink = jnp.exp(moved * inverse_temperature)
+    parts = (zeroth, once + moved * zeroth, twice + moved * (2 * once + moved * zeroth))
+    return jnp.stack([shrink * part for part in parts], axis=-1)
+
+
+def finish(parts: Parts, temperature: jax.Array, calibration: jax.Array, vocabulary: int) -> TopkEntropy:
+    """Entropies and head from the parts: the sums of the rest plus those of the k largest."""
+    apart = distance(parts.values, parts.highest[:, None])
+    two = []
+    heads = []
+    for rest, scale in zip(parts.rest, (inverse(calibration), inverse(temperature)), strict=True):
+        head = [x.sum(-1) for x in weigh(apart, scale[:, None])]
+        heads.append(head)
+        two.append(_moments([a + b for a, b in zip(head, rest, strict=True)], parts.highest, scale))
+    calibrated, tempered = two
+    scale, above, below = inverse(calibration), heads[0][0], parts.rest[0, 0]
+    total = above + below
+    least = jnp.exp(apart[:, -1] * scale)
+    none = jnp.isnan(calibrated.entropy)
+    numbers = (above / total, below / total, _moments(heads[0], parts.highest, scale).entropy, least / total)
+    mass, tail, entropy, least = (jnp.where(none, jnp.nan, x) for x in numbers)
+    others = jnp.full(none.shape, vocabulary - parts.values.shape[1], jnp.int32)
+    return TopkEntropy(
+        values=parts.values,
+        indices=jnp.where(parts.values > -jnp.inf, parts.indices, vocabulary),
+        calibrated=calibrated,
+        tempered=where_warm(temperature, tempered),
+        head=Head(mass, tail, entropy, least, others),
+    )
+
+
+def _moments(sums: list[jax.Array], highest: jax.Array, scale: jax.Array) -> Moments:
+    total, first, second = sums
+    mean = first / total
+    log_total = jnp.log(total)
+    spread = jnp.maximum(second / total - mean * mean, 0.0)
+    return Moments(
+        # +inf and −inf are their own normalisers.
+        log_normaliser=jnp.where(jnp.isinf(highest), highest, highest * scale + log_total),
+        entropy=log_total - mean * scale,
+        varentropy=spread * scale * scale,
+    )

@@ -1,0 +1,77 @@
+"""Stores of a GPU's warpgroup to places that its threads compute: what Pallas has no operation for.
+
+Written in the dialects of Mosaic GPU. The interpreter knows nothing of them: there, `portable`, the same is
+said in operations on whole arrays.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+LENGTH = 512  # of the arrays that a warpgroup works on: four elements a thread
+LAYOUT = plgpu.Layout.WG_STRIDED((LENGTH,), vec_size=4)
+REF = plgpu.RefType()
+
+
+def _elements(*arrays: mgpu.FragmentedArray):
+    """The elements that this thread holds, of each array."""
+    for registers in zip(*(array.registers.flat for array in arrays), strict=True):
+        for place in range(ir.VectorType(registers[0].type).shape[0]):
+            yield tuple(
+                vector.extract(register, dynamic_position=[], static_position=[place])
+                for register in registers
+            )
+
+
+def append(wanted, values, places, to_values, to_places, count, portable: bool) -> None:
+    """Append the wanted elements to lists in shared memory, in any order; `count[0]` counts them.
+
+    What does not fit is counted and not stored.
+    """
+    size = to_values.shape[0]
+    if portable:
+        before = count[0]
+        number = jnp.where(wanted, before + jnp.cumsum(wanted.astype(jnp.int32)) - 1, size)
+        for ref, array in ((to_values, values), (to_places, places)):
+            ref[...] = ref[...].at[number].set(array, mode="drop")
+        count[0] = before + wanted.astype(jnp.int32).sum()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT, LAYOUT, REF, REF, REF))
+    def store(_, wanted, values, places, to_values, to_places, count):
+        zero = arith.constant(ir.IndexType.get(), 0)
+        one = arith.constant(ir.IntegerType.get_signless(32), 1)
+        room = arith.constant(ir.IntegerType.get_signless(32), size)
+        for want, value, place in _elements(wanted, values, places):
+            with mgpu.when(want):
+                number = memref.atomic_rmw(arith.AtomicRMWKind.addi, one, count, [zero])
+                with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, number, room)):
+                    at = arith.index_cast(ir.IndexType.get(), number)
+                    memref.store(value, to_values, [at])
+                    memref.store(place, to_places, [at])
+        mgpu.warpgroup_barrier()
+
+    store(wanted, values, places, to_values, to_places, count)
+
+
+def place_at(numbers, limit: int, values, places, to_values, to_places, portable: bool) -> None:
+    """Store each element whose number is below the limit under that number, in shared memory."""
+    if portable:
+        number = jnp.where(numbers < limit, numbers, to_values.shape[0])
+        for ref, array in ((to_values, values), (to_places, places)):
+            ref[...] = ref[...].at[number].set(array, mode="drop")
+        return
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT, LAYOUT, REF, REF))
+    def store(_, numbers, values, places, to_values, to_places):
+        end = arith.constant(ir.IntegerType.get_signless(32), limit)
+        for number, value, place in _elements(numbers, values, places):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, number, end)):
+                at = arith.index_cast(ir.IndexType.get(), number)
+                memref.store(value, to_values, [at])
+                memref.store(place, to_places, [at])
+        mgpu.warpgroup_barrier()
+
+    store(numbers, values, places, to_values, to_places)

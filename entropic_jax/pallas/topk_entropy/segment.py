@@ -1,0 +1,242 @@
+"""The k largest values of one segment of a row, and the sums over the others: the body of the GPU's kernel.
+
+One warpgroup holds the segment in shared memory, so that it is read from there as often as is good.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .parts import FARTHEST, LARGEST_K
+from .scatter import LAYOUT, LENGTH, append, place_at
+
+BOX = 256  # elements that a tiled copy can move
+STAGES = 4  # barriers: the first quarter is looked at while the others arrive
+NOWHERE = 2**31 - 1  # the place of no value
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class Segments(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    rows: int
+    length: int  # of a row
+    size: int  # of a segment, the last of a row excepted; a multiple of STAGES · LENGTH
+    count: int  # of segments in a row
+    k: int
+    portable: bool  # for the interpreter
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row begins where bulk copies may, counted in float32 as in bfloat16."""
+        return self.length % 8 == 0
+
+
+class Memory(NamedTuple):
+    """Shared memory of a segment."""
+
+    segment: Any  # [size], of the type of the logits
+    values: Any  # float32 [LENGTH]: the candidates, in any order
+    places: Any  # int32 [LENGTH], in the row
+    best: Any  # float32 [LARGEST_K], descending
+    best_places: Any
+    count: Any  # int32 [1], of candidates
+    arrived: Any  # barriers
+
+
+def memory(shape: Segments, dtype: Any) -> Memory:
+    """What the kernel is to be given."""
+    copies = 1 if shape.aligned else shape.size // STAGES // BOX
+    return Memory(
+        segment=plgpu.SMEM((shape.size,), dtype),
+        values=plgpu.SMEM((LENGTH,), jnp.float32),
+        places=plgpu.SMEM((LENGTH,), jnp.int32),
+        best=plgpu.SMEM((LARGEST_K,), jnp.float32),
+        best_places=plgpu.SMEM((LARGEST_K,), jnp.int32),
+        count=plgpu.SMEM((1,), jnp.int32),
+        arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+    )
+
+
+def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numbers_ref, *held) -> None:
+    """From logits `[rows · length]` to the best, and numbers: highest, sums; `[rows, count, LARGEST_K]`."""
+    held = Memory(*held)
+    row, segment = lax.axis_index("row"), lax.axis_index("segment")
+    begin = segment * shape.size
+    length = jnp.minimum(shape.length - begin, shape.size)
+    _fetch(shape, logits_ref, row * shape.length + begin, held)
+
+    cast = (lambda x: x) if shape.portable else (lambda x: plgpu.layout_cast(x, LAYOUT))
+    full = lambda value, dtype=jnp.float32: cast(jnp.full((LENGTH,), value, dtype))
+    iota = cast(lax.broadcasted_iota(jnp.int32, (LENGTH,), 0))
+    held.values[...] = full(-jnp.inf)
+    held.places[...] = full(NOWHERE, jnp.int32)
+    held.count[0] = jnp.int32(0)
+
+    def read(turn):
+        x = cast(held.segment[pl.ds(turn * LENGTH, LENGTH)]).astype(jnp.float32)
+        place = turn * LENGTH + iota
+        # What lies beyond the row may be anything.
+        return jnp.where(place < length, x, -jnp.inf), place
+
+    def largest(turn, top):
+        x, _ = read(turn)
+        return jnp.where(x > top, x, top)  # NaN is passed over
+
+    turns = shape.size // LENGTH
+    top = full(-jnp.inf)
+    for stage in range(STAGES):
+        plgpu.barrier_wait(held.arrived.at[stage])
+        first = stage * (turns // STAGES)
+        top = lax.fori_loop(first, first + turns // STAGES, largest, top)
+
+    tally = lambda mask: jnp.sum(jnp.where(mask, 1, 0))
+    count = lambda floor, end: _count(read, turns, full, floor, end)
+    floor, end = _candidates(shape, top, tally, count)
+    highest = jnp.max(top)
+    origin = jnp.where(highest == -jnp.inf, 0.0, highest)
+    scales = [scales_ref[2 * row + n] * math.log2(math.e) for n in range(2)]
+
+    def weigh(x, sums, out):
+        apart = x - origin
+        apart = jnp.where(apart < FARTHEST, FARTHEST, apart)
+        added = []
+        for scale in scales:
+            ratio = jnp.where(out, 0.0, jnp.exp2(apart * scale))
+            first = apart * ratio
+            added += [ratio, first, apart * first]
+        return tuple(a + b for a, b in zip(sums, added, strict=True))
+
+    def take_in(turn, sums):
+        x, place = read(turn)
+        candidate = (x > floor) | ((x == floor) & (place <= end))
+        append(candidate, x, begin + place, held.values, held.places, held.count, shape.portable)
+        return weigh(x, sums, candidate)
+
+    sums = lax.fori_loop(0, turns, take_in, tuple(full(0.0) for _ in range(6)))
+    values, places = cast(held.values[...]), cast(held.places[...])
+    rank = _ranks(held, values, places, full)
+    sums = weigh(values, sums, rank < shape.k)
+
+    blank = lambda value, dtype: jnp.full((LARGEST_K,), value, dtype)
+    held.best[...] = blank(-jnp.inf, jnp.float32)
+    held.best_places[...] = blank(NOWHERE, jnp.int32)
+    place_at(rank, shape.k, values, places, held.best, held.best_places, shape.portable)
+    values_ref[row, segment] = held.best[...]
+    places_ref[row, segment] = held.best_places[...]
+    for n, number in enumerate((highest, *(jnp.sum(x) for x in sums))):
+        numbers_ref[row, segment, n] = number
+
+
+def _fetch(shape: Segments, logits_ref, start, held: Memory) -> None:
+    """Copy the segment, and what lies behind a row's last one, from `start` on."""
+    part = shape.size // STAGES
+    step = part if shape.aligned else BOX
+    # A bulk copy asks for 16 bytes of alignment, a tiled one for none, but moves a box at a time.
+    mode = plgpu.OOBFillMode.UNDEFINED if shape.aligned else plgpu.OOBFillMode.ZEROS
+    for stage in range(STAGES):
+        for at in range(stage * part, (stage + 1) * part, step):
+            plgpu.copy_gmem_to_smem(
+                logits_ref.at[pl.ds(start + at, step)],
+                held.segment.at[pl.ds(at, step)],
+                held.arrived.at[stage],
+                oob_mode=mode,
+            )
+
+
+def _count(read, turns: int, full, floor, end) -> jax.Array:
+    """How many values are above the floor, or at it up to a place."""
+
+    def add(turn, counts):
+        x, place = read(turn)
+        return counts + jnp.where((x > floor) | ((x == floor) & (place <= end)), 1, 0)
+
+    return jnp.sum(lax.fori_loop(0, turns, add, full(0, jnp.int32)))
+
+
+def _halve(count, low, high, many, enough: int, k: int) -> tuple[Any, Any]:
+    """A floor with `k` to `enough` values at or above it, or the last one with k; and how many those are.
+
+    `low` has `many`, `high` has fewer than k or is `low`.
+    """
+
+    def middle(low, high):
+        half = 0.5 * low + 0.5 * high
+        return jnp.where(high == jnp.inf, LARGEST, half)
+
+    def undecided(state):
+        low, high, many = state
+        half = middle(low, high)
+        return (many > enough) & (low < half) & (half < high)
+
+    def step(state):
+        low, high, many = state
+        half = middle(low, high)
+        found = count(half)
+        right = found >= k
+        return jnp.where(right, half, low), jnp.where(right, high, half), jnp.where(right, found, many)
+
+    low, _, many = lax.while_loop(undecided, step, (low, high, many))
+    return low, many
+
+
+def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
+    """A floor, and a place up to which values at it count, that leave k to LENGTH candidates.
+
+    All of them, where they are fewer than k. `top` holds the largest of each of LENGTH subsets: as many of
+    these as are above a floor, so many values are at least.
+    """
+    k, everywhere = shape.k, jnp.int32(shape.size)
+    highest = jnp.max(top)
+    lowest = jnp.maximum(jnp.min(top), -LARGEST)
+    at_highest = tally(top >= highest)
+    low = jnp.where(at_highest >= k, highest, lowest)
+    many = jnp.where(at_highest >= k, at_highest, tally(top >= lowest))
+    floor, _ = _halve(lambda floor: tally(top >= floor), low, highest, many, k + k // 8 + 8, k)
+    many = count(floor, everywhere)
+
+    def narrower():
+        # Subsets hold more of the largest than one each.
+        at_highest = count(highest, everywhere)
+        low = jnp.where(at_highest >= k, highest, floor)
+        start = jnp.where(at_highest >= k, at_highest, many)
+        exact = lambda floor: count(floor, everywhere)
+        low, start = _halve(exact, low, highest, start, LENGTH, k)
+
+        def undecided(state):
+            _, _, found = state
+            return (found < k) | (found > LENGTH)
+
+        def step(state):
+            before, end, _ = state
+            half = before + (end - before) // 2
+            found = count(low, half)
+            fewer = found < k
+            return jnp.where(fewer, half, before), jnp.where(fewer, end, half), found
+
+        # Of too many equal values, the first.
+        before, end, _ = lax.while_loop(undecided, step, (jnp.int32(-1), everywhere, start))
+        return low, end
+
+    return lax.cond(many > LENGTH, narrower, lambda: (floor, everywhere))
+
+
+def _ranks(held: Memory, values, places, full) -> Any:
+    """How many candidates come before each."""
+    unrolled = 8
+
+    def compare(turn, ranks):
+        for n in range(unrolled):
+            value, place = held.values[turn * unrolled + n], held.places[turn * unrolled + n]
+            first = (value > values) | ((value == values) & (place < places))
+            ranks += jnp.where(first, 1, 0)
+        return ranks
+
+    found = jnp.minimum(held.count[0], LENGTH)
+    return lax.fori_loop(0, (found + unrolled - 1) // unrolled, compare, full(0, jnp.int32))

@@ -1,0 +1,231 @@
+"""One sweep over the logits on a TPU: the body of the kernel, and what it keeps."""
+
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .network import LANES, NOWHERE, before, merge
+from .parts import distance, weigh
+from .reference import exactly
+
+DEPTH = 3  # tokens that a bucket keeps
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    rows: int  # of the array
+    block: int  # rows of one grid step
+    group: int
+    vocabulary: int
+    k: int
+    buckets: int
+    width: int  # tokens of one block; a divisor or a multiple of `buckets`
+    transposed: bool = False  # the weights that are projected with: [vocabulary, hidden]
+
+
+class State(NamedTuple):
+    """What a sweep over the logits hands on; float32 `[rows, LANES]` where nothing else is said.
+
+    As blocks of HBM and, under the same names, in VMEM while a grid step works on its rows.
+    """
+
+    end_values: Any  # float32 [rows, buckets]: where the lists ended
+    end_turns: Any  # int32, the same: which turn of the buckets a token came in
+    best: Any  # ascending: the largest tokens so far
+    best_indices: Any  # int32
+    highest: Any  # the same in every lane
+    passed: Any  # [2, 3, rows, LANES]: sums over what no list kept, of this sweep
+    passed_by: Any  # the largest of it, lane by lane
+    left: Any  # [2, 3, rows, LANES]: sums over what the merges left, of every sweep
+    lost: Any  # above 0 where a list may have missed one of the k largest
+
+
+class Lists(NamedTuple):
+    """The largest tokens of each bucket; NOWHERE where a list has no token."""
+
+    values: Any  # float32 [DEPTH, block, buckets]
+    turns: Any  # int32, the same
+
+
+def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, *refs) -> None:
+    """A grid step: one block of logits of one block of rows.
+
+    The other refs: hidden, where it is projected; logits or weights; the state before, but for the first
+    sweep; the state; the lists; and the products, where there are any.
+    """
+    left = iter(refs)
+    hidden_ref: Any = next(left) if projecting else None
+    source_ref: Any = next(left)
+    fields = len(State._fields)
+    old = [] if first else list(islice(left, fields))
+    state = State(*islice(left, fields))
+    lists = Lists(next(left), next(left))
+    block_ref: Any = next(left) if projecting else source_ref
+    step = pl.program_id(1)
+    wanted = wanted_ref[pl.program_id(0)] > 0
+    groups = shape.block // shape.group
+    rows_of = lambda g: pl.ds(pl.multiple_of(g * shape.group, shape.group) if groups > 1 else 0, shape.group)
+
+    @pl.when(step == 0)
+    def begin():
+        lists.values[...] = jnp.full(lists.values.shape, -jnp.inf)
+        lists.turns[...] = jnp.full(lists.turns.shape, NOWHERE)
+        if first:
+            for ref, value in (
+                (state.highest, -jnp.inf),
+                (state.best, -jnp.inf),
+                (state.best_indices, NOWHERE),
+                (state.left, 0.0),
+            ):
+                ref[...] = jnp.full(ref.shape, value, ref.dtype)
+        else:
+            for ref, value in zip(state, old, strict=True):
+                ref[...] = value[...]
+
+    @pl.when(wanted & (step == 0))
+    def forget():
+        state.passed[...] = jnp.zeros(state.passed.shape)
+        state.passed_by[...] = jnp.full(state.passed_by.shape, -jnp.inf)
+
+    @pl.when(wanted)
+    def take_in():
+        if projecting:
+            block_ref[...] = lax.dot_general(
+                hidden_ref[...],
+                source_ref[...],
+                (((1,), (1 if shape.transposed else 0,)), ((), ())),
+                precision=exactly(hidden_ref.dtype),
+                preferred_element_type=jnp.float32,
+            )
+
+        def one(g, _):
+            _take_in(shape, first, step, block_ref, rows_of(g), scales_ref, state, lists)
+
+        lax.fori_loop(0, groups, one, None)
+
+    @pl.when(wanted & (step == pl.num_programs(1) - 1))
+    def settle():
+        lax.fori_loop(0, groups, lambda g, _: _settle(shape, rows_of(g), scales_ref, state, lists), None)
+
+
+def _take_in(shape: Shape, first: bool, number, block_ref, rows, scales_ref, state: State, lists: Lists):
+    """One block of logits, of one group of rows, into the lists and the sums."""
+    buckets, width = shape.buckets, shape.width
+    strips, turns = min(buckets, width) // LANES, max(1, width // buckets)
+    first_turn = number * turns if width >= buckets else number * width // buckets
+    first_strip = 0 if width >= buckets else (number * width % buckets) // LANES
+    lane = lax.broadcasted_iota(jnp.int32, (shape.group, LANES), 1)
+    ragged = shape.vocabulary % width != 0
+    full = shape.vocabulary // width  # blocks before the ragged one
+
+    def logits(place):
+        x = block_ref[rows, pl.ds(pl.multiple_of(place, LANES), LANES)].astype(jnp.float32)
+        if not ragged:
+            return x
+        # What lies beyond the vocabulary may be anything.
+        return jnp.where((number < full) | (place + lane < shape.vocabulary % width), x, -jnp.inf)
+
+    def largest(strip, top):
+        for turn in range(turns):
+            top = jnp.maximum(top, logits(turn * buckets + strip * LANES))
+        return top
+
+    old = state.highest[rows]
+    top = lax.fori_loop(0, strips, largest, jnp.full((shape.group, LANES), -jnp.inf))
+    highest = jnp.maximum(old, jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), old.shape))
+    state.highest[rows] = highest
+    scales = [jnp.broadcast_to(scales_ref[rows, n : n + 1], old.shape) for n in range(2)]
+    # The sums so far, as seen from the new largest logit.
+    moved = jnp.where(old == -jnp.inf, 0.0, distance(old, highest))
+    sums = []
+    for n, scale in enumerate(scales):
+        zeroth, once, twice = (state.passed[n, part, rows] for part in range(3))
+        shrink = jnp.exp(moved * scale)
+        sums += [
+            shrink * zeroth,
+            shrink * (once + moved * zeroth),
+            shrink * (twice + moved * (2 * once + moved * zeroth)),
+        ]
+
+    def strip_of(strip, carry):
+        *sums, passed_by = carry
+        lanes = pl.ds(pl.multiple_of((first_strip + strip) * LANES, LANES), LANES)
+        kept = [(lists.values[level, rows, lanes], lists.turns[level, rows, lanes]) for level in range(DEPTH)]
+        for turn in range(turns):
+            x = logits(turn * buckets + strip * LANES)
+            j = jnp.full(x.shape, first_turn + turn)
+            if not first:
+                end, end_turn = state.end_values[rows, lanes], state.end_turns[rows, lanes]
+                # NaN compares false and stays.
+                x = jnp.where((x > end) | ((x == end) & (j <= end_turn)), -jnp.inf, x)
+            # The token moves in before the first that is smaller, and the others move on, the last to the
+            # sums. An equal one stays before it: it came first. NaN is not larger, and goes to the sums.
+            token = x
+            for level, (value, turn_of) in enumerate(kept):
+                larger = token > value
+                kept[level] = jnp.where(larger, x, value), jnp.where(larger, j, turn_of)
+                x, j = jnp.where(larger, value, x), jnp.where(larger, turn_of, j)
+            passed_by = jnp.where(x > passed_by, x, passed_by)
+            apart = distance(x, highest)
+            for n, scale in enumerate(scales):
+                for part, summand in enumerate(weigh(apart, scale)):
+                    sums[3 * n + part] = sums[3 * n + part] + summand
+        for level, (value, turn_of) in enumerate(kept):
+            lists.values[level, rows, lanes] = value
+            lists.turns[level, rows, lanes] = turn_of
+        return (*sums, passed_by)
+
+    *sums, state.passed_by[rows] = lax.fori_loop(0, strips, strip_of, (*sums, state.passed_by[rows]))
+    for n in range(2):
+        for part in range(3):
+            state.passed[n, part, rows] = sums[3 * n + part]
+
+
+def _settle(shape: Shape, rows, scales_ref, state: State, lists: Lists) -> None:
+    """Merge the lists of a group of rows into its best, and say where a list may have missed one of them."""
+    strips, group = shape.buckets // LANES, shape.group
+    # Blocks of a group of rows by strip and level: [strips · DEPTH · group, LANES].
+    blocks = [(strip, level) for strip in range(strips) for level in range(DEPTH)]
+    cut = lambda ref, level, strip: ref[level, rows, strip * LANES : (strip + 1) * LANES]
+    values = jnp.concatenate([cut(lists.values, level, strip) for strip, level in blocks])
+    lane = lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
+
+    def index(strip, level):
+        turn = cut(lists.turns, level, strip)
+        return jnp.where(turn == NOWHERE, NOWHERE, turn * shape.buckets + strip * LANES + lane)
+
+    indices = jnp.concatenate([index(strip, level) for strip, level in blocks])
+    old, old_indices = state.best[rows], state.best_indices[rows]
+    best, best_indices = merge(values, indices, old, old_indices, group)
+    state.best[rows], state.best_indices[rows] = best, best_indices
+
+    # What is now behind the last of the best never comes back.
+    last, last_index = best[:, :1], best_indices[:, :1]
+    highest = state.highest[rows]
+    everything = (
+        jnp.concatenate([values, old]).reshape(-1, group, LANES),
+        jnp.concatenate([indices, old_indices]).reshape(-1, group, LANES),
+    )
+    gone = before(last, last_index, *everything)
+    apart = distance(everything[0], highest)
+    for n in range(2):
+        scale = scales_ref[rows, n : n + 1]
+        for part, summand in enumerate(weigh(apart, scale)):
+            state.left[n, part, rows] += jnp.where(gone, summand, 0.0).sum(0)
+
+    # The k-th is at lane 128 − k. A list that ends before it may have had more, if its lane let pass any.
+    least, least_index = (x[:, LANES - shape.k : LANES - shape.k + 1] for x in (best, best_indices))
+    short = jnp.zeros((group, LANES))
+    for strip in range(strips):
+        value, turn = cut(lists.values, DEPTH - 1, strip), cut(lists.turns, DEPTH - 1, strip)
+        ended = before(value, index(strip, DEPTH - 1), least, least_index)
+        short = jnp.where(ended, 1.0, short)
+        state.end_values[rows, strip * LANES : (strip + 1) * LANES] = value
+        state.end_turns[rows, strip * LANES : (strip + 1) * LANES] = turn
+    passed_by = state.passed_by[rows]
+    lost = jnp.where((passed_by > -jnp.inf) & (passed_by >= least), short, 0.0)
+    state.lost[rows] = jnp.broadcast_to(jnp.max(lost, axis=1, keepdims=True), lost.shape)

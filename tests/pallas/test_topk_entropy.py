@@ -1,0 +1,317 @@
+"""Top-k and entropies of every back end against float64, in the interpreters and through the compilers."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from entropic_jax import entropy
+from entropic_jax.pallas import topk_entropy
+from entropic_jax.pallas.topk_entropy import cases, gpu, reference, tpu
+from tests.pallas import compilers
+from tests.pallas.compilers import RaceError, like, sample
+
+named = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+tiny = partial(tpu.topk_entropy, buckets=128, width=256)
+portable = partial(gpu.topk_entropy, size=2048, portable=True)
+# Tails that are sums of few numbers, far from a largest one of 60, are exact to their own size only.
+close = partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
+
+
+def check(found, expected):
+    """What is chosen is exact, with the order of ties; the moments are, up to the rounding of float32."""
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    np.testing.assert_array_equal(found.values, expected.values.astype(np.float32))
+    for group in ("calibrated", "tempered", "head"):
+        for name, value in getattr(expected, group)._asdict().items():
+            close(getattr(getattr(found, group), name), value, err_msg=f"{group}.{name}")
+
+
+def run(function, case):
+    arguments = cases.build(case)
+    call = jax.jit(lambda logits, *at: function(logits, case.k, *at))
+    check(jax.block_until_ready(call(*arguments)), cases.exact(arguments, case.k))
+
+
+# The reference.
+
+
+@named(cases.SMALL)
+def test_the_reference_is_exact(case):
+    run(reference.topk_entropy, case)
+
+
+@pytest.mark.parametrize("k", [1, 7, 67])
+def test_the_head_is_that_of_entropy(k):
+    logits = 3 * np.random.default_rng(0).standard_normal((4, 67)).astype(np.float32)
+    found = topk_entropy.topk_entropy(logits, k, 0.5)
+    for name, value in entropy.head(jnp.asarray(logits), k)._asdict().items():
+        close(getattr(found.head, name), value)
+    for part, at in ((found.calibrated, 1.0), (found.tempered, 0.5)):
+        for name, value in entropy.at_temperature(jnp.asarray(logits), at)._asdict().items():
+            close(getattr(part, name), value)
+    assert (entropy.lower_bound(found.head) <= found.calibrated.entropy + 1e-5).all()
+    assert (entropy.upper_bound(found.head) >= found.calibrated.entropy - 1e-5).all()
+
+
+def test_a_row_has_the_same_bits_whatever_its_neighbours():
+    logits, temperature, calibration = cases.build(cases.Case(6, 411, 33, "special"))
+    call = lambda *arguments: reference.topk_entropy(arguments[0], 33, *arguments[1:])
+    together = call(logits, temperature, calibration)
+    logits[1:] = logits[0]
+    alone = call(logits, temperature, calibration)
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[0], result) for result in (together, alone)))
+
+
+def test_gradients_are_those_of_the_reference():
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((3, 29)).astype(np.float32)
+    logits[1, 4] = -np.inf
+    temperature = jnp.array([0.7, 1.0, 0.0])
+    weight = jnp.asarray(rng.standard_normal(4), jnp.float32)
+
+    def loss(function, *operands):
+        result = function(*operands)
+        numbers = (
+            result.tempered.entropy,
+            result.calibrated.varentropy,
+            result.head.tail,
+            result.values.sum(-1),
+        )
+        return (jnp.stack(numbers, -1) @ weight).sum()
+
+    ours = lambda logits, at: topk_entropy.topk_entropy(logits, 5, at, 1.3)
+    theirs = lambda logits, at: reference.topk_entropy(logits, 5, at, jnp.full(at.shape, 1.3))
+    found = jax.jit(jax.grad(partial(loss, ours), (0, 1)))(logits, temperature)
+    chex.assert_trees_all_close(
+        found, jax.grad(partial(loss, theirs), (0, 1))(logits, temperature), rtol=1e-5, atol=1e-7
+    )
+    chex.assert_tree_all_finite(found)
+    finite = jnp.asarray(np.where(np.isinf(logits), 0.0, logits)[:2])
+    chex.assert_numerical_grads(lambda z: theirs(z, temperature[:2]).tempered, (finite,), order=1, atol=2e-2)
+    hidden, weights = jnp.asarray(rng.standard_normal((3, 8))), jnp.asarray(rng.standard_normal((8, 29)))
+    projected = lambda *x: topk_entropy.project(*x, 5, temperature, 1.3)
+    product = lambda hidden, weights: reference.topk_entropy(
+        hidden @ weights, 5, temperature, jnp.full(3, 1.3)
+    )
+    both = [jax.grad(partial(loss, f), (0, 1))(hidden, weights) for f in (projected, product)]
+    chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-6)
+
+
+def test_dispatch(monkeypatch):
+    logits = np.random.default_rng(2).standard_normal((2, 300)).astype(np.float32)
+    expected = topk_entropy.topk_entropy(logits, 3)
+    monkeypatch.setenv("ENTROPIC_KERNELS", "interpret")
+    chex.assert_trees_all_close(topk_entropy.topk_entropy(logits, 3), expected, rtol=1e-5)
+    with pytest.raises(ExceptionGroup, match="no back end accepts topk_entropy") as caught:
+        topk_entropy.topk_entropy(logits, 129)
+    assert [str(e) for e in caught.value.exceptions] == ["interpret: k is 129: the kernels keep 128"]
+    monkeypatch.delenv("ENTROPIC_KERNELS")
+    assert topk_entropy.topk_entropy(logits, 129).values.shape == (2, 129)
+    for name in ("tpu", "gpu"):
+        with pytest.raises(NotImplementedError, match="the default device is a cpu"):
+            topk_entropy.TOPK_ENTROPY[name](logits, 3, 1.0, 1.0)
+    for k in (0, 301):
+        with pytest.raises(ValueError, match=f"k is {k}; accepted are 1 to 300"):
+            topk_entropy.topk_entropy(logits, k)
+
+
+# The interpreters.
+
+
+@named(sample(cases.SMALL, 1, 2, 6))
+def test_tpu_kernel_with_late_copies(case):
+    with compilers.interpreted_on_tpu("late"):
+        run(tiny, case)
+
+
+@named(sample(cases.SMALL[:4], 0))
+def test_tpu_kernel_without_races(case):
+    with compilers.interpreted_on_tpu("eager"):
+        run(tiny, case)
+
+
+@named(sample(cases.SMALL, 3, 6, 7))
+def test_gpu_kernel(case):
+    with compilers.interpreted_on_gpu():
+        run(portable, case)
+
+
+def test_tpu_kernel_sweeps_again_only_where_a_list_was_short():
+    """Not for ties: of equal tokens, those that no list kept come after all that are wanted."""
+    logits = cases.build(cases.Case(4, 1100, 40)).logits
+    logits[1] = 1.0
+    logits[2, 17::128] += 20  # nine in one bucket
+    logits[3, 60:] = -np.inf
+    shape = tpu.Shape(4, 4, 4, 1100, 40, buckets=128, width=256)
+    sweep = jax.jit(
+        lambda logits: tpu._sweep(shape, None, jnp.ones(1, jnp.int32), None, logits, jnp.ones((4, 2)))
+    )
+    with compilers.interpreted_on_tpu("late"):
+        lost = jax.block_until_ready(sweep(logits)).lost
+    np.testing.assert_array_equal(lost[:, 0] > 0, [False, False, True, False])
+
+
+def products(rows: int, hidden: int, vocabulary: int):
+    """Operands whose products are exact in float32, so that ties are ties in every order of summation."""
+    rng = np.random.default_rng(3)
+    small = lambda *shape: (rng.integers(-8, 9, shape) / 8).astype(np.float32)
+    at = np.exp(rng.uniform(-1, 1, (2, rows))).astype(np.float32)
+    return small(rows, hidden), small(hidden, vocabulary), *at
+
+
+@pytest.mark.parametrize("mode", sample(list(compilers.TPU_MODES), 0))
+@pytest.mark.parametrize("shape", sample([(3, 64, 700, 5), (72, 128, 640, 40)], 0), ids=str)
+def test_tpu_projection(shape, mode):
+    *sizes, k = shape
+    hidden, weight, *at = products(*sizes)
+    expected = cases.exact(cases.Arguments(hidden @ weight, *at), k)
+    call = jax.jit(lambda hidden, weight, *at: tpu.project(hidden, weight, k, *at, buckets=256, width=256))
+    with compilers.interpreted_on_tpu(mode):
+        check(jax.block_until_ready(call(hidden, weight, *at)), expected)
+
+
+# What the interpreters are to find: a kernel that sums blocks which it copies itself, with a fault.
+
+
+def summed(blocks, fault: str):
+    count = blocks.shape[0]
+
+    def kernel(blocks, out, slots, semaphores):
+        def copy(number):
+            slot = 0 if fault == "shared slot" else number % 2
+            source = blocks.at[number + (fault == "out of range")]
+            return pltpu.make_async_copy(source, slots.at[slot], semaphores.at[slot])
+
+        out[...] = jnp.zeros_like(out)
+        copy(0).start()
+        for number in range(count):
+            if not (fault == "missing wait" and number == 1):
+                copy(number).wait()
+            if number + 1 < count:
+                copy(number + 1).start()
+            out[...] += slots[0 if fault == "shared slot" else number % 2]
+        if fault == "missing wait":
+            copy(1).wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(blocks.shape[1:], blocks.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM((2, *blocks.shape[1:]), blocks.dtype), pltpu.SemaphoreType.DMA((2,))],
+    )(blocks)
+
+
+def faults_found(call, expected) -> set[str]:
+    """The modes in which a call races, raises or is wrong."""
+    found = set()
+    for mode in compilers.TPU_MODES:
+        try:
+            with compilers.interpreted_on_tpu(mode):
+                result = jax.block_until_ready(call())
+            np.testing.assert_allclose(result, expected, rtol=1e-5)
+        except (AssertionError, jax.errors.JaxRuntimeError, IndexError):
+            found.add(mode)
+    return found
+
+
+@pytest.mark.parametrize("fault", ["none", "missing wait", "shared slot", "out of range"])
+def test_seeded_faults_are_found(fault):
+    blocks = np.random.default_rng(4).standard_normal((4, 8, 128)).astype(np.float32)
+    found = faults_found(lambda: jax.jit(partial(summed, fault=fault))(blocks), blocks.sum(0))
+    assert bool(found) == (fault != "none"), found
+    if fault == "missing wait":
+        assert found == set(compilers.TPU_MODES)
+
+
+def test_a_block_out_of_range_is_found_in_the_kernel():
+    case = cases.Case(3, 700, 5)
+    logits, *at = cases.build(case)
+    scales = jnp.ones((3, 2))
+    shape = tpu.Shape(3, 3, 3, 700 + 512, 5, 128, 256)
+    expected = cases.exact(cases.Arguments(logits, *at), 5).values
+    call = lambda: jax.jit(partial(tpu._parts, shape, None))(logits, scales).values
+    assert faults_found(call, expected)
+
+
+def test_a_missing_wait_is_found_in_the_gpu_kernel(monkeypatch):
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None)
+    with (
+        pytest.raises((RaceError, AssertionError, jax.errors.JaxRuntimeError)),
+        compilers.interpreted_on_gpu(),
+    ):
+        run(portable, cases.SMALL[0])
+
+
+# The compilers.
+
+
+def abstract(case):
+    dtype = jnp.dtype(case.dtype)
+    return like(case.rows, case.vocabulary, dtype=dtype), like(case.rows), like(case.rows)
+
+
+def copies_nothing(compiled, read: int):
+    """Temporary memory, for the state of the rows, is a fraction of what is read, where that is much."""
+    assert compiled.memory_analysis().temp_size_in_bytes <= max(read // 4, 3 << 19)
+
+
+def compile_on_tpu(case, generation):
+    function = lambda logits, *at: tpu.topk_entropy(logits, case.k, *at)
+    logits, *at = abstract(case)
+    compiled = compilers.compile_for_tpu(function, logits, *at, generation=generation)
+    copies_nothing(compiled, logits.size * logits.dtype.itemsize)
+
+
+@pytest.mark.parametrize("generation", compilers.GENERATIONS)
+def test_tpu_kernel_compiles_for_every_generation(generation):
+    compile_on_tpu(cases.LARGE[4], generation)
+
+
+@named(sample(cases.LARGE, 1, 5))
+def test_tpu_kernel_compiles(case):
+    compile_on_tpu(case, "v5e")
+
+
+@pytest.mark.parametrize(
+    ("generation", "rows", "hidden", "vocabulary", "k"),
+    [
+        ("v4", 64, 4096, 128256, 64),
+        ("v5e", 1, 8192, 151936, 128),
+        ("v5p", 12, 2048, 50257, 8),
+        ("v6e", 200, 4096, 128256, 64),
+        ("tpu7x", 8, 5120, 262144, 20),
+    ],
+)
+def test_tpu_projection_compiles(generation, rows, hidden, vocabulary, k):
+    bfloat16 = partial(like, dtype=jnp.bfloat16)
+    compiled = compilers.compile_for_tpu(
+        lambda hidden, weight, *at: tpu.project(hidden, weight, k, *at),
+        bfloat16(rows, hidden),
+        bfloat16(hidden, vocabulary),
+        like(rows),
+        like(rows),
+        generation=generation,
+    )
+    # Neither the weights would fit, nor the logits.
+    copies_nothing(compiled, rows * vocabulary * 4)
+
+
+@named(sample(cases.LARGE, 1, 4))
+def test_gpu_kernel_compiles(case):
+    logits, *at = abstract(case)
+    program = compilers.compile_for_gpu(
+        lambda logits, *at: gpu.topk_entropy(logits, case.k, *at), logits, *at
+    )
+    assert program.kernels
+    for kernel in program.kernels:
+        assert (kernel.spilled, kernel.stack, kernel.warnings) == (0, 0, ())
+        # Of float32 segments five share a multiprocessor, with 65536 registers.
+        assert kernel.registers <= 65536 // 5 // 128 // 8 * 8
+    copies_nothing(program.compiled, logits.size * logits.dtype.itemsize)
