@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimisers --work DIR --document
 
-Every run is `models.train` from the same first weights over the same tokens, most of them at a constant rate,
-the last fifth of them while it falls (`--length` windows throughout). The score is the loss on the training
-batches of the last tenth of the run, which no run has seen before (one pass over the text), and the seconds are
-those of the steps alone. Held in `benchmarks/results/optimisers.json`.
+Every run is `models.train` from the same first weights over the same tokens, at a constant rate after its
+warm-up. The score is the loss on the training batches of the last tenth of the run, which no run has seen
+before (one pass over the text), and the seconds are those of the steps alone. All runs are kept in
+`benchmarks/results/optimisers.json`.
 """
 
 import argparse
