@@ -1,0 +1,205 @@
+// Puts the page together: the form, one run or two side by side, and what to do when the server says no.
+
+import { Flight } from "./flight.js";
+import { Plots } from "./plots.js";
+import { Refusal, complete, get } from "./stream.js";
+import { Card, Pane, legend } from "./text.js";
+
+const PRESETS = {
+  off: "Plain sampling: the temperature as asked for, every page read.",
+  micro: "The temperature moves so that the entropy of what is sampled stays at its target.",
+  meso: "Where the model is certain, fewer pages of the cache are read.",
+  macro: "Under load, the sequences about to resolve most go first.",
+  full: "All three: temperature, pages and turns.",
+  paper: "Every law as the paper prints it, for comparison.",
+};
+const PROMPT = `import json
+from pathlib import Path
+
+
+def read_config(path):
+    """Read the configuration file and check its fields."""
+`;
+
+const $ = (id) => document.getElementById(id);
+const plots = new Plots($("plots"));
+const card = new Card($("token-card"));
+const page = { model: "", target: null, running: null };
+
+function presets() {
+  for (const name of Object.keys(PRESETS)) {
+    const input = Object.assign(document.createElement("input"), { type: "radio", name: "preset", value: name, checked: name === "full" });
+    const word = Object.assign(document.createElement("span"), { textContent: name });
+    const label = document.createElement("label");
+    label.append(input, word);
+    $("presets").append(label);
+    input.addEventListener("change", () => ($("preset-hint").textContent = PRESETS[name]));
+  }
+  $("preset-hint").textContent = PRESETS.full;
+}
+
+/** What the form asks for; the prompt and the seed are the same for every preset. */
+function request(preset) {
+  const target = $("target").value;
+  return {
+    model: page.model, preset,
+    prompt: $("prompt").value,
+    max_tokens: Number($("max-tokens").value), temperature: Number($("temperature").value),
+    seed: Number($("seed").value), target: target === "" ? null : Number(target),
+  };
+}
+
+async function one(pane, series, asked, signal) {
+  const start = performance.now();
+  const each = (tokens) => {
+    const seconds = (performance.now() - start) / 1000;
+    for (const token of tokens) {
+      plots.add(series, pane.count, seconds, token);
+      pane.entropy = (pane.entropy ?? 0) + (token.entropy ?? 0);
+      pane.tau = token.entropic_time ?? pane.tau;
+      pane.count += 1;
+    }
+    pane.add(tokens);
+    const rate = pane.count / Math.max(seconds, 1e-3);
+    pane.figures.textContent = `${pane.count} tokens · ${rate.toFixed(0)}/s`;
+  };
+  try {
+    const end = await complete(asked, { key: $("key").value, signal, each });
+    return { ...end, seconds: (performance.now() - start) / 1000 };
+  } finally {
+    pane.end();
+  }
+}
+
+async function run(names) {
+  stop();
+  if (!$("form").reportValidity()) return;
+  const controller = new AbortController();
+  page.running = controller;
+  quiet();
+  show(true);
+  $("text-hint").hidden = false;
+  const colors = names.length > 1 ? ["other", "accent"] : ["accent"];
+  plots.reset(names.map((name, i) => ({ name, color: colors[i] })), $("target").value === "" ? page.target : Number($("target").value));
+  const panes = names.map((title, i) => new Pane({
+    title, card, other: colors[i] === "other", onToken: (index) => plots.mark(i, index),
+  }));
+  $("panes").replaceChildren(...panes.map((pane) => pane.node));
+  const tail = $("prompt").value.split("\n").slice(-8).join("\n");
+  panes.forEach((pane) => {
+    pane.count = 0;
+    pane.begin(tail);
+  });
+  $("said").textContent = "Running.";
+  try {
+    const ends = await Promise.all(names.map((name, i) => one(panes[i], i, request(name), controller.signal)));
+    $("said").textContent = ends.map((end, i) => said(names[i], panes[i], end)).join(" ");
+  } catch (error) {
+    controller.abort(); // the other of two
+    if (error.name === "AbortError") $("said").textContent = "Stopped.";
+    else complain(error, names);
+  } finally {
+    plots.end();
+    if (page.running === controller) {
+      page.running = null;
+      show(false);
+    }
+  }
+}
+
+function said(name, pane, end) {
+  const reason = { length: "at the limit of tokens", stop: "at the end of the text" }[end.reason] ?? `(${end.reason})`;
+  const mean = pane.count ? (pane.entropy / pane.count).toFixed(2) : "–";
+  const tau = Number.isFinite(pane.tau) ? `, entropic time ${pane.tau.toFixed(1)}` : "";
+  return `${name}: ended ${reason} after ${pane.count} tokens in ${end.seconds.toFixed(1)} s; mean entropy ${mean}${tau} nats.`;
+}
+
+function stop() {
+  page.running?.abort();
+}
+
+function show(running) {
+  $("stop").hidden = !running;
+  $("run").disabled = $("compare").disabled = running;
+  if (running && document.activeElement === $("run")) $("stop").focus();
+}
+
+function quiet() {
+  clearInterval(page.countdown);
+  $("alert").hidden = true;
+  $("alert").replaceChildren();
+}
+
+/** Say what went wrong, with the way out beside it. */
+function complain(error, names) {
+  const box = $("alert"), words = document.createElement("span");
+  const refused = error instanceof Refusal ? error : new Refusal("failed", String(error));
+  $("said").textContent = "";
+  words.textContent = refused.message;
+  box.replaceChildren(words);
+  box.hidden = false;
+  if (refused.kind === "key") return askForKey();
+  if (refused.kind === "wrong") return undefined;
+  const again = Object.assign(document.createElement("button"), { type: "button", textContent: "Try again" });
+  again.addEventListener("click", () => run(names));
+  box.append(again);
+  if (refused.kind === "busy") {
+    let left = Math.ceil(refused.retryAfter);
+    const count = () => {
+      again.textContent = left > 0 ? `Try again in ${left} s` : "Try again";
+      if (left-- <= 0) clearInterval(page.countdown);
+    };
+    count();
+    page.countdown = setInterval(count, 1000);
+  }
+  return undefined;
+}
+
+function askForKey() {
+  if ($("key-row").hidden) {
+    $("key-row").hidden = false;
+    $("key").focus();
+  }
+}
+
+function start() {
+  presets();
+  legend($("legend"));
+  plots.reset([{ name: "full", color: "accent" }], null);
+  $("prompt").value = PROMPT;
+  $("key").value = sessionStorage.getItem("entropic-key") ?? "";
+  $("key").addEventListener("change", () => sessionStorage.setItem("entropic-key", $("key").value));
+  $("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run([document.querySelector("input[name=preset]:checked").value]);
+  });
+  $("compare").addEventListener("click", () => run(["off", "full"]));
+  $("stop").addEventListener("click", stop);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !page.running) $("form").requestSubmit();
+    if (event.key === "Escape") {
+      card.hide();
+      stop();
+    }
+  });
+  const flight = new Flight({
+    body: $("flight"), figures: $("flight-figures"), dot: document.querySelector(".dot"), words: $("health-text"),
+    key: () => $("key").value,
+    onKey: askForKey,
+    onState: (state) => {
+      page.target = state.target_entropy ?? null;
+      if (page.target != null) $("target").placeholder = `auto: ${page.target.toFixed(2)}`;
+      if (state.max_model_len) $("max-tokens").max = state.max_model_len;
+      if (state.model && state.model !== page.model) name(state.model);
+    },
+  });
+  flight.look();
+  get("v1/models", $("key").value).then((tree) => name(tree.data?.[0]?.id ?? ""), () => {});
+}
+
+function name(model) {
+  page.model = model;
+  $("model").textContent = model;
+}
+
+start();

@@ -1,0 +1,261 @@
+"""The dashboard in a real browser, against a scripted server; skipped where there is no Chromium."""
+
+import json
+import re
+import time
+
+import pytest
+
+from tests.serving import browser
+from tests.serving.dashboard_server import FOLDER, TOKENS, DashboardServer, entropy
+
+PHONE, DESKTOP = (390, 844), (1280, 900)
+ENDED = "document.querySelector('#said').textContent.includes('ended')"
+LIMITS = (0.25, 0.75, 1.5, 2.5, 4)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if browser.find() is None:
+        pytest.skip("there is no Chromium on this machine")
+    page = browser.Page(tmp_path_factory.mktemp("profile"))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def server():
+    with DashboardServer() as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium, server):
+    chromium.errors.clear()
+    chromium.look(*DESKTOP)
+    chromium.open(server.url)
+    chromium.until("document.querySelector('#model').textContent === 'scripted'")
+    return chromium
+
+
+def text(page, selector):
+    return page.value(f"document.querySelector({json.dumps(selector)}).innerText")
+
+
+def test_nothing_comes_from_elsewhere():
+    files = [path for path in FOLDER.iterdir() if path.suffix in (".html", ".js", ".css")]
+    assert {path.suffix for path in files} == {".html", ".js", ".css"}
+    for path in files:
+        source = path.read_text("utf-8")
+        assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", source), path
+        assert not re.search(r"<script(?![^>]*src=)|\sstyle=|\son[a-z]+=|innerHTML|eval\(", source), path
+
+
+def test_a_run_streams_the_text_in_the_colours_of_its_entropy(page, server):
+    page.value("document.querySelector('#max-tokens').value = 40; document.querySelector('#seed').value = 7")
+    page.point("#run", click=True)
+    page.until(ENDED)
+    (body,) = server.requests
+    assert body["stream"] and body["seed"] == 7 and body["max_tokens"] == 40 and body["model"] == "scripted"
+    assert body["entropic"] == {"preset": "full", "trace": True}
+    assert body["prompt"].startswith("import json")
+    shown = page.value("[...document.querySelectorAll('.t')].map(t => [t.textContent, t.innerHTML])")
+    assert [name for name, _ in shown] == TOKENS[:40]
+    for i, (_, inside) in enumerate(shown):
+        colour = sum(entropy(i) >= limit for limit in LIMITS)
+        assert re.findall(r"e(\d)\b", inside)[:1] == ([str(colour)] if colour else []), i
+    assert "after 40 tokens" in text(page, "#said")
+    assert page.errors == []
+
+
+def test_pointing_at_a_token_shows_what_was_measured(page):
+    page.point("#run", click=True)
+    page.until(ENDED)
+    page.point(".t[data-index='12']")
+    page.until("!document.querySelector('#token-card').hidden")
+    card = text(page, "#token-card")
+    assert f"{entropy(12):.2f} nats" in card
+    assert f"{100 * (0.35 + 0.1 * entropy(12)):.0f} %" in card
+    assert page.value("document.querySelectorAll('#token-card li').length") == 5
+    assert page.value("document.querySelector('.chosen code').textContent") == TOKENS[12].replace(" ", "·")
+    page.point("h1")
+    page.until("document.querySelector('#token-card').hidden")
+
+
+def test_keys_alone_are_enough(page, server):
+    server.gap = 0.02
+    page.press("Tab")
+    page.press("Tab")
+    assert page.value("document.activeElement.id") == "prompt"
+    page.press("Enter", modifiers=2)
+    page.until("document.querySelectorAll('.t').length > 3")
+    page.press("Escape")
+    page.until("document.querySelector('#said').textContent === 'Stopped.'")
+    assert page.value("document.querySelector('#stop').hidden")
+    count = page.value("document.querySelectorAll('.t').length")
+    page.value("document.querySelector('.t[tabindex=\"0\"]').focus()")
+    page.press("ArrowRight")
+    assert page.value("document.activeElement.dataset.index") == "1"
+    assert f"{entropy(1):.2f} nats" in text(page, "#token-card")
+    page.press("End")
+    assert page.value("document.activeElement.dataset.index") == str(count - 1)
+    deadline = time.monotonic() + 10
+    while not server.broken_off:  # the server has seen that nobody listens any more
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_side_by_side_asks_for_the_same_text_twice(page, server):
+    page.point("#compare", click=True)
+    page.until(ENDED)
+    one, two = sorted(server.requests, key=lambda body: body["entropic"]["preset"])
+    assert (one["entropic"]["preset"], two["entropic"]["preset"]) == ("full", "off")
+    assert {**one, "entropic": 0} == {**two, "entropic": 0}
+    assert page.value(
+        "[...document.querySelectorAll('.pane h3')].map(h => h.firstChild.nextSibling.data)"
+    ) == [
+        "off",
+        "full",
+    ]
+    kept = page.value("document.querySelectorAll('canvas')[2].getAttribute('aria-label')")
+    assert "off: 160 tokens, mean 100.00" in kept and "full: 160 tokens" in kept
+
+
+def test_plots_are_drawn_and_speak(page):
+    painted = (
+        "[...document.querySelectorAll('canvas')].map(c => { const d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data; let n = 0;"
+        "for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
+    )
+    page.until(f"{painted}.every(n => n > 0)")
+    before = page.value(painted)
+    page.point("#run", click=True)
+    page.until(ENDED)
+    page.until(f"{painted}.every((n, i) => n > {before}[i] + 50)")
+    labels = page.value("[...document.querySelectorAll('canvas')].map(c => c.getAttribute('aria-label'))")
+    assert labels[0].startswith("Entropy H, target 1.35. full: 160 tokens, mean ")
+    assert [label.split(".")[0] for label in labels[1:]] == ["Temperature T", "Pages kept", "Entropic time τ"]
+
+
+def test_sequences_in_flight_by_priority(page):
+    page.until("document.querySelectorAll('#flight tr').length === 4")
+    assert page.value(
+        "[...document.querySelectorAll('#flight tr td:nth-child(2)')].map(t => t.textContent)"
+    ) == [
+        "0.82",
+        "0.63",
+        "0.41",
+        "0.20",
+    ]
+    assert text(page, "#flight-figures") == "3 running · 1 waiting · 37 % of the cache"
+    assert text(page, "#health-text") == "ready"
+
+
+def test_a_busy_server(page, server):
+    server.refuse = 429, {"Retry_After": "2"}, "the queue is full"
+    page.point("#run", click=True)
+    page.until("!document.querySelector('#alert').hidden")
+    assert "the queue is full" in text(page, "#alert")
+    assert text(page, "#alert button") in ("Try again in 2 s", "Try again in 1 s")
+    assert not page.value("document.querySelector('#run').disabled")
+    server.refuse = None
+    page.point("#alert button", click=True)
+    page.until(ENDED)
+    assert page.value("document.querySelector('#alert').hidden")
+
+
+def test_a_refused_request(page, server):
+    server.refuse = 400, {}, "temperature is 9; accepted are smaller ones"
+    page.point("#run", click=True)
+    page.until("!document.querySelector('#alert').hidden")
+    assert text(page, "#alert") == "temperature is 9; accepted are smaller ones"
+
+
+def test_a_server_that_wants_a_key(page, server):
+    server.key = "sesame"
+    page.until("!document.querySelector('#key-row').hidden")
+    page.point("#run", click=True)
+    page.until("document.querySelector('#alert').innerText.includes('API key')")
+    page.value("document.querySelector('#key').focus()")
+    page("Input.insertText", text="sesame")
+    page.press("Enter")
+    page.until(ENDED)
+    page.until("document.querySelector('#health-text').textContent === 'ready'")
+    page.value("sessionStorage.clear()")
+
+
+def test_a_stream_that_breaks_off(page, server):
+    server.cut = True
+    page.point("#run", click=True)
+    page.until("document.querySelector('#alert').innerText.includes('broke off')")
+    assert page.value("document.querySelectorAll('.t').length") == 160
+
+
+def test_a_server_that_is_gone(page, server):
+    server.shutdown()
+    server.server_close()
+    page.until("document.querySelector('#health-text').textContent === 'no answer'")
+    page.point("#run", click=True)
+    page.until("document.querySelector('#alert').innerText.includes('does not answer')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_it_fits_and_can_be_read(page, size, scheme, tmp_path):
+    page.look(*size, scheme)
+    page.point("#compare", click=True)
+    page.until(ENDED)
+    assert page.value("document.documentElement.scrollWidth <= innerWidth")
+    inks = page.value(
+        "[...document.querySelectorAll('.legend span, .hint, #said, .primary, .text .prompt')].map(e => {"
+        "let b = e; const back = () => getComputedStyle(b).backgroundColor;"
+        "while (back() === 'rgba(0, 0, 0, 0)') b = b.parentElement;"
+        "return [e.matches('.legend *'), getComputedStyle(e).color, back()]; })"
+    )
+    for _, ink, ground in inks:
+        assert contrast(ink, ground) >= 4.5, (ink, ground)
+    ramp = [luminance(ground) for in_legend, _, ground in inks if in_legend]
+    assert len(ramp) == 6
+    assert ramp == sorted(ramp, reverse=scheme == "light"), "lightness alone tells the classes apart"
+    page.picture(tmp_path / "page.png")
+
+
+def channels(colour):
+    return [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_everything_that_can_be_focused_has_a_name(page):
+    page.point("#run", click=True)
+    page.until(ENDED)
+    page("Accessibility.enable")
+    nodes = page("Accessibility.getFullAXTree")["nodes"]
+    page("Accessibility.disable")
+    focusable = [
+        node
+        for node in nodes
+        if not node.get("ignored")
+        and any(p["name"] == "focusable" and p["value"]["value"] for p in node.get("properties", ()))
+        and node["role"]["value"] not in ("RootWebArea", "generic")
+    ]
+    assert len(focusable) > 15
+    assert [node["role"]["value"] for node in focusable if not node.get("name", {}).get("value")] == []
+    assert page.value("document.documentElement.lang") == "en"
+
+
+def test_no_motion_for_who_wants_none(page, server):
+    server.gap = 0.05
+    page.look(*DESKTOP, motion="reduce")
+    page.point("#run", click=True)
+    page.until("document.querySelector('.text.busy') !== null")
+    assert page.value("getComputedStyle(document.querySelector('.text'), '::after').animationName") == "none"
+    page.press("Escape")
