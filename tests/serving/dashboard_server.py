@@ -12,7 +12,11 @@ import serving
 
 FOLDER = Path(serving.__file__).parent / "dashboard"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"
+# The strictest under which the page must work.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 TEXT = (
     "    path = Path(path)\n    if not path.exists():\n        raise FileNotFoundError(path)\n"
     '    with path.open(encoding="utf-8") as file:\n        config = json.load(file)\n'

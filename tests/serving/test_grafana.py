@@ -1,0 +1,61 @@
+"""The Grafana dashboard can be imported, and asks only for metrics that the server has."""
+
+import json
+import re
+
+import pytest
+
+from tests.serving.dashboard_server import FOLDER
+
+BOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
+QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
+METRIC = re.compile(r"\b(?:vllm:|entropic_)\w+")
+
+
+def overlaps(one: dict, other: dict) -> bool:
+    return (
+        one["x"] < other["x"] + other["w"]
+        and other["x"] < one["x"] + one["w"]
+        and one["y"] < other["y"] + other["h"]
+        and other["y"] < one["y"] + one["h"]
+    )
+
+
+def test_panels_are_sound():
+    panels = BOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 15
+    places = [panel["gridPos"] for panel in panels]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    assert not any(overlaps(a, b) for i, a in enumerate(places) for b in places[:i])
+    for panel in panels:
+        references = [target["refId"] for target in panel.get("targets", ())]
+        assert len(set(references)) == len(references)
+        assert bool(references) == (panel["type"] != "row")
+    variables = {variable["name"] for variable in BOARD["templating"]["list"]}
+    own = {name for query in QUERIES for name in re.findall(r"\$\{?(\w+)", query)} - {"__rate_interval"}
+    assert own <= variables
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_brackets_of_queries_match(query):
+    left = re.sub(r'"[^"]*"', "", query)
+    while (shorter := re.sub(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]", "", left)) != left:
+        left = shorter
+    assert not set(left) & set("(){}[]")
+
+
+def test_every_metric_exists():
+    metrics = pytest.importorskip("serving.metrics")
+
+    class Engine:
+        def snapshot(self):
+            return {}
+
+        def ready(self):
+            return True
+
+    text = metrics.Metrics(Engine(), "model").text().decode()
+    known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    asked = {name for query in QUERIES for name in METRIC.findall(query)}
+    assert len(asked) > 20
+    assert asked - known == set()
