@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .control_options import Control
 from .request import Request
-from .transcript import Token, Usage
+from .transcript import Alternative, Token, Usage
 
 
 class QueueFullError(Exception):
@@ -15,13 +15,6 @@ class QueueFullError(Exception):
     def __init__(self, retry_after: float) -> None:
         super().__init__(f"the queue is full; try again in {retry_after:.0f} s")
         self.retry_after = retry_after
-
-
-class Alternative(NamedTuple):
-    """A token that could have been, with its log-probability (natural) before temperature and truncation."""
-
-    id: int
-    logprob: float
 
 
 class PromptToken(NamedTuple):
@@ -68,7 +61,10 @@ class Delta(NamedTuple):
     error: str | None = None
     usage: Usage | None = None  # with the last
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    summary: Mapping[str, float] = {}  # with the last: entropic_time, mean_entropy, …
+    # With the last: entropic_time, mean_entropy, kept_fraction, certificate, cost (roofline seconds), and the
+    # wall seconds queue_time and, where there was one, prefill_time.
+    summary: Mapping[str, float] = {}
+    timed_out: bool = False  # with "error": the job's timeout has passed
 
 
 class Ticket(Protocol):
@@ -96,7 +92,13 @@ class JobEngine(Protocol):
         """Whether the programs are compiled and jobs run at full speed."""
 
     def snapshot(self) -> Mapping[str, Any]:
-        """What is going on: running, waiting, KV use, and the sequences in flight (for the dashboard)."""
+        """What is going on, as numbers and lists that JSON can hold.
+
+        `running` and `waiting` jobs, `kv_usage` in [0, 1], and since the start `preemptions`,
+        `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up). `sequences` are those in
+        flight, each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`,
+        `priority` (the scheduler's π), `entropy`, `entropic_time`, `waited` (seconds).
+        """
 
     def close(self, drain: float | None = None) -> None:
         """Stop: take no more jobs, let those in flight run for up to `drain` seconds, then end them."""

@@ -61,7 +61,8 @@ class Request:
     """A prompt and how to continue it; every sampling field is off at its default.
 
     `prompt` is text or token ids. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1 and `repetition_penalty` 1
-    are off, `temperature` 0 is greedy. The text ends before the first of the `stop` strings. Raises
+    are off, `temperature` 0 is greedy. The text ends before the first of the `stop` strings or of the
+    `stop_token_ids`, with it if `include_stop`; nothing ends it before `min_tokens` are there. Raises
     RequestError, which names the field, its value and what is accepted.
     """
 
@@ -79,6 +80,9 @@ class Request:
     stop: tuple[str, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         """Check every field and bring it into its one form."""
@@ -87,19 +91,24 @@ class Request:
         object.__setattr__(self, "prompt", _prompt(self.prompt))
         object.__setattr__(self, "stop", _stop(self.stop))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; accepted are true and false")
+        object.__setattr__(self, "min_tokens", Limit(int, 0, 2**31 - 1).check("min_tokens", self.min_tokens))
+        object.__setattr__(self, "stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; accepted are true and false")
 
 
 FIELDS = tuple(field.name for field in fields(Request))
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value
+    return value if isinstance(value, str) else _tokens("prompt", value, "a string and a list of token ids")
+
+
+def _tokens(name: str, value: Any, accepted: str = "lists of token ids") -> tuple[int, ...]:
     if isinstance(value, Sequence) and all(type(token) is int and token >= 0 for token in value):
         return tuple(value)
-    raise RequestError(f"prompt is {_short(value)}; accepted are a string and a list of token ids")
+    raise RequestError(f"{name} is {_short(value)}; accepted are {accepted}")
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -7,7 +7,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from .request import Request
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class Alternative(NamedTuple):
+    """A token that could have been, with its log-probability (natural) before temperature and truncation."""
+
+    id: int
+    logprob: float
 
 
 class Detokenizer(Protocol):
@@ -27,6 +34,8 @@ class Token(NamedTuple):
     text: str
     measures: Mapping[str, float]  # entropies in nats
     finish_reason: FinishReason | None = None  # set on the last token only
+    logprob: float | None = None  # before temperature and truncation, where it was asked for
+    top: tuple[Alternative, ...] = ()  # the likeliest, in order; the token itself may be among them
 
 
 class Usage(NamedTuple):
@@ -77,6 +86,7 @@ class Transcript:
         self, request: Request, detokenizer: Detokenizer, prompt_tokens: int, eos: Collection[int] = ()
     ) -> None:
         """`eos` are the tokens that end a text; they count as tokens but have no text."""
+        self.stop_reason: str | int | None = None  # the string or token of the request that ended it
         self.request = request
         self.detokenizer = detokenizer
         self.prompt_tokens = prompt_tokens
@@ -88,7 +98,13 @@ class Transcript:
         self._trace: dict[str, list[float]] = {}
         self._held: list[Token] = []
 
-    def add(self, token: int, measures: Mapping[str, float]) -> list[Token]:
+    def add(
+        self,
+        token: int,
+        measures: Mapping[str, float],
+        logprob: float | None = None,
+        top: tuple[Alternative, ...] = (),
+    ) -> list[Token]:
         """Record a sampled token; returns the tokens that are settled now, none or several."""
         if self.finish_reason is not None:
             raise ValueError(
@@ -97,9 +113,13 @@ class Transcript:
         self._token_ids.append(token)
         for name, value in measures.items():
             self._trace.setdefault(name, []).append(float(value))
-        ended = token in self.eos
-        self._held.append(Token(token, "" if ended else self.detokenizer.push(token), measures))
+        asked = token in self.request.stop_token_ids
+        ended = (asked or token in self.eos) and self._may_end()
+        silent = ended and not (asked and self.request.include_stop)
+        text = "" if silent else self.detokenizer.push(token)
+        self._held.append(Token(token, text, measures, logprob=logprob, top=top))
         if ended:
+            self.stop_reason = token if asked else None
             return self.finish("stop")
         if self._cut() or len(self._token_ids) >= self.request.max_tokens:
             return self.finish("length")  # unless it was cut
@@ -129,13 +149,21 @@ class Transcript:
             self.error,
         )
 
+    def _may_end(self) -> bool:
+        """Whether the latest token is past those before which nothing ends the text."""
+        return len(self._token_ids) > self.request.min_tokens
+
     def _cut(self) -> bool:
         """Cut the text held back before the first stop string in it, if there is one."""
+        if not self._may_end():
+            return False
         text = "".join(token.text for token in self._held)
-        places = [place for stop in self.request.stop if (place := text.find(stop)) >= 0]
+        places = [(place, stop) for stop in self.request.stop if (place := text.find(stop)) >= 0]
         if not places:
             return False
-        left = min(places)
+        left, stop = min(places)
+        left += len(stop) if self.request.include_stop else 0
+        self.stop_reason = stop
         for i, token in enumerate(self._held):
             self._held[i] = token._replace(text=token.text[: max(left, 0)])
             left -= len(token.text)
@@ -144,6 +172,8 @@ class Transcript:
 
     def _safe(self) -> int:
         """How many of the tokens held back cannot be part of a stop string any more."""
+        if not self._may_end():
+            return len(self._held)
         text = "".join(token.text for token in self._held)
         waiting = max((_overlap(text, stop) for stop in self.request.stop), default=0)
         end = 0

@@ -93,7 +93,7 @@ def test_tests_need_one_more_extra_and_run_in_the_root(project):
     run(project, "generate")
     status, out, _ = run(project, "test", "-k", "x y")
     assert (status, out) == (0, f"pytest in {project}: -k x y\n")
-    assert installs(project)[-1].endswith(f"--editable {project}[dev]")
+    assert installs(project)[-1].endswith(f"--editable {project}[dev,serve]")
     run(project, "generate")
     run(project, "test")
     assert len(installs(project)) == 2
@@ -105,7 +105,7 @@ def test_a_change_of_what_is_declared_installs_again_what_there_was(project, nam
     with open(project / name, "a") as file:
         file.write("\n")
     run(project, "generate")
-    assert [line.split("--editable ")[1] for line in installs(project)] == [f"{project}[dev]"] * 2
+    assert [line.split("--editable ")[1] for line in installs(project)] == [f"{project}[dev,serve]"] * 2
 
 
 def test_a_clone_that_moved_is_installed_again(project):

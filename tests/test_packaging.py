@@ -60,7 +60,7 @@ def test_lock_names_no_place():
 
 
 def test_extras():
-    assert set(EXTRAS) == {"serve", "tpu", "cuda", "kernels", "train", "dev", "oracle"}
+    assert set(EXTRAS) == {"serve", "tpu", "cuda", "tracing", "clients", "kernels", "train", "dev", "oracle"}
 
 
 @pytest.fixture(scope="module")

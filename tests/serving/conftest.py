@@ -136,3 +136,53 @@ def directory(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
     models.save(dataclasses.replace(models.initialise(config, 0), tokenizer=tokenizer), path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The text side of the embedded model, without its weights."""
+    import json
+
+    from serving.served_model import describe
+
+    pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
+    folder = generation.EMBEDDED
+    config = models.Config(
+        architecture="LlamaForCausalLM",
+        vocab_size=4096,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        eos_token_id=(1,),
+    )
+    settings = json.loads((folder / "generation_config.json").read_text())
+    model = models.Model(config, {}, models.Tokenizer.from_directory(folder), settings)
+    return describe(model, str(folder), ("embedded", "default"), 256)
+
+
+@pytest.fixture(scope="module")
+def scripted_server(served):
+    """A server over a scripted engine; the tests of a module share it."""
+    from serving.frontend import Frontend
+    from serving.settings import Settings
+
+    from .live import serving
+    from .scripted_engine import ScriptedEngine
+
+    engine = ScriptedEngine(served)
+    frontend = Frontend(engine, served, Settings(port=0, request_timeout=30.0))
+    with serving(frontend) as running:
+        running.engine, running.model = engine, served
+        yield running
+
+
+@pytest.fixture
+def live(scripted_server):
+    """The same, at its fastest again."""
+    engine = scripted_server.engine
+    engine.prefill = engine.pace = 0.0
+    engine.room, engine.is_ready, engine.failure = 10**6, True, None
+    scripted_server.frontend.draining = False
+    engine.cancelled.clear()
+    return scripted_server

@@ -64,6 +64,10 @@ def test_values_take_one_form():
         {"logit_bias": {2: math.inf}},
         {"logit_bias": [1]},
         {"ignore_eos": "yes"},
+        {"include_stop": 1},
+        {"min_tokens": -1},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": "ab"},
     ],
 )
 def test_wrong_kinds_are_named(wrong):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.request import Request
-from serving.transcript import Transcript
+from serving.transcript import Alternative, Transcript
 
 
 class Letters:
@@ -43,6 +43,36 @@ def test_without_stop_strings_every_token_is_settled_at_once():
     assert completion.usage == (3, 3)
     assert completion.usage.total_tokens == 6
     assert completion.trace == {"entropy": [0.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("include", "text"), [(False, "ab"), (True, "ab.")], ids=["without the stop", "with the stop"]
+)
+def test_a_token_of_the_request_ends_the_text(include, text):
+    transcript, _ = run("ab.c", stop_token_ids=[ord(".")], include_stop=include)
+    assert (transcript.completion().text, transcript.finish_reason) == (text, "stop")
+    assert transcript.stop_reason == ord(".")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "abc")])
+def test_the_stop_string_that_ended_the_text_is_named(include, text):
+    transcript, _ = run("abcd", stop=("x", "bc"), include_stop=include)
+    assert (transcript.completion().text, transcript.stop_reason) == (text, "bc")
+
+
+@pytest.mark.parametrize("stop", [{"eos": "."}, {"stop": (".",)}, {"stop_token_ids": [ord(".")]}])
+def test_nothing_ends_a_text_before_its_least_length(stop):
+    transcript, _ = run("..ab.c", min_tokens=2, **stop)
+    assert transcript.completion().token_ids == [ord(c) for c in "..ab."]
+    assert transcript.finish_reason == "stop"
+    assert run("....", min_tokens=4, max_tokens=4, **stop)[0].finish_reason == "length"
+
+
+def test_logprobs_stay_with_their_token():
+    transcript = Transcript(Request(prompt="p", stop="xy"), Letters(), 3)
+    top = (Alternative(ord("x"), -0.5),)
+    assert transcript.add(ord("x"), {}, -0.5, top) == []
+    assert [(t.logprob, t.top) for t in transcript.add(ord("a"), {}, -2.0)] == [(-0.5, top), (-2.0, ())]
 
 
 def test_end_of_text_counts_but_has_no_text():

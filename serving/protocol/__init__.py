@@ -1,0 +1,1 @@
+"""The bodies of requests and answers, in the names of OpenAI and vLLM."""

@@ -1,0 +1,124 @@
+"""`/v1/chat/completions`: a conversation, and the message that follows."""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from .entropic import EntropicResult
+from .fields import Answer, Body, Count, Integer, Usage
+from .sampling import SamplingBody
+
+
+class TextPart(Body):
+    """A part of a message. There are no models here that see or hear."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message; what else it holds is there for the template to read."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its content as one text."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content
+        return {**self.model_dump(exclude_none=True), "content": text or ""}
+
+
+class ChatBody(SamplingBody):
+    """A request to continue a conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = Field(None, description="takes the place of max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="shown to the template; calls come as text")
+    tool_choice: Literal["none", "auto"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="go on with the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; accepted is 0 unless logprobs is true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message is true; accepted is false with add_generation_prompt")
+        return self
+
+
+class TokenLogprob(Answer):
+    """A token with its logarithmic probability, natural, before temperature and truncation."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    """The same of a token that was emitted, with the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+    entropy: float | None = None
+    temperature: float | None = None
+
+
+class ChatLogprobs(Answer):
+    """One entry for each token."""
+
+    content: list[ContentLogprob] | None
+
+
+class AnswerMessage(Answer):
+    """What the model says, or the next piece of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(Answer):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "error", "abort"] | None
+    stop_reason: str | int | None = None
+    entropic: EntropicResult | None = None
+
+
+class ChatCompletion(Answer):
+    """The answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatChunkChoice(Answer):
+    """The next piece of an answer."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "error", "abort"] | None = None
+
+
+class ChatChunk(Answer):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None

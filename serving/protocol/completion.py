@@ -1,0 +1,77 @@
+"""`/v1/completions`: a prompt, or several, and their continuations."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .entropic import EntropicResult
+from .fields import Answer, Integer, Positive, TokenId, Usage
+from .sampling import SamplingBody
+
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1)]
+
+
+class CompletionBody(SamplingBody):
+    """A request to continue text or tokens."""
+
+    prompt: str | Tokens | Texts | TokenLists
+    best_of: Annotated[Positive, Field(le=128)] | None = Field(
+        None, description="write this many and give the likeliest `n`"
+    )
+    echo: bool | None = Field(None, description="begin the text with the prompt")
+    logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = Field(
+        None, description="the likeliest tokens to list at each"
+    )
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = Field(None, description="what the model expects around a text (BOS)")
+    suffix: None = Field(None, description="text after the gap; no model here fills gaps")
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_of is not None and self.best_of < self.choices:
+            raise ValueError(
+                f"best_of is {self.best_of}; accepted are integers of at least n = {self.choices}"
+            )
+        if self.stream and (self.best_of or 0) > self.choices:
+            raise ValueError(f"best_of is {self.best_of}; accepted is n = {self.choices} where it streams")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt by itself."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+
+
+class CompletionLogprobs(Answer):
+    """Four lists as long as the tokens of the text, those of an echoed prompt included."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float | None] | None]
+
+
+class CompletionChoice(Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length", "error", "abort"] | None
+    stop_reason: str | int | None = None
+    entropic: EntropicResult | None = None
+
+
+class Completion(Answer):
+    """The answer, or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

@@ -1,0 +1,59 @@
+"""What the server says of itself and its models, and the form of every error."""
+
+from typing import Literal
+
+from .fields import Answer
+
+
+class ErrorDetail(Answer):
+    """Why a request was refused: the argument, its value and what would be accepted."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(Answer):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ModelCard(Answer):
+    """A model that requests may name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(Answer):
+    """The version of the package."""
+
+    version: str
+
+
+class Health(Answer):
+    """Whether the server is alive, or ready."""
+
+    status: str
+
+
+class EngineState(Answer):
+    """What the engine is at: counts, the use of the KV cache, and the sequences in flight."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0

@@ -1,0 +1,65 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: text to tokens and back, as vLLM names them."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from .chat import Message
+from .fields import Answer, Body, TokenId, unicode
+
+
+class TokenizeBody(Body):
+    """A text to cut into tokens."""
+
+    _unicode = model_validator(mode="before")(unicode)
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatBody(Body):
+    """A conversation to cut into tokens, after the model's template."""
+
+    _unicode = model_validator(mode="before")(unicode)
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    return_token_strs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Tokenized(Answer):
+    """The tokens, and how many of them the model takes at most."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(Body):
+    """Tokens to turn into text."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Detokenized(Answer):
+    """Their text, special tokens included."""
+
+    prompt: str
+
+
+class TokenizerInfo(Answer):
+    """What the model's tokenizer_config.json says, the chat template included."""
+
+    tokenizer_class: str
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None

@@ -1,0 +1,81 @@
+"""The page at `/`, from files that ship with the package, kept from talking to anyone else."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI
+from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+FOLDER = Path(__file__).resolve().parents[1] / "dashboard"
+INLINE = re.compile(rb"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL)
+
+
+def policy(page: bytes = b"") -> str:
+    """A Content-Security-Policy: only what this server sends, and what stands in the page itself."""
+    found: dict[bytes, list[str]] = {b"script": ["'self'"], b"style": ["'self'"]}
+    for kind, text in INLINE.findall(page):
+        if text.strip():
+            digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
+            found[kind].append(f"'sha256-{digest}'")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(found[b'script'])}",
+            f"style-src {' '.join(found[b'style'])}",
+            "img-src 'self' data:",
+            "font-src 'self'",
+            "connect-src 'self'",
+            "manifest-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+def headers(page: bytes = b"") -> dict[str, str]:
+    """What every part of the page is sent with."""
+    return {
+        "Content-Security-Policy": policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+class Assets(StaticFiles):
+    """The files beside the page."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a file with the headers of the page."""
+
+        async def guarded(message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(k.lower().encode(), v.encode()) for k, v in headers().items()]
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        await super().__call__(scope, receive, guarded)
+
+
+def install(app: FastAPI) -> None:
+    """Serve the page at `/` and its files under `/dashboard/`; a line of text where they were left out."""
+    routes = APIRouter(include_in_schema=False)
+    index = FOLDER / "index.html"
+
+    @routes.get("/")
+    async def page() -> Response:
+        try:
+            text = index.read_bytes()
+        except OSError:
+            text = b"<!doctype html><title>entropic</title><p>The API is at <a href=v1/models>/v1</a>."
+        return HTMLResponse(text, headers=headers(text))
+
+    app.include_router(routes)
+    if FOLDER.is_dir():
+        app.mount("/dashboard", Assets(directory=FOLDER), name="dashboard")

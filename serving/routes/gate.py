@@ -1,0 +1,90 @@
+"""What stands before every route: request ids, the API key, the size of bodies, the log of requests."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import log
+from .errors import answer
+
+logger = logging.getLogger("serving.requests")
+OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}  # without a key
+QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # asked for all the time
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Gate:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], most_bytes: int, log_requests: bool) -> None:
+        self.app, self.most_bytes, self.log_requests = app, most_bytes, log_requests
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it here."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        given = headers.get("x-request-id", "")
+        identity = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        token = log.request_id.set(identity)
+        start, status = time.perf_counter(), 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            await send(message)
+
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        try:
+            if (refusal := self._refusal(scope["method"], path, headers)) is not None:
+                await answer(*refusal)(scope, receive, tagged)
+            else:
+                await self.app(scope, self._limited(receive), tagged)
+        finally:
+            if self.log_requests and path not in QUIET:
+                seconds = round(time.perf_counter() - start, 4)
+                extra = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
+                logger.info("request", extra=extra)
+            log.request_id.reset(token)
+
+    def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple | None:
+        if self.digests and path not in OPEN and not path.startswith("/dashboard/") and method != "OPTIONS":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            digest = hashlib.sha256(key.strip().encode()).digest()
+            # All keys are compared, in constant time, so that none can be guessed from how long it takes.
+            right = [hmac.compare_digest(digest, known) for known in self.digests]
+            if scheme.lower() != "bearer" or not any(right):
+                message = "the API key is missing or wrong; accepted is the header Authorization: Bearer KEY"
+                return 401, message, None, {"WWW-Authenticate": "Bearer"}
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self.most_bytes:
+            return 413, self._too_large(length), None, {"Connection": "close"}
+        return None
+
+    def _too_large(self, size: object) -> str:
+        return f"the body has {size} bytes; accepted are at most {self.most_bytes}"
+
+    def _limited(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.most_bytes:
+                raise HTTPException(413, self._too_large(f"at least {size}"))
+            return message
+
+        return counted

@@ -1,0 +1,40 @@
+"""A server on a free port of this machine, in a thread of this process."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from serving.frontend import Frontend
+from serving.server import Server, bind
+
+
+class Live:
+    """A running server."""
+
+    def __init__(self, frontend: Frontend, tracer_provider: Any = None) -> None:
+        self.frontend, self.listener = frontend, bind(frontend.settings)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = Server(frontend, tracer_provider)
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self.listener]))
+
+
+@contextlib.contextmanager
+def serving(frontend: Frontend, tracer_provider: Any = None) -> Iterator[Live]:
+    """Serve a front end (whose settings say port 0) while the block runs."""
+    live = Live(frontend, tracer_provider)
+    live.thread.start()
+    try:
+        while not live.server.started:
+            live.thread.join(0.005)
+            assert live.thread.is_alive()
+        yield live
+    finally:
+        live.server.should_exit = True
+        live.thread.join(20)
+        assert not live.thread.is_alive()

@@ -1,0 +1,157 @@
+"""An engine that says what it is told to, at the pace it is told to: a `JobEngine` without a model."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from serving.job import Delta, Job, PromptToken, QueueFullError
+from serving.request import RequestError
+from serving.served_model import ServedModel
+from serving.transcript import Alternative, Transcript, Usage
+
+SCRIPT = "def add(a, b):\n    return a + b\n"
+
+
+class ScriptedTicket:
+    """Says the script token by token, from the seed'th token on."""
+
+    def __init__(self, engine: "ScriptedEngine", job: Job) -> None:
+        self.engine, self.job, self.cancelled = engine, job, asyncio.Event()
+
+    def __iter__(self) -> Iterator[Delta]:
+        raise NotImplementedError
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        engine, request = self.engine, self.job.request
+        model, began = engine.model, time.perf_counter()
+        transcript = Transcript(request, model.tokenizer.stream(), len(request.prompt), model.stop_tokens)
+        engine.running += 1
+        try:
+            if await self._sleep(engine.prefill):
+                yield self._last(transcript, "abort")
+                return
+            yield Delta(prompt=self._prompt(), cached_tokens=min(4, len(request.prompt) - 1))
+            script = engine.script(request.seed)
+            for count in range(10**9):
+                late = self.job.timeout is not None and time.perf_counter() - began > self.job.timeout
+                if late:
+                    yield self._last(transcript, "error", "the timeout has passed")._replace(timed_out=True)
+                    return
+                if await self._sleep(engine.pace):
+                    yield self._last(transcript, "abort")
+                    return
+                token = script[count % len(script)]
+                if self.job.grammar is not None:
+                    bits = self.job.grammar.mask()
+                    token = next(t for t in range(model.vocabulary) if bits[t // 32] >> (t % 32) & 1)
+                top = ()
+                if self.job.alternatives is not None:
+                    top = tuple(Alternative(token + k, -0.25 - k) for k in range(self.job.alternatives))
+                logprob = None if self.job.alternatives is None else -0.25
+                measures = {
+                    "entropy": 0.5 * count,
+                    "temperature": 0.75,
+                    "kept_fraction": 1.0,
+                    "surprisal": 0.25,
+                }
+                settled = transcript.add(token, measures, logprob, top)
+                ended = self.job.grammar is not None and not self.job.grammar.accept(token)
+                if ended:
+                    settled += transcript.finish("stop")
+                if transcript.finish_reason is not None:
+                    yield self._last(transcript, transcript.finish_reason)._replace(tokens=tuple(settled))
+                    return
+                if settled:
+                    yield Delta(tuple(settled))
+        finally:
+            engine.running -= 1
+
+    def cancel(self) -> None:
+        self.engine.cancelled.append(self.job.id)
+        self.cancelled.set()
+
+    async def _sleep(self, seconds: float) -> bool:
+        """Whether the job was cancelled meanwhile."""
+        if not seconds:
+            return self.cancelled.is_set()
+        try:
+            await asyncio.wait_for(self.cancelled.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _last(self, transcript: Transcript, reason: Any, error: str | None = None) -> Delta:
+        settled = transcript.finish(reason, error)
+        usage = Usage(len(self.job.request.prompt), len(transcript._token_ids))
+        summary = {"entropic_time": 1.5, "mean_entropy": 0.5, "kept_fraction": 1.0, "certificate": 0.0}
+        return Delta(
+            tuple(settled),
+            (),
+            reason,
+            transcript.stop_reason,
+            error,
+            usage,
+            0,
+            {**summary, "queue_time": 0.01},
+        )
+
+    def _prompt(self) -> tuple[PromptToken, ...]:
+        number = self.job.prompt_alternatives
+        if number is None:
+            return ()
+        text = self.engine.model.token_text
+        return tuple(
+            PromptToken(t, text(t), None)
+            if not place
+            else PromptToken(t, text(t), -1.0, tuple(Alternative(t + k, -1.0 - k) for k in range(number)))
+            for place, t in enumerate(self.job.request.prompt)
+        )
+
+
+class ScriptedEngine:
+    """Takes up to `room` jobs at a time. `prefill` and `pace` are seconds before, and between, tokens."""
+
+    def __init__(self, model: ServedModel, text: str = SCRIPT) -> None:
+        self.model = model
+        self.tokens = model.tokenizer.encode(text, special=False)
+        self.prefill = self.pace = 0.0
+        self.room = 10**6
+        self.running = 0
+        self.is_ready, self.failure = True, None
+        self.jobs: list[Job] = []
+        self.cancelled: list[str] = []
+        self.closed: float | None = None
+
+    def script(self, seed: int) -> Sequence[int]:
+        """The tokens for a seed: the same ones, begun elsewhere, and the end of the text."""
+        first = seed % len(self.tokens)
+        return [*self.tokens[first:], *self.tokens[:first], *self.model.stop_tokens[:1]]
+
+    def submit(self, job: Job) -> ScriptedTicket:
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        if self.running >= self.room:
+            raise QueueFullError(7.0)
+        if dict(job.control.gains).get("lowest", 0) > dict(job.control.gains).get("highest", 1000):
+            raise RequestError("lowest is above highest; accepted are lowest < highest")
+        self.jobs.append(job)
+        return ScriptedTicket(self, job)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "running": self.running,
+            "waiting": 0,
+            "kv_usage": 0.25,
+            "preemptions": 3,
+            "prefix_queries": 10,
+            "prefix_hits": 4,
+            "compilations": 0,
+            "sequences": [],
+        }
+
+    def close(self, drain: float | None = None) -> None:
+        self.closed = drain

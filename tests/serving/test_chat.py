@@ -1,0 +1,119 @@
+"""`/v1/chat/completions` and the tokens' endpoints over a scripted engine."""
+
+import httpx2
+import pytest
+
+from serving.served_model import DEFAULT_TEMPLATE
+
+from .scripted_engine import SCRIPT
+from .test_completions import joined, stream
+
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+PATH = "/v1/chat/completions"
+
+
+def chat(live, **body) -> dict:
+    answer = httpx2.post(live.url + PATH, json={"messages": HELLO, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def prompt(live) -> str:
+    return live.model.tokenizer.decode(live.engine.jobs[-1].request.prompt, skip_special=False)
+
+
+def test_an_answer(live):
+    answer = chat(live, seed=0)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": SCRIPT}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+    request = live.engine.jobs[-1].request
+    assert request.max_tokens == live.model.context - len(request.prompt)  # all that is left
+    begin = live.model.tokenizer.bos_token
+    assert prompt(live) == f"{begin}### System\nBe brief.\n\n### User\nHello\n\n### Assistant\n"
+
+
+def test_parts_and_other_fields_of_messages(live):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    chat(live, messages=[{"role": "user", "content": parts, "name": "x"}])
+    assert "### User\nHello\n" in prompt(live)
+
+
+def test_the_last_message_is_continued(live):
+    messages = [*HELLO, {"role": "assistant", "content": "Hi th"}]
+    chat(live, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert prompt(live).endswith("### Assistant\nHi th")
+
+
+def test_max_completion_tokens_takes_the_place_of_max_tokens(live):
+    chat(live, max_tokens=9, max_completion_tokens=3)
+    assert live.engine.jobs[-1].request.max_tokens == 3
+
+
+def test_a_stream(live):
+    events = stream(live, PATH, messages=HELLO, seed=1, n=2, max_tokens=5, logprobs=True, top_logprobs=2)
+    whole = chat(live, seed=1, n=2, max_tokens=5, logprobs=True, top_logprobs=2)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(piece["delta"].get("content", "") for piece in mine) == choice["message"]["content"]
+        said = joined(piece["logprobs"]["content"] for piece in mine if piece["logprobs"])
+        assert said == choice["logprobs"]["content"]
+        assert mine[-1]["finish_reason"] == "length"
+
+
+def test_logprobs(live):
+    (choice,) = chat(live, seed=0, max_tokens=1, logprobs=True, top_logprobs=2)["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    name = live.model.token_text(live.engine.tokens[0])
+    assert (entry["token"], entry["logprob"], bytes(entry["bytes"]).decode()) == (name, -0.25, name)
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.25, -1.25]
+    assert (entry["entropy"], entry["temperature"]) == (0.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": []},
+        {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"top_logprobs": 2},
+        {"tool_choice": "required"},
+        {"max_tokens": 3, "min_tokens": 4},
+        {"chat_template_kwargs": {"messages": []}},
+    ],
+)
+def test_what_is_wrong_is_refused(live, wrong):
+    answer = httpx2.post(live.url + PATH, json={"messages": HELLO, **wrong})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequestError"
+
+
+def test_there_and_back(live):
+    text = "def f(x):\n    return 'é'"
+    cut = httpx2.post(f"{live.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert cut["tokens"] == live.model.tokenizer.encode(text)
+    assert (cut["count"], cut["max_model_len"]) == (len(cut["tokens"]), live.model.context)
+    assert len(cut["token_strs"]) == cut["count"]
+    back = httpx2.post(f"{live.url}/detokenize", json={"tokens": cut["tokens"]}).json()
+    assert back == {"prompt": live.model.tokenizer.bos_token + text}
+    bare = httpx2.post(f"{live.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert bare["tokens"] == cut["tokens"][1:]
+    eos = live.model.tokenizer.eos_token
+    assert httpx2.post(f"{live.url}/tokenize", json={"prompt": eos, "add_special_tokens": False}).json()[
+        "tokens"
+    ] == [1]
+
+
+def test_tokens_of_a_conversation(live):
+    cut = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()
+    chat(live)
+    assert tuple(cut["tokens"]) == live.engine.jobs[-1].request.prompt
+
+
+def test_tokenizer_info(live):
+    info = httpx2.get(f"{live.url}/tokenizer_info").json()
+    assert info["eos_token"] == "<|end_of_text|>" and info["bos_token"] == "<|begin_of_text|>"
+    assert info["chat_template"] == DEFAULT_TEMPLATE

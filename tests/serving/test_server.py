@@ -1,0 +1,355 @@
+"""What a server withstands: wrong bodies, wrong keys, too much, clients that leave, signals."""
+
+import asyncio
+import json
+import logging
+import socket
+import time
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.frontend import Frontend
+from serving.settings import Limits, Settings
+
+from .live import serving
+from .scripted_engine import ScriptedEngine
+
+PATH = "/v1/completions"
+
+
+def refused(answer: httpx2.Response, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    return error
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens is -1: "),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
+        ({"prompt": "x", "temperature": True}, "temperature", "True"),
+        ({"prompt": "x", "n": 0}, "n", "n is 0"),
+        ({"prompt": "x", "n": 2, "best_of": 1}, "best_of", "best_of is 1"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is 'y'"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "17 strings"),
+        ({"prompt": "x", "stop": ""}, "stop", "stop is ''"),
+        ({"prompt": []}, "prompt", "prompt is []"),
+        ({"prompt": [4096]}, "prompt", "the token 4096; accepted are 0 to 4095"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt is [1, 'a']"),
+        ({"prompt": [5] * 300}, "prompt", "300 tokens"),
+        ({"prompt": ["x"] * 600, "n": 2}, "prompt", "1200 texts"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21"),
+        ({"prompt": "x", "entropic": {"preset": "none"}}, "entropic", "entropic"),
+        (
+            {"prompt": "x", "entropic": {"lowest_temperature": 2, "highest_temperature": 1}},
+            "lowest",
+            "lowest < highest",
+        ),
+        ({"prompt": "x", "structured_outputs": {"regex": "("}}, None, "structured_outputs.regex"),
+        ({"prompt": "x", "structured_outputs": {"regex": "a" * 70000}}, None, "characters as a grammar"),
+        (
+            {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "response_format",
+            "more than once",
+        ),
+        (
+            {
+                "prompt": "x",
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
+            },
+            None,
+            "response_format.json_schema",
+        ),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, None, "missing its schema"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_name(live, body, param, said):
+    error = refused(httpx2.post(live.url + PATH, json=body), 400)
+    assert said in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 10**5,
+    ],
+    ids=["nothing", "half", "list", "text", "NaN", "surrogate", "deep"],
+)
+def test_what_is_not_a_body_is_refused(live, content):
+    headers = {"Content-Type": "application/json"}
+    refused(httpx2.post(live.url + PATH, content=content, headers=headers), 400)
+
+
+def test_unknown_fields_are_left_alone(live):
+    body = {"prompt": "x", "max_tokens": 1, "frobnicate": {"a": 1}, "user": "me", "store": False}
+    assert httpx2.post(live.url + PATH, json=body).status_code == 200
+
+
+def test_models(live):
+    listed = httpx2.get(f"{live.url}/v1/models").json()
+    assert [card["id"] for card in listed["data"]] == ["embedded", "default"]
+    assert listed["data"][0]["max_model_len"] == 256
+    assert httpx2.get(f"{live.url}/v1/models/default").json()["id"] == "default"
+    refused(httpx2.get(f"{live.url}/v1/models/gpt-9"), 404)
+    error = refused(httpx2.post(live.url + PATH, json={"model": "gpt-9", "prompt": "x"}), 404)
+    assert error["param"] == "model" and "embedded, default" in error["message"]
+    answer = httpx2.post(live.url + PATH, json={"model": "default", "prompt": "x", "max_tokens": 1})
+    assert answer.json()["model"] == "default"
+
+
+def test_no_such_path_and_no_such_method(live):
+    refused(httpx2.get(f"{live.url}/v2"), 404)
+    answer = httpx2.get(live.url + PATH)
+    refused(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    refused(httpx2.delete(f"{live.url}/"), 405)
+
+
+def test_alive_ready_and_warming_up(live):
+    assert httpx2.get(f"{live.url}/health").status_code == 200
+    assert httpx2.get(f"{live.url}/ready").status_code == 200
+    live.engine.is_ready = False
+    assert httpx2.get(f"{live.url}/health").status_code == 200
+    answer = httpx2.get(f"{live.url}/ready")
+    refused(answer, 503)
+    assert int(answer.headers["retry-after"]) >= 1
+    assert httpx2.get(f"{live.url}/entropic/state").json()["ready"] is False
+    assert httpx2.get(f"{live.url}/version").json()["version"]
+
+
+def test_a_full_queue(live):
+    live.engine.room = 0
+    answer = httpx2.post(live.url + PATH, json={"prompt": "x"})
+    assert refused(answer, 429)["type"] == "RateLimitError"
+    assert answer.headers["retry-after"] == "7"
+
+
+def test_all_of_a_batch_or_nothing(live, monkeypatch):
+    from serving.job import QueueFullError
+
+    submit, taken = live.engine.submit, []
+
+    def third_fails(job):
+        if len(taken) == 2:
+            raise QueueFullError(1.0)
+        taken.append(job.id)
+        return submit(job)
+
+    monkeypatch.setattr(live.engine, "submit", third_fails)
+    refused(httpx2.post(live.url + PATH, json={"prompt": ["a", "b", "c"]}), 429)
+    assert live.engine.cancelled == taken
+    assert not live.frontend.busy
+
+
+def test_an_engine_that_has_failed(live):
+    live.engine.failure = "out of memory"
+    answer = httpx2.post(live.url + PATH, json={"prompt": "x"})
+    assert "out of memory" in refused(answer, 503)["message"]
+
+
+def test_a_timeout(live, monkeypatch):
+    live.engine.pace = 0.02
+    monkeypatch.setattr(live.frontend, "settings", live.frontend.settings._replace(request_timeout=0.05))
+    error = refused(httpx2.post(live.url + PATH, json={"prompt": "x", "max_tokens": 99}), 408)
+    assert error["type"] == "RequestTimeoutError"
+    with httpx2.stream(
+        "POST", live.url + PATH, json={"prompt": "x", "max_tokens": 99, "stream": True}
+    ) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == 408
+    assert lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_ends_its_jobs(live, streamed, stage, n):
+    live.engine.prefill, live.engine.pace = (60.0, 0.0) if stage == "prefill" else (0.0, 0.05)
+    body = json.dumps({"prompt": "x", "n": n, "max_tokens": 10**6, "stream": streamed, "ignore_eos": True})
+    with socket.create_connection(("127.0.0.1", live.port)) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+        head += f"\r\nContent-Length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        until(lambda: live.engine.running == n)
+        if stage == "decode":
+            time.sleep(0.1)
+    until(lambda: len(live.engine.cancelled) == n and live.engine.running == 0)
+    assert not live.frontend.busy
+
+
+def test_a_reader_that_is_done_cancels_nothing(live):
+    assert httpx2.post(live.url + PATH, json={"prompt": "x", "n": 3, "max_tokens": 2}).status_code == 200
+    assert live.engine.cancelled == []
+
+
+def test_request_ids(live, caplog):
+    logging.getLogger("serving").propagate = True
+    with caplog.at_level(logging.INFO, "serving.requests"):
+        answer = httpx2.post(
+            live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
+        )
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert answer.json()["id"] == "cmpl-mine-1"
+    until(lambda: any(r.message == "request" for r in caplog.records))
+    (record,) = [r for r in caplog.records if r.message == "request"]
+    assert (record.path, record.status, record.method) == (PATH, 200, "POST")
+    strange = httpx2.get(f"{live.url}/version", headers={"X-Request-Id": 'a"; drop'})
+    assert strange.headers["x-request-id"] != 'a"; drop'
+
+
+def test_metrics(live):
+    def read() -> dict[str, float]:
+        text = httpx2.get(f"{live.url}/metrics").text
+        return {
+            sample.name + sample.labels.get("finished_reason", ""): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+
+    before = read()
+    httpx2.post(live.url + PATH, json={"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True})
+    after = read()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["vllm:prompt_tokens_total"] == 2
+    assert grown["vllm:generation_tokens_total"] == 4
+    assert grown["vllm:request_success_totallength"] == 1
+    for name, count in (
+        ("vllm:time_to_first_token_seconds", 1),
+        ("vllm:inter_token_latency_seconds", 3),
+        ("vllm:e2e_request_latency_seconds", 1),
+        ("vllm:request_queue_time_seconds", 1),
+        ("entropic_entropy_nats", 4),
+        ("entropic_temperature", 4),
+        ("entropic_kept_fraction", 4),
+    ):
+        assert grown[f"{name}_count"] == count, name
+    assert grown["entropic_entropy_nats_sum"] == 0.0 + 0.5 + 1.0 + 1.5
+    assert grown["entropic_time_nats_total"] == 1.5
+    assert after["vllm:num_requests_running"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0.25
+    assert after["vllm:num_preemptions_total"] == 3
+    assert (after["vllm:prefix_cache_queries_total"], after["vllm:prefix_cache_hits_total"]) == (10, 4)
+    assert after["entropic_compilations_after_warmup_total"] == 0
+
+
+def test_the_page_talks_to_nobody_else(live):
+    answer = httpx2.get(f"{live.url}/")
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert "http:" not in policy and "unsafe" not in policy
+    assert httpx2.get(f"{live.url}/dashboard/../serving/cli.py").status_code == 404
+    assert httpx2.get(f"{live.url}/dashboard/%2e%2e/cli.py").status_code == 404
+
+
+def test_inline_scripts_are_allowed_by_what_they_say():
+    from serving.routes.dashboard import policy
+
+    said = policy(b"<style>a{}</style><script src=x></script><script type=module>f()</script>")
+    assert said.count("sha256-") == 2
+    assert policy(b"<script>f()</script>") != policy(b"<script>g()</script>")
+
+
+def test_the_document_is_truthful(live):
+    tree = httpx2.get(f"{live.url}/openapi.json").json()
+    text = json.dumps(tree)
+    assert "422" not in text and "HTTPValidationError" not in text
+    body = tree["components"]["schemas"]["CompletionBody"]["properties"]
+    assert body["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 4095
+    assert "securitySchemes" not in tree["components"]
+
+
+@pytest.fixture
+def other(served):
+    """A server with keys and small limits."""
+    limits = Limits(body=2000)
+    settings = Settings(
+        port=0,
+        api_keys=("secret-1", "secret-2"),
+        limits=limits,
+        drain=5.0,
+        allowed_origins=("https://a.example",),
+    )
+    engine = ScriptedEngine(served)
+    with serving(Frontend(engine, served, settings)) as live:
+        live.engine = engine
+        yield live
+
+
+def test_keys(other):
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret-1"}):
+        answer = httpx2.post(other.url + PATH, json=body, headers=headers)
+        assert refused(answer, 401)["type"] == "AuthenticationError"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    for key in ("secret-1", "secret-2"):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx2.post(other.url + PATH, json=body, headers=headers).status_code == 200
+    for path in ("/health", "/ready", "/metrics", "/version", "/", "/openapi.json"):
+        assert httpx2.get(other.url + path).status_code == 200
+    for path in ("/v1/models", "/entropic/state", "/tokenizer_info"):
+        refused(httpx2.get(other.url + path), 401)
+    assert "secret" not in repr(other.frontend.settings)
+    tree = httpx2.get(f"{other.url}/openapi.json").json()
+    assert tree["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(other, chunked):
+    body = json.dumps({"prompt": "x" * 3000}).encode()
+    content = (body[i : i + 500] for i in range(0, len(body), 500)) if chunked else body
+    headers = {"Authorization": "Bearer secret-1", "Content-Type": "application/json"}
+    error = refused(httpx2.post(other.url + PATH, content=content, headers=headers), 413)
+    assert "2000" in error["message"]
+
+
+def test_other_sites_only_where_allowed(other, live):
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in httpx2.options(live.url + PATH, headers=asked).headers
+    answer = httpx2.options(other.url + PATH, headers=asked)
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_draining_finishes_what_was_begun(other):
+    other.engine.pace = 0.05
+    key = {"Authorization": "Bearer secret-1"}
+
+    async def run() -> tuple[httpx2.Response, httpx2.Response]:
+        async with httpx2.AsyncClient(headers=key) as client, httpx2.AsyncClient(headers=key) as late:
+            assert (await late.get(f"{other.url}/ready")).status_code == 200  # a connection that stays open
+            body = {"prompt": "x", "max_tokens": 10, "ignore_eos": True}
+            begun = asyncio.create_task(client.post(other.url + PATH, json=body))
+            while not other.engine.running:
+                await asyncio.sleep(0.01)
+            other.server.handle_exit(15, None)
+            refusal = await late.post(other.url + PATH, json=body)
+            return await begun, refusal
+
+    answer, refusal = asyncio.run(run())
+    assert answer.json()["usage"]["completion_tokens"] == 10
+    refused(refusal, 503)
+    assert "retry-after" in refusal.headers
+    other.thread.join(5)
+    assert not other.thread.is_alive()
