@@ -1,192 +1,287 @@
 """The tables and the picture of `benchmarks.ablation`."""
 
-import statistics
-from collections.abc import Callable, Iterable
-from itertools import groupby
+import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from entropic_jax.analysis.ablation import interval
+from entropic_jax.analysis import tables
+from entropic_jax.analysis.statistics import beyond_product, compared, estimate, mean, middle, split, worded
+from entropic_jax.analysis.tables import of
 
 from .report import Grid, machine, markdown, processor, show_grids, slug, write_section
 from .worker import ROOT
 
-__all__ = ["document", "machine", "processor", "show", "slug"]
+__all__ = ["document", "load", "machine", "processor", "show", "slug"]
 
 Rows = list[dict[str, Any]]
 DOCUMENT = ROOT / "docs" / "results.md"
 PICTURE = ROOT / "docs" / "selectors.svg"
+NOTES = (
+    "`off`: plain sampling, everything read. `paper`: every law as printed.",
+    "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
+    "Teacher forcing knows no temperature and no schedule: `micro` and `macro` are `off`, `full` is `meso`.",
+    "dτ/dC: nats of entropic time per roofline second (25 GB/s). Kept: share of keys and values read.",
+    "The certificate bounds the change of any head's output; median over tokens.",
+    "A question counts as answered when every token of the answer has more than half of the probability.",
+    "Latency: launches of 8 steps, the configurations taking turns; p95 is over launches.",
+    "Under load prompts have been read beforehand; 16 sequences come as a Poisson process for 4 places.",
+    "They come at the rate that `off` can write; without the macro scale it is first come, first served.",
+    "Repeated: 8-grams written within the last 128 tokens. Bigram JS: divergence from held-out text.",
+)
 
 
-def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
-    """Rows grouped by some of their fields, in the order of their first appearance."""
-    order = {tuple(r[k] for k in keys): i for i, r in reversed(list(enumerate(rows)))}
-    place = lambda r: order[tuple(r[k] for k in keys)]
-    for _, group in groupby(sorted(rows, key=place), key=place):
-        mine = list(group)
-        yield tuple(mine[0][k] for k in keys), mine
-
-
-def middle(rows: Rows, field: str) -> float:
-    return statistics.median(r[field] for r in rows)
-
-
-def mean(rows: Rows, field: str) -> float:
-    return statistics.fmean(r[field] for r in rows)
-
-
-def paired(rows: Rows, base: Rows, field: str, *keys: str) -> str:
-    """The mean change against the baseline in per cent, with its 95 % interval over pairs."""
-    known = {tuple(r[k] for k in keys): r[field] for r in base}
-    change = [100 * (r[field] / known[tuple(r[k] for k in keys)] - 1) for r in rows]
-    centre, low, high = interval(change)
-    return f"{centre:+.2f} ({low:+.2f} … {high:+.2f})"
-
-
-def quality(rows: Rows) -> Grid:
-    lines = []
-    for (context,), some in split(rows, "context"):
-        base = [r for r in some if r["preset"] == "off"]
-        for (name,), mine in split(some, "preset"):
-            lines.append(
-                [
-                    str(context),
-                    name,
-                    f"{mean(mine, 'bits_per_byte'):.4f}",
-                    "" if name == "off" else paired(mine, base, "bits_per_byte", "seed"),
-                    f"{mean(mine, 'kept'):.3f}",
-                    f"{mean(mine, 'bytes_read') / 1e6:.1f}",
-                    f"{mean(mine, 'efficiency') / mean(base, 'efficiency'):.2f}",
-                    f"{mean(mine, 'certificate'):.2g}",
-                ]
-            )
-    head = [
-        "context",
-        "preset",
-        "bits/byte",
-        "change, % (95 %)",
-        "kept",
-        "MB/token",
-        "dτ/dC ÷ off",
-        "certificate",
-    ]
-    return "Quality under teacher forcing, held-out text", head, lines
+def load(file: Path) -> dict[str, Any]:
+    """The lines of a run as one: what they say of the machine, and the rows of each study."""
+    results: dict[str, Any] = {"studies": {}, "seconds": 0.0}
+    for line in file.read_text("utf-8").splitlines():
+        entry = json.loads(line)
+        if "study" in entry:
+            results["studies"].setdefault(entry["study"], []).extend(entry["rows"])
+            results["seconds"] += entry["seconds"]
+        else:
+            results.update(entry)
+    return results
 
 
 def recalled(rows: Rows) -> Grid:
     lines = []
     for (distance,), some in split(rows, "distance"):
+        base = {(r["seed"], r["question"]): float(r["right"]) for r in of(some, "off")}
         for (name,), mine in split(some, "preset"):
-            share, low, high = interval([float(r["right"]) for r in mine])
+            right = estimate([100.0 * r["right"] for r in mine])
+            change = estimate([100 * (r["right"] - base[r["seed"], r["question"]]) for r in mine])
+            kinds = (f"{k} {100 * mean(part, 'right'):.0f}" for (k,), part in split(mine, "kind"))
             lines.append(
                 [
                     str(distance),
                     name,
-                    f"{100 * share:.1f} ({100 * low:.1f} … {100 * high:.1f})",
+                    f"{right.mean:.1f} ± {right.high - right.mean:.1f}",
+                    "" if name == "off" else worded(change),
                     str(len(mine)),
                     f"{mean(mine, 'kept'):.3f}",
+                    ", ".join(kinds),
                 ]
             )
-    return "Recall, % of questions", ["tokens between", "preset", "right (95 %)", "questions", "kept"], lines
+    head = ["tokens between", "preset", "right, %", "points (95 %)", "questions", "kept", "by kind, %"]
+    return "Recall", head, lines
 
 
 def selectors(rows: Rows) -> Grid:
-    dense = next(r["bits_per_byte"] for r in rows if r["selector"] == "dense")
     lines = [
         [
             r["selector"],
             f"{r['setting']:g}",
             f"{r['kept']:.3f}",
             f"{r['bits_per_byte']:.4f}",
-            f"{100 * (r['bits_per_byte'] / dense - 1):+.2f}",
+            f"{100 * r['above']:+.2f}",
+            f"{100 * r['right']:.0f}",
         ]
-        for r in rows
+        for r in curves(rows)
     ]
-    head = ["selector", "ε or budget", "kept", "bits/byte", "against dense, %"]
+    head = ["selector", "ε or budget", "kept", "bits/byte", "against dense, %", "recall, %"]
     return "Which pages: quality against the share read", head, lines
 
 
-def timed(title: str) -> Callable[[Rows], Grid]:
-    def grid(rows: Rows) -> Grid:
-        lines = []
-        for (context,), some in split(rows, "context"):
-            base = middle([r for r in some if r["preset"] == "off"], "milliseconds")
-            for (name,), mine in split(some, "preset"):
-                times = sorted(r["milliseconds"] for r in mine)
-                lines.append(
-                    [
-                        str(context),
-                        name,
-                        f"{statistics.median(times):.2f} ({times[0]:.2f}–{times[-1]:.2f})",
-                        f"{statistics.median(times) / base:.2f}",
-                        f"{base / statistics.median(times):.2f}",
-                        f"{mean(mine, 'kept'):.3f}",
-                    ]
-                )
-        head = ["context", "preset", "ms/token: median (range)", "latency ÷ off", "throughput ÷ off", "kept"]
-        return title, head, lines
-
-    return grid
-
-
-def loaded(rows: Rows) -> Grid:
-    base = [r for r in rows if r["preset"] == "off"]
-    lines = [
-        [
-            "fcfs" if name == "off" else name,
-            f"{mean(mine, 'completion'):.2f}",
-            "" if name == "off" else paired(mine, base, "completion", "seed"),
-            f"{mean(mine, 'completion_p95'):.2f}",
-            f"{mean(mine, 'tokens_per_second'):.0f}",
-        ]
-        for (name,), mine in split(rows, "preset")
+def curves(rows: Rows) -> Rows:
+    """The rows of the selectors, means over seeds; `above`: bits per byte over those of dense, less 1."""
+    dense = {r["seed"]: r["bits_per_byte"] for r in rows if r["selector"] == "dense"}
+    fields = ("kept", "bits_per_byte", "right")
+    return [
+        {
+            "selector": name,
+            "setting": setting,
+            **{field: mean(mine, field) for field in fields},
+            "above": estimate([r["bits_per_byte"] / dense[r["seed"]] - 1 for r in mine]).mean,
+        }
+        for (name, setting), mine in split(rows, "selector", "setting")
     ]
-    head = ["preset", "completion, s", "change, % (95 %)", "p95, s", "tokens/s"]
-    return "Under load: more sequences than rows", head, lines
 
 
-def written(rows: Rows) -> Grid:
-    fields = ("entropy_variance", "error", "clipped", "temperature", "fall", "distinct_4", "divergence")
-    lines = [
-        [name, *(f"{mean(mine, field):.3f}" for field in fields)] for (name,), mine in split(rows, "preset")
+def shape(rows: Rows) -> Grid:
+    """The larger shape beside other engines: `full` over each."""
+    lines = []
+    for (context,), some in split([r for r in rows if "milliseconds" in r], "context"):
+        ours = of(some, "full")
+        for (name,), mine in split(some, "preset"):
+            times = sorted(r["milliseconds"] for r in mine)
+            median = middle(mine, "milliseconds")
+            lines.append(
+                [
+                    str(context),
+                    name if name in ("off", "full") else f"{name} (dense)",
+                    f"{median:.2f}",
+                    f"{times[0]:.2f}–{times[-1]:.2f}",
+                    f"{1e3 / median:.0f}",
+                    f"{middle(ours, 'milliseconds') / median:.2f}",
+                    f"{median / middle(ours, 'milliseconds'):.2f}×",
+                    f"{mean(mine, 'kept'):.3f}" if "kept" in mine[0] else "1",
+                ]
+            )
+    lines += [
+        [str(r["context"]), r["preset"], "failed", r["error"], "", "", "", ""] for r in rows if "error" in r
     ]
-    head = ["preset", "Var H_T", "|H_T − H*|", "at a clip", "T", "E[ΔH⁺]", "distinct 4-grams", "bigram JS"]
-    return "Free generation", head, lines
+    head = ["context", "engine", "ms/token", "least–greatest", "tokens/s", "full ÷ it", "speed-up", "kept"]
+    return "The 25M shape, one sequence, the share read imposed on `full`", head, lines
 
 
-GRIDS: dict[str, Callable[[Rows], Grid]] = {
-    "quality": quality,
-    "recall": recalled,
-    "selectors": selectors,
-    "speed": timed("Speed of the embedded model, one sequence"),
-    "shape": timed("Speed of the 25M shape, the share read imposed"),
-    "load": loaded,
-    "writing": written,
-}
+def stress(rows: Rows) -> Grid:
+    lines = []
+    for (scale, bias), some in split(rows, "scale", "bias"):
+        base = [r for r in some if r["way"] == "dense"]
+        for name in ("guarded", "bare"):
+            mine = [r for r in some if r["way"] == name]
+            change = worded(compared(mine, base, "bits_per_byte", "seed"), 2)
+            figures = (f"{mean(mine, field):.3f}" for field in ("kept", "unsteady"))
+            lines.append([f"{scale:g}", f"{bias:+g}", name, change, *figures])
+    head = ["logits ×", "bias, nats", "guards", "bits/byte against dense, % (95 %)", "kept", "mean |Δε|"]
+    return "Stress: a belief that is wrong", head, lines
+
+
+def held(rows: Rows) -> Grid:
+    lines = []
+    for (scale, law), mine in split(rows, "scale", "law"):
+        figures = (f"{mean(mine, field):.3f}" for field in ("error", "clipped", "temperature"))
+        lines.append([f"{scale:g}", law, *figures])
+    return "Stress: the entropy held", ["logits ×", "law", "|H_T − H*|", "at a clip", "T"], lines
+
+
+def estimators(rows: Rows) -> Grid:
+    base = [r for r in rows if r["estimator"] == "exact"]
+    lines = []
+    for (name,), mine in split(rows, "estimator"):
+        change = lambda field, digits, mine=mine: worded(compared(mine, base, field, "seed"), digits)
+        lines.append(
+            [
+                name,
+                f"{mean(mine, 'correlation'):.4f}",
+                f"{mean(mine, 'error'):.3f}",
+                f"{middle(mine, 'milliseconds'):.3f}",
+                "" if name == "exact" else change("milliseconds", 1),
+                f"{mean(mine, 'kept'):.3f}",
+                "" if name == "exact" else change("bits_per_byte", 2),
+            ]
+        )
+    head = ["estimator", "correlation", "|error|, nats", "ms/token", "change, %", "kept", "bits/byte, %"]
+    return "Estimators of H₁ in the loop (50 logits), `full`", head, lines
+
+
+def together(studies: dict[str, Rows]) -> Grid:
+    """Whether the scales bring more together than the product of what each brings alone."""
+    lines = []
+    speeds = [{**r, "rate": 1e3 / r["milliseconds"]} for r in studies.get("speed", [])]
+    for (context,), some in split(speeds, "context"):
+        lines.append([f"speed of one sequence, {context}", *_verdict(some, "rate", "turn")])
+    for what, field in (
+        ("tokens/s under load", "tokens_per_second"),
+        ("τ/s under load", "entropic_time_per_second"),
+    ):
+        if "micro" in {r["preset"] for r in studies.get("load", [])}:
+            lines.append([what, *_verdict(studies["load"], field, "seed")])
+    head = ["measure", "full over the product of its parts, % (95 %)", "super-additive"]
+    return "Super-additivity", head, lines
+
+
+def _verdict(rows: Rows, field: str, key: str) -> list[str]:
+    if not {"off", "micro", "meso", "macro", "full"} <= {r["preset"] for r in rows}:
+        return ["", "not measured"]
+    found = beyond_product(rows, field, "full", ("micro", "meso", "macro"), key)
+    verdict = "yes" if found.low > 0 else "no" if found.high < 0 else "not shown"
+    return [worded(found), verdict]
+
+
+def bars(studies: dict[str, Rows]) -> Grid:
+    """What `full` was asked to reach, and what it does."""
+    lines: list[list[str]] = []
+
+    def enter(what: str, bar: float, value: float, least: bool, form: str = ".2f") -> None:
+        good = value >= bar if least else value <= bar
+        sign = "≥" if least else "≤"
+        lines.append([what, f"{sign} {bar:g}", format(value, form), "yes" if good else "no"])
+
+    def ratio(rows: Rows, name: str, base: str) -> float | None:
+        mine, other = of(rows, name), of(rows, base)
+        return middle(mine, "milliseconds") / middle(other, "milliseconds") if mine and other else None
+
+    for study, limits in (("speed", {"long": 0.6}), ("shape", {512: 1.05, 16384: 0.5, 32768: 0.35})):
+        rows = [r for r in studies.get(study, []) if "milliseconds" in r]
+        longest = max((r["context"] for r in rows), default=0)
+        for context, bar in limits.items():
+            at = longest if context == "long" else context
+            if study == "speed" and at < 4096:
+                continue
+            some = [r for r in rows if r["context"] == at]
+            if (found := ratio(some, "full", "off")) is not None:
+                where = "embedded model" if study == "speed" else "25M shape"
+                enter(f"{where}, {at} tokens: latency ÷ off", bar, found, False)
+                if study == "speed":
+                    enter(f"{where}, {at} tokens: throughput ÷ off", 1.7, 1 / found, True)
+            for engine, least in {
+                16384: (("openvino", 1.7), ("openvino-half", 1.0)),
+                32768: (("openvino", 2.5), ("openvino-half", 1.7)),
+            }.get(at, ()):
+                if study == "shape" and (found := ratio(some, engine, "full")) is not None:
+                    enter(f"25M shape, {at} tokens: speed ÷ {engine}", least, found, True)
+    quality = studies.get("quality", [])
+    longest = max((r["context"] for r in quality), default=0)
+    if longest > 4096:
+        mine, base = (of([r for r in quality if r["context"] == longest], name) for name in ("meso", "off"))
+        enter(
+            f"{longest} tokens: dτ/dC ÷ off", 1.7, mean(mine, "efficiency") / mean(base, "efficiency"), True
+        )
+        change = compared(mine, base, "bits_per_byte", "seed").mean
+        enter(f"{longest} tokens: bits per byte, change in %", 1.0, change, False)
+    asked = studies.get("recall", [])
+    for (distance,), some in split(asked, "distance"):
+        lost = 100 * (mean(of(some, "off"), "right") - mean(of(some, "meso"), "right"))
+        enter(f"recall over {distance} tokens, points lost", 1.0, lost, False, ".1f")
+    return "What `full` is to reach", ["measure", "bar", "found", "met"], lines
 
 
 def grids(results: dict[str, Any]) -> list[Grid]:
-    return [make(results["studies"][name]) for name, make in GRIDS.items() if results["studies"].get(name)]
+    studies = results["studies"]
+    made = {
+        "quality": tables.quality,
+        "recall": recalled,
+        "selectors": selectors,
+        "speed": tables.timed("Speed of the embedded model, one sequence"),
+        "shape": shape,
+        "load": tables.load,
+        "writing": tables.writing,
+        "stress": stress,
+        "held": held,
+        "estimators": estimators,
+    }
+    longest = max((r["context"] for r in studies.get("speed", [])), default=0)
+    return [
+        bars(studies),
+        tables.beside_paper(studies, longest),
+        *(make(studies[name]) for name, make in made.items() if studies.get(name)),
+        together(studies),
+    ]
 
 
 def notes(results: dict[str, Any]) -> list[str]:
     gains = ", ".join(
         f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in results["gains"].items()
     )
+    load, minutes = results["load_average"], results["seconds"] / 60
     found = [
-        f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}.",
+        f"{results['cpu']}, {results['date']}, load before the start {load:.1f}; {minutes:.0f} minutes.",
         f"Gains: {gains}; entropies in nats.",
-        "`off`: plain sampling, everything read. `paper`: every law as printed.",
-        "dτ/dC: nats of entropic time per roofline second (25 GB/s); kept: share of keys and values read.",
-        "The certificate bounds the change of any head's output; median over tokens.",
+        *NOTES,
     ]
-    if "imposed" in results:
+    imposed = {r["context"]: r["imposed"] for r in results["studies"].get("shape", [])}
+    if imposed:
+        shares = ", ".join(f"{v:.2f} at {k}" for k, v in imposed.items())
         found.append(
-            "25M shape: random weights attend to everything, so that each layer but the first reads "
-            f"{results['imposed']:.2f} is imposed, as measured on the trained model; the cache holds random "
-            "numbers. Speed only."
+            "25M shape: random weights attend to everything, so that the share that the layers which choose "
+            f"read is imposed, as measured on the trained model at the nearest context ({shares}); the cache "
+            "holds random numbers. Speed only."
         )
+    if results.get("versions"):
+        found.append("; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + ".")
     return found
 
 
@@ -198,26 +293,30 @@ def document(results: dict[str, Any]) -> None:
     """Write the tables into docs/results.md, and the picture of the selectors beside it."""
     write_section(DOCUMENT, "ablation", markdown(grids(results), notes(results)))
     if results["studies"].get("selectors"):
-        draw(results["studies"]["selectors"])
+        draw(results["studies"]["selectors"], PICTURE)
 
 
-def draw(rows: Rows) -> None:
-    """Bits per byte over the share of keys and values read, a line for each selector."""
+def draw(rows: Rows, file: Path) -> None:
+    """Bits per byte and recall over the share of keys and values read, a line for each selector."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    dense = next(r["bits_per_byte"] for r in rows if r["selector"] == "dense")
-    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
-    for (name,), mine in split([r for r in rows if r["selector"] != "dense"], "selector"):
-        mine = sorted(mine, key=lambda r: r["kept"])
+    points = curves(rows)
+    dense = next(r for r in points if r["selector"] == "dense")
+    figure, (bits, recall) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for (name,), some in split([r for r in points if r["selector"] != "dense"], "selector"):
+        mine = sorted(some, key=lambda r: r["kept"])
         strong = dict(lw=2.2, color="#c03030", zorder=3) if name == "entropy" else dict(lw=1.2)
-        change = [100 * (r["bits_per_byte"] / dense - 1) for r in mine]
-        axes.plot([100 * r["kept"] for r in mine], change, "o-", ms=4, label=name, **strong)
-    axes.axhline(0, color="#888888", lw=0.8)
-    axes.set(xlabel="keys and values read, %", ylabel="bits per byte above dense, %")
-    axes.set_yscale("symlog", linthresh=1)
-    axes.legend(frameon=False)
-    figure.savefig(PICTURE)
+        kept = [100 * r["kept"] for r in mine]
+        bits.plot(kept, [100 * r["above"] for r in mine], "o-", ms=4, label=name, **strong)
+        recall.plot(kept, [100 * r["right"] for r in mine], "o-", ms=4, label=name, **strong)
+    bits.axhline(0, color="#888888", lw=0.8)
+    recall.axhline(100 * dense["right"], color="#888888", lw=0.8)
+    bits.set(xlabel="keys and values read, %", ylabel="bits per byte above dense, %")
+    bits.set_yscale("symlog", linthresh=1)
+    recall.set(xlabel="keys and values read, %", ylabel="questions answered, %", ylim=(0, 101))
+    recall.legend(frameon=False, fontsize="small")
+    figure.savefig(file)
     plt.close(figure)

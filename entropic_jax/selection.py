@@ -16,6 +16,7 @@ from .pallas.paged_attention import Choice, Partial, Rules, Summary
 from .pallas.paged_attention.reference import estimate, gates, gathered
 
 RULES = Rules()
+MOST_OF_IT = 0.95  # of the attention mass, more than which no layer leaves unread
 Information = Literal["value", "mass", "surprisal", "mahalanobis"]
 
 
@@ -28,6 +29,9 @@ class Selection:
     what leaving it out can change; `surprisal` by the mean −ln p(x_i | x_<i) of its tokens; `mahalanobis` by
     the mean squared distance of its values under a diagonal Gaussian of the row's values; `mass` by nothing.
     The last two need a cache that keeps what they ask for, see `cache.allocate`.
+
+    The first layer that chooses may leave `first` times as much unread as `drop` says, 0.95 at most: where
+    the attention of the lowest layer is spread over everything, a part of it is as good as all.
 
     Lists are made anew every `refresh` steps and shared by groups of `share` layers; pages that begin in
     between are read. The first `dense_layers` layers, and rows whose `drop` is 0, read everything.
@@ -45,6 +49,7 @@ class Selection:
     information: Information = "value"
     rules: Rules = RULES
     dense_layers: int = 2
+    first: float = 1.0
     refresh: int = 1
     share: int = 1
     softness: float = 0.0
@@ -59,6 +64,8 @@ class Selection:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}; accepted are integers of at least {low}")
+        if not self.first > 0:
+            raise ValueError(f"first is {self.first}; accepted are numbers above 0")
         rules = self.rules
         if min(rules.sink, rules.least) < 0 or rules.recent < 1 or not 0 <= rules.guard <= 1:
             raise ValueError(
@@ -153,17 +160,22 @@ class Reader:
             return paged_attention.decode(
                 q, layer.keys, layer.values, self.cache.table, None, None, first, last
             ).out
+        drop = self.drop
+        if number == 0 and self.selection.first != 1:
+            drop = jnp.minimum(self.selection.first * drop, MOST_OF_IT)
         if self.selection.softness > 0:
-            return self._read_softly(layer, q, first, last)
+            return self._read_softly(layer, q, drop, first, last)
         group, leads = divmod(number, self.selection.share)
-        choice, bounded = self._choose(layer, q, last, group, not leads)
+        choice, bounded = self._choose(layer, q, drop, last, group, not leads)
         part = paged_attention.decode(
             q, layer.keys, layer.values, self.cache.table, choice.index, choice.count, first, last
         )
         self.readings.append(self._account(layer, choice, part, bounded, last))
         return part.out
 
-    def _choose(self, layer: Layer, q: jax.Array, last: jax.Array, group: int, leads: bool):
+    def _choose(
+        self, layer: Layer, q: jax.Array, drop: jax.Array, last: jax.Array, group: int, leads: bool
+    ) -> tuple[Any, jax.Array]:
         """The choice for a layer, and whether its bound on what it leaves out is for this very query."""
         selection, cache, size = self.selection, self.cache, self.cache.page_size
 
@@ -171,7 +183,7 @@ class Reader:
             summary = Summary(layer.key_min, layer.key_max, layer.key_sum)
             weight = information(selection.information, layer, cache, last)
             table = cache.table
-            given = jax.lax.stop_gradient((q, summary, weight, table, last, self.drop))
+            given = jax.lax.stop_gradient((q, summary, weight, table, last, drop))
             return paged_attention.choose(*given, size, selection.rules)
 
         if not leads:
@@ -198,13 +210,15 @@ class Reader:
         self.lists[group] = Lists(choice.index, choice.count, pages.astype(jnp.int32), choice.dropped)
         return choice, self.renew
 
-    def _read_softly(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
+    def _read_softly(
+        self, layer: Layer, q: jax.Array, drop: jax.Array, first: jax.Array, last: jax.Array
+    ) -> jax.Array:
         selection, size, table = self.selection, self.cache.page_size, self.cache.table
         summary = Summary(layer.key_min, layer.key_max, layer.key_sum)
         weight = information(selection.information, layer, self.cache, last)
         known = estimate(q, summary, weight, table, last, size, selection.rules)
-        gate = gates(known.weight, known.forced, self.drop, selection.softness)
-        gate = jnp.where((self.drop > 0)[:, None, None], gate, 1.0)
+        gate = gates(known.weight, known.forced, drop, selection.softness)
+        gate = jnp.where((drop > 0)[:, None, None], gate, 1.0)
         filled = jnp.clip(last[:, None] - jnp.arange(table.shape[1]) * size, 0, size)[:, None].astype(
             jnp.float32
         )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import bench_command, calibrate_command, generate_command, models_command
+from . import ablate_command, bench_command, calibrate_command, generate_command, models_command
 from .request import RequestError
 
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -34,6 +34,7 @@ def parser() -> Parser:
         ("generate", generate_command),
         ("bench", bench_command),
         ("calibrate", calibrate_command),
+        ("ablate", ablate_command),
         ("models", models_command),
     ):
         summary = module.__doc__.splitlines()[0]

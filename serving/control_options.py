@@ -9,7 +9,7 @@ from .request import RequestError
 
 if TYPE_CHECKING:
     from entropic_jax.calibration import Calibration
-    from entropic_jax.control.presets import Preset
+    from entropic_jax.control.presets import Gains, Preset
 
 NAMES = ("off", "micro", "meso", "macro", "full", "paper")
 AUTO = "auto"
@@ -42,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the scales that are on: micro (temperature), meso (pages read), macro (whose turn), "
         "all of them (full), or all as the paper prints them (default: off)",
     )
+    _add_gains(group)
+
+
+def add_gains(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, without a preset: the command runs several."""
+    _add_gains(parser.add_argument_group("control by entropy"))
+
+
+def _add_gains(group: "argparse._ArgumentGroup") -> None:
     laws = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
     group.add_argument("--law", choices=laws, help="of temperature (default: normalised)")
     schedules = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
@@ -55,9 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read(options: argparse.Namespace) -> Control:
     """What the options say."""
-    gains = {name: getattr(options, name) for name in ("law", "schedule")}
-    gains |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
-    return Control(options.preset, tuple((k, v) for k, v in gains.items() if v is not None))
+    given = {name: getattr(options, name) for name in ("law", "schedule")}
+    given |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
+    named = getattr(options, "preset", "off")
+    return Control(named, tuple((k, v) for k, v in given.items() if v is not None))
 
 
 def calibration_of(model: Path) -> "Calibration | None":
@@ -74,7 +84,14 @@ def calibration_of(model: Path) -> "Calibration | None":
 
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
     """The preset with its gains: those given, else those of the calibration, else the defaults."""
-    from entropic_jax.control.presets import Gains, preset
+    from entropic_jax.control.presets import preset
+
+    return preset(control.preset, width, gains(control, calibration))
+
+
+def gains(control: Control, calibration: "Calibration | None") -> "Gains":
+    """The gains alone."""
+    from entropic_jax.control.presets import Gains
     from entropic_jax.control.scheduling import Moments
 
     given = dict(control.gains)
@@ -86,13 +103,13 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
         found: dict[str, Any] = {k: getattr(calibration, v) for k, v in FROM_CALIBRATION.items()}
         found["prior"] = Moments(calibration.mean, calibration.scale, calibration.correlation)
         given = {**found, **given}
-    gains = Gains(**given)
+    made = Gains(**given)
     for low, high in (("lowest", "highest"), ("low", "high")):
-        if not getattr(gains, low) < getattr(gains, high):
+        if not getattr(made, low) < getattr(made, high):
             raise RequestError(
-                f"{low} is {getattr(gains, low)}, {high} {getattr(gains, high)}; accepted are {low} < {high}"
+                f"{low} is {getattr(made, low)}, {high} {getattr(made, high)}; accepted are {low} < {high}"
             )
-    return preset(control.preset, width, gains)
+    return made
 
 
 def _gain(name: str):

@@ -1,7 +1,7 @@
-"""The measures of an ablation: quality under teacher forcing, speed, and the text that is generated.
+"""The measures of an ablation: quality under teacher forcing, speed, load, and the text that is generated.
 
-Every function takes a model and one configuration, and returns plain numbers; `entropic ablate` and
-`benchmarks.ablation` decide which configurations to compare, take turns between them and print tables.
+Every function takes a model and one configuration and returns plain numbers. A prompt is read once:
+`read` fills a cache, and `resume` gives every configuration a copy of it, in pages of the size it wants.
 """
 
 import time
@@ -13,57 +13,119 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
-from ..cache import allocate
+from ..cache import Cache, Layer, allocate
+from ..control import Controller, chain
 from ..control.presets import Preset
+from ..control.scheduling import no_demand, with_demand
 from ..sampling import parameters
-from ..state import RUNNING, State
+from ..selection import Selection, no_lists
+from ..state import FULL, RUNNING, State, plain_action
 
 LN2 = float(np.log(2))
 
 
 class Subject(NamedTuple):
-    """A model as far as it is measured."""
+    """A model as far as it is measured, and the temperature T_cal of its belief."""
 
     decoder: Any
     params: Any
+    belief_temperature: float = 1.0
 
 
-def begin(
+def read(
     subject: Subject,
-    setting: Preset,
     prompts: Sequence[Sequence[int]],
-    tokens: int,
+    tokens: int | Sequence[int],
     *,
-    page_size: int | None = None,
+    page_size: int = 16,
     temperature: float = 1.0,
-    belief_temperature: float = 1.0,
     seed: int = 0,
 ) -> State:
-    """A state that has read the prompts and has room for `tokens` more of each."""
-    kind = setting.selection.information if setting.selection else "mass"
-    context = max(map(len, prompts)) + tokens
-    if page_size is None and setting.selection:
-        page_size = setting.selection.page_size
-    pool = allocate(
-        subject.decoder.shape,
-        len(prompts),
-        context,
-        page_size=page_size,
-        dtype=jax.tree.leaves(subject.params)[0].dtype,
-        moments=kind == "mahalanobis",
-        surprisal=kind == "surprisal",
-    )
+    """A state that has read the prompts and has room for `tokens` more of each, under no control."""
+    context = max(map(len, prompts)) + int(np.max(tokens))
+    dtype = jax.tree.leaves(subject.params)[0].dtype
+    # Whole pages of the largest size in use, so that `resume` can merge pages.
+    room = -(-context // 128) * 128
     return loop.start(
         subject.decoder,
         subject.params,
-        setting.controller,
-        pool,
+        chain(),
+        allocate(subject.decoder.shape, len(prompts), room, page_size=page_size, dtype=dtype),
         prompts,
         key=jax.random.key(seed),
         max_tokens=tokens,
         sample=parameters(len(prompts), temperature=temperature),
-        selection=setting.selection,
-        belief_temperature=belief_temperature,
+        belief_temperature=subject.belief_temperature,
+    )
+
+
+def resume(
+    state: State, controller: Controller, selection: Selection | None = None, page_size: int | None = None
+) -> State:
+    """A copy of a state that was read, about to run under a configuration.
+
+    Pages are merged to `page_size`, by default that of the selection, or left as they are.
+    """
+    wanted = page_size or (selection.page_size if selection else None) or state.cache.page_size
+    # A launch consumes its state: the original stays whole.
+    state = jax.tree.map(jnp.copy, state)
+    if wanted != state.cache.page_size:
+        state = state._replace(cache=merged(state.cache, state.length, wanted))
+    action = plain_action(state.sampling.temperature)
+    return state._replace(
+        action=jax.tree.map(jnp.copy, action),
+        control=jax.tree.map(jnp.copy, controller.init(action)),
+        selection=selection,
+        lists=() if selection is None else no_lists(selection, state.cache),
+    )
+
+
+def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
+    """The same contents in larger pages, all of them granted: the row of a page is the row of its parts.
+
+    Raises ValueError unless `page_size` is a multiple of the cache's.
+    """
+    many, odd = divmod(page_size, cache.page_size)
+    if odd or not many:
+        raise ValueError(
+            f"page_size is {page_size}; accepted are multiples of {cache.page_size}, the page size at hand"
+        )
+    rows, most = cache.table.shape
+    per_row = -(-most // many)
+    table = jnp.pad(cache.table, ((0, 0), (0, per_row * many - most)), constant_values=cache.pages)
+    filled = jnp.arange(per_row * many) < -(-length // cache.page_size)[:, None]
+    filled = filled.reshape(rows * per_row, many)
+
+    def parts(x: jax.Array) -> jax.Array:
+        return x[table].reshape(rows * per_row, many, *x.shape[1:])
+
+    def with_bin(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+    def tiles(x: jax.Array) -> jax.Array:
+        return with_bin(parts(x).swapaxes(1, 2).reshape(rows * per_row, x.shape[1], page_size, x.shape[3]))
+
+    def summary(x: jax.Array, reduce: Any, blank: float) -> jax.Array:
+        real = filled.reshape(*filled.shape, *(1,) * (x.ndim - 1))
+        whole = reduce(jnp.where(real, parts(x), blank), axis=1)
+        return with_bin(jnp.where(jnp.isfinite(whole), whole, 0.0))
+
+    def layer(x: Layer) -> Layer:
+        return Layer(
+            tiles(x.keys),
+            tiles(x.values),
+            summary(x.key_min, jnp.min, jnp.inf),
+            summary(x.key_max, jnp.max, -jnp.inf),
+            summary(x.key_sum, jnp.sum, 0.0),
+            summary(x.value_norm, jnp.max, 0.0),
+        )
+
+    return Cache(
+        tuple(map(layer, cache.layers)),
+        jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
+        jnp.full(rows, per_row, jnp.int32),
+        jnp.zeros(rows * per_row, jnp.int32),
+        jnp.int32(0),
     )
 
 
@@ -76,22 +138,20 @@ class Forced(NamedTuple):
     certificate: np.ndarray
     drop: np.ndarray
     bytes_read: np.ndarray  # [sequences], per token, weights and cache
+    flops: np.ndarray  # [sequences], per token
     efficiency: np.ndarray  # [sequences], dτ/dC in nats per roofline second
 
 
 def forced(
-    subject: Subject, setting: Preset, sequences: Sequence[Sequence[int]], scored: int, **given: Any
+    subject: Subject, controller: Controller, state: State, tails: Sequence[Sequence[int]] | np.ndarray
 ) -> Forced:
-    """Read all but the last `scored` tokens densely, then those one by one under the preset's control.
+    """Score `tails`, one token after another, from a state of `resume`.
 
-    The sequences have the same length. Temperature and schedule change nothing here; what is read does.
+    The temperature and the schedule change nothing here; what is read does.
     """
-    heads = [list(s[:-scored]) for s in sequences]
-    state = begin(subject, setting, heads, scored + 1, **given)
-    tails = jnp.asarray([s[-scored:] for s in sequences], jnp.int32)
-    state, trace = loop.replay(subject.decoder, subject.params, setting.controller, state, tails)
-    trace = jax.device_get(trace)
-    account = jax.device_get(state.ledger)
+    tokens = jnp.asarray(np.asarray(tails), jnp.int32)
+    state, trace = loop.replay(subject.decoder, subject.params, controller, state, tokens)
+    trace, account = jax.device_get((trace, state.ledger))
     by_row = lambda x: np.asarray(x).T
     return Forced(
         by_row(trace.surprisal),
@@ -99,7 +159,8 @@ def forced(
         by_row(trace.kept_fraction),
         by_row(trace.certificate),
         by_row(trace.drop),
-        account.bytes_read / scored,
+        account.bytes_read / tokens.shape[1],
+        account.flops / tokens.shape[1],
         account.entropic_time / account.seconds,
     )
 
@@ -135,16 +196,13 @@ class Writing(NamedTuple):
 def write(
     subject: Subject,
     setting: Preset,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
+    state: State,
     *,
     target: float,
     clips: tuple[float, float],
-    **given: Any,
 ) -> Writing:
-    """Generate `tokens` tokens after each prompt."""
-    state = begin(subject, setting, prompts, tokens, **given)
-    out: list[list[int]] = [[] for _ in prompts]
+    """Generate from a state of `resume` until every row is full."""
+    out: list[list[int]] = [[] for _ in range(state.token.shape[0])]
     sampled, temperature, falls = [], [], []
     while (np.asarray(state.status) == RUNNING).any():
         state, trace, _ = launch(subject, setting, state, 64)
@@ -167,10 +225,59 @@ def write(
     )
 
 
+class Load(NamedTuple):
+    """Serving more sequences than a step advances."""
+
+    latency: np.ndarray  # [sequences], seconds from arrival to the last token
+    tokens_per_second: float
+    entropic_time_per_second: float
+
+
+def serve(subject: Subject, setting: Preset, state: State, arrivals: np.ndarray, steps: int = 4) -> Load:
+    """Decode sequences that arrive at set times (seconds, ascending), `setting.width` of them a step.
+
+    Their prompts have been read beforehand: what is timed is decoding and the order in which it is done.
+    `steps` are run between two looks at the clock.
+    """
+    rows = len(arrivals)
+    order = no_demand(rows)._replace(arrival=jnp.arange(rows, dtype=jnp.int32))
+    waiting = jnp.full(rows, FULL, jnp.int32)
+    state = state._replace(status=waiting, control=with_demand(state.control, order))
+    came, ended = np.zeros(rows, bool), np.full(rows, np.nan)
+    tokens, began = 0, time.perf_counter()
+    while np.isnan(ended).any():
+        now = time.perf_counter() - began
+        fresh = ~came & (arrivals <= now)
+        if not fresh.any() and not (np.asarray(state.status) == RUNNING).any():
+            time.sleep(max(0.0, float(arrivals[~came].min()) - now))
+            continue
+        came |= fresh
+        state = state._replace(status=jnp.where(fresh, RUNNING, state.status))
+        state, trace, _ = launch(subject, setting, state, steps)
+        tokens += int(trace.emitted.sum())
+        over = came & (np.asarray(state.status) != RUNNING) & np.isnan(ended)
+        ended[over] = time.perf_counter() - began
+    span = float(np.nanmax(ended))
+    resolved = float(np.asarray(state.ledger.entropic_time).sum())
+    return Load(ended - arrivals, tokens / span, resolved / span)
+
+
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float:
     """The share of n-grams that are different, mean over texts; 1 is no repetition."""
     grams = [[tuple(t[i : i + n]) for i in range(len(t) - n + 1)] for t in texts]
     return float(np.mean([len(set(g)) / len(g) for g in grams if g]))
+
+
+def repetition(texts: Sequence[Sequence[int]], n: int = 8, window: int = 128) -> float:
+    """The share of n-grams that were written within the last `window` tokens: the text loops; in [0, 1]."""
+    again = []
+    for text in texts:
+        last: dict[tuple[int, ...], int] = {}
+        for i in range(len(text) - n + 1):
+            gram = tuple(text[i : i + n])
+            again.append(i - last[gram] <= window if gram in last else False)
+            last[gram] = i
+    return float(np.mean(again)) if again else 0.0
 
 
 def divergence(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], n: int = 2) -> float:
@@ -189,11 +296,3 @@ def divergence(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], n
     middle = {gram: (p.get(gram, 0) + q.get(gram, 0)) / 2 for gram in {*p, *q}}
     part = lambda x: sum(v * np.log(v / middle[gram]) for gram, v in x.items())
     return float((part(p) + part(q)) / 2)
-
-
-def interval(values: Sequence[float], repeats: int = 2000, seed: int = 0) -> tuple[float, float, float]:
-    """The mean, and the ends of its 95 % interval by the bootstrap over `values`."""
-    x = np.asarray(values, float)
-    draws = np.random.default_rng(seed).choice(x, (repeats, len(x))).mean(1)
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return float(x.mean()), float(low), float(high)

@@ -1,0 +1,174 @@
+"""What becomes of the loop where its entropy is wrong: miscalibrated, biased, or estimated from the head."""
+
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from entropic_jax import chain, entropy
+from entropic_jax.analysis import ablation
+from entropic_jax.analysis.studies import Material, Row, set_up, take_turns
+from entropic_jax.calibration import teacher_forced
+from entropic_jax.control.controller import advance, pytree
+from entropic_jax.control.estimation import ESTIMATORS, Estimated
+from entropic_jax.control.presets import FINE, Preset, preset
+from entropic_jax.control.pruning import Pruning
+from entropic_jax.pallas.paged_attention import Rules
+from entropic_jax.selection import Selection
+
+SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
+BIASES = (-1.0, 1.0)  # nats
+HEAD = 50  # logits that an estimator sees
+SCORED = 192
+# A bare choice of pages: no sink, no page but the newest for certain, no bound beside the mean key.
+BARE = Selection(
+    "value", Rules(sink=0, recent=1, least=0, guard=0.0), dense_layers=0, page_size=FINE.page_size
+)
+
+
+@pytree
+class Biased:
+    """A controller that sees an entropy which is off by `bias` nats."""
+
+    controller: Any
+    bias: Any
+    across_rows: ClassVar[bool] = True
+
+    def init(self, action: Any) -> Any:
+        return self.controller.init(action)
+
+    def update(self, signal: Any, action: Any, state: Any) -> tuple[Any, Any]:
+        wrong = signal._replace(entropy=signal.entropy + self.bias)
+        return advance(self.controller, wrong, action, state)
+
+
+def scaled(material: Material, scale: float) -> ablation.Subject:
+    """The model with its logits multiplied: the norm before the output projection is."""
+    params = dict(material.subject.params)
+    params["norm"] = jax.tree.map(lambda x: x * scale, params["norm"])
+    return material.subject._replace(params=params)
+
+
+def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
+    """Quality against dense attention, share read and entropy held, by scale of the logits and bias."""
+    gains = material.gains
+    texts = material.windows(4, context, 300 + seed)
+    bounds = dict(most=gains.drop, least=gains.least_drop, low=gains.low, high=gains.high)
+    guarded = Pruning(**bounds)
+    bare = Pruning(**bounds, patience=0, smoothing=1.0, rate=1.0)
+    ways = {
+        "dense": (chain(), None),
+        "guarded": (chain(Biased(guarded, 0.0)), FINE),
+        "bare": (chain(Biased(bare, 0.0)), BARE),
+    }
+    rows = []
+    for scale in SCALES[1:4:2] if quick else SCALES:
+        subject = scaled(material, scale)
+        state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
+        for bias in (0.0, *BIASES) if scale == 1.0 else (0.0,):
+            for name, (law, selection) in ways.items():
+                if law.controllers:
+                    law = chain(Biased(law.controllers[0].controller, bias))
+                resumed = ablation.resume(state, law, selection)
+                found = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
+                rows.append(
+                    {
+                        "way": name,
+                        "scale": scale,
+                        "bias": bias,
+                        "seed": seed,
+                        "bits_per_byte": material.bits_per_byte(found.surprisal),
+                        "kept": float(found.kept[:, 1:].mean()),
+                        "unsteady": float(np.abs(np.diff(found.drop, axis=1)).mean()),
+                    }
+                )
+    return rows
+
+
+def held(material: Material, seed: int, quick: bool) -> list[Row]:
+    """How the laws of temperature hold the entropy when the logits are scaled."""
+    tokens = 32 if quick else 128
+    gains, rows = material.gains, []
+    prompts = material.windows(4, 128, 400 + seed)
+    for scale in SCALES[1:4:2] if quick else SCALES:
+        subject = scaled(material, scale)
+        state = ablation.read(subject, prompts, tokens)
+        for law in ("normalised", "integral", "exact", "paper"):
+            setting = preset("micro", None, gains._replace(law=law))
+            clips = gains.lowest, gains.highest
+            found = ablation.write(subject, setting, set_up(state, setting), target=gains.target, clips=clips)
+            rows.append(
+                {
+                    "law": law,
+                    "scale": scale,
+                    "seed": seed,
+                    "error": found.error,
+                    "clipped": found.clipped,
+                    "temperature": found.temperature,
+                }
+            )
+    return rows
+
+
+def estimators(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
+    """Exact entropy and estimates of it in the loop: agreement, what is read, quality, and time."""
+    texts = material.windows(4, context, 600 + seed)
+    state = ablation.read(material.subject, [t[:-SCORED] for t in texts], SCORED + 1)
+    tails = [t[-SCORED:] for t in texts]
+    full = material.preset("full")
+    belief = material.subject.belief_temperature
+
+    def way(kind: str) -> Preset:
+        if kind == "exact":
+            return full
+        return full._replace(controller=Estimated(full.controller, kind, HEAD, belief))
+
+    ways = {kind: way(kind) for kind in ("exact", *ESTIMATORS)}
+    agreement = correlations(material, texts[: 1 if quick else 2])
+    steps, repeat = 8, 3 if quick else 12
+    single = ablation.read(material.subject, texts[:1], (repeat + 2) * steps)
+    states = {kind: set_up(single, setting) for kind, setting in ways.items()}
+    times = take_turns(material.subject, ways, states, context, steps, repeat)
+    rows = []
+    for kind, setting in ways.items():
+        found = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)
+        mine = [r["milliseconds"] for r in times if r["preset"] == kind]
+        rows.append(
+            {
+                "estimator": kind,
+                "seed": seed,
+                "bits_per_byte": material.bits_per_byte(found.surprisal),
+                "kept": float(found.kept[:, 1:].mean()),
+                "milliseconds": float(np.median(mine)),
+                **agreement.get(kind, {"correlation": 1.0, "error": 0.0}),
+            }
+        )
+    return rows
+
+
+def correlations(material: Material, texts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Pearson's correlation with the exact entropy, and the mean absolute error in nats, on real logits."""
+    subject = material.subject
+    exact: list[np.ndarray] = []
+    seen: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATORS}
+
+    @jax.jit
+    def measured(logits: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = logits / subject.belief_temperature
+        top = entropy.head(logits, HEAD)
+        return entropy.measure(logits).entropy, {kind: make(top) for kind, make in ESTIMATORS.items()}
+
+    for _, logits, wanted in teacher_forced(subject.decoder, subject.params, texts):
+        whole, parts = jax.device_get(measured(logits))
+        exact.append(whole[wanted >= 0])
+        for kind, values in parts.items():
+            seen[kind].append(values[wanted >= 0])
+    true = np.concatenate(exact)
+    joined = {kind: np.concatenate(parts) for kind, parts in seen.items()}
+    return {
+        kind: {
+            "correlation": float(np.corrcoef(true, x)[0, 1]),
+            "error": float(np.abs(true - x).mean()),
+        }
+        for kind, x in joined.items()
+    }

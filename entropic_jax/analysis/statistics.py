@@ -1,0 +1,97 @@
+"""Means with their uncertainty, and configurations compared pair by pair."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Rows = list[dict[str, Any]]
+
+
+class Estimate(NamedTuple):
+    """A mean, the ends of its 95 % interval, and how likely chance alone strays as far from 0."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """By Student's t over independent values; fewer than two have no interval.
+
+    >>> [round(x, 3) for x in estimate([1.0, 2.0, 3.0])]
+    [2.0, -0.484, 4.484, 0.074]
+    """
+    from scipy import stats
+
+    x = np.asarray(values, float)
+    mean = float(x.mean())
+    if len(x) < 2:
+        return Estimate(mean, math.nan, math.nan, math.nan)
+    error = float(x.std(ddof=1)) / math.sqrt(len(x))
+    if error == 0:
+        return Estimate(mean, mean, mean, 1.0 if mean == 0 else 0.0)
+    reach = float(stats.t.ppf(0.975, len(x) - 1)) * error
+    return Estimate(mean, mean - reach, mean + reach, float(2 * stats.t.sf(abs(mean) / error, len(x) - 1)))
+
+
+def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
+    """The change of a field against the baseline, in per cent, over pairs that agree in `keys`.
+
+    Ratios are averaged as logarithms, so that a change and its inverse cancel.
+    """
+    known = {tuple(r[k] for k in keys): r[field] for r in base}
+    pairs = [(r[field], known.get(tuple(r[k] for k in keys))) for r in rows]
+    found = estimate([math.log(mine / other) for mine, other in pairs if mine > 0 and other])
+    percent = lambda x: 100 * math.expm1(x)
+    return Estimate(percent(found.mean), percent(found.low), percent(found.high), found.p)
+
+
+def beyond_product(rows: Rows, field: str, whole: str, parts: Sequence[str], *keys: str) -> Estimate:
+    """By how many per cent `whole` gains more than the product of what `parts` gain, over `off`.
+
+    Above 0 the scales help one another, below they overlap.
+    """
+    place_of = lambda r: tuple(r[k] for k in keys)
+    by_name = {name: {place_of(r): r[field] for r in mine} for (name,), mine in split(rows, "preset")}
+    found = []
+    for place, base in by_name["off"].items():
+        gain = lambda name: math.log(by_name[name][place] / base)
+        if all(place in by_name[name] for name in (whole, *parts)):
+            found.append(gain(whole) - sum(map(gain, parts)))
+    result = estimate(found)
+    return Estimate(*(100 * math.expm1(x) for x in result[:3]), result.p)
+
+
+def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
+    """Rows grouped by some of their fields, in the order of their first appearance."""
+    order = {tuple(r[k] for k in keys): i for i, r in reversed(list(enumerate(rows)))}
+    place = lambda r: order[tuple(r[k] for k in keys)]
+    for _, group in groupby(sorted(rows, key=place), key=place):
+        mine = list(group)
+        yield tuple(mine[0][k] for k in keys), mine
+
+
+def middle(rows: Rows, field: str) -> float:
+    return statistics.median(r[field] for r in rows)
+
+
+def mean(rows: Rows, field: str) -> float:
+    return statistics.fmean(r[field] for r in rows)
+
+
+def rate(rows: Rows, above: str, below: str) -> float:
+    """The quotient of two sums."""
+    return sum(r[above] for r in rows) / max(sum(r[below] for r in rows), 1e-30)
+
+
+def worded(found: Estimate, digits: int = 1) -> str:
+    """`+0.4 (+0.1 … +0.7)`, with a star where p < 0.05."""
+    if math.isnan(found.low):
+        return f"{found.mean:+.{digits}f}"
+    star = " *" if found.p < 0.05 else ""
+    return f"{found.mean:+.{digits}f} ({found.low:+.{digits}f} … {found.high:+.{digits}f}){star}"

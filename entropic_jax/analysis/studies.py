@@ -1,0 +1,235 @@
+"""Studies of an ablation: every configuration on the same text, taking turns.
+
+A study measures one cell (a context and a seed, say) and returns rows of plain numbers, one or more per
+configuration; what is done with them is for `statistics` and for whoever prints. `entropic ablate` and
+`benchmarks.ablation` run them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cache import default_page_size
+from ..control import chain
+from ..control.presets import Gains, Preset, preset
+from ..control.scheduling import FirstComeFirstServed
+from ..state import State
+from . import ablation
+from .ablation import LN2, Subject
+
+Row = dict[str, Any]
+ALL = ("off", "micro", "meso", "macro", "full", "paper")
+# Under teacher forcing and with nobody waiting, the temperature and the schedule change nothing.
+READING = ("off", "meso", "paper")
+SAME_READING = {"micro": "off", "macro": "off", "full": "meso"}
+PRINTED_CLIPS = (0.1, 2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """A model, text that it was not trained on, and the gains of the presets."""
+
+    subject: Subject
+    stream: np.ndarray  # int32, tokens of the text
+    bytes_per_token: float
+    gains: Gains
+
+    def preset(self, name: str, width: int | None = None) -> Preset:
+        return preset(name, width, self.gains)
+
+    def windows(self, count: int, length: int, seed: int) -> list[list[int]]:
+        """Stretches of the text, at random. ValueError where it is shorter."""
+        if len(self.stream) <= length:
+            raise ValueError(f"the text has {len(self.stream)} tokens; accepted are more than {length}")
+        starts = np.random.default_rng(seed).integers(0, len(self.stream) - length, count)
+        return [self.stream[s : s + length].tolist() for s in starts]
+
+    def bits_per_byte(self, surprisal: np.ndarray) -> float:
+        return float(surprisal.mean() / LN2 / self.bytes_per_token)
+
+
+def set_up(state: State, setting: Preset) -> State:
+    """`resume`, in pages as long as the configuration would have them by itself."""
+    size = (setting.selection.page_size if setting.selection else None) or default_page_size()
+    return ablation.resume(state, setting.controller, setting.selection, max(size, state.cache.page_size))
+
+
+def quality(
+    material: Material,
+    context: int,
+    seed: int,
+    *,
+    names: Sequence[str] = READING,
+    sequences: int = 4,
+    scored: int = 256,
+) -> list[Row]:
+    """Bits per byte of the last tokens of held-out windows, and what was read for them."""
+    texts = material.windows(sequences, context, 100 + seed)
+    state = ablation.read(material.subject, [t[:-scored] for t in texts], scored + 1)
+    rows = []
+    for name in names:
+        setting = material.preset(name)
+        found = ablation.forced(
+            material.subject,
+            setting.controller,
+            set_up(state, setting),
+            [t[-scored:] for t in texts],
+        )
+        rows.append(
+            {
+                "preset": name,
+                "context": context,
+                "seed": seed,
+                "bits_per_byte": material.bits_per_byte(found.surprisal),
+                "kept": float(found.kept[:, 1:].mean()),
+                "bytes_read": float(found.bytes_read.mean()),
+                "flops": float(found.flops.mean()),
+                "efficiency": float(found.efficiency.mean()),
+                "certificate": float(np.median(found.certificate)),
+            }
+        )
+    return rows
+
+
+def speed(
+    material: Material, context: int, *, names: Sequence[str] = ALL, steps: int = 8, repeat: int = 24
+) -> list[Row]:
+    """Milliseconds a token of one sequence: launches of `steps` steps, one configuration after another."""
+    (text,) = material.windows(1, context, 3)
+    state = ablation.read(material.subject, [text], (repeat + 2) * steps)
+    ways = {name: material.preset(name) for name in names}
+    states = {name: set_up(state, way) for name, way in ways.items()}
+    return take_turns(material.subject, ways, states, context, steps, repeat)
+
+
+def take_turns(
+    subject: Subject,
+    ways: dict[str, Preset],
+    states: dict[str, State],
+    context: int,
+    steps: int,
+    repeat: int,
+    between: Any = None,
+) -> list[Row]:
+    """Launches of `steps` steps, the first two of each way not counted; `between(turn)` after every turn."""
+    rows = []
+    order = list(ways)
+    for turn in range(-2, repeat):
+        first = turn % len(order)
+        for name in order[first:] + order[:first]:
+            states[name], trace, seconds = ablation.launch(subject, ways[name], states[name], steps)
+            seen = trace.emitted
+            if turn >= 0 and seen.any():
+                time = trace.entropic_time[seen]
+                rows.append(
+                    {
+                        "preset": name,
+                        "context": context,
+                        "turn": turn,
+                        "milliseconds": 1e3 * seconds / int(seen.any(1).sum()),
+                        "kept": float(trace.kept_fraction[seen].mean()),
+                        "entropic_time": float(time[-1] - time[0]),
+                        "cost": float(trace.cost[seen][1:].sum()),
+                    }
+                )
+        if between is not None:
+            between(turn)
+    return rows
+
+
+def load(
+    material: Material,
+    seed: int,
+    *,
+    names: Sequence[str] = ALL,
+    sequences: int = 16,
+    width: int = 4,
+    most: int = 160,
+) -> list[Row]:
+    """Completion of sequences that arrive at random, more of them than a step advances.
+
+    Arrivals are a Poisson process in which about as many tokens are asked for as `off` can write. Without
+    the macro scale the order is that of arrival.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(32, 384, sequences)
+    prompts = [material.windows(1, int(n), seed * 100 + i)[0] for i, n in enumerate(lengths)]
+    budgets = np.clip(rng.lognormal(3.7, 0.8, sequences), 8, most).astype(int)
+    gaps = rng.exponential(1.0, sequences)
+    state = ablation.read(material.subject, prompts, budgets.tolist())
+    # The first run is of `off` with everyone there: it compiles, and says what the machine can write.
+    rows: list[Row] = []
+    pace = 0.0
+    for name in ("warm", *names):
+        setting = queued(material.preset("off" if name == "warm" else name, width), width)
+        started = set_up(state, setting)
+        if name != "warm":
+            arrivals = np.cumsum(gaps) * float(budgets.mean()) / pace
+            arrivals -= arrivals[0]
+            # Compiled before the clock runs, on a copy.
+            ablation.launch(material.subject, setting, set_up(state, setting), 1)
+        else:
+            arrivals = np.zeros(sequences)
+            ablation.launch(material.subject, setting, set_up(state, setting), 1)
+        found = ablation.serve(material.subject, setting, started, arrivals)
+        if name == "warm":
+            pace = found.tokens_per_second
+            continue
+        rows.append(
+            {
+                "preset": name,
+                "seed": seed,
+                "completion": float(found.latency.mean()),
+                "completion_p95": float(np.percentile(found.latency, 95)),
+                "tokens_per_second": found.tokens_per_second,
+                "entropic_time_per_second": found.entropic_time_per_second,
+            }
+        )
+    return rows
+
+
+def queued(setting: Preset, width: int) -> Preset:
+    """The same with `width` rows a step in order of arrival, where it has no schedule of its own."""
+    if setting.width is not None:
+        return setting
+    law = FirstComeFirstServed(width)
+    return setting._replace(controller=chain(*setting.controller.controllers, law), width=width)
+
+
+def writing(
+    material: Material,
+    seed: int,
+    *,
+    ways: dict[str, Preset],
+    sequences: int = 4,
+    prompt: int = 256,
+    tokens: int = 256,
+) -> list[Row]:
+    """Free generation: how the entropy is held, and how the text reads beside held-out text."""
+    texts = material.windows(sequences, prompt, 500 + seed)
+    held_out = material.windows(2 * sequences, tokens, 900 + seed)
+    state = ablation.read(material.subject, texts, tokens, seed=seed)
+    gains = material.gains
+    rows = []
+    for name, setting in ways.items():
+        clips = PRINTED_CLIPS if name == "paper" else (gains.lowest, gains.highest)
+        found = ablation.write(
+            material.subject, setting, set_up(state, setting), target=gains.target, clips=clips
+        )
+        rows.append(
+            {
+                "preset": name,
+                "seed": seed,
+                "entropy_variance": found.entropy_variance,
+                "error": found.error,
+                "clipped": found.clipped,
+                "temperature": found.temperature,
+                "fall": found.drop_of_entropy,
+                "distinct_4": ablation.distinct(found.tokens, 4),
+                "repetition": ablation.repetition(found.tokens),
+                "divergence": ablation.divergence(found.tokens, held_out),
+            }
+        )
+    return rows

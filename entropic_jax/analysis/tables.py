@@ -1,0 +1,131 @@
+"""The studies of an ablation as tables: a title, a header, and lines of text."""
+
+from collections.abc import Callable
+
+from .statistics import Rows, compared, estimate, mean, middle, rate, split, worded
+from .studies import SAME_READING
+
+Grid = tuple[str, list[str], list[list[str]]]
+# Table 1 of Kiruluta 2026 (arXiv 2603.03310), each over its baseline.
+PAPER = {
+    "micro": {"latency": 0.98, "throughput": 1.02, "dτ/dC": 1.08, "quality": 1.00},
+    "meso": {"latency": 0.88, "throughput": 1.15, "dτ/dC": 1.12, "quality": 1.00},
+    "macro": {"latency": 0.85, "throughput": 1.20, "dτ/dC": 1.25, "quality": 0.98},
+    "full": {"latency": 0.70, "throughput": 1.40, "dτ/dC": 1.55, "quality": 1.00},
+}
+
+
+def of(rows: Rows, name: str) -> Rows:
+    return [r for r in rows if r["preset"] == name]
+
+
+def quality(rows: Rows) -> Grid:
+    lines = []
+    for (context,), some in split(rows, "context"):
+        base = of(some, "off")
+        for (name,), mine in split(some, "preset"):
+            change = worded(compared(mine, base, "bits_per_byte", "seed"), 2)
+            gain = estimate([r["efficiency"] / b["efficiency"] for r, b in zip(mine, base, strict=True)])
+            lines.append(
+                [
+                    str(context),
+                    " = ".join([name, *(k for k, v in SAME_READING.items() if v == name)]),
+                    f"{mean(mine, 'bits_per_byte'):.4f}",
+                    "" if name == "off" else change,
+                    f"{mean(mine, 'kept'):.3f}",
+                    f"{mean(mine, 'bytes_read') / 1e6:.1f}",
+                    f"{mean(mine, 'flops') / 1e6:.1f}",
+                    f"{gain.mean:.2f}" if name == "off" else f"{gain.mean:.2f} ± {gain.high - gain.mean:.2f}",
+                    f"{mean(mine, 'certificate'):.2g}",
+                ]
+            )
+    head = ["context", "preset", "bits/byte", "change, % (95 %)", "kept", "MB/token", "MFLOP/token"]
+    head += ["dτ/dC ÷ off", "certificate"]
+    return "Quality under teacher forcing, held-out text", head, lines
+
+
+def timed(title: str) -> Callable[[Rows], Grid]:
+    """The table of a study of speed."""
+
+    def grid(rows: Rows) -> Grid:
+        lines = []
+        for (context,), some in split(rows, "context"):
+            base = of(some, "off")
+            for (name,), mine in split(some, "preset"):
+                times = sorted(r["milliseconds"] for r in mine)
+                median = middle(mine, "milliseconds")
+                over = median / middle(base, "milliseconds")
+                spent = [r for r in mine if r.get("cost")]
+                lines.append(
+                    [
+                        str(context),
+                        name,
+                        f"{median:.2f}",
+                        f"{times[round(0.95 * (len(times) - 1))]:.2f}",
+                        f"{over:.2f}",
+                        "" if name == "off" else worded(compared(mine, base, "milliseconds", "turn"), 0),
+                        f"{1 / over:.2f}",
+                        f"{mean(spent, 'kept'):.3f}" if spent else "",
+                        f"{rate(spent, 'entropic_time', 'cost'):.0f}" if spent else "",
+                    ]
+                )
+        head = ["context", "preset", "ms/token", "p95", "÷ off", "change, % (95 %)", "throughput ÷ off"]
+        return title, [*head, "kept", "dτ/dC"], lines
+
+    return grid
+
+
+def load(rows: Rows) -> Grid:
+    base = of(rows, "off")
+    change = lambda mine, field: worded(compared(mine, base, field, "seed"), 0)
+    lines = [
+        [
+            name,
+            f"{mean(mine, 'completion'):.2f}",
+            "" if name == "off" else change(mine, "completion"),
+            f"{mean(mine, 'completion_p95'):.2f}",
+            f"{mean(mine, 'tokens_per_second'):.0f}",
+            "" if name == "off" else change(mine, "tokens_per_second"),
+            f"{mean(mine, 'entropic_time_per_second'):.0f}",
+        ]
+        for (name,), mine in split(rows, "preset")
+    ]
+    head = ["preset", "completion, s", "change, %", "p95, s", "tokens/s", "change, %", "τ/s"]
+    return "Under load: more sequences than rows, arriving at random", head, lines
+
+
+def writing(rows: Rows) -> Grid:
+    fields = ("entropy_variance", "error", "clipped", "temperature", "fall", "distinct_4", "repetition")
+    lines = []
+    for (name,), mine in split(rows, "preset"):
+        reach = lambda x: f"{x.mean:.3f} ± {x.high - x.mean:.3f}"
+        lines.append([name, *(reach(estimate([r[f] for r in mine])) for f in (*fields, "divergence"))])
+    head = ["preset", "Var H_T", "|H_T − H*|", "at a clip", "T", "E[ΔH⁺]", "distinct 4-grams", "repeated"]
+    return "Free generation", [*head, "bigram JS"], lines
+
+
+def beside_paper(studies: dict[str, Rows], context: int) -> Grid:
+    """The paper's table with ours beside it, at one context; empty where a study is missing."""
+    speeds, loads, qualities = (studies.get(name, []) for name in ("speed", "load", "quality"))
+    speeds = [r for r in speeds if r["context"] == context]
+    longest = max((r["context"] for r in qualities), default=0)
+    qualities = [r for r in qualities if r["context"] == longest]
+    lines = []
+    for name, printed in PAPER.items():
+        read = of(qualities, SAME_READING.get(name, name))
+        plain = of(qualities, "off")
+        ours = {
+            "latency": _over(middle, of(speeds, name), of(speeds, "off"), "milliseconds"),
+            "throughput": _over(mean, of(loads, name), of(loads, "off"), "tokens_per_second"),
+            "dτ/dC": _over(mean, read, plain, "efficiency"),
+            "quality": _over(mean, plain, read, "bits_per_byte"),
+        }
+        cells = [f"{printed[k]:.2f} · {x:.2f}" if (x := ours[k]) else f"{printed[k]:.2f} ·" for k in printed]
+        lines.append([name, *cells])
+    head = ["preset", *PAPER["full"]]
+    title = f"The paper's table · ours, over its `off`; latency at {context} tokens, throughput under load"
+    return title, head, lines if speeds or loads or qualities else []
+
+
+def _over(average: Callable[[Rows, str], float], mine: Rows, base: Rows, field: str) -> float:
+    return average(mine, field) / average(base, field) if mine and base else 0.0

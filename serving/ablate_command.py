@@ -1,0 +1,189 @@
+"""Measure what each scale of control brings on a model and a text of yours.
+
+Configurations take turns on text that the model should not have been trained on: bits per byte and the
+keys and values read for them, the speed of a step, and how free generation holds its entropy.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import control_options
+from .generation import EMBEDDED, default_dtype
+from .request import RequestError
+from .text_input import read_text
+
+if TYPE_CHECKING:
+    from entropic_jax.analysis.studies import Material
+
+STUDIES = ("quality", "speed", "writing", "load")
+SCORED = 128  # tokens of a window whose bits are counted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic ablate` takes."""
+    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: what suits the device)",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="FILE",
+        help="held-out text, each file a text of its own; - is standard input",
+    )
+    parser.add_argument(
+        "--studies",
+        type=_list(STUDIES),
+        default=list(STUDIES),
+        metavar="NAMES",
+        help=f"some of {','.join(STUDIES)} (default: all)",
+    )
+    parser.add_argument(
+        "--presets",
+        type=_list(control_options.NAMES),
+        default=list(control_options.NAMES),
+        metavar="NAMES",
+        help=f"some of {','.join(control_options.NAMES)}; off is always among them (default: all)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_integers,
+        default=[512, 2048],
+        metavar="INTS",
+        help="tokens of a window (default: 512,2048)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="INT", help="repetitions with other windows (default: 3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print every measurement as one object")
+    control_options.add_gains(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return the exit status."""
+    from rich.console import Console
+
+    from entropic_jax.analysis import studies, tables
+
+    if options.seeds < 1:
+        raise RequestError(f"--seeds is {options.seeds}; accepted are integers of at least 1")
+    material = _material(options)
+    longest = min(len(material.stream) - 1, material.subject.decoder.config.max_position_embeddings)
+    for context in options.contexts:
+        if not SCORED < context <= longest:
+            raise RequestError(
+                f"--contexts has {context}; accepted are {SCORED + 1} to {longest}, as model and text allow"
+            )
+    errors = Console(stderr=True)
+    names = ["off", *(name for name in options.presets if name != "off")]
+    found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
+    cells: list[tuple[str, str, Any]] = []
+    for seed in range(options.seeds):
+        for context in options.contexts:
+            reading = [name for name in names if name in studies.READING]
+            if any(studies.SAME_READING.get(name) == "meso" for name in names) and "meso" not in reading:
+                reading.append("meso")
+            cells.append(
+                (
+                    "quality",
+                    f"{context} tokens, seed {seed}",
+                    lambda c=context, s=seed, r=tuple(reading): studies.quality(
+                        material, c, s, names=r, scored=SCORED
+                    ),
+                )
+            )
+        ways = {name: material.preset(name) for name in names if name != "macro"}
+        writing = lambda s=seed, w=ways: studies.writing(material, s, ways=w, tokens=128)
+        cells.append(("writing", f"seed {seed}", writing))
+        cells.append(("load", f"seed {seed}", lambda s=seed: studies.load(material, s, names=names)))
+    for context in options.contexts:
+        here = min(context, longest - 26 * 8)  # room to write
+        cells.append(("speed", f"{here} tokens", lambda c=here: studies.speed(material, c, names=names)))
+    with errors.status("", spinner="dots") as status:
+        for study, what, measure in cells:
+            if study in found:
+                status.update(f"{study}, {what}")
+                found[study] += measure()
+    if options.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return 0
+    console = Console(highlight=False)
+    grids = {
+        "quality": tables.quality,
+        "speed": tables.timed("Speed of one sequence"),
+        "writing": tables.writing,
+        "load": tables.load,
+    }
+    for study, rows in found.items():
+        console.print(_drawn(grids[study](rows)))
+    console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
+    return 0
+
+
+def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    title, head, lines = grid
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
+    for number, name in enumerate(head):
+        table.add_column(name, overflow="fold", justify="left" if number < 2 else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _material(options: argparse.Namespace) -> "Material":
+    import numpy as np
+
+    import models
+    from entropic_jax.analysis.ablation import Subject
+    from entropic_jax.analysis.studies import Material
+
+    from .compilation import remember_compilations
+
+    texts = [read_text(path, "--text") for path in options.text]
+    calibration = control_options.calibration_of(options.model)
+    gains = control_options.gains(control_options.read(options), calibration)
+    remember_compilations()
+    try:
+        model = models.load(options.model, options.dtype or default_dtype())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    if model.tokenizer is None:
+        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    stream = [token for text in texts for token in model.tokenizer.encode(text)]
+    belief = 1.0 if calibration is None else calibration.temperature
+    size = sum(len(text.encode()) for text in texts)
+    return Material(
+        Subject(model.decoder, model.params, belief),
+        np.asarray(stream, np.int32),
+        size / max(len(stream), 1),
+        gains,
+    )
+
+
+def _list(accepted: tuple[str, ...]) -> Any:
+    def convert(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in accepted:
+                raise argparse.ArgumentTypeError(f"{name} is not accepted; give some of {','.join(accepted)}")
+        return names
+
+    return convert
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers, comma-separated") from None
