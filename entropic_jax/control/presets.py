@@ -17,7 +17,7 @@ PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
 # Small pages find what a large page's mean key hides; the sink and the newest are kept whole. In the first
 # layer attention is spread over everything.
 FINE = Selection(
-    dense_layers=0, first=12.0, refresh=2, rules=Rules(sink=4, recent=8, least=16, guard=0.5), page_size=16
+    dense_layers=0, first=18.0, refresh=4, rules=Rules(sink=4, recent=8, least=16, guard=0.5), page_size=16
 )
 UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
 
