@@ -106,7 +106,7 @@ class Run:
         material, quick, seeds = self.material, self.quick, range(self.seeds)
         contexts = (384,) if quick else (512, 2048, LONGEST)
         small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=ASKED)
-        turns: dict[str, Any] = dict(steps=4, repeat=2) if quick else {}
+        turns: dict[str, Any] = dict(names=("off", "full"), steps=4, repeat=2) if quick else {}
         for context in contexts:
             here = min(context, LONGEST - 26 * 8)
             yield "speed", {"context": here}, lambda c=here: studies.speed(material, c, **turns)

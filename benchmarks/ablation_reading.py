@@ -130,6 +130,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
         made += [
             (name, share, fixed._replace(selection=replace(FINE, information="mass", rules=r)))
             for name, r in rules.items()
+            if not quick or name in ("quest", "random")
         ]
     return made
 

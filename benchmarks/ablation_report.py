@@ -7,7 +7,16 @@ from typing import Any
 from rich.console import Console
 
 from entropic_jax.analysis import tables
-from entropic_jax.analysis.statistics import beyond_product, compared, estimate, mean, middle, split, worded
+from entropic_jax.analysis.statistics import (
+    beyond_product,
+    compared,
+    estimate,
+    mean,
+    middle,
+    split,
+    spread,
+    worded,
+)
 from entropic_jax.analysis.tables import of
 
 from .report import Grid, machine, markdown, processor, show_grids, slug, write_section
@@ -57,7 +66,7 @@ def recalled(rows: Rows) -> Grid:
                 [
                     str(distance),
                     name,
-                    f"{right.mean:.1f} ± {right.high - right.mean:.1f}",
+                    spread(right, 1),
                     "" if name == "off" else worded(change),
                     str(len(mine)),
                     f"{mean(mine, 'kept'):.3f}",

@@ -95,3 +95,9 @@ def worded(found: Estimate, digits: int = 1) -> str:
         return f"{found.mean:+.{digits}f}"
     star = " *" if found.p < 0.05 else ""
     return f"{found.mean:+.{digits}f} ({found.low:+.{digits}f} … {found.high:+.{digits}f}){star}"
+
+
+def spread(found: Estimate, digits: int = 3) -> str:
+    """`1.23 ± 0.04`."""
+    reach = found.high - found.mean
+    return f"{found.mean:.{digits}f}" + (f" ± {reach:.{digits}f}" if reach > 0 else "")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .statistics import Rows, compared, estimate, mean, middle, rate, split, worded
+from .statistics import Rows, compared, estimate, mean, middle, rate, split, spread, worded
 from .studies import SAME_READING
 
 Grid = tuple[str, list[str], list[list[str]]]
@@ -35,7 +35,7 @@ def quality(rows: Rows) -> Grid:
                     f"{mean(mine, 'kept'):.3f}",
                     f"{mean(mine, 'bytes_read') / 1e6:.1f}",
                     f"{mean(mine, 'flops') / 1e6:.1f}",
-                    f"{gain.mean:.2f}" if name == "off" else f"{gain.mean:.2f} ± {gain.high - gain.mean:.2f}",
+                    spread(gain, 2),
                     f"{mean(mine, 'certificate'):.2g}",
                 ]
             )
@@ -98,8 +98,8 @@ def writing(rows: Rows) -> Grid:
     fields = ("entropy_variance", "error", "clipped", "temperature", "fall", "distinct_4", "repetition")
     lines = []
     for (name,), mine in split(rows, "preset"):
-        reach = lambda x: f"{x.mean:.3f} ± {x.high - x.mean:.3f}"
-        lines.append([name, *(reach(estimate([r[f] for r in mine])) for f in (*fields, "divergence"))])
+        found = (estimate([r[f] for r in mine]) for f in (*fields, "divergence"))
+        lines.append([name, *map(spread, found)])
     head = ["preset", "Var H_T", "|H_T − H*|", "at a clip", "T", "E[ΔH⁺]", "distinct 4-grams", "repeated"]
     return "Free generation", [*head, "bigram JS"], lines
 
