@@ -27,7 +27,7 @@ from .peers import ENGINES
 from .weights import CONFIG, write_huggingface
 from .worker import ROOT, PeerError, Peers
 
-DEFAULT = [name for name in ENGINES if name != "torch-compile"]
+DEFAULT = [name for name in ENGINES if name not in ("torch-compile", "transformers-batched")]
 WARM_STEPS = 8
 PREFILL_SECONDS = 15.0  # a prefill is repeated until all of them together took this long
 SHARED_PROMPT_FROM = 65536  # prompt tokens of a cell from which on its rows share one prompt

@@ -175,6 +175,25 @@ class Transformers:
         return self.decode(steps)
 
 
+class BatchedTransformers(Transformers):
+    """transformers' own continuous batching, for `benchmarks.serving`: all requests at once."""
+
+    def open(self, batch: int, capacity: int) -> None:
+        self.model.set_attn_implementation("paged|sdpa")
+        self.detail = "generate_batch, paged sdpa"
+
+    def requests(self, prompts: np.ndarray, steps: int) -> np.ndarray:
+        """`steps` greedy tokens after each of the prompts `[requests, length]`, whatever they are."""
+        config = self.transformers.GenerationConfig(
+            max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
+        )
+        found = self.model.generate_batch(prompts.tolist(), generation_config=config, progress_bar=False)
+        tokens = [output.generated_tokens for output in found.values()]
+        if len(tokens) != len(prompts) or any(len(row) != steps for row in tokens):
+            raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests were answered")
+        return np.array(tokens)
+
+
 class CompiledTransformers(Transformers):
     """transformers with a static cache and a step compiled by torch.compile (needs a C++ compiler)."""
 
@@ -347,6 +366,7 @@ def distinct(prompts: np.ndarray) -> np.ndarray:
 ENGINES: dict[str, tuple[type, bool]] = {  # the class, and whether it computes in half precision
     "ours": (Ours, False),
     "transformers": (Transformers, False),
+    "transformers-batched": (BatchedTransformers, False),
     "torch-compile": (CompiledTransformers, False),
     "openvino": (OpenVINO, False),
     "llamacpp": (LlamaCpp, False),

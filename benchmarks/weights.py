@@ -88,22 +88,41 @@ def write_openvino(directory: Path) -> None:
     (directory / "openvino.part").rename(directory / "openvino")
 
 
+def write_vocabulary(writer: Any, file: Path, size: int) -> None:
+    """Give a GGUF the vocabulary of a byte-level BPE tokenizer, or none where there is no file."""
+    if not file.exists():
+        writer.add_tokenizer_model("none")
+        return
+    tree = json.loads(file.read_text("utf-8"))
+    special = {token["id"]: token["content"] for token in tree["added_tokens"]}
+    tokens = {number: text for text, number in tree["model"]["vocab"].items()} | special
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([tokens.get(i, f"[unused{i}]") for i in range(size)])
+    writer.add_token_types([3 if i in special else 1 if i in tokens else 5 for i in range(size)])
+    writer.add_token_merges([" ".join(pair) for pair in tree["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
 def write_gguf(directory: Path) -> None:
     """Write the weights as GGUF, once in float32 and once in float16."""
     import gguf
     from safetensors.numpy import load_file
 
-    weights = load_file(directory / "huggingface" / "model.safetensors")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, CONFIG["num_hidden_layers"])
-    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}
+    source = directory / "huggingface"
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    weights = load_file(source / "model.safetensors")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for kind, dtype in (("f32", np.float32), ("f16", np.float16)):
         partial = directory / f"llamacpp-{kind}.part"
         writer = gguf.GGUFWriter(partial, "llama")
         for ours, theirs in GGUF_NAMES.items():
-            getattr(writer, f"add_{theirs}")(CONFIG[ours])
+            getattr(writer, f"add_{theirs}")(config[ours])
         for size in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-            size(CONFIG["head_dim"])
-        writer.add_tokenizer_model("none")
+            size(config["head_dim"])
+        write_vocabulary(writer, source / "tokenizer.json", config["vocab_size"])
         for name, weight in weights.items():
             projection = name.split(".")[-2]
             if projection in heads:  # llama.cpp rotates neighbours, Hugging Face the two halves of a head
