@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from .control_options import AUTO, calibration_of
 from .grammar import Grammars
 from .job import Delta, Job, JobEngine, QueueFullError, Ticket
 from .metrics import Metrics
@@ -115,6 +118,17 @@ class Frontend:
         for ticket in tuple(self.tickets):
             ticket.cancel()
 
+    @functools.cached_property
+    def target_entropy(self) -> float:
+        """Nats at which the law of temperature aims where a request does not say."""
+        from entropic_jax.control.presets import Gains
+
+        given = dict(self.settings.control.gains).get("target", AUTO)
+        if given != AUTO:
+            return float(given)
+        calibration = calibration_of(Path(self.model.path))
+        return Gains().target if calibration is None else calibration.target_entropy
+
     def state(self) -> dict[str, Any]:
         """What the dashboard shows of the engine."""
         return {
@@ -123,6 +137,7 @@ class Frontend:
             "model": self.model.names[0],
             "max_model_len": self.model.context,
             "preset": self.settings.control.preset,
+            "target_entropy": self.target_entropy,
             **self.engine.snapshot(),
         }
 

@@ -259,3 +259,39 @@ def test_no_motion_for_who_wants_none(page, server):
     page.until("document.querySelector('.text.busy') !== null")
     assert page.value("getComputedStyle(document.querySelector('.text'), '::after').animationName") == "none"
     page.press("Escape")
+
+
+def test_the_real_server_speaks_the_same_language(chromium, live):
+    """The page as the server sends it, under the server's own policy, over the server's own protocol."""
+    chromium.errors.clear()
+    chromium.look(*DESKTOP)
+    live.engine.pace = 0.005
+    chromium.open(live.url + "/")
+    chromium.until("document.querySelector('#health-text').textContent === 'ready'")
+    assert text(chromium, "#model") == "embedded"
+    chromium.until("document.querySelector('#target').placeholder.startsWith('auto: 1.3')")
+    chromium.value(
+        "document.querySelector('#max-tokens').value = 12; document.querySelector('#seed').value = 0"
+    )
+    chromium.point("#compare", click=True)
+    chromium.until(ENDED)
+    job = live.engine.jobs[-1]
+    assert {j.control.preset for j in live.engine.jobs[-2:]} == {"off", "full"}
+    assert (job.request.seed, job.request.max_tokens, job.alternatives) == (0, 12, 5)
+    said = live.model.tokenizer.decode(live.engine.script(0)[:12])
+    assert (
+        chromium.value(
+            "[...document.querySelectorAll('.pane:last-child .t')].map(t => t.textContent).join('')"
+        )
+        == said
+    )
+    chromium.point(".t[data-index='4']")
+    chromium.until("!document.querySelector('#token-card').hidden")
+    assert "2.00 nats" in text(chromium, "#token-card") and "0.75" in text(chromium, "#token-card")
+    assert chromium.value("document.querySelectorAll('#token-card li').length") == 5
+    live.engine.room = 0
+    chromium.point("#run", click=True)
+    chromium.until("document.querySelector('#alert').innerText.includes('queue is full')")
+    assert "Try again in" in text(chromium, "#alert button")
+    busy = [e for e in chromium.errors if "429" not in e]
+    assert busy == []
