@@ -15,10 +15,9 @@ from .temperature import LAWS
 
 PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
 # Small pages find what a large page's mean key hides; the sink and the newest are kept whole. In the first
-# layer attention is spread over everything.
-FINE = Selection(
-    dense_layers=0, first=18.0, refresh=4, rules=Rules(sink=4, recent=8, least=16, guard=0.5), page_size=16
-)
+# layer attention is spread over everything. Lists that outlive their step miss facts just asked for.
+RULES = Rules(sink=4, recent=8, least=16, guard=0.5)
+FINE = Selection(dense_layers=0, first=18.0, rules=RULES, page_size=16)
 UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
 
 
