@@ -4,10 +4,16 @@ A *page* holds `page_size` consecutive positions of one sequence, for every laye
 tile of one (page, KV head) is contiguous `[page_size, head_dim]`, so a kernel can fetch exactly the tiles
 chosen for a head. Pages move between the free stack and the page table on the device, without loops.
 
+Pages are counted: a full page may belong to several rows, and to the host, which keeps prefixes. Only its
+last owner returns it to the free stack. A page that is not full has one owner, so no row ever writes into
+what another reads.
+
 Layers are a tuple of separate arrays rather than one stacked array: XLA's CPU backend copies what it
 slices out of a stacked array, and an in-place write needs a buffer of its own.
 """
 
+import collections
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,6 +59,7 @@ class Cache(NamedTuple):
     granted: jax.Array  # int32 [rows], how many entries of a table row are granted
     free: jax.Array  # int32 [pages], a stack: the first `available` entries are free pages
     available: jax.Array  # int32 []
+    references: jax.Array  # int32 [pages + 1], the owners of a page: rows, and the host; 0 where it is free
     surprisal: jax.Array | None = None  # float32 [pages + 1], summed over the tokens of a page, if kept
 
     @property
@@ -115,6 +122,7 @@ def allocate(
         jnp.zeros(rows, jnp.int32),
         jnp.arange(pages, dtype=jnp.int32),
         jnp.int32(pages),
+        jnp.zeros(pages + 1, jnp.int32),
         jnp.zeros(pages + 1, jnp.float32) if surprisal else None,
     )
 
@@ -148,6 +156,7 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
             table=jnp.where(fresh, page, cache.table),
             granted=cache.granted + taken,
             available=cache.available - taken.sum(dtype=jnp.int32),
+            references=cache.references.at[jnp.where(fresh, page, cache.pages + 1)].set(1, mode="drop"),
         ),
         enough,
     )
@@ -168,30 +177,99 @@ def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: 
 
 
 def release(cache: Cache, rows: jax.Array) -> Cache:
-    """Return every page of the flagged rows (bool `[rows]`) to the free stack."""
-    count, per_row = cache.table.shape
-    column = jnp.arange(per_row, dtype=jnp.int32)[None, :]
+    """Take every page from the flagged rows (bool `[rows]`); those that no one else owns become free."""
+    column = jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None, :]
     returned = rows[:, None] & (column < cache.granted[:, None])
-    flat = returned.reshape(-1)
-    place = cache.available + jnp.cumsum(flat, dtype=jnp.int32) - 1
-    free = cache.free.at[jnp.where(flat, place, cache.pages)].set(cache.table.reshape(-1), mode="drop")
-    return cache._replace(
+    pages = jnp.where(returned, cache.table, cache.pages)
+    return drop(cache, pages.reshape(-1))._replace(
         table=jnp.where(returned, cache.pages, cache.table),
         granted=jnp.where(rows, 0, cache.granted),
-        free=free,
-        available=cache.available + flat.sum(dtype=jnp.int32),
     )
 
 
-def check(cache: Cache) -> None:
-    """Raise AssertionError unless every page has exactly one place: the free stack or one table entry.
+def drop(cache: Cache, pages: jax.Array) -> Cache:
+    """Take one reference from each of the pages int32 `[n]`; those left without one become free.
 
-    A debugging aid for the host; it copies the tables.
+    A page may occur several times. Numbers past the last page are ignored.
     """
-    table, granted, free = (np.asarray(x) for x in (cache.table, cache.granted, cache.free))
-    available = int(cache.available)
-    owned = [int(p) for row, n in zip(table, granted, strict=True) for p in row[:n]]
-    seen = sorted(owned + [int(p) for p in free[:available]])
-    assert seen == list(range(cache.pages)), f"pages lost or owned twice: {seen}"
-    for row, n in zip(table, granted, strict=True):
+    lost = jnp.zeros_like(cache.references).at[pages].add(1, mode="drop").at[-1].set(0)
+    references = cache.references - lost
+    empty = ((lost > 0) & (references == 0))[:-1]
+    place = cache.available + jnp.cumsum(empty, dtype=jnp.int32) - 1
+    number = jnp.arange(cache.pages, dtype=jnp.int32)
+    return cache._replace(
+        free=cache.free.at[jnp.where(empty, place, cache.pages)].set(number, mode="drop"),
+        available=cache.available + empty.sum(dtype=jnp.int32),
+        references=references,
+    )
+
+
+def retain(cache: Cache, pages: jax.Array) -> Cache:
+    """Add one reference to each of the pages int32 `[n]`, which have an owner; `drop` takes it back.
+
+    A page may occur several times. Numbers past the last page are ignored.
+    """
+    return cache._replace(references=cache.references.at[pages].add(1, mode="drop").at[-1].set(0))
+
+
+def share(cache: Cache, rows: jax.Array, pages: jax.Array, count: jax.Array) -> Cache:
+    """Let each of the rows int32 `[k]`, which hold nothing, own the first `count[k]` of the pages `[k, n]`.
+
+    They must be full pages that have an owner, in the order of their positions; n is at most what a row can
+    hold. A row may occur once; numbers past the last row are ignored.
+    """
+    count = jnp.where(rows < cache.table.shape[0], count, 0)
+    taken = jnp.arange(pages.shape[1], dtype=jnp.int32) < count[:, None]
+    pages = jnp.where(taken, pages, cache.pages)
+    return retain(cache, pages.reshape(-1))._replace(
+        table=cache.table.at[rows, : pages.shape[1]].set(pages, mode="drop"),
+        granted=cache.granted.at[rows].set(count, mode="drop"),
+    )
+
+
+def fork(
+    cache: Cache, sources: jax.Array, destinations: jax.Array, length: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Give each destination row, which holds nothing, the first `length` positions of its source row.
+
+    All int32 `[k]`. Full pages are shared, the one that is partly filled is copied. Returns the cache and a
+    flag per fork: one that finds no page for the copy leaves its destination empty. Several forks may have
+    one source; destinations past the last row are ignored.
+    """
+    rows, per_row = cache.table.shape
+    size, real = cache.page_size, destinations < rows
+    full = length // size
+    partial = real & (length % size > 0)
+    enough = ~partial | (jnp.cumsum(partial, dtype=jnp.int32) <= cache.available)
+    begun = jnp.take_along_axis(cache.table[sources], jnp.minimum(full, per_row - 1)[:, None], 1)[:, 0]
+    cache = share(cache, destinations, cache.table[sources], jnp.where(enough, full, 0))
+    wanted = jnp.zeros(rows, jnp.int32).at[destinations].set(jnp.where(enough, length, 0), mode="drop")
+    cache, _ = grant(cache, wanted)
+    own = cache.table[jnp.where(real, destinations, 0), jnp.minimum(full, per_row - 1)]
+    copied = partial & enough
+    source, own = jnp.where(copied, begun, cache.pages), jnp.where(copied, own, cache.pages)
+    copy = lambda x: x.at[own].set(x[source])
+    layers = jax.tree.map(copy, cache.layers)
+    surprisal = None if cache.surprisal is None else copy(cache.surprisal)
+    return cache._replace(layers=layers, surprisal=surprisal), enough | ~real
+
+
+def check(cache: Cache, retained: Sequence[int] = ()) -> None:
+    """Raise AssertionError unless every page is free once, or has as many owners as it counts.
+
+    `retained` are the pages that the host has retained, as often as it has. A debugging aid for the host; it
+    copies the tables.
+    """
+    table, granted, free, references = (
+        np.asarray(x) for x in (cache.table, cache.granted, cache.free, cache.references)
+    )
+    unused = free[: int(cache.available)].tolist()
+    owners = collections.Counter(retained)
+    for number, (row, n) in enumerate(zip(table, granted, strict=True)):
+        owners.update(row[:n].tolist())
+        assert len(set(row[:n].tolist())) == n, f"row {number} holds a page twice: {row[:n]}"
         assert (row[n:] == cache.pages).all(), "a table entry past the granted ones is not the bin"
+    counted = {page: int(n) for page, n in enumerate(references[:-1]) if n}
+    assert counted == dict(owners), f"references are {counted}, owners {dict(owners)}"
+    seen = sorted(unused + list(owners))
+    assert seen == list(range(cache.pages)), f"pages lost or owned twice: {seen}"

@@ -13,24 +13,39 @@ from entropic_jax.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=8, hidden=4)
 ROWS, PER_ROW, PAGE = 4, 6, 4
-grant, release = jax.jit(cache.grant), jax.jit(cache.release)
+POOL = ROWS * PER_ROW
+grant, release, share, fork, retain, drop = map(
+    jax.jit, (cache.grant, cache.release, cache.share, cache.fork, cache.retain, cache.drop)
+)
+rows = st.integers(0, ROWS - 1)
+lengths = st.integers(0, PER_ROW * PAGE)
+
+
+def ints(*values):
+    return jnp.array(values, jnp.int32)
 
 
 class Pages(RuleBasedStateMachine):
-    @initialize(pages=st.integers(1, ROWS * PER_ROW))
+    """Rows that grow, end, share and fork, and a host that keeps pages, against the same said in Python."""
+
+    @initialize(pages=st.integers(1, POOL))
     def make(self, pages):
-        pool = cache.allocate(SHAPE, ROWS, PER_ROW * PAGE, pages=pages, page_size=PAGE)
-        # One compiled program for every size of pool: a pool of the largest size with the rest kept away.
-        full = cache.allocate(SHAPE, ROWS, PER_ROW * PAGE, pages=ROWS * PER_ROW, page_size=PAGE)
-        assert pool.available == pages
-        self.hidden = ROWS * PER_ROW - pages
-        self.cache = full._replace(available=jnp.int32(pages))
+        assert cache.allocate(SHAPE, ROWS, PER_ROW * PAGE, pages=pages, page_size=PAGE).available == pages
+        # One program for every size of pool: the largest, of which the host keeps some.
+        full = cache.allocate(SHAPE, ROWS, PER_ROW * PAGE, pages=POOL, page_size=PAGE)
+        self.host = list(range(pages, POOL))
+        self.hidden = len(self.host)
+        self.cache = retain(full, ints(*self.host, *[POOL] * (POOL - self.hidden)))
+        self.cache = self.cache._replace(available=jnp.int32(pages))
         self.length = np.zeros(ROWS, int)
 
-    @rule(ask=st.lists(st.integers(0, PER_ROW * PAGE), min_size=ROWS, max_size=ROWS))
+    def pages(self, row):
+        return np.asarray(self.cache.table)[row, : int(self.cache.granted[row])].tolist()
+
+    @rule(ask=st.lists(lengths, min_size=ROWS, max_size=ROWS))
     def grow(self, ask):
         before = self.cache
-        self.cache, enough = grant(before, jnp.array(ask, jnp.int32))
+        self.cache, enough = grant(before, ints(*ask))
         left = int(before.available)
         for row, length in enumerate(ask):  # the same rule, said in Python
             missing = max(-(-length // PAGE) - int(before.granted[row]), 0)
@@ -40,36 +55,117 @@ class Pages(RuleBasedStateMachine):
                 self.length[row] = max(self.length[row], length)
         assert int(self.cache.available) == left
 
-    @rule(rows=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
-    def drop(self, rows):
-        self.cache = release(self.cache, jnp.array(rows))
-        self.length[rows] = 0
+    @rule(flags=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+    def end(self, flags):
+        self.cache = release(self.cache, jnp.array(flags))
+        self.length[flags] = 0
+
+    @rule(row=rows, count=st.integers(0, PER_ROW))
+    def keep(self, row, count):
+        kept = self.pages(row)[:count]
+        self.cache = retain(self.cache, ints(*kept, *[POOL] * (PER_ROW - len(kept))))
+        self.host += kept
+
+    @rule(count=st.integers(0, PER_ROW), data=st.data())
+    def forget(self, count, data):
+        given = [
+            self.host.pop(data.draw(st.integers(self.hidden, len(self.host) - 1)))
+            for _ in range(min(count, len(self.host) - self.hidden))
+        ]
+        self.cache = drop(self.cache, ints(*given, *[POOL] * (PER_ROW - len(given))))
+
+    @rule(targets=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
+    def adopt(self, targets, count):
+        """Two rows take over the same pages of the host; a third number is no row."""
+        kept = list(dict.fromkeys(self.host[self.hidden :]))[:count]
+        first, second = targets[:2]
+        self.end([row in (first, second) for row in range(ROWS)])
+        ids = kept + [POOL] * (PER_ROW - len(kept))
+        self.cache = share(self.cache, ints(first, second, ROWS), ints(ids, ids, ids), ints(*[len(kept)] * 3))
+        assert self.pages(first) == self.pages(second) == kept
+        self.length[[first, second]] = len(kept) * PAGE
+
+    @rule(targets=st.permutations(range(ROWS)), cut=st.integers(0, PAGE * PER_ROW))
+    def branch(self, targets, cut):
+        """Two rows continue a third from the same position."""
+        source, first, second, _ = targets
+        self.end([row in (first, second) for row in range(ROWS)])
+        length = int(min(cut, self.length[source]))
+        left, partial = int(self.cache.available), length % PAGE > 0
+        self.cache, enough = fork(
+            self.cache, ints(source, source, source), ints(first, second, ROWS), ints(*[length] * 3)
+        )
+        for number, row in enumerate((first, second)):
+            assert bool(enough[number]) == (not partial or left > number)
+            self.length[row] = length if enough[number] else 0
+            full = self.length[row] // PAGE
+            assert self.pages(row)[:full] == self.pages(source)[:full]
+            assert len(self.pages(row)) == -(-self.length[row] // PAGE)
 
     @invariant()
     def consistent(self):
         if not hasattr(self, "cache"):
             return
-        kept = np.arange(ROWS * PER_ROW)[ROWS * PER_ROW - self.hidden :]
-        table, granted = np.asarray(self.cache.table), np.asarray(self.cache.granted)
-        owned = [int(p) for row, n in zip(table, granted, strict=True) for p in row[:n]]
-        free = np.asarray(self.cache.free)[: int(self.cache.available)].tolist()
-        assert sorted(owned + free + kept.tolist()) == list(range(ROWS * PER_ROW))
-        assert (granted * PAGE >= self.length).all()
-        assert (
-            np.where(np.arange(PER_ROW) < granted[:, None], -1, table) != ROWS * PER_ROW
-        ).sum() == granted.sum()
+        cache.check(self.cache, self.host)
+        assert (np.asarray(self.cache.granted) * PAGE >= self.length).all()
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+TestPages.settings = settings(max_examples=40, stateful_step_count=14, deadline=None)
 
 
-def test_check_finds_a_page_owned_twice():
+def filled(rows=3):
+    """A pool in which every element of a layer is the number of its page, and row 0 holds 10 positions."""
+    pool = cache.allocate(SHAPE, rows, 16, page_size=4, surprisal=True)
+    number = jnp.arange(pool.pages + 1, dtype=jnp.float32)
+    layers = jax.tree.map(lambda x: jnp.zeros_like(x) + number.reshape(-1, *[1] * (x.ndim - 1)), pool.layers)
+    pool, _ = cache.grant(pool._replace(layers=layers, surprisal=number), ints(10, 0, 0))
+    return pool
+
+
+def test_a_fork_copies_the_page_that_is_not_full_and_its_summaries():
+    pool = filled()
+    forked, enough = fork(pool, ints(0, 0), ints(2, 3), ints(10, 10))
+    assert enough.tolist() == [True, True]
+    source, own = np.asarray(forked.table)[[0, 2], :3]
+    assert source[:2].tolist() == own[:2].tolist() and source[2] != own[2]
+    for before, after in zip(
+        jax.tree.leaves((pool.layers, pool.surprisal)),
+        jax.tree.leaves((forked.layers, forked.surprisal)),
+        strict=True,
+    ):
+        assert (np.asarray(after)[own[2]] == source[2]).all()
+        others = [p for p in range(pool.pages) if p != own[2]]
+        np.testing.assert_array_equal(np.asarray(after)[others], np.asarray(before)[others])
+
+
+@pytest.mark.parametrize("program", ["fork", "release", "share", "grant"])
+def test_pages_change_hands_without_a_copy_of_the_pool(program):
+    pool = filled()
+    calls = {
+        "fork": (cache.fork, (ints(0), ints(1), ints(10))),
+        "release": (cache.release, (jnp.array([True, False, False]),)),
+        "share": (cache.share, (ints(1), pool.table[:1], ints(2))),
+        "grant": (cache.grant, (ints(10, 4, 9),)),
+    }
+    function, given = calls[program]
+    text = jax.jit(function, donate_argnums=0).lower(pool, *given).compile().as_text()
+    shape = f"f32[{','.join(map(str, pool.layers[0].keys.shape))}]"
+    assert shape in text
+    copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+    assert not copies, copies
+
+
+def test_check_finds_what_is_wrong():
     pool = cache.allocate(SHAPE, 2, 16, page_size=4)
     pool, _ = cache.grant(pool, jnp.array([8, 4]))
     cache.check(pool)
-    with pytest.raises(AssertionError, match="owned twice"):
+    with pytest.raises(AssertionError, match="references are"):
         cache.check(pool._replace(table=pool.table.at[1, 0].set(pool.table[0, 0])))
+    with pytest.raises(AssertionError, match="references are"):
+        cache.check(pool, retained=[0])
+    with pytest.raises(AssertionError, match="lost or owned twice"):
+        cache.check(pool._replace(free=pool.free.at[0].set(pool.free[1])))
 
 
 @pytest.mark.parametrize("name", ["rows", "context", "page_size", "pages"])
