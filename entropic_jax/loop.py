@@ -18,6 +18,7 @@ from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
 from .selection import Reader, Reading, Selection, no_lists
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
+from .terms import Terms, hold, likeliest
 
 PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of two
 
@@ -168,11 +169,13 @@ def step(
     state: State,
     forced: jax.Array | None = None,
     width: int | None = None,
+    terms: Terms | None = None,
 ) -> tuple[State, Trace]:
     """Advance every running row by one token: S[t+1] = Φ(S[t], u[t]).
 
     `forced` int32 `[rows]` replaces what would be sampled (teacher forcing). `width` (static) is how many
-    rows are computed at most: the first of those that run and have a quota. A row that is finished, waits
+    rows are computed at most: the first of those that run and have a quota. `terms` are what the rows are
+    held to beyond sampling; with them the trace has the likeliest tokens, too. A row that is finished, waits
     (quota 0) or finds no free page is inert. A row whose logits are NaN ends with status FAILED and emits
     nothing; its neighbours do not notice.
     """
@@ -201,6 +204,9 @@ def step(
 
     # Entropy, then control.
     adjusted = sampling.penalise(logits, *jax.tree.map(cut.pick, (state.sampling, state.history)))
+    if terms is not None:
+        terms = jax.tree.map(cut.pick, terms)
+        adjusted = hold(adjusted, terms, cut.pick(state.stop, -1), start + where.count)
     belief = entropy.measure(logits / state.belief_temperature)
     tempered = entropy.at_temperature(adjusted, cut.pick(state.action.temperature))
     broken = cut.spread(runs & ~jnp.isfinite(belief.entropy), False)
@@ -235,6 +241,8 @@ def step(
         )
     else:
         token = cut.pick(forced)
+    if terms is not None:
+        token = jnp.where(terms.forced >= 0, terms.forced, token)
     sampled = entropy.at_temperature(adjusted, temperature)  # the same as `tempered` if T stands
     surprisal = entropy.surprisal(logits / state.belief_temperature, token, belief.log_normaliser)
     token = keep(token, state.token)
@@ -286,6 +294,9 @@ def step(
         entropic_time=account.entropic_time,
         cost=cost.seconds,
     )
+    if terms is not None:
+        found = likeliest(logits, cut.pick(token), terms.reported)
+        trace = trace._replace(likeliest=jax.tree.map(lambda x: cut.spread(x, 0), found))
     return after, trace
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .cache import Cache
 
-RUNNING, STOPPED, FULL, FAILED = range(4)
+RUNNING, STOPPED, FULL, FAILED, READING = range(5)  # the last: its prompt is not in the cache yet
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 
@@ -84,7 +84,7 @@ class State(NamedTuple):
     token: jax.Array  # int32 [rows], emitted last and not yet in the cache
     length: jax.Array  # int32 [rows], positions in the cache
     limit: jax.Array  # int32 [rows], length at which the row is full
-    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL or FAILED
+    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or READING
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
     belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling
@@ -117,6 +117,7 @@ class Trace(NamedTuple):
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds
+    likeliest: Any = ()  # `terms.Likeliest`, in steps with terms
 
 
 def quiet_signal(rows: int) -> Signal:

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from serving.engine import load
 from serving.generation import EMBEDDED
+from serving.offline import load
 from serving.request import Request
 from serving.terminal import legend, tint
 

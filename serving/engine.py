@@ -1,210 +1,313 @@
-"""Requests in, tokens out: the host's side of the decode loop."""
+"""The engine that serves jobs: continuous batching in one thread, behind `JobEngine`.
 
-from collections.abc import Iterator, Mapping, Sequence
+engine = start("models/embedded", EngineOptions(max_num_seqs=16))
+for delta in engine.submit(Job(id="1", request=Request(prompt="def add("))):
+    print("".join(token.text for token in delta.tokens), end="")
+engine.close()
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import models
-from entropic_jax import cache, loop, sampling
-from entropic_jax.control import presets
-from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
+from entropic_jax import allocate, loop, parameters
+from entropic_jax.terms import MOST_ALTERNATIVES
 
-from .control_options import Control, build, calibration_of
-from .request import Request, RequestError
-from .transcript import Completion, Token, Transcript
+from . import warm
+from .batcher import Batcher
+from .byte_text import streams
+from .commands import BIASES, STOPS, Edits
+from .control_options import calibration_of
+from .engine_options import EngineOptions, Sizes, sizes
+from .generation import default_dtype
+from .job import Job, QueueFullError
+from .observer import Observer
+from .pages import Pages
+from .prefix_cache import ROOT, PrefixCache, extend
+from .priority import Ranking
+from .programs import Board, Programs
+from .request import RequestError
+from .row_control import RowControl, gains_of
+from .sequence import DECODE, ENDED, PREFILL, Sequence
+from .ticket import QueuedTicket, wake
+from .transcript import Transcript
 
-MEASURES = (
-    "entropy",
-    "varentropy",
-    "tempered_entropy",
-    "tempered_varentropy",
-    "surprisal",
-    "temperature",
-    "drop",
-    "kept_fraction",
-    "dropped_mass",
-    "certificate",
-    "entropic_time",
-    "cost",
-)
-LAUNCH = 64  # most steps of a launch
-FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
-MOST_ROWS = 8  # sequences that a step advances
-MOST_HELD = 32  # sequences held together where a schedule chooses among them
-SMALLEST_CONTEXT = 256  # positions; contexts are rounded up to powers of two, so that few shapes are compiled
+log = logging.getLogger(__name__)
+IDLE = 0.2  # seconds between looks at the clock while something is under way or may time out
 
 
-class Engine:
-    """A loaded model that continues prompts, in batches, under a preset of control."""
+class ContinuousEngine:
+    """A `JobEngine` over one model. `start` makes one."""
 
     def __init__(
-        self, model: models.Model, preset: presets.Preset | None = None, belief_temperature: float = 1.0
+        self,
+        model: models.Model,
+        options: EngineOptions | None = None,
+        calibration: Any = None,
+        observer: Observer | None = None,
+        told: Callable[[int, int], None] = lambda done, all_: None,
     ) -> None:
+        """`told(done, all)` is called after each program that is compiled ahead."""
         if model.tokenizer is None:
             raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
-        self.preset = presets.preset("off") if preset is None else preset
-        self.belief_temperature = belief_temperature
-        self.context = model.config.max_position_embeddings
+        self.options = EngineOptions() if options is None else options
+        self.observer = Observer() if observer is None else observer
+        dtype = jax.tree.leaves(model.params)[0].dtype
+        self.sizes: Sizes = sizes(model, self.options, dtype.itemsize)
+        self.stream = streams(self.tokenizer)
+        self.control = RowControl(self.options.law, calibration, self.options.pruning)
+        self._told = told
+        self._belief = 1.0 if calibration is None else calibration.temperature
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued = 0  # jobs that were taken and have no row
+        self._service = 1.0  # seconds that a job takes, smoothed
+        self._open, self._stopping = True, threading.Event()
+        self._ready, self._failure = threading.Event(), None
+        self._live: dict[QueuedTicket, Sequence] = {}
+        self._timed: list[Sequence] = []
+        self._warm = 0
+        board = self._board(dtype)
+        self.programs = Programs(model.decoder, model.params, board, self.control.prior, self.sizes.shapes)
+        prefix = PrefixCache() if self.options.enable_prefix_caching else None
+        rows, pages = self.sizes.rows, self.sizes.pages
+        vocabulary = model.decoder.shape.vocabulary
+        per_row = board.state.cache.table.shape[1]
+        edits = Edits(rows, pages, per_row, gains_of(board.controller), vocabulary)
+        self.batcher = Batcher(
+            self.programs,
+            board,
+            self.sizes,
+            Pages(rows, pages, self.sizes.page_size, prefix),
+            edits,
+            Ranking(self.options.scheduling_policy, self.control.prior),
+            self.observer,
+            self.tokenizer,
+            exact=self.options.batch_invariant,
+        )
+        self.batcher.finished, self.batcher.left_queue = self._finished, self._left_queue
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _board(self, dtype: Any) -> Board:
+        rows, context, decoder = self.sizes.rows, self.sizes.context, self.model.decoder
+        controller = self.control.controller(rows)
+        state = loop.start(
+            decoder,
+            self.model.params,
+            controller,
+            allocate(
+                decoder.shape,
+                rows,
+                context,
+                pages=self.sizes.pages,
+                page_size=self.sizes.page_size,
+                dtype=dtype,
+            ),
+            [[]] * rows,
+            key=jax.random.key(0),
+            max_tokens=0,
+            sample=parameters(rows, bias_slots=BIASES),
+            stop=[[-1] * STOPS],
+            belief_temperature=self._belief,
+        )
+        return Board(state, controller)
+
+    # What a front end calls, from any thread.
+
+    def submit(self, job: Job) -> QueuedTicket:
+        """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
+        sequence = self._sequence(job)
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(f"the engine has failed: {self._failure}")
+            if not self._open or self._queued >= self.options.max_queue:
+                rounds = self._queued / self.sizes.rows + 1
+                raise QueueFullError(min(60.0, max(1.0, rounds * self._service)))
+            self._queued += 1
+            self._inbox.put(sequence)
+        return sequence.ticket
+
+    def ready(self) -> bool:
+        """Whether the programs are compiled and jobs run at full speed."""
+        return self._ready.is_set() and self._failure is None and self._open
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
-        """The sampling fields that generation_config.json sets; greedy if it says not to sample."""
-        stated = {k: v for k, v in self.model.generation.items() if v is not None}
-        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-        chosen = {name: stated[name] for name in names if name in stated}
-        return chosen if stated.get("do_sample", True) else {"temperature": 0.0}
+    def context(self) -> int:
+        """Most positions of a sequence, prompt and continuation."""
+        return min(self.sizes.context, self.sizes.pages * self.sizes.page_size)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt, as token ids, that the model's chat template makes of the messages."""
-        try:
-            text = self.tokenizer.chat(messages)
-        except models.ModelError as error:
-            raise RequestError(str(error)) from error
-        return self.tokenizer.encode(text, special=False)
+    @property
+    def compilations(self) -> int:
+        """Programs compiled after the warm-up."""
+        return self.programs.compilations - self._warm if self._ready.is_set() else 0
 
-    def stream(self, request: Request) -> Iterator[Token]:
-        """The tokens of one request as they become certain."""
-        prompt = self.prompt_tokens(request)
-        for _, transcript, tokens in self._decode([request], [prompt], STREAM_LAUNCH):
-            yield from tokens
-            if transcript.error:
-                raise RequestError(transcript.error)
+    def snapshot(self) -> Mapping[str, Any]:
+        """What is going on, as `JobEngine` says."""
+        batcher, now = self.batcher, time.perf_counter()
+        sequences = [s for s in list(self._live.values()) if not s.ended]
+        running = [s for s in sequences if s.stage in (PREFILL, DECODE)]
+        prefix = batcher.pages.prefix
+        return {
+            "running": len(running),
+            "waiting": len(sequences) - len(running),
+            "rows": self.sizes.rows,
+            "kv_usage": batcher.pages.usage,
+            "pages": self.sizes.pages,
+            "pages_free": batcher.pages.free,
+            "page_size": self.sizes.page_size,
+            "preemptions": batcher.preemptions,
+            "prefix_queries": prefix.queries if prefix else 0,
+            "prefix_hits": prefix.hits if prefix else 0,
+            "prefix_pages": len(prefix) if prefix else 0,
+            "compilations": self.compilations,
+            "sequences": [s.describe(now) for s in sequences],
+        }
 
-    def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """The completions of the requests, in their order."""
-        together = MOST_ROWS if self.preset.width is None else MOST_HELD
-        for first in range(0, len(requests), together):
-            group = requests[first : first + together]
-            prompts: list[list[int]] = []
-            errors: dict[int, str] = {}
-            for index, request in enumerate(group):
-                try:
-                    prompts.append(self.prompt_tokens(request))
-                except RequestError as error:
-                    prompts.append([])
-                    errors[index] = str(error)
-            transcripts: dict[int, Transcript] = {}
-            for row, transcript, _ in self._decode(group, prompts, LAUNCH):
-                transcripts[row] = transcript
-            for row, request in enumerate(group):
-                if row in errors:
-                    transcript = Transcript(request, self.tokenizer.stream(), len(prompts[row]))
-                    transcript.finish("error", errors[row])
-                    transcripts[row] = transcript
-                yield transcripts[row].completion()
+    def close(self, drain: float | None = None) -> None:
+        """Take no more jobs, let those in flight run for up to `drain` seconds, then end them and stop."""
+        self._open = False
+        if drain:
+            end = time.perf_counter() + drain
+            while self._live and self._thread.is_alive() and time.perf_counter() < end:
+                time.sleep(0.01)
+        self._stopping.set()
+        self._inbox.put(None)
+        self._thread.join()
 
-    def prompt_tokens(self, request: Request) -> list[int]:
-        """The request's prompt as token ids; RequestError if the model cannot take it."""
-        prompt = request.prompt
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    # Taking a job in.
+
+    def _sequence(self, job: Job) -> Sequence:
+        request = job.request
+        prompt = self.prompt_tokens(request.prompt)
+        vocabulary = self.model.decoder.shape.vocabulary
+        eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
+        stops = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
+        for name, number, most in (
+            ("stop_token_ids", len(stops), STOPS),
+            ("logit_bias", len(request.logit_bias), BIASES),
+            ("alternatives", job.alternatives or 0, MOST_ALTERNATIVES),
+            ("prompt_alternatives", job.prompt_alternatives or 0, MOST_ALTERNATIVES),
+        ):
+            if number > most:
+                raise RequestError(f"{name} has {number} entries; accepted are up to {most}")
+        for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+            wrong = [t for t in tokens if t >= vocabulary]
+            if wrong:
+                raise RequestError(f"{name} holds the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+        knobs = self.control.knobs(job.control)
+        transcript = Transcript(request, self.stream(), len(prompt), self.model.stop_tokens, keep=False)
+        ticket = QueuedTicket(job, self._inbox.put)
+        sequence = Sequence(job, ticket, prompt, transcript, knobs)
+        sequence.stops = stops
+        if self.options.enable_prefix_caching:
+            sequence.prompt_keys = list(extend(ROOT, prompt, self.sizes.page_size))
+        return sequence
+
+    def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
+        """A prompt as token ids; RequestError if the model cannot take it."""
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not 0 < len(ids) < self.context:
             raise RequestError(
                 f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, so that one is left"
             )
-        wrong = [t for t in ids if t >= self.model.config.vocab_size]
-        if wrong:
-            last = self.model.config.vocab_size - 1
-            raise RequestError(f"prompt holds the token {wrong[0]}; accepted are 0 to {last}")
+        if max(ids) >= self.model.decoder.shape.vocabulary:
+            last = self.model.decoder.shape.vocabulary - 1
+            raise RequestError(f"prompt holds the token {max(ids)}; accepted are 0 to {last}")
         return ids
 
-    def _decode(
-        self, requests: Sequence[Request], prompts: list[list[int]], launch: int
-    ) -> Iterator[tuple[int, Transcript, list[Token]]]:
-        """Run the rows to their end; yields (row, transcript, tokens settled) after each launch."""
-        eos = self.model.stop_tokens
-        transcripts = {
-            row: Transcript(request, self.tokenizer.stream(), len(prompts[row]), eos)
-            for row, request in enumerate(requests)
-            if prompts[row]
-        }
-        if not transcripts:
-            return
-        state = self._start(requests, prompts)
-        steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
-        open_rows = set(transcripts)
-        while open_rows:
-            state, trace = loop.generate(
-                self.model.decoder,
-                self.model.params,
-                self.preset.controller,
-                state,
-                steps,
-                capacity=LAUNCH,
-                width=self.preset.width,
-            )
-            host: Trace = jax.device_get(trace)
-            status = np.asarray(state.status)
-            for row in sorted(open_rows):
-                settled = self._record(transcripts[row], host, row)
-                if transcripts[row].finish_reason is None and status[row] != RUNNING:
-                    error = (
-                        "the model computed logits that are not numbers" if status[row] == FAILED else None
-                    )
-                    settled += transcripts[row].finish(FINISH_REASONS[int(status[row])], error)
-                if transcripts[row].finish_reason is not None:
-                    open_rows.discard(row)
-                yield row, transcripts[row], settled
-            closed = [row for row in transcripts if row not in open_rows and status[row] == RUNNING]
-            if closed:  # ended by a stop string, which only the host sees
-                state = state._replace(status=state.status.at[jnp.array(closed)].set(FAILED))
-            if not host.emitted.any():
-                raise RuntimeError("no sequence could advance: the cache has no free page")
-            steps = launch
+    # The engine's thread.
 
-    @staticmethod
-    def _record(transcript: Transcript, trace: Trace, row: int) -> list[Token]:
-        settled: list[Token] = []
-        for step in np.flatnonzero(trace.emitted[:, row]):
-            if transcript.finish_reason is not None:
+    def _run(self) -> None:
+        try:
+            warm.compile_ahead(self.programs, self.batcher, self.options, self._told)
+            self._warm = self.programs.compilations
+            self._ready.set()
+            busy = False
+            while not self._stopping.is_set():
+                self._take_in(wait=not busy)
+                busy = self.batcher.turn()
+            self._end_all("abort", None)
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self._failure = error
+            self._end_all("error", f"the engine has failed: {error}")
+            if not isinstance(error, Exception):
+                raise
+
+    def _take_in(self, wait: bool) -> None:
+        """Take jobs and cancellations; when idle, wait for one."""
+        timeout = IDLE if self._timed else None
+        while True:
+            try:
+                item = self._inbox.get(block=wait, timeout=timeout)
+            except queue.Empty:
                 break
-            measures = {name: float(getattr(trace, name)[step, row]) for name in MEASURES}
-            settled += transcript.add(int(trace.token[step, row]), measures)
-        return settled
+            wait = False
+            if isinstance(item, Sequence):
+                item.arrival_round = self.batcher.rounds
+                self._live[item.ticket] = item
+                self.batcher.waiting.append(item)
+                if item.job.timeout is not None:
+                    self._timed.append(item)
+            elif item is not None and item in self._live:
+                self.batcher.end(self._live[item], "abort")
+        now = time.perf_counter()
+        for sequence in [s for s in self._timed if now - s.arrival > (s.job.timeout or 0)]:
+            message = f"the job took longer than its timeout of {sequence.job.timeout:g} s"
+            self.batcher.end(sequence, "error", message, timed_out=True)
 
-    def _start(self, requests: Sequence[Request], prompts: list[list[int]]) -> State:
-        rows = power_of_two(len(requests))
-        padding = rows - len(requests)
-        needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
-        context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
-        names = set(Request.__dataclass_fields__) & set(sampling.Sampling._fields)
-        fields = {name: [getattr(r, name) for r in requests] for name in names}
-        neutral = Request(prompt="")
-        for name, values in fields.items():
-            values += [getattr(neutral, name)] * padding
-        biases = [r.logit_bias for r in requests] + [None] * padding
-        slots = power_of_two(max(8, *(len(b) for b in biases if b), 8))
-        decoder, selection = self.model.decoder, self.preset.selection
-        page_size = selection.page_size if selection else None
-        dtype = jax.tree.leaves(self.model.params)[0].dtype
-        return loop.start(
-            decoder,
-            self.model.params,
-            self.preset.controller,
-            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=dtype),
-            prompts + [[]] * padding,
-            key=jax.random.key(0),
-            max_tokens=[r.max_tokens for r in requests] + [0] * padding,
-            sample=sampling.parameters(rows, **fields, logit_bias=biases, bias_slots=slots),
-            seeds=[r.seed for r in requests] + [0] * padding,
-            stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
-            selection=self.preset.selection,
-            belief_temperature=self.belief_temperature,
-        )
+    def _finished(self, sequence: Sequence) -> None:
+        """A sequence has ended: forget it."""
+        self._live.pop(sequence.ticket, None)
+        if sequence.job.timeout is not None and sequence in self._timed:
+            self._timed.remove(sequence)
+        if sequence.admitted is not None:
+            self._service += 0.1 * (time.perf_counter() - sequence.admitted - self._service)
+
+    def _left_queue(self) -> None:
+        with self._lock:
+            self._queued -= 1
+
+    def _end_all(self, reason: Any, error: str | None) -> None:
+        """End every job there is, and all that still come."""
+        with self._lock:
+            self._open = False
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, Sequence):
+                self._live[item.ticket] = item
+        for sequence in list(self._live.values()):
+            if not sequence.ended:
+                tokens = sequence.transcript.finish(reason, error)
+                sequence.stage = ENDED
+                sequence.ticket.put(sequence.delta(tokens))
+        wake(list(self._live))
+        self._live.clear()
 
 
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below `value`."""
-    return 1 << max(0, value - 1).bit_length()
+def start(
+    path: str | Path,
+    options: EngineOptions | None = None,
+    observer: Observer | None = None,
+    told: Callable[[int, int], None] = lambda done, all_: None,
+) -> ContinuousEngine:
+    """The engine of a Hugging Face model directory, with the calibration that it has.
 
-
-def load(path: str | Path, dtype: str = "float32", control: Control | None = None) -> Engine:
-    """The engine of a Hugging Face model directory, computing in `dtype`, with the calibration it has."""
-    calibration = calibration_of(Path(path))
-    preset = build(Control() if control is None else control, calibration, MOST_ROWS)
-    belief = 1.0 if calibration is None else calibration.temperature
-    return Engine(models.load(path, dtype), preset, belief)
+    Raises ValueError, or OSError, which say what in the directory is at fault. It compiles in its own thread:
+    jobs may be submitted at once, and run when it is `ready`.
+    """
+    options = EngineOptions() if options is None else options
+    model = models.load(path, options.dtype or default_dtype())
+    return ContinuousEngine(model, options, calibration_of(Path(path)), observer, told)

@@ -42,9 +42,9 @@ def load(path: Path, dtype: str | None = None, control: Control | None = None) -
 
     Raises ValueError, or OSError, which say what in the directory is at fault.
     """
-    from . import engine
+    from . import offline
 
-    return engine.load(path, dtype or default_dtype(), control)
+    return offline.load(path, dtype or default_dtype(), control)
 
 
 def default_dtype() -> str:

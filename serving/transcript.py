@@ -83,9 +83,17 @@ class Transcript:
     """
 
     def __init__(
-        self, request: Request, detokenizer: Detokenizer, prompt_tokens: int, eos: Collection[int] = ()
+        self,
+        request: Request,
+        detokenizer: Detokenizer,
+        prompt_tokens: int,
+        eos: Collection[int] = (),
+        keep: bool = True,
     ) -> None:
-        """`eos` are the tokens that end a text; they count as tokens but have no text."""
+        """`eos` are the tokens that end a text; they count as tokens but have no text.
+
+        Unless they are to `keep`, measures are handed out and forgotten, and the completion has no trace.
+        """
         self.stop_reason: str | int | None = None  # the string or token of the request that ended it
         self.request = request
         self.detokenizer = detokenizer
@@ -97,6 +105,7 @@ class Transcript:
         self._token_ids: list[int] = []
         self._trace: dict[str, list[float]] = {}
         self._held: list[Token] = []
+        self._keep = keep
 
     def add(
         self,
@@ -111,13 +120,17 @@ class Transcript:
                 f"token is {token}, after the end of the text ({self.finish_reason}); accepted is none"
             )
         self._token_ids.append(token)
-        for name, value in measures.items():
+        for name, value in measures.items() if self._keep else ():
             self._trace.setdefault(name, []).append(float(value))
         asked = token in self.request.stop_token_ids
         ended = (asked or token in self.eos) and self._may_end()
         silent = ended and not (asked and self.request.include_stop)
         text = "" if silent else self.detokenizer.push(token)
-        self._held.append(Token(token, text, measures, logprob=logprob, top=top))
+        new = Token(token, text, measures, logprob=logprob, top=top)
+        if not (ended or self._held or self.request.stop or len(self._token_ids) >= self.request.max_tokens):
+            self._text.append(text)
+            return [new]  # as below, but nothing can hold it back
+        self._held.append(new)
         if ended:
             self.stop_reason = token if asked else None
             return self.finish("stop")

@@ -74,21 +74,21 @@ class Pages(RuleBasedStateMachine):
         ]
         self.cache = drop(self.cache, ints(*given, *[POOL] * (PER_ROW - len(given))))
 
-    @rule(targets=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
-    def adopt(self, targets, count):
+    @rule(order=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
+    def adopt(self, order, count):
         """Two rows take over the same pages of the host; a third number is no row."""
         kept = list(dict.fromkeys(self.host[self.hidden :]))[:count]
-        first, second = targets[:2]
+        first, second = order[:2]
         self.end([row in (first, second) for row in range(ROWS)])
         ids = kept + [POOL] * (PER_ROW - len(kept))
         self.cache = share(self.cache, ints(first, second, ROWS), ints(ids, ids, ids), ints(*[len(kept)] * 3))
         assert self.pages(first) == self.pages(second) == kept
         self.length[[first, second]] = len(kept) * PAGE
 
-    @rule(targets=st.permutations(range(ROWS)), cut=st.integers(0, PAGE * PER_ROW))
-    def branch(self, targets, cut):
+    @rule(order=st.permutations(range(ROWS)), cut=st.integers(0, PAGE * PER_ROW))
+    def branch(self, order, cut):
         """Two rows continue a third from the same position."""
-        source, first, second, _ = targets
+        source, first, second, _ = order
         self.end([row in (first, second) for row in range(ROWS)])
         length = int(min(cut, self.length[source]))
         left, partial = int(self.cache.available), length % PAGE > 0

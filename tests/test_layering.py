@@ -11,7 +11,13 @@ PACKAGES = ("entropic_jax", "models", "serving", "benchmarks", "examples")
 LAYERS = (
     ("entropic_jax.pallas",),
     ("entropic_jax.entropy", "entropic_jax.state", "entropic_jax.cache", "entropic_jax.ledger"),
-    ("entropic_jax.control", "entropic_jax.selection", "entropic_jax.attention", "entropic_jax.sampling"),
+    (
+        "entropic_jax.control",
+        "entropic_jax.selection",
+        "entropic_jax.attention",
+        "entropic_jax.sampling",
+        "entropic_jax.terms",
+    ),
     ("entropic_jax.loop",),
     ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "models"),
     ("entropic_jax",),  # the package itself, which gathers the names that users want

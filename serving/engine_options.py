@@ -1,0 +1,125 @@
+"""How an engine is set up, and the sizes that follow for a model and a device."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+
+import models
+from entropic_jax import cache
+from entropic_jax.control.presets import FINE
+
+from .programs import Shapes
+
+Warmup = Literal["none", "min", "full"]
+Policy = Literal["entropic", "fcfs"]
+GIB = 2**30
+CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
+SHARE = 0.9  # of an accelerator's memory, less what is in use when the cache is made
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes and policies of an engine; None is what suits the model and the device."""
+
+    dtype: str | None = None  # of weights, keys and values
+    max_num_seqs: int = 64  # rows: sequences that run at once
+    max_model_len: int | None = None  # positions of a sequence, prompt and continuation
+    max_num_batched_tokens: int | None = None  # positions of prompts read between two launches
+    block_size: int | None = None  # positions of a page
+    kv_cache_bytes: int | None = None  # of the pool of pages
+    num_pages: int | None = None  # of the pool, in place of bytes
+    enable_prefix_caching: bool = True
+    scheduling_policy: Policy = "entropic"
+    max_queue: int = 1024  # jobs that may wait
+    max_steps: int = 16  # of a launch
+    pruning: bool = True  # whether a job may leave pages unread: meso, full
+    law: str = "normalised"  # of temperature, for jobs that ask for micro or full
+    batch_invariant: bool = False  # one shape of each program: a job's bits do not depend on its neighbours
+    warmup: Warmup = "min"
+    compile_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
+        for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "compile_workers"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}; accepted are integers of at least 1")
+        for name, accepted in (("warmup", get_args(Warmup)), ("scheduling_policy", get_args(Policy))):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted are {', '.join(accepted)}")
+
+
+class Sizes(NamedTuple):
+    """What an engine allocates and compiles."""
+
+    rows: int
+    context: int  # positions of a sequence
+    page_size: int
+    pages: int
+    chunk: int  # positions of one prompt read at once, at most
+    shapes: Shapes
+
+
+def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
+    """The sizes for a model whose keys and values take `itemsize` bytes a number."""
+    shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
+    longest = model.config.max_position_embeddings
+    context = min(options.max_model_len or longest, longest)
+    page_size = options.block_size or (FINE.page_size if options.pruning else cache.default_page_size())
+    context = max(page_size, context // page_size * page_size)
+    budget = options.max_num_batched_tokens or (512 if on_cpu else 2048)
+    chunk = max(page_size, min(budget, 1 << (context - 1).bit_length()) // page_size * page_size)
+    pages = options.num_pages
+    if pages is None:
+        position = 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+        room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
+        pages = min(options.max_num_seqs * context // page_size, room // (position * page_size))
+        if pages < 1:
+            raise ValueError(
+                f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
+            )
+    selections = (None, FINE) if options.pruning else (None,)
+    if options.batch_invariant:
+        shapes = Shapes((options.max_num_seqs,), ((1, chunk),), options.max_steps, selections[-1:])
+    else:
+        shapes = Shapes(
+            steps_up(1, options.max_num_seqs), chunk_shapes(chunk, budget), options.max_steps, selections
+        )
+    return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
+
+
+def steps_up(low: int, high: int) -> tuple[int, ...]:
+    """Low, four times that, and so on, up to and with `high`.
+
+    >>> steps_up(1, 48)
+    (1, 4, 16, 48)
+    """
+    found = []
+    while low < high:
+        found.append(low)
+        low *= 4
+    return (*found, high)
+
+
+def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
+    """(prompts, positions): every length from 16 to `chunk` in steps of four, for one prompt and for many."""
+    return tuple(
+        (prompts, length)
+        for length in steps_up(min(16, chunk), chunk)
+        for prompts in sorted({1, max(1, min(16, budget // length))})
+    )
+
+
+def accelerator_room() -> int:
+    """Bytes that an accelerator has left for keys and values."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit", 8 * GIB)
+    return max(0, int(SHARE * limit) - stats.get("bytes_in_use", 0))
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

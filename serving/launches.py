@@ -1,0 +1,106 @@
+"""What one launch is given: which pieces of prompts, how many steps, which tokens are known or allowed."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from entropic_jax.terms import Terms, no_terms
+
+from .engine_options import Sizes
+from .programs import Chunk, Programs
+from .sequence import DECODE, Sequence
+
+# Seconds that a launch should take: while a first token is due, while jobs wait, else.
+SOON, BUSY, QUIET = 0.008, 0.02, 0.04
+OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
+
+Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
+
+
+class Launches:
+    """Puts launches together, and learns how long a step takes."""
+
+    def __init__(self, programs: Programs, sizes: Sizes, exact: bool) -> None:
+        """`exact`: prompts are read in pieces that begin at the same positions whatever came before."""
+        self.sizes, self.exact = sizes, exact
+        self.least = np.zeros(sizes.rows, np.int32)
+        self.reported = np.zeros(sizes.rows, bool)
+        self._terms = no_terms(sizes.rows, programs.decoder.shape.vocabulary)
+        self.unforced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
+        self._step_seconds: dict[int, float] = {}
+
+    def chunk(self, reading: list[Sequence]) -> tuple[Chunk, list[Piece], bool]:
+        """The next pieces of prompts that are being read, and whether they are scored; they count as read."""
+        reading = sorted(reading, key=lambda s: (s.job.priority, s.admitted))
+        scored = not reading[0].scored
+        reading = [s for s in reading if s.scored != scored]
+        prompts, size = self._shape([len(s.reading) - 1 - s.read for s in reading])
+        chunk = empty_chunk(prompts, size, self.sizes.rows)
+        pieces = []
+        for place, sequence in enumerate(reading[:prompts]):
+            begin, end = sequence.read, min(sequence.read + size, len(sequence.reading) - 1)
+            chunk.rows[place], chunk.count[place] = sequence.row, end - begin
+            chunk.tokens[place, : end - begin + 1] = sequence.reading[begin : end + 1]
+            sequence.read = end
+            if end == len(sequence.reading) - 1:
+                chunk.last[place] = True
+                sequence.stage = DECODE
+            pieces.append((sequence, sequence.epoch, begin, end))
+        return chunk, pieces, scored
+
+    def _shape(self, rest: list[int]) -> tuple[int, int]:
+        """The compiled shape that reads most for its size; the first prompt is always in it."""
+
+        def worth(shape: tuple[int, int]) -> float:
+            prompts, size = shape
+            return sum(min(size, left) for left in rest[:prompts]) / (prompts * size + OVERHEAD)
+
+        return max(self.sizes.shapes.chunks, key=worth)
+
+    def width(self, running: int) -> int:
+        """The narrowest program that so many rows fit into."""
+        return next(width for width in self.sizes.shapes.widths if width >= running)
+
+    def steps(self, running: list[Sequence], most: int, due: bool, waiting: bool) -> int:
+        """How many steps to run, `most` at most: few while someone waits, so that nobody waits long."""
+        due = due or any(s.first_token is None for s in running)
+        aim = SOON if due else BUSY if waiting else QUIET
+        steps = int(aim / self._step_seconds.get(self.width(len(running)), aim))
+        return max(1, min(steps, most, self.sizes.shapes.capacity))
+
+    def took(self, width: int, steps: int, seconds: float) -> None:
+        """A launch took so long."""
+        before = self._step_seconds.get(width, seconds / steps)
+        self._step_seconds[width] = before + 0.2 * (seconds / steps - before)
+
+    def forced(self, running: list[Sequence], steps: int):
+        """The tokens that rows are told again, int32 `[capacity, rows]`, −1 elsewhere."""
+        if all(s.told >= s.replay for s in running):
+            return self.unforced
+        forced = np.full(self.unforced.shape, -1, np.int32)
+        for s in running:
+            known = s.generated[s.told : min(s.told + steps, s.replay)]
+            forced[: len(known), s.row] = known
+        return forced
+
+    def terms(self, running: list[Sequence]) -> Terms:
+        """What the rows are held to. Copied: the device reads it while the host goes on."""
+        terms = self._terms._replace(least=self.least.copy(), reported=self.reported.copy())
+        held = [s for s in running if s.job.grammar is not None and s.told >= s.replay]
+        if not held:
+            return terms
+        constrained, allowed = np.zeros(self.sizes.rows, bool), np.zeros(terms.allowed.shape, np.int32)
+        for s in held:
+            constrained[s.row] = True
+            mask = np.asarray(s.job.grammar.mask()).view(np.int32)
+            allowed[s.row, : mask.size] = mask[: allowed.shape[1]]
+        return terms._replace(constrained=constrained, allowed=allowed)
+
+
+def empty_chunk(prompts: int, size: int, rows: int) -> Chunk:
+    """A chunk of no prompt."""
+    return Chunk(
+        np.full(prompts, rows, np.int32),
+        np.zeros((prompts, size + 1), np.int32),
+        np.zeros(prompts, np.int32),
+        np.zeros(prompts, bool),
+    )

@@ -1,0 +1,210 @@
+"""Requests in, tokens out: the host's side of the decode loop."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from entropic_jax import cache, loop, sampling
+from entropic_jax.control import presets
+from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
+
+from .control_options import Control, build, calibration_of
+from .request import Request, RequestError
+from .transcript import Completion, Token, Transcript
+
+MEASURES = (
+    "entropy",
+    "varentropy",
+    "tempered_entropy",
+    "tempered_varentropy",
+    "surprisal",
+    "temperature",
+    "drop",
+    "kept_fraction",
+    "dropped_mass",
+    "certificate",
+    "entropic_time",
+    "cost",
+)
+LAUNCH = 64  # most steps of a launch
+FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
+MOST_ROWS = 8  # sequences that a step advances
+MOST_HELD = 32  # sequences held together where a schedule chooses among them
+SMALLEST_CONTEXT = 256  # positions; contexts are rounded up to powers of two, so that few shapes are compiled
+
+
+class Engine:
+    """A loaded model that continues prompts, in batches, under a preset of control."""
+
+    def __init__(
+        self, model: models.Model, preset: presets.Preset | None = None, belief_temperature: float = 1.0
+    ) -> None:
+        if model.tokenizer is None:
+            raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
+        self.model, self.tokenizer = model, model.tokenizer
+        self.preset = presets.preset("off") if preset is None else preset
+        self.belief_temperature = belief_temperature
+        self.context = model.config.max_position_embeddings
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The sampling fields that generation_config.json sets; greedy if it says not to sample."""
+        stated = {k: v for k, v in self.model.generation.items() if v is not None}
+        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+        chosen = {name: stated[name] for name in names if name in stated}
+        return chosen if stated.get("do_sample", True) else {"temperature": 0.0}
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt, as token ids, that the model's chat template makes of the messages."""
+        try:
+            text = self.tokenizer.chat(messages)
+        except models.ModelError as error:
+            raise RequestError(str(error)) from error
+        return self.tokenizer.encode(text, special=False)
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        """The tokens of one request as they become certain."""
+        prompt = self.prompt_tokens(request)
+        for _, transcript, tokens in self._decode([request], [prompt], STREAM_LAUNCH):
+            yield from tokens
+            if transcript.error:
+                raise RequestError(transcript.error)
+
+    def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """The completions of the requests, in their order."""
+        together = MOST_ROWS if self.preset.width is None else MOST_HELD
+        for first in range(0, len(requests), together):
+            group = requests[first : first + together]
+            prompts: list[list[int]] = []
+            errors: dict[int, str] = {}
+            for index, request in enumerate(group):
+                try:
+                    prompts.append(self.prompt_tokens(request))
+                except RequestError as error:
+                    prompts.append([])
+                    errors[index] = str(error)
+            transcripts: dict[int, Transcript] = {}
+            for row, transcript, _ in self._decode(group, prompts, LAUNCH):
+                transcripts[row] = transcript
+            for row, request in enumerate(group):
+                if row in errors:
+                    transcript = Transcript(request, self.tokenizer.stream(), len(prompts[row]))
+                    transcript.finish("error", errors[row])
+                    transcripts[row] = transcript
+                yield transcripts[row].completion()
+
+    def prompt_tokens(self, request: Request) -> list[int]:
+        """The request's prompt as token ids; RequestError if the model cannot take it."""
+        prompt = request.prompt
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not 0 < len(ids) < self.context:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, so that one is left"
+            )
+        wrong = [t for t in ids if t >= self.model.config.vocab_size]
+        if wrong:
+            last = self.model.config.vocab_size - 1
+            raise RequestError(f"prompt holds the token {wrong[0]}; accepted are 0 to {last}")
+        return ids
+
+    def _decode(
+        self, requests: Sequence[Request], prompts: list[list[int]], launch: int
+    ) -> Iterator[tuple[int, Transcript, list[Token]]]:
+        """Run the rows to their end; yields (row, transcript, tokens settled) after each launch."""
+        eos = self.model.stop_tokens
+        transcripts = {
+            row: Transcript(request, self.tokenizer.stream(), len(prompts[row]), eos)
+            for row, request in enumerate(requests)
+            if prompts[row]
+        }
+        if not transcripts:
+            return
+        state = self._start(requests, prompts)
+        steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
+        open_rows = set(transcripts)
+        while open_rows:
+            state, trace = loop.generate(
+                self.model.decoder,
+                self.model.params,
+                self.preset.controller,
+                state,
+                steps,
+                capacity=LAUNCH,
+                width=self.preset.width,
+            )
+            host: Trace = jax.device_get(trace)
+            status = np.asarray(state.status)
+            for row in sorted(open_rows):
+                settled = self._record(transcripts[row], host, row)
+                if transcripts[row].finish_reason is None and status[row] != RUNNING:
+                    error = (
+                        "the model computed logits that are not numbers" if status[row] == FAILED else None
+                    )
+                    settled += transcripts[row].finish(FINISH_REASONS[int(status[row])], error)
+                if transcripts[row].finish_reason is not None:
+                    open_rows.discard(row)
+                yield row, transcripts[row], settled
+            closed = [row for row in transcripts if row not in open_rows and status[row] == RUNNING]
+            if closed:  # ended by a stop string, which only the host sees
+                state = state._replace(status=state.status.at[jnp.array(closed)].set(FAILED))
+            if not host.emitted.any():
+                raise RuntimeError("no sequence could advance: the cache has no free page")
+            steps = launch
+
+    @staticmethod
+    def _record(transcript: Transcript, trace: Trace, row: int) -> list[Token]:
+        settled: list[Token] = []
+        for step in np.flatnonzero(trace.emitted[:, row]):
+            if transcript.finish_reason is not None:
+                break
+            measures = {name: float(getattr(trace, name)[step, row]) for name in MEASURES}
+            settled += transcript.add(int(trace.token[step, row]), measures)
+        return settled
+
+    def _start(self, requests: Sequence[Request], prompts: list[list[int]]) -> State:
+        rows = power_of_two(len(requests))
+        padding = rows - len(requests)
+        needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
+        context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
+        names = set(Request.__dataclass_fields__) & set(sampling.Sampling._fields)
+        fields = {name: [getattr(r, name) for r in requests] for name in names}
+        neutral = Request(prompt="")
+        for name, values in fields.items():
+            values += [getattr(neutral, name)] * padding
+        biases = [r.logit_bias for r in requests] + [None] * padding
+        slots = power_of_two(max(8, *(len(b) for b in biases if b), 8))
+        decoder, selection = self.model.decoder, self.preset.selection
+        page_size = selection.page_size if selection else None
+        dtype = jax.tree.leaves(self.model.params)[0].dtype
+        return loop.start(
+            decoder,
+            self.model.params,
+            self.preset.controller,
+            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=dtype),
+            prompts + [[]] * padding,
+            key=jax.random.key(0),
+            max_tokens=[r.max_tokens for r in requests] + [0] * padding,
+            sample=sampling.parameters(rows, **fields, logit_bias=biases, bias_slots=slots),
+            seeds=[r.seed for r in requests] + [0] * padding,
+            stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
+            selection=self.preset.selection,
+            belief_temperature=self.belief_temperature,
+        )
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def load(path: str | Path, dtype: str = "float32", control: Control | None = None) -> Engine:
+    """The engine of a Hugging Face model directory, computing in `dtype`, with the calibration it has."""
+    calibration = calibration_of(Path(path))
+    preset = build(Control() if control is None else control, calibration, MOST_ROWS)
+    belief = 1.0 if calibration is None else calibration.temperature
+    return Engine(models.load(path, dtype), preset, belief)

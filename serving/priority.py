@@ -1,0 +1,52 @@
+"""Macro: in which order sequences are served, and which gives way, by entropic priority or by arrival."""
+
+import itertools
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from entropic_jax.control.scheduling import SMALLEST_LOAD, Moments, Scheduling, new_predictor, predicted_drop
+
+from .sequence import Sequence
+
+
+class Ranking:
+    """Orders sequences: by the number that a job states first, then by π (or, `fcfs`, by arrival).
+
+        π = clip(E[ΔH⁺] / max(α C + β M + γ slack, 0.05), 0, B) + a · rounds waited
+
+    C is what is left to compute of a sequence, prompt and continuation, M the memory it will hold, both
+    relative to the largest at hand; slack is the share of its time to the deadline that is left, 1 without
+    one. E[ΔH⁺] of a sequence that has not begun is that of the prior, so among those the short and the urgent
+    come first. A round is as many admissions as there are rows: with the ageing, a sequence waits at most
+    B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of `Scheduling`.
+    """
+
+    def __init__(self, policy: str, prior: Moments) -> None:
+        self.policy, self.law = policy, Scheduling(width=1)
+        self.drop = float(predicted_drop(new_predictor(1), prior)[0])  # of a sequence without a token
+
+    def rank(self, sequences: Iterable[Sequence], rounds: float, drops: np.ndarray) -> list[Sequence]:
+        """The sequences, the first to be served first; each is told its π. `drops` are E[ΔH⁺] of the rows."""
+        ordered = list(sequences)
+        if not ordered:
+            return ordered
+        score = self.priorities(ordered, rounds, drops).tolist()
+        for sequence, priority in zip(ordered, score, strict=True):
+            sequence.priority = priority
+        if self.policy == "fcfs":
+            return sorted(ordered, key=lambda s: (s.job.priority, s.arrival))
+        return sorted(ordered, key=lambda s: (s.job.priority, -s.priority, s.arrival))
+
+    def priorities(self, sequences: list[Sequence], rounds: float, drops: np.ndarray) -> np.ndarray:
+        """π of each, in nats per unit of load."""
+        law, now = self.law, time.perf_counter()
+        rows = ((s.left, s.size, s.slack(now), s.waited(rounds), s.row) for s in sequences)
+        flat = np.fromiter(itertools.chain.from_iterable(rows), float).reshape(-1, 5)
+        left, size, slack, waited, row = flat.T
+        known = np.append(drops, self.drop)
+        drop = known[np.where(row >= 0, row, len(drops)).astype(int)]
+        load = law.cost * left / max(left.max(), 1) + law.memory * size / max(size.max(), 1)
+        load = np.maximum(load + law.slack * slack, SMALLEST_LOAD)
+        return np.clip(drop / load, 0.0, law.bound) + law.ageing * waited

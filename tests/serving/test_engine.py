@@ -1,0 +1,348 @@
+"""The engine's invariants: what a job gets depends on nothing but the job, and nothing is left behind."""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import models
+from entropic_jax import cache
+from serving.control_options import Control
+from serving.engine import ContinuousEngine, EngineOptions
+from serving.job import Delta, Job, QueueFullError
+from serving.request import Request, RequestError
+
+EXACT = dict(
+    max_num_seqs=4, max_num_batched_tokens=16, block_size=8, max_steps=4, batch_invariant=True, warmup="none"
+)
+WARM = dict(temperature=0.9, top_p=0.95)
+VOCABULARY = 258
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> models.Model:
+    """Sharp enough that it does not draw everything alike; token 200 makes its logits NaN."""
+    loaded = models.load(directory, "float32")
+    params = dict(loaded.params)
+    embedding = params["embed_tokens"]["weight"]
+    params["embed_tokens"] = {"weight": embedding.at[200].set(float("nan"))}
+    params["lm_head"] = {"kernel": 3 * params["lm_head"]["kernel"].at[:, 200].set(-1e9)}
+    return dataclasses.replace(loaded, params=params)
+
+
+def engine_of(model, **options) -> Iterator[ContinuousEngine]:
+    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, **options}))
+    yield engine
+    engine.close()
+    nothing_is_left(engine)
+
+
+def nothing_is_left(engine) -> None:
+    """Every page is free or kept by the prefix cache, on the device as in the host's account."""
+    batcher = engine.batcher
+    batcher._collect_all()
+    batcher._flush()
+    kept = [] if batcher.pages.prefix is None else batcher.pages.prefix.pages()
+    if engine._failure is None:
+        cache.check(batcher.board.state.cache, kept)
+        assert batcher.pages.free == engine.sizes.pages - len(kept)
+        assert int(batcher.board.state.cache.available) == batcher.pages.free
+    assert not engine._live and engine._queued == 0
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    yield from engine_of(model)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    yield from engine_of(model, batch_invariant=False, enable_prefix_caching=False)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(2, 200, length).tolist())
+
+
+def job(name: str, ids, control: Control | None = None, **given) -> Job:
+    outside = {k: given.pop(k) for k in list(given) if k not in Request.__dataclass_fields__}
+    fields = {"max_tokens": 12, "ignore_eos": True, **given}
+    return Job(id=name, request=Request(prompt=ids, **fields), control=control or Control(), **outside)
+
+
+def collect(ticket) -> tuple[list[int], Delta]:
+    deltas = list(ticket)
+    return [token.id for delta in deltas for token in delta.tokens], deltas[-1]
+
+
+def run(engine, *jobs: Job) -> list[tuple[list[int], Delta]]:
+    return [collect(ticket) for ticket in [engine.submit(j) for j in jobs]]
+
+
+def crowd(seed: int = 1) -> list[Job]:
+    lengths = (5, 31, 1, 17, 40, 8, 22)
+    return [job(f"crowd {i}", prompt(n, seed + i), seed=i, **WARM) for i, n in enumerate(lengths)]
+
+
+def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
+    mine = job("mine", prompt(37, 99), seed=5, **WARM)
+    ((alone, last),) = run(exact, mine)
+    assert last.finish_reason == "length" and last.usage == (37, 12)
+    results = run(exact, *crowd(), mine, *crowd(20))
+    assert results[7][0] == alone
+    again = run(exact, *reversed([*crowd(), mine, *crowd(20)]))
+    assert [tokens for tokens, _ in reversed(again)] == [tokens for tokens, _ in results]
+
+
+def test_a_prefix_is_found_and_changes_nothing(exact, plain):
+    ids = prompt(50, 7)
+    first = job("first", ids, seed=3, **WARM)
+    (cold, told), (warm, again) = run(exact, first)[0], run(exact, first)[0]
+    assert cold == warm
+    assert told.cached_tokens == 0 and again.cached_tokens == 48  # three chunks of 16
+    longer = job("longer", ids[:33] + prompt(9, 8), seed=3, **WARM)
+    ((after, found),) = run(exact, longer)
+    assert found.cached_tokens == 32
+    assert after == run(plain, longer)[0][0]
+    scored = dataclasses.replace(first, prompt_alternatives=1)
+    assert run(exact, scored)[0][1].cached_tokens == 0  # what is scored is read
+
+
+def test_generated_pages_are_found_by_a_prompt_that_continues_the_text(model):
+    for engine in engine_of(model, batch_invariant=False):
+        ids = prompt(20, 3)
+        ((tokens, _),) = run(engine, job("first", ids, temperature=0.0, max_tokens=20))
+        follow = (*ids, *tokens, *prompt(3, 4))
+        ((_, last),) = run(engine, job("second", follow, temperature=0.0))
+        assert last.cached_tokens == 32  # 39 positions were in the cache
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch_invariant):
+    jobs = [
+        job(f"j{i}", prompt(30, i), seed=i, max_tokens=40, frequency_penalty=0.5 * (i == 2), **WARM)
+        for i in range(6)
+    ]
+    reference = run(exact if batch_invariant else plain, *jobs)
+    for engine in engine_of(model, num_pages=20, batch_invariant=batch_invariant):
+        results = run(engine, *jobs)
+        assert [tokens for tokens, _ in results] == [tokens for tokens, _ in reference]
+        assert engine.snapshot()["preemptions"] > 0
+        for (_, last), (_, expected) in zip(results, reference, strict=True):
+            assert last.summary["entropic_time"] == pytest.approx(expected.summary["entropic_time"], rel=1e-3)
+
+
+def test_control_is_a_matter_of_each_sequence(exact):
+    gains = (("target", 2.0), ("drop", 0.3), ("least_drop", 0.3), ("low", 0.1), ("high", 9.0))
+    full = Control("full", gains)
+    off = [job(f"off {i}", prompt(40, i), seed=i, **WARM) for i in range(2)]
+    on = [job(f"on {i}", prompt(60, 10 + i), full, seed=i, **WARM) for i in range(2)]
+    alone = [run(exact, j)[0] for j in (*off, *on)]
+    together = run(exact, *off, *on)
+    assert [x[0] for x in together] == [x[0] for x in alone]
+    assert run(exact, job("plain", prompt(60, 10), seed=0, **WARM))[0][0] != together[2][0]
+    measures = [t.measures for d in exact.submit(on[0]) for t in d.tokens]
+    assert len({m["temperature"] for m in measures}) > 1
+    assert any(m["kept_fraction"] < 1 for m in measures)
+    assert all(m["kept_fraction"] == 1 for d in exact.submit(off[0]) for t in d.tokens for m in [t.measures])
+
+
+def test_a_pruned_job_survives_preemption(model, exact):
+    gains = (("drop", 0.3), ("least_drop", 0.3), ("low", 0.1), ("high", 9.0))
+    jobs = [
+        job(f"j{i}", prompt(50, i), Control("full", gains), seed=i, max_tokens=30, **WARM) for i in range(4)
+    ]
+    reference = run(exact, *jobs)
+    for engine in engine_of(model, num_pages=24):
+        assert [t for t, _ in run(engine, *jobs)] == [t for t, _ in reference]
+        assert engine.snapshot()["preemptions"] > 0
+
+
+def test_ends(exact):
+    free, _ = run(exact, job("free", prompt(9), temperature=0.0, max_tokens=20))[0]
+    cut = next(i for i in range(2, 20) if free[i] not in free[:i])
+    stopped, last = run(
+        exact, job("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[cut],))
+    )[0]
+    assert stopped == free[: cut + 1]
+    assert (last.finish_reason, last.stop_reason) == ("stop", free[cut])
+    late, _ = run(
+        exact,
+        job("late", prompt(9), temperature=0.0, stop_token_ids=(free[0],), min_tokens=3, max_tokens=20),
+    )[0]
+    assert free[0] not in late[:3] and len(late) > 3
+    text = "".join(
+        t.text for d in exact.submit(job("t", prompt(9), temperature=0.0, max_tokens=20)) for t in d.tokens
+    )
+    part = text[3:5]
+    deltas = list(exact.submit(job("string", prompt(9), temperature=0.0, max_tokens=20, stop=(part,))))
+    assert "".join(t.text for d in deltas for t in d.tokens) == text[: text.index(part)]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", part)
+    full, last = run(exact, job("context", prompt(120), temperature=0.0, max_tokens=99))[0]
+    assert (len(full), last.finish_reason) == (exact.context - 119, "length")
+
+
+def test_bias_and_logprobs(exact):
+    ids = prompt(20)
+    deltas = list(exact.submit(job("bias", ids, logit_bias={77: 100.0}, temperature=0.0, alternatives=3)))
+    tokens = [t for d in deltas for t in d.tokens]
+    assert {t.id for t in tokens} == {77}
+    for token in tokens:
+        assert len(token.top) == 3 and token.logprob <= token.top[0].logprob < 0
+        assert token.top[0].logprob >= token.top[1].logprob >= token.top[2].logprob
+    greedy = list(exact.submit(job("greedy", ids, temperature=0.0, alternatives=1, prompt_alternatives=1)))
+    scored = [p for d in greedy for p in d.prompt]
+    assert [p.id for p in scored] == list(ids) and scored[0].logprob is None
+    assert all(p.logprob <= p.top[0].logprob for p in scored[1:])
+    tokens = [t for d in greedy for t in d.tokens]
+    assert all(t.logprob == t.top[0].logprob and t.id == t.top[0].id for t in tokens)
+    # The prompt's next token, scored as part of a longer prompt, is as likely as when it was generated.
+    longer = (*ids, tokens[0].id, 5)
+    again = [p for d in exact.submit(job("longer", longer, prompt_alternatives=1)) for p in d.prompt]
+    assert again[20].logprob == pytest.approx(tokens[0].logprob, abs=1e-4)
+    total = [t for d in exact.submit(job("sum", ids, temperature=0.0, alternatives=20)) for t in d.tokens]
+    assert 0.1 < sum(math.exp(a.logprob) for a in total[0].top) <= 1 + 1e-5
+
+
+class Alternating:
+    """Allows even tokens, then odd ones, in turn; ends after six."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def mask(self) -> np.ndarray:
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
+        bits[self.count % 2 : VOCABULARY : 2] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> bool:
+        assert token % 2 == self.count % 2
+        self.count += 1
+        return self.count < 6
+
+
+def test_grammars_hold_beside_free_jobs(exact):
+    free = job("free", prompt(30), seed=4, **WARM)
+    ((alone, _),) = run(exact, free)
+    (beside, _), (held, last) = run(
+        exact, free, job("held", prompt(12), seed=1, grammar=Alternating(), **WARM)
+    )
+    assert beside == alone
+    assert [t % 2 for t in held] == [0, 1, 0, 1, 0, 1] and last.finish_reason == "stop"
+
+
+def test_nan_ends_one_row(exact):
+    good = job("good", prompt(20), seed=1, **WARM)
+    ((alone, _),) = run(exact, good)
+    (tokens, _), (none, last) = run(exact, good, job("bad", (5, 200, 7, 9)))
+    assert tokens == alone
+    assert (none, last.finish_reason) == ([], "error") and "not numbers" in last.error
+
+
+def test_cancelling_at_any_point(exact):
+    long = [job(f"long {i}", prompt(100, i), max_tokens=20, seed=i, **WARM) for i in range(9)]
+    tickets = [exact.submit(j) for j in long]
+    for delay, ticket in zip((0, 0, 0.001, 0.003, 0.01, 0.03), tickets, strict=False):
+        time.sleep(delay)
+        ticket.cancel()
+    results = [collect(t) for t in tickets]
+    assert all(last.finish_reason in ("abort", "length") for _, last in results)
+    assert results[0][1].finish_reason == "abort"
+    assert [last.finish_reason for _, last in results[6:]] == ["length"] * 3
+    tickets[0].cancel()  # once more is no harm
+
+
+def test_timeouts(exact):
+    ((tokens, last),) = run(exact, job("slow", prompt(90), max_tokens=38, timeout=1e-4))
+    assert last.finish_reason == "error" and last.timed_out and "timeout of 0.0001 s" in last.error
+
+
+def test_readers_in_an_event_loop(exact):
+    async def read(ticket):
+        return [token.id async for delta in ticket for token in delta.tokens]
+
+    async def main():
+        jobs = crowd(50)
+        return await asyncio.gather(*(read(exact.submit(j)) for j in jobs))
+
+    assert asyncio.run(main()) == [tokens for tokens, _ in run(exact, *crowd(50))]
+
+
+def test_the_queue_is_bounded_and_drains(model):
+    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, "max_queue": 3, "max_num_seqs": 1}))
+    tickets = []
+    flood = (tickets.append(engine.submit(job(str(i), prompt(5, i)))) for i in range(9))
+    with pytest.raises(QueueFullError) as full:
+        list(flood)
+    assert full.value.retry_after >= 1
+    engine.close(drain=60)
+    assert [collect(t)[1].finish_reason for t in tickets] == ["length"] * len(tickets)
+    nothing_is_left(engine)
+    with pytest.raises(QueueFullError):
+        engine.submit(job("late", prompt(5)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(ids=()), "prompt has 0 tokens; accepted are 1 to 127"),
+        (dict(ids=(1,) * 200), "prompt has 200 tokens"),
+        (dict(ids=(1, 258)), "prompt holds the token 258; accepted are 0 to 257"),
+        (dict(ids=(1,), stop_token_ids=(999,)), "stop_token_ids holds the token 999"),
+        (dict(ids=(1,), logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias has 301 entries"),
+        (dict(ids=(1,), alternatives=21), "alternatives has 21 entries; accepted are up to 20"),
+        (dict(ids=(1,), control=Control("paper")), "preset is 'paper'"),
+        (dict(ids=(1,), control=Control("micro", (("law", "exact"),))), "law is 'exact'; accepted"),
+    ],
+)
+def test_jobs_that_cannot_be_served(exact, given, message):
+    with pytest.raises(RequestError, match=message):
+        exact.submit(job("wrong", **given))
+
+
+def test_a_failure_ends_every_job(model, monkeypatch):
+    engine = ContinuousEngine(model, EngineOptions(**EXACT))
+    assert engine._ready.wait(60)
+    monkeypatch.setattr(engine.batcher, "turn", lambda: 1 / 0)
+    ticket = engine.submit(job("one", prompt(5)))
+    _, last = collect(ticket)
+    assert last.finish_reason == "error" and "division by zero" in last.error
+    assert not engine.ready()
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        engine.submit(job("two", prompt(5)))
+    engine.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_a_full_warm_up(model):
+    for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=24, batch_invariant=False):
+        assert engine._ready.wait(300)
+        gains = (("drop", 0.3), ("least_drop", 0.3))
+        jobs = [
+            job(
+                f"j{i}",
+                prompt(10 + 20 * i, i),
+                max_tokens=60,
+                seed=i,
+                presence_penalty=0.1 * (i == 1),
+                **WARM,
+            )
+            for i in range(3)
+        ]
+        run(engine, *jobs, job("full", prompt(60, 3), Control("full", gains), prompt_alternatives=2))
+        assert engine.compilations == 0
+
+
+def test_snapshot_says_what_is_in_flight(exact):
+    ticket = exact.submit(job("shown", prompt(20), max_tokens=100, **WARM))
+    next(iter(ticket))
+    shown = exact.snapshot()
+    (sequence,) = shown["sequences"]
+    assert sequence["id"] == "shown" and sequence["state"] in ("decode", "ended") and sequence["entropy"] > 0
+    assert 0 < shown["kv_usage"] <= 1 and shown["running"] == 1
+    ticket.cancel()
+    collect(ticket)
