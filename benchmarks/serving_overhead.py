@@ -75,7 +75,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, engine.model.config.vocab_size, (given.requests, given.prompt)).tolist()
     loops, engines = [], []
-    for repeat in range(given.repeats + 1):  # the first of each is not counted
+    for _ in range(given.repeats + 1):  # the first of each is not counted
         loops.append(bare(engine, prompts, given.tokens))
         engines.append(served(engine, prompts, given.tokens)[0])
     alone, serving = statistics.median(loops[1:]), statistics.median(engines[1:])
