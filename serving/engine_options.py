@@ -1,5 +1,6 @@
 """How an engine is set up, and the sizes that follow for a model and a device."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -12,6 +13,9 @@ from entropic_jax.control.presets import FINE
 
 from .programs import Shapes
 
+# The lists of a step are for that step: kept for several, they would be made anew at steps that the sequence
+# shares with its neighbours, and depend on them.
+SELECTION = dataclasses.replace(FINE, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
 GIB = 2**30
@@ -81,7 +85,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
             raise ValueError(
                 f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
             )
-    selections = (None, FINE) if options.pruning else (None,)
+    selections = (None, SELECTION) if options.pruning else (None,)
     if options.batch_invariant:
         shapes = Shapes((options.max_num_seqs,), ((1, chunk),), options.max_steps, selections[-1:])
     else:
