@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from serving.control_options import NAMES, Control
-from serving.engine import load
 from serving.generation import EMBEDDED
+from serving.offline import load
 from serving.request import Request
 
 PROMPT = '''class Stack:
