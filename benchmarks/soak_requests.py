@@ -119,14 +119,14 @@ class Requests:
 
     async def learn(self, prompt: str, seed: int) -> Known:
         """What the server says when it is alone with a prompt."""
-        (greedy,) = await self.complete(prompt=prompt, temperature=0)
+        (greedy,) = await self.complete(prompt=prompt, temperature=0, seed=seed)
         (sampled,) = await self.complete(prompt=prompt, temperature=0.8, seed=seed)
         return Known(prompt, greedy["text"], seed, sampled["text"])
 
     # The kinds. Each draws what it needs, and raises WrongAnswerError.
 
     async def greedy(self, known: Known, random: np.random.Generator) -> None:
-        (choice,) = await self.complete(prompt=known.prompt, temperature=0)
+        (choice,) = await self.complete(prompt=known.prompt, temperature=0, seed=known.seed)
         same(choice["text"], known.greedy)
 
     async def sampled(self, known: Known, random: np.random.Generator) -> None:
@@ -144,19 +144,21 @@ class Requests:
     async def stopped(self, known: Known, random: np.random.Generator) -> None:
         place = int(random.integers(1, max(2, len(known.greedy) - 6)))
         stop = known.greedy[place : place + int(random.integers(1, 6))]
-        text, reason = await self.stream(prompt=known.prompt, temperature=0, stop=[stop, "\0never"])
+        text, reason = await self.stream(
+            prompt=known.prompt, temperature=0, seed=known.seed, stop=[stop, "\0"]
+        )
         same(text, known.greedy[: known.greedy.index(stop)])
         expect(reason == "stop", f"finish_reason {reason}")
 
     async def tokens_of(self, known: Known, random: np.random.Generator) -> None:
         status, tree = await self.post("/tokenize", {"prompt": known.prompt})
         expect(status == 200, f"status {status}")
-        (choice,) = await self.complete(prompt=tree["tokens"], temperature=0)
+        (choice,) = await self.complete(prompt=tree["tokens"], temperature=0, seed=known.seed)
         same(choice["text"], known.greedy)
 
     async def several(self, known: Known, random: np.random.Generator) -> None:
         other = self.known[int(random.integers(len(self.known)))]
-        choices = await self.complete(prompt=[known.prompt, other.prompt], temperature=0)
+        choices = await self.complete(prompt=[known.prompt, other.prompt], temperature=0, seed=known.seed)
         same(choices[0]["text"], known.greedy)
         same(choices[1]["text"], other.greedy)
         choices = await self.complete(prompt=known.prompt, n=3, temperature=0.8, seed=known.seed)
@@ -164,7 +166,9 @@ class Requests:
         same(choices[0]["text"], known.sampled)
 
     async def logprobs(self, known: Known, random: np.random.Generator) -> None:
-        (choice,) = await self.complete(prompt=known.prompt, temperature=0, logprobs=3, echo=True)
+        (choice,) = await self.complete(
+            prompt=known.prompt, temperature=0, seed=known.seed, logprobs=3, echo=True
+        )
         same(choice["text"], known.prompt + known.greedy)
         found = choice["logprobs"]
         expect(found["token_logprobs"][0] is None, "the first token has a probability")

@@ -1,0 +1,88 @@
+"""The soak's requests pass against a server that is right, and find one that is not."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from benchmarks.soak import memory_growth, verdicts
+from benchmarks.soak_requests import RefusedError, Requests, WrongAnswerError
+from serving.bench.connection import Pool
+
+TOKENS = 9
+KINDS = tuple(Requests(Pool("http://127.0.0.1:1"), TOKENS).kinds())
+
+
+def ask(live, known, kind, times=4):
+    """Send requests of one kind, each with draws of its own."""
+
+    async def main():
+        pool = Pool(live.url)
+        requests = Requests(pool, TOKENS, known)
+        try:
+            for i in range(times):
+                await requests.kinds()[kind][1](known[i % len(known)], np.random.default_rng(i))
+        finally:
+            pool.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def known(live):
+    async def main():
+        pool = Pool(live.url)
+        try:
+            return [await Requests(pool, TOKENS).learn(prompt, 2) for prompt in ("def f(", "import os\n")]
+        finally:
+            pool.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_accepts_what_is_right(live, known, kind):
+    live.engine.pace = 0.002 if "disconnects" in kind else 0.0
+    ask(live, known, kind, 20 if kind == "invalid" else 4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["greedy", "sampled", "streamed", "stop strings", "token ids", "several", "logprobs"]
+)
+def test_another_text_is_found(live, known, kind):
+    wrong = [one._replace(greedy=one.greedy[::-1], sampled=one.sampled + "!") for one in known]
+    with pytest.raises(WrongAnswerError, match="another text from character"):
+        ask(live, wrong, kind)
+
+
+def test_a_full_server_is_asked_again_and_a_failing_one_is_not(live, known):
+    live.engine.room = 0
+    with pytest.raises(RefusedError):
+        ask(live, known, "greedy")
+    live.engine.room = 10**6
+    live.engine.failure = "it has stopped"  # answered 503, which is no fault of an answer
+    with pytest.raises(RefusedError):
+        ask(live, known, "streamed")
+
+
+def test_growth_is_from_after_warm_up_to_the_end():
+    rising = [(n, 100.0 + n) for n in range(1, 101)]
+    assert memory_growth(rising, 100) == pytest.approx(195.5 / 130 - 1)
+    assert memory_growth([(n, 500.0 if n > 10 else 1.0) for n in range(1, 101)], 100) == 0
+
+
+def test_verdicts_name_what_did_not_hold():
+    after = {"pages": 10, "pages_free": 7, "prefix_pages": 3, "compilations": 0, "preemptions": 4}
+    run = {"failures": [], "sent": {"greedy": 5}, "seconds": 2.0, "refused": 0, "memory": [(5, 100.0)]}
+    crash = {"streams": 8, "broken_off": 8, "same": True, "ready_again": 3.0}
+    results = {"run": {**run, "after": after}, "crash": crash, "growth": 0.01, "status": 0}
+    assert all(right for _, right, _ in verdicts(results))
+    for key, value, name in (
+        ("growth", 0.2, "memory flat"),
+        ("growth", float("nan"), "memory flat"),
+        ("run", {**run, "after": {**after, "pages_free": 6}}, "pages free as at the start"),
+        ("run", {**run, "after": after, "failures": [("greedy", "")]}, "no wrong answer, none missing"),
+        ("crash", {**crash, "same": False}, "the same answers after kill -9"),
+        ("status", 1, "SIGTERM ends it"),
+    ):
+        assert [what for what, right, _ in verdicts({**results, key: value}) if not right] == [name]
