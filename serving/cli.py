@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import ablate_command, bench_command, calibrate_command, generate_command, models_command
+from . import (
+    ablate_command,
+    bench_command,
+    calibrate_command,
+    generate_command,
+    models_command,
+    serve_command,
+)
 from .request import RequestError
 
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -32,6 +39,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, module in (
         ("generate", generate_command),
+        ("serve", serve_command),
         ("bench", bench_command),
         ("calibrate", calibrate_command),
         ("ablate", ablate_command),

@@ -116,3 +116,9 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
         tracer_provider.shutdown()  # sends what is left
     logger.info("stopped")
     return 0
+
+
+if __name__ == "__main__":
+    from serving.cli import main
+
+    sys.exit(main(["serve", *sys.argv[1:]]))

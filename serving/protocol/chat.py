@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from .entropic import EntropicResult
-from .fields import Answer, Body, Count, Integer, Usage
+from .fields import Alternatives, Answer, Body, Count, Usage
 from .sampling import SamplingBody
 
 
@@ -37,7 +37,7 @@ class ChatBody(SamplingBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = Field(None, description="takes the place of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     tools: list[dict[str, Any]] | None = Field(None, description="shown to the template; calls come as text")
     tool_choice: Literal["none", "auto"] | None = None
     add_generation_prompt: bool | None = None

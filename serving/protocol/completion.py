@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from .entropic import EntropicResult
-from .fields import Answer, Integer, Positive, TokenId, Usage
+from .fields import Alternatives, Answer, Choices, TokenId, Usage
 from .sampling import SamplingBody
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -17,14 +17,10 @@ class CompletionBody(SamplingBody):
     """A request to continue text or tokens."""
 
     prompt: str | Tokens | Texts | TokenLists
-    best_of: Annotated[Positive, Field(le=128)] | None = Field(
-        None, description="write this many and give the likeliest `n`"
-    )
+    best_of: Choices | None = Field(None, description="write this many and give the likeliest `n`")
     echo: bool | None = Field(None, description="begin the text with the prompt")
-    logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = Field(
-        None, description="the likeliest tokens to list at each"
-    )
-    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    logprobs: Alternatives | None = Field(None, description="the likeliest tokens to list at each")
+    prompt_logprobs: Alternatives | None = None
     add_special_tokens: bool | None = Field(None, description="what the model expects around a text (BOS)")
     suffix: None = Field(None, description="text after the gap; no model here fills gaps")
 

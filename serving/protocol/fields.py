@@ -14,19 +14,21 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Integer, Field(ge=0, le=TOKENS)]
-Positive = Annotated[Integer, Field(ge=1, le=TOKENS)]
-TokenId = Annotated[Integer, Field(ge=0, le=TOKENS)]
-Seed = Annotated[Integer, Field(ge=-(2**63), lt=2**63)]
-Priority = Annotated[Integer, Field(ge=-(2**31), lt=2**31)]
+Whole = BeforeValidator(_whole)  # the last of the annotations, or the range is not in the document
+Count = Annotated[int, Field(ge=0, le=TOKENS), Whole]
+Positive = Annotated[int, Field(ge=1, le=TOKENS), Whole]
+Choices = Annotated[int, Field(ge=1, le=128), Whole]
+Alternatives = Annotated[int, Field(ge=0, le=20), Whole]
+TokenId = Annotated[int, Field(ge=0, le=TOKENS), Whole]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), Whole]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=1000)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Repetition = Annotated[float, Field(gt=0, le=1000)]
-TopK = Annotated[Integer, Field(ge=-1, le=TOKENS)]  # -1 and 0 are off
+TopK = Annotated[int, Field(ge=-1, le=TOKENS), Whole]  # -1 and 0 are off
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(max_length=64)]

@@ -9,6 +9,7 @@ from .entropic import Entropic
 from .fields import (
     Bias,
     Body,
+    Choices,
     Count,
     Penalty,
     Positive,
@@ -58,7 +59,7 @@ class SamplingBody(Body):
     """What completions and chat have in common. A field that is missing or null has the model's default."""
 
     model: str | None = Field(None, description="one of those that /v1/models lists")
-    n: Annotated[Positive, Field(le=128)] | None = Field(None, description="texts for each prompt")
+    n: Choices | None = Field(None, description="texts for each prompt")
     temperature: Temperature | None = Field(None, description="0 is greedy")
     top_p: ShareAboveZero | None = None
     top_k: TopK | None = Field(None, description="-1 and 0 are off")
@@ -68,11 +69,11 @@ class SamplingBody(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(
-        None, max_length=1024, description="from token ids to what is added to their logits"
+        None, max_length=300, description="from token ids to what is added to their logits"
     )
     seed: Seed | None = None
     stop: StopString | Stops | None = Field(None, description="the text ends before the first of these")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=16)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -81,7 +82,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    truncate_prompt_tokens: Annotated[Positive, Field()] | None = Field(
+    truncate_prompt_tokens: Positive | None = Field(
         None, description="keep this many tokens of the prompt's end"
     )
     return_token_ids: bool | None = None

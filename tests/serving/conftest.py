@@ -186,3 +186,13 @@ def live(scripted_server):
     scripted_server.frontend.draining = False
     engine.cancelled.clear()
     return scripted_server
+
+
+@pytest.fixture(scope="session")
+def real():
+    """A server over the real engine and the embedded model; the tests of all clients share it."""
+    pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
+    from .real_server import real_server
+
+    with real_server() as live:
+        yield live

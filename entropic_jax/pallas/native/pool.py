@@ -11,13 +11,13 @@ cores between two kernels of a step; after some tens of milliseconds without wor
 import ctypes
 import os
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from .once import once
 from .vector import intrinsic_of
 
 MOST_THREADS = 8
@@ -106,7 +106,7 @@ def work(board):
             taken += 1
 
 
-@cache
+@once
 def build():
     """`parallel(function, argument, chunks)`: calls `function(argument, chunk)` for every chunk."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)

@@ -5,13 +5,12 @@ partial softmaxes of the pieces are merged at the end, in their order. The piece
 neither its neighbours nor the number of threads changes a bit of its result.
 """
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import native
+from ..native.once import once
 from .reference import Partial
 
 PIECE = 1024  # positions
@@ -39,7 +38,7 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
     return Partial(*call(q, keys, values, table, first, last, *lists))
 
 
-@cache
+@once
 def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool) -> str:
     """Compile `decode` for one shape and make it known to XLA; returns its name there."""
     from numba import carray, njit

@@ -1,11 +1,10 @@
 """The choice of pages on a CPU: the algorithm of the reference, a (row, KV head) at a time."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..native.once import once
 from .cpu import LOW, declines
 from .reference import LEAST_WEIGHT, PASSES, Choice, Rules, Summary
 
@@ -26,7 +25,7 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     return Choice(*call(q, *summary, information, table, last, drop.astype(jnp.float32)))
 
 
-@cache
+@once
 def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, rules: Rules) -> str:
     """Compile `choose` for one shape and make it known to XLA; returns its name there."""
     from numba import carray, njit

@@ -3,11 +3,10 @@
 As XLA operations these are six small updates per row and layer, whose dispatch costs more than their work.
 """
 
-from functools import cache
-
 import jax
 import numpy as np
 
+from ..native.once import once
 from .cpu import declines
 
 
@@ -23,7 +22,7 @@ def write(tiles, summaries, k, v, page, slot):
     return written[:2], written[2:]
 
 
-@cache
+@once
 def _register(kv_heads: int, head_dim: int, page_size: int) -> str:
     from numba import carray, njit
 

@@ -1,0 +1,145 @@
+"""Clients that people use, unmodified, against the real engine and the embedded model."""
+
+import asyncio
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+CODE = "def fibonacci(n):\n"
+ASKED = [{"role": "user", "content": "import json"}]
+
+
+@pytest.fixture
+def client(real):
+    openai = pytest.importorskip("openai", reason="the extra `clients` is not installed")
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openai_completions(client):
+    given = {"model": "embedded", "prompt": CODE, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**given)
+    (choice,) = whole.choices
+    assert whole.usage.completion_tokens == 12 and choice.finish_reason == "length"
+    assert len(choice.logprobs.tokens) == 12
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for logprob, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+        assert logprob in top.values() and len(top) in (2, 3)
+    pieces = list(client.completions.create(**given, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+
+
+def test_openai_chat_and_streams(client):
+    given = {"model": "embedded", "messages": ASKED, "max_completion_tokens": 8, "seed": 7}
+    said = client.chat.completions.create(**given).choices[0].message.content
+    with client.chat.completions.stream(**given) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "content.delta" in kinds
+    assert final.choices[0].message.content == said
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(**given, stream=True, stream_options=options)
+    assert last.choices == [] and last.usage.completion_tokens == 8
+
+
+def test_openai_async(real):
+    openai = pytest.importorskip("openai", reason="the extra `clients` is not installed")
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none") as client:
+            one = lambda seed: client.chat.completions.create(
+                model="embedded", messages=ASKED, max_tokens=6, seed=seed
+            )
+            answers = await asyncio.gather(*(one(seed) for seed in (1, 2, 1, 3, 1, 4)))
+        return [answer.choices[0].message.content for answer in answers]
+
+    said = asyncio.run(run())
+    assert said[0] == said[2] == said[4]  # the same seed, whoever runs beside it
+
+
+def test_openai_errors_and_models(client):
+    import openai
+
+    assert [model.id for model in client.models.list()] == ["embedded"]
+    assert client.models.retrieve("embedded").id == "embedded"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="embedded", prompt="x", temperature=-1)
+    assert error.value.param == "temperature"
+
+
+def test_openai_parses_what_a_schema_asks_for(client):
+    from pydantic import BaseModel
+
+    class Point(BaseModel):
+        x: bool
+        kind: str
+
+    schema = Point.model_json_schema()
+    schema["properties"]["kind"] = {"enum": ["cat", "dog"]}
+    form = {"type": "json_schema", "json_schema": {"name": "point", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="embedded", messages=ASKED, max_tokens=64, seed=1, response_format=form
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert Point.model_validate_json(choice.message.content).kind in ("cat", "dog")
+
+
+@pytest.mark.parametrize("preset", ["micro", "full"])
+def test_the_extension_through_openai(client, preset):
+    extra = {"entropic": {"preset": preset, "target_entropy": 1.0, "trace": True}}
+    answer = client.completions.create(
+        model="embedded", prompt=CODE, max_tokens=20, seed=3, extra_body=extra, logprobs=0
+    )
+    found = answer.choices[0].entropic
+    assert found["entropic_time"] >= 0 and found["mean_entropy"] > 0
+    assert len(found["trace"]["entropy"]) == answer.usage.completion_tokens
+    temperatures = [t for t in found["trace"]["temperature"] if t is not None]
+    assert len(set(temperatures)) > 3  # the law moves it
+    assert answer.choices[0].logprobs.entropy == found["trace"]["entropy"]
+
+
+def test_langchain(real):
+    chat = pytest.importorskip("langchain_openai", reason="the extra `clients` is not installed")
+    given = {"base_url": f"{real.url}/v1", "api_key": "none", "model": "embedded", "max_tokens": 8, "seed": 5}
+    model = chat.ChatOpenAI(**given)
+    said = model.invoke("import json")
+    assert said.usage_metadata["output_tokens"] == 8
+    assert "".join(piece.text for piece in model.stream("import json")) == said.text
+    assert len(chat.OpenAI(**given).batch(["import json", "import os"])) == 2
+
+
+def test_litellm(real, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks another host
+    litellm = pytest.importorskip("litellm", reason="the extra `clients` is not installed")
+    litellm.telemetry = False
+    base = {"api_base": f"{real.url}/v1", "api_key": "none", "max_tokens": 8, "seed": 5}
+    for provider in ("openai", "hosted_vllm"):
+        given = {"model": f"{provider}/embedded", "messages": ASKED, **base}
+        said = litellm.completion(**given).choices[0].message.content
+        pieces = litellm.completion(**given, stream=True)
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said
+    text = litellm.text_completion(model="text-completion-openai/embedded", prompt=CODE, **base)
+    assert text.choices[0].text
+
+
+def test_every_path_keeps_its_word(real):
+    schemathesis = pytest.importorskip("schemathesis", reason="the extra `clients` is not installed")
+    from schemathesis import config
+    from schemathesis.engine import from_schema
+    from schemathesis.engine.events import NonFatalError, ScenarioFinished
+
+    made = config.SchemathesisConfig.from_dict({"generation": {"max-examples": 25}, "seed": 1})
+    schema = schemathesis.openapi.from_url(f"{real.url}/openapi.json", config=made)
+    failures, scenarios = [], 0
+    for event in from_schema(schema).execute():
+        assert not isinstance(event, NonFatalError), event
+        if isinstance(event, ScenarioFinished):
+            scenarios += 1
+            for checks in event.recorder.checks.values():
+                failures += [c.failure_info.failure for c in checks if c.failure_info is not None]
+    assert scenarios > 10
+    assert failures == [], json.dumps([str(failure) for failure in failures[:3]])

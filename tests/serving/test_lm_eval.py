@@ -1,0 +1,135 @@
+"""lm-evaluation-harness, its `local-completions`, unmodified and offline, against a reference here."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from entropic_jax.calibration.teacher_forcing import teacher_forced
+from serving.generation import EMBEDDED, load
+from serving.request import Request
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+QUESTIONS = [
+    {"text": "import numpy as", "choices": [" np", " pd", " plt"], "gold": 0},
+    {"text": "def __init__(", "choices": ["self):", "cls):", "name):"], "gold": 0},
+    {"text": "for i in", "choices": [" range(10):", " class", " import"], "gold": 0},
+    {"text": "while", "choices": [" True:", " numpy"], "gold": 0},
+]
+TEXTS = [
+    "import os\nimport sys\n\n\ndef main():\n    print(sys.argv)\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n" * 12,
+]
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{gold}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(real, tmp_path_factory):
+    lm_eval = pytest.importorskip("lm_eval", reason="the extra `clients` is not installed")
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, task in TASKS.items():
+        documents = [{"text": text} for text in TEXTS] if name == "rolling" else QUESTIONS
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        whole = {"task": name, "test_split": "test", **source, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+    arguments = {
+        "model": "embedded",
+        "base_url": f"{real.url}/v1/completions",
+        "tokenizer_backend": "remote",
+        "num_concurrent": 1,
+        "max_length": 256,
+        "batch_size": 4,
+        "max_retries": 1,
+    }
+    return lm_eval.simple_evaluate(
+        model="local-completions",
+        model_args=arguments,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder)),
+        bootstrap_iters=0,
+        log_samples=True,
+        cache_requests=False,
+    )
+
+
+def likelihoods(model, sequences) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each sequence, the log-probability of every token but the first, and if it is the likeliest."""
+    found = [([], []) for _ in sequences]
+    for number, logits, wanted in teacher_forced(model.decoder, model.params, sequences):
+        table = np.asarray(jax.nn.log_softmax(logits))
+        for row, token in enumerate(wanted):
+            if token >= 0:
+                found[number][0].append(table[row, token])
+                found[number][1].append(token == table[row].argmax())
+    return [(np.array(logprobs), np.array(greedy)) for logprobs, greedy in found]
+
+
+def test_multiple_choice(results, real):
+    model, encode = real.engine.model, lambda text: real.model.encode(text, special=False)
+    samples = sorted(results["samples"]["choice"], key=lambda sample: sample["doc_id"])
+    right = 0
+    for sample, question in zip(samples, QUESTIONS, strict=True):
+        context = encode(question["text"])
+        wholes = [encode(question["text"] + choice) for choice in question["choices"]]
+        reference = likelihoods(model, wholes)
+        given = [(float(value), greedy in (True, "True")) for value, greedy in sample["filtered_resps"]]
+        sums = [logprobs[len(context) - 1 :].sum() for logprobs, _ in reference]
+        assert [value for value, _ in given] == pytest.approx(sums, abs=1e-4)
+        assert [greedy for _, greedy in given] == [g[len(context) - 1 :].all() for _, g in reference]
+        right += int(np.argmax(sums) == question["gold"])
+    assert results["results"]["choice"]["acc,none"] == pytest.approx(right / len(QUESTIONS), abs=1e-6)
+
+
+def test_generation(results):
+    generator = load(EMBEDDED)
+    samples = sorted(results["samples"]["write"], key=lambda sample: sample["doc_id"])
+    fields = {**generator.defaults, "temperature": 0.0, "max_tokens": 12, "stop": ("\n", "<|end_of_text|>")}
+    encode = lambda text: generator.tokenizer.encode(text, special=False)
+    requests = [Request(prompt=encode(question["text"]), **fields) for question in QUESTIONS]
+    expected = [completion.text for completion in generator.batch(requests)]
+    assert [sample["filtered_resps"][0] for sample in samples] == expected
+
+
+def test_rolling_perplexity(results, real):
+    model = real.engine.model
+    total = characters = 0.0
+    for text in TEXTS:
+        tokens = real.model.encode(text, special=False)
+        first, window = real.model.encode("<|begin_of_text|>", special=False), 255
+        # The harness cuts a long text into windows, each after what fits before it.
+        for begin in range(0, len(tokens), window - 1):
+            piece = tokens[begin : begin + window - 1]
+            before = first if begin == 0 else tokens[max(0, begin + len(piece) - window) : begin]
+            ((logprobs, _),) = likelihoods(model, [[*before, *piece]])
+            total += logprobs[-len(piece) :].sum()
+        characters += len(text.encode())
+    bits = -total / characters / math.log(2)
+    assert results["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
