@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from .cache import Cache, Layer
 from .pallas import paged_attention
+from .pallas.paged_attention.reference import fold
 from .selection import Reader
-
-UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
 
 
 class Step(NamedTuple):
@@ -60,58 +59,16 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
     return _store(layer, k[:, 0], v[:, 0], page, slot)
 
 
-@jax.custom_vjp
 def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
     """One key and value per row into a slot of a page, which starts the page if it is 0."""
-    if layer.value_sum is None:
-        tiles, summaries = layer[:2], (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
-        if (written := paged_attention.write(tiles, summaries, k, v, page, slot)) is not None:
-            return Layer(*written[0], *written[1])
-    return _store_one_by_one(layer, k, v, page, slot)
-
-
-def _store_forward(layer, k, v, page, slot):
-    return _store(layer, k, v, page, slot), (layer, k, v, page, slot)
-
-
-def _store_backward(saved, gradient):
-    layer, k, v, page, slot = saved
-    _, pull = jax.vjp(lambda x, y, z: _store_one_by_one(x, y, z, page, slot), layer, k, v)
-    return (*pull(gradient), None, None)
-
-
-_store.defvjp(_store_forward, _store_backward)
-
-
-def _store_one_by_one(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
-    def row(i, layer: Layer) -> Layer:
-        p, s, new = page[i], slot[i], slot[i] == 0
-        key, value = k[i].astype(jnp.float32), v[i].astype(jnp.float32)
-
-        def put(x, y, *offset):
-            start = (p, *offset, *(0,) * (x.ndim - 1 - len(offset)))
-            return jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), start)
-
-        def fold(x, y, join):
-            old = jax.lax.dynamic_index_in_dim(x, p, keepdims=False)
-            return put(x, jnp.where(new, y, join(old, y)))
-
-        moments = {}
-        if layer.value_sum is not None:
-            moments["value_sum"] = fold(layer.value_sum, value, jnp.add)
-            moments["value_square"] = fold(layer.value_square, value * value, jnp.add)
-        return Layer(
-            put(layer.keys, k[i][:, None], 0, s),
-            put(layer.values, v[i][:, None], 0, s),
-            fold(layer.key_min, key, jnp.minimum),
-            fold(layer.key_max, key, jnp.maximum),
-            fold(layer.key_sum, key, jnp.add),
-            fold(layer.value_norm, jnp.linalg.norm(value, axis=-1), jnp.maximum),
-            **moments,
-        )
-
-    rows = k.shape[0]
-    return jax.lax.fori_loop(0, rows, row, layer, unroll=rows if rows <= UNROLLED_ROWS else 1)
+    summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
+    tiles, summaries = paged_attention.write(layer[:2], summaries, k, v, page, slot)
+    moments = {}
+    if layer.value_sum is not None:
+        value = v.astype(jnp.float32)
+        moments["value_sum"] = fold(layer.value_sum, value, page, slot, jnp.add)
+        moments["value_square"] = fold(layer.value_square, value * value, page, slot, jnp.add)
+    return Layer(*tiles, *summaries, **moments)
 
 
 def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:

@@ -11,6 +11,7 @@ from . import (
     ablate_command,
     bench_command,
     calibrate_command,
+    doctor_command,
     generate_command,
     models_command,
     serve_command,
@@ -44,6 +45,7 @@ def parser() -> Parser:
         ("calibrate", calibrate_command),
         ("ablate", ablate_command),
         ("models", models_command),
+        ("doctor", doctor_command),
     ):
         summary = module.__doc__.splitlines()[0]
         sub = commands.add_parser(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropic_jax.pallas import dispatch, paged_attention
+from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import Rules, Summary
 
 SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 3, 16, 64, 40)]
@@ -67,13 +67,13 @@ def exact(q, keys, values, table, index, count, first, last):
     return out, log_sum
 
 
-@pytest.mark.parametrize("name", paged_attention.DECODE)
+@pytest.mark.parametrize("name", paged_attention.DECODE.back_ends)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_back_ends_agree_with_float64(name, sizes):
     for seed in range(4):
         arguments = case(seed, *sizes)
         try:
-            found = jax.jit(paged_attention.DECODE[name])(*arguments)
+            found = jax.jit(paged_attention.DECODE.back_ends[name])(*arguments)
         except NotImplementedError as declined:
             pytest.skip(str(declined))
         for x, expected in zip(found, exact(*arguments), strict=True):
@@ -88,6 +88,24 @@ def test_the_chosen_back_end_on_random_lengths(seed):
         np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("back_end", ["cpu", "xla"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_share_of_each_page(seed, back_end):
+    arguments = case(seed, 3, 2, 2, 16, 8, 5)
+    q, keys, values, table, index, count, first, last = arguments
+    by_page = jax.jit(paged_attention.decode_by_page, static_argnames="back_end")
+    whole, share = by_page(*arguments, back_end=back_end)
+    out, log_sum = exact(*arguments)
+    np.testing.assert_allclose(whole.out, out, atol=2e-5)
+    np.testing.assert_allclose(whole.log_sum, log_sum, atol=2e-5)
+    for page in range(5):  # one page of all that are read, by itself
+        low, high = np.maximum(first, 8 * page), np.minimum(last, 8 * (page + 1))
+        alone = exact(q, keys, values, table, index, count, low, high)[1]
+        expected = np.exp(alone - np.where(np.isfinite(log_sum), log_sum, 0))
+        np.testing.assert_allclose(share[..., page], expected, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(share).sum(-1), np.isfinite(log_sum), atol=2e-5)
+
+
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
     q, keys, values, table, *lists, first, last = case(1, 3, 2, 2, 16, 8, 5)
     last[0], first[0] = 31, 0
@@ -96,6 +114,32 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours():
     last[1:] = 0
     alone = paged_attention.decode(q, keys, values, table, *lists, first, last)
     np.testing.assert_array_equal(together.out[0], alone.out[0])
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ([0, 0, 2], r"lists \[0, 0, 2\]; accepted are distinct entries below 5, ascending"),
+        ([2, 1, 3], r"lists \[2, 1, 3\]; accepted"),
+        ([0, 1, 5], r"lists \[0, 1, 5\]; accepted"),
+        ([-1, 1, 2], r"lists \[-1, 1, 2\]; accepted"),
+    ],
+)
+def test_lists_out_of_order_or_with_repeats_are_refused(listed, said):
+    q, keys, values, table, _, _, first, last = case(0, 3, 2, 2, 16, 8, 5)
+    index = np.tile(np.arange(3, dtype=np.int32), (3, 2, 1))
+    count = np.full((3, 2), 3, np.int32)
+    paged_attention.decode(q, keys, values, table, index, count, first, last)
+    index[1, 1] = listed
+    with pytest.raises(ValueError, match=rf"index\[1, 1\] {said}"):
+        paged_attention.decode(q, keys, values, table, index, count, first, last)
+    count[1, 1] = 0  # what is not listed may be anything
+    paged_attention.decode(q, keys, values, table, index, count, first, last)
+    count[1, 1] = 4
+    with pytest.raises(ValueError, match=r"count\[1, 1\] is 4; accepted are 0 to 3"):
+        paged_attention.decode(q, keys, values, table, index, count, first, last)
+    with pytest.raises(ValueError, match="count is None, index is not; accepted are both or neither"):
+        paged_attention.decode(q, keys, values, table, index, None, first, last)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -115,16 +159,44 @@ def test_gradients_are_those_of_the_gathered_form(seed):
     )
 
 
-def test_dispatch_takes_the_named_one_and_reports_every_reason(monkeypatch):
-    def declines(x):
-        raise NotImplementedError("not today")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_of_prefill_are_those_of_the_gathered_form(seed):
+    q, keys, values, table, index, count, _, last = case(seed, 2, 2, 2, 16, 4, 3)
+    keys, values = np.nan_to_num(keys), np.nan_to_num(values)
+    q = np.repeat(q[:, :, :, None], 5, 3) * np.arange(1, 6, dtype=np.float32)[:, None]
+    last = np.maximum(last, 5)
+    query = last - 5
+    where = jax.tree.map(jnp.asarray, (table, index, count, np.zeros((2, 5), np.int32), query, last))
+    q, keys, values = map(jnp.asarray, (q, keys, values))
 
-    call = dispatch.first_that_accepts("test", {"a": declines, "b": lambda x: x + 1})
-    assert call(1) == 2
-    monkeypatch.setenv("ENTROPIC_KERNELS", "a")
-    with pytest.raises(ExceptionGroup, match="no back end accepts test") as caught:
-        call(1)
-    assert [str(e) for e in caught.value.exceptions] == ["a: not today"]
+    def gradients(attend):
+        return jax.grad(lambda *x: jnp.square(attend(*x, *where)).sum(), (0, 1, 2))(q, keys, values)
+
+    found = gradients(paged_attention.prefill)
+    expected = gradients(lambda *x: paged_attention.reference.prefill_gathered(*x).out)
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    assert all(np.abs(x).max() > 0 for x in found)
+    exact_forward = paged_attention.prefill(q, keys, values, *where)
+    chex.assert_trees_all_close(
+        exact_forward, paged_attention.reference.prefill_gathered(q, keys, values, *where).out, atol=1e-5
+    )
+
+
+def test_gradients_of_write_are_those_of_the_reference():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    tiles = (normal(5, 2, 4, 16), normal(5, 2, 4, 16))
+    summaries = (normal(5, 2, 16), normal(5, 2, 16), normal(5, 2, 16), np.abs(normal(5, 2)))
+    k, v = normal(3, 2, 16), normal(3, 2, 16)
+    page, slot = jnp.array([1, 4, 0]), jnp.array([0, 2, 3])
+
+    def gradients(write):
+        total = lambda *x: sum(jnp.square(y).sum() for part in write(*x, page, slot) for y in part)
+        return jax.grad(total, (0, 1, 2, 3))(tiles, summaries, k, v)
+
+    found = gradients(paged_attention.write)
+    chex.assert_trees_all_close(found, gradients(paged_attention.reference.write), rtol=1e-6)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found))
 
 
 def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
@@ -167,7 +239,7 @@ def exact_choice(q, summary, information, table, last, drop, page, rules, row, h
     return mass, weight / weight.sum(), bound
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE)
+@pytest.mark.parametrize("name", paged_attention.CHOOSE.back_ends)
 @pytest.mark.parametrize("rules", [Rules(), Rules(sink=0, recent=1, least=1, guard=0.0), Rules(2, 3, 8, 1.0)])
 def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
     page, sizes = 8, (3, 2, 3, 16, 8, 20)
@@ -175,7 +247,7 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
         arguments, keys = summarised(seed, *sizes)
         q, summary, information, table, last, drop = arguments
         try:
-            choice = paged_attention.CHOOSE[name](
+            choice = paged_attention.CHOOSE.back_ends[name](
                 *map(jnp.asarray, (q,)), summary, *arguments[2:], page, rules
             )
         except NotImplementedError as declined:
@@ -214,11 +286,11 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
                     assert (log_bound[row, head] == -np.inf).all()
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE)
+@pytest.mark.parametrize("name", paged_attention.CHOOSE.back_ends)
 def test_nothing_is_dropped_where_nothing_may_be(name):
     (q, summary, information, table, last, _), _ = summarised(0, 3, 2, 3, 16, 8, 20)
     try:
-        choice = paged_attention.CHOOSE[name](
+        choice = paged_attention.CHOOSE.back_ends[name](
             jnp.asarray(q), summary, information, table, last, jnp.zeros(3), 8, Rules()
         )
     except NotImplementedError as declined:

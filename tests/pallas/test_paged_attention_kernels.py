@@ -1,4 +1,4 @@
-"""Paged attention on accelerators that are not here: interpreters against float64, and real compilers."""
+"""Paged attention on accelerators that are not here: in the interpreters, against float64."""
 
 from contextlib import contextmanager
 
@@ -9,23 +9,16 @@ import pytest
 
 from entropic_jax.pallas.paged_attention import cases, gpu, reference, split, tpu
 
-from .compilers import (
-    GENERATIONS,
-    compile_for_gpu,
-    compile_for_tpu,
-    interpreted_on_gpu,
-    interpreted_on_tpu,
-    like,
-)
+from . import programs
+from .compilers import interpreted_on_gpu, interpreted_on_tpu
 
 NAMES = [case.name for case in cases.SMALL]
-LARGE_NAMES = [case.name for case in cases.LARGE]
 SMALL_CHUNKS = {"BLOCK": 32, "CHUNK_BYTES": 1 << 15}  # several chunks per list, several steps per chunk
 TILE_32 = cases.Case(3, 2, 2, 128, 32, 6, kept=0.6, window=True)  # a tile of K is no query and no output
 GPU_CASES = (
     cases.Case(2, 1, 3, 64, 32, 10, window=True, dtype="bfloat16", soft_cap=2.0),
     cases.Case(2, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16"),
-    pytest.param(cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"), marks=pytest.mark.slow),
+    pytest.param(cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"), marks=pytest.mark.exhaustive),
 )
 
 
@@ -56,14 +49,18 @@ def on_gpu(case, arguments, detect_races=False):
         return jax.tree.map(np.asarray, result)
 
 
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """Make chunks so small that a case of an interpreter has several."""
+    for name, value in SMALL_CHUNKS.items():
+        patch.setattr(tpu, name, value)
+    patch.setattr(gpu, "CHUNK", 128)
+    patch.setattr(gpu, "LISTED_CHUNK", 128)
+    patch.setattr(gpu, "BLOCKS", 1 << 20)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
-    for name, value in SMALL_CHUNKS.items():
-        monkeypatch.setattr(tpu, name, value)
-    monkeypatch.setattr(gpu, "CHUNK", 128)
-    monkeypatch.setattr(gpu, "LISTED_CHUNK", 128)
-    monkeypatch.setattr(gpu, "BLOCKS", 1 << 20)
+    shrink(monkeypatch)
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
@@ -73,7 +70,7 @@ def test_the_reference_on_the_cases(case):
         check(reference.decode(*arguments), case, given)
 
 
-@pytest.mark.parametrize("mode", ["late", "eager"])
+@pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
 def test_tpu_in_the_interpreter(case, mode, small_chunks):
     given, arguments = arguments_of(case)
@@ -86,7 +83,6 @@ def test_tpu_in_the_interpreter(case, mode, small_chunks):
 
 @pytest.mark.parametrize("scalars", [tpu.SCALARS, 300])
 def test_tpu_with_the_chunks_of_a_real_one_and_in_several_calls(scalars, monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
     monkeypatch.setattr(tpu, "SCALARS", scalars)
     given, arguments = arguments_of(TILE_32)
     check(on_tpu(TILE_32, arguments, "late"), TILE_32, given)
@@ -99,7 +95,7 @@ def test_gpu_in_the_interpreter(case, small_chunks):
 
 
 @pytest.mark.parametrize(
-    "run", [lambda c, a: on_tpu(c, a, "late"), pytest.param(on_gpu, marks=pytest.mark.slow)]
+    "run", [lambda c, a: on_tpu(c, a, "late"), pytest.param(on_gpu, marks=pytest.mark.exhaustive)]
 )
 def test_a_row_has_the_same_bits_whatever_its_neighbours(run, small_chunks):
     case = cases.Case(3, 1, 2, 128, 16, 9, dtype="bfloat16")
@@ -198,7 +194,6 @@ def test_a_page_out_of_range_is_found(small_chunks):
 
 
 def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
     case = TILE_32._replace(kept=None)
     monkeypatch.setattr(tpu, "lists_of", fetches_what_is_masked)
     given, arguments = arguments_of(case)
@@ -215,74 +210,23 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
         check(on_gpu(case, arguments, detect_races=True), case, given)
 
 
-# Compilers.
-
-
-def abstract(case):
-    pool = like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
-    integers = lambda *shape: like(*shape, dtype=jnp.int32)
-    lists = (None, None)
-    if case.kept is not None:
-        lists = (integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads))
-    q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
-    table = integers(case.rows, case.per_row)
-    return pool, (q, pool, pool, table, *lists, integers(case.rows), integers(case.rows))
-
-
-def limit(pool) -> int:
-    """Bytes that a program may take beside its arguments: far less than a copy of the keys."""
-    return pool.size * pool.dtype.itemsize // 12
-
-
-@pytest.mark.parametrize("case", cases.LARGE, ids=LARGE_NAMES)
-@pytest.mark.parametrize(
-    "generation", [pytest.param(x, marks=[pytest.mark.slow] * (x != "v5e")) for x in GENERATIONS]
-)
-def test_tpu_compiles_without_a_copy_of_the_pool(case, generation, monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
-    pool, arguments = abstract(case)
-    try:
-        compiled = compile_for_tpu(tpu.decode, *arguments, generation=generation)
-    except NotImplementedError as declined:
-        pytest.skip(str(declined))
-    assert compiled.memory_analysis().temp_size_in_bytes < limit(pool)
-
-
-@pytest.mark.parametrize("case", cases.LARGE, ids=LARGE_NAMES)
-def test_gpu_compiles_without_a_copy_of_the_pool_and_without_spills(case, monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "gpu")
-    pool, arguments = abstract(case)
-    try:
-        program = compile_for_gpu(gpu.decode, *arguments)
-    except NotImplementedError as declined:
-        pytest.skip(str(declined))
-    assert program.compiled.memory_analysis().temp_size_in_bytes < limit(pool)
-    (kernel,) = program.kernels
-    assert (kernel.spilled, kernel.stack, kernel.warnings) == (0, 0, ())
-
-
 # What is declined, and parts.
 
 
 @pytest.mark.parametrize(
-    ("back_end", "named", "change", "reason"),
+    ("back_end", "change", "reason"),
     [
-        (tpu, None, {}, "not a TPU"),
-        (gpu, None, {}, "not a Hopper GPU"),
-        (tpu, "tpu", {"head_dim": 64}, "head_dim 64"),
-        (tpu, "tpu", {"page": 24}, "page_size 24"),
-        (tpu, "tpu", {"dtype": "float16"}, "float16"),
-        (gpu, "gpu", {"dtype": "float32"}, "float32"),
-        (gpu, "gpu", {"head_dim": 96}, "head_dim 96"),
-        (gpu, "gpu", {"page": 24}, "page_size 24"),
+        (tpu, {"head_dim": 64}, "head_dim 64"),
+        (tpu, {"page": 24}, "page_size 24"),
+        (tpu, {"dtype": "float16"}, "float16"),
+        (gpu, {"dtype": "float32"}, "float32"),
+        (gpu, {"head_dim": 96}, "head_dim 96"),
+        (gpu, {"page": 24}, "page_size 24"),
     ],
 )
-def test_what_is_declined_has_a_reason(back_end, named, change, reason, monkeypatch):
-    monkeypatch.delenv("ENTROPIC_KERNELS", raising=False)
-    if named:
-        monkeypatch.setenv("ENTROPIC_KERNELS", named)
+def test_what_is_declined_has_a_reason(back_end, change, reason):
     case = cases.Case(2, 2, 2, 128, 16, 2, dtype="bfloat16")._replace(**change)
-    _, arguments = abstract(case)
+    arguments = programs.decode(case, back_end.decode).arguments
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(back_end.decode, *arguments)
 

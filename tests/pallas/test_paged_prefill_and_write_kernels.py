@@ -1,4 +1,4 @@
-"""Prefill and the write of new keys and values on a TPU that is not here: interpreters and real compilers."""
+"""Prefill and the write of new keys and values on a TPU that is not here: in the interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from entropic_jax.pallas.paged_attention import cases, prefill_tpu, write_tpu
 
-from .compilers import GENERATIONS, compile_for_tpu, interpreted_on_tpu, like
+from .compilers import interpreted_on_tpu
 
 FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
 QUERIES = 41  # of a row: two blocks, the second of which is not full
@@ -16,14 +16,17 @@ SMALL = (
     cases.Case(3, 2, 2, 128, 16, 7, kept=0.6),
     cases.Case(2, 1, 4, 128, 32, 4, kept=0.6, window=True, dtype="bfloat16"),
 )
-EACH_GENERATION = [pytest.param(x, marks=[pytest.mark.slow] * (x != "v5e")) for x in GENERATIONS]
+
+
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """Make chunks so small that a case of an interpreter has several."""
+    for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 16, "QUERIES": 32}.items():
+        patch.setattr(prefill_tpu, name, value)
 
 
 @pytest.fixture(autouse=True)
-def forced(monkeypatch):
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
-    for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 16, "QUERIES": 32}.items():
-        monkeypatch.setattr(prefill_tpu, name, value)
+def small_chunks(monkeypatch):
+    shrink(monkeypatch)
 
 
 def run(function, mode, *arguments):
@@ -70,7 +73,7 @@ def check_prefill(case, mode):
     np.testing.assert_allclose(result.astype(np.float64), exact(*arguments), atol=tolerance)
 
 
-@pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_prefill_in_the_interpreter(case, mode):
     check_prefill(case, mode)
@@ -129,41 +132,3 @@ def test_a_write_that_does_not_wait_is_found(mode, monkeypatch):
     monkeypatch.setattr(write_tpu, "_await", lambda copy: None)
     with pytest.raises(FOUND):
         check_write(jnp.float32, mode)
-
-
-@pytest.mark.parametrize("generation", EACH_GENERATION)
-@pytest.mark.parametrize("case", cases.LARGE, ids=lambda case: case.name)
-def test_prefill_compiles_without_a_copy_of_the_pool(case, generation, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setenv("ENTROPIC_KERNELS", "tpu")
-    n = 512
-    pool = like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
-    integers = lambda *shape: like(*shape, dtype=jnp.int32)
-    lists = (None, None)
-    if case.kept is not None:
-        lists = (integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads))
-    q = like(case.rows, case.kv_heads, case.group, n, case.head_dim, dtype=case.dtype)
-    first, query = integers(case.rows, n), integers(case.rows)
-    arguments = (q, pool, pool, integers(case.rows, case.per_row), *lists, first, query, query)
-    try:
-        compiled = compile_for_tpu(prefill_tpu.prefill, *arguments, generation=generation)
-    except NotImplementedError as declined:
-        pytest.skip(str(declined))
-    size = lambda x: x.size * x.dtype.itemsize
-    taken = compiled.memory_analysis().temp_size_in_bytes
-    assert taken < size(pool) // 12 + 3 * size(q) + 4 * first.size * 128
-
-
-@pytest.mark.parametrize("generation", EACH_GENERATION)
-@pytest.mark.parametrize(("kv_heads", "dtype"), [(8, "bfloat16"), (1, "bfloat16"), (2, "float32")])
-def test_write_compiles_and_happens_in_place(kv_heads, dtype, generation):
-    rows, pages, page = 64, 2049, 64
-    pool = like(pages, kv_heads, page, 128, dtype=dtype)
-    summary, norm = like(pages, kv_heads, 128), like(pages, kv_heads)
-    new, integers = like(rows, kv_heads, 128, dtype=dtype), like(rows, dtype=jnp.int32)
-    arguments = ((pool, pool), (summary, summary, summary, norm), new, new, integers, integers)
-    compiled = compile_for_tpu(write_tpu.write, *arguments, generation=generation, donate_argnums=(0, 1))
-    memory = compiled.memory_analysis()
-    size = lambda x: x.size * x.dtype.itemsize
-    assert memory.alias_size_in_bytes >= 2 * size(pool) + 3 * size(summary)
-    assert memory.temp_size_in_bytes < size(pool) // 12

@@ -7,6 +7,8 @@ core. A kernel is a *body* that takes the address of XLA's call frame; see `call
 
 import sys
 
+from ..dispatch import device
+
 try:
     import numba
 except ImportError:  # an unsupported platform or Python: the references serve
@@ -15,10 +17,8 @@ except ImportError:  # an unsupported platform or Python: the references serve
 
 def why_not() -> str | None:
     """The reason why these kernels cannot run here, if there is one."""
-    import jax
-
-    if jax.default_backend() != "cpu":
-        return "the default device is not a CPU"
+    if (platform := device().platform) != "cpu":
+        return f"the default device is a {platform}"
     if numba is None or sys.platform not in ("linux", "darwin"):
         return "Numba is not installed or the platform has no POSIX threads"
     return None

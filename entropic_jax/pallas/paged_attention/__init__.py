@@ -23,93 +23,185 @@ list, see `Rules` and the reference.
 * information float32 `[pool, kv_heads]`, ≥ 0: how much a page matters beside its attention mass,
 * drop float32 `[rows]`: the share of the weighted mass that may stay unread; at 0 everything is kept,
 
-returns `Choice`. A back end that cannot serve a case raises NotImplementedError with the reason.
+returns `Choice`; it is a step function, and is not differentiated.
+
+A back end that cannot serve a case raises NotImplementedError with the reason. Every operation takes
+`back_end`, the name of the one to use (see `dispatch`); gradients are those of the reference.
 """
 
-import importlib
-import os
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 
-from ..dispatch import first_that_accepts
-from . import cpu, cpu_choose, cpu_write, reference
+from ..dispatch import Operation, interpreted, on
+from . import cpu, cpu_choose, cpu_write, lists, reference
 from .reference import Choice, Partial, Rules, Summary
+from .split import merge
 
-__all__ = ["Choice", "Partial", "Rules", "Summary", "choose", "decode", "prefill", "write"]
+__all__ = [
+    "Choice",
+    "Partial",
+    "Rules",
+    "Summary",
+    "choose",
+    "decode",
+    "decode_by_page",
+    "prefill",
+    "write",
+]
+
+DECODE = Operation(
+    "paged_attention.decode",
+    {
+        "tpu": on("tpu", f"{__name__}.tpu", "decode"),
+        "gpu": on("gpu", f"{__name__}.gpu", "decode"),
+        "cpu": cpu.decode,
+        "xla": reference.decode,
+        "interpret": interpreted(f"{__name__}.tpu", "decode"),
+    },
+)
+PREFILL = Operation(
+    "paged_attention.prefill",
+    {
+        "tpu": on("tpu", f"{__name__}.prefill_tpu", "prefill"),
+        "xla": reference.prefill_listed,
+        "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
+    },
+)
+WRITE = Operation(
+    "paged_attention.write",
+    {
+        "tpu": on("tpu", f"{__name__}.write_tpu", "write"),
+        "cpu": cpu_write.write,
+        "xla": reference.write,
+        "interpret": interpreted(f"{__name__}.write_tpu", "write"),
+    },
+)
+CHOOSE = Operation("paged_attention.choose", {"cpu": cpu_choose.choose, "xla": reference.choose})
 
 
-def _on(device: str, name: str, also: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """`name` of the module for a kind of device, imported where it is needed or asked for."""
-    module = f"{name}_{device}" if name != "decode" else device
+def decode(q, keys, values, table, index, count, first, last, *, back_end: str | None = None) -> Partial:
+    """Attention of one query per row, by the first back end that accepts; see the package.
 
-    def call(*arguments: Any) -> Any:
-        if jax.default_backend() != device and os.environ.get("ENTROPIC_KERNELS") not in (device, *also):
-            raise NotImplementedError(f"the default device is no {device.upper()}")
-        return getattr(importlib.import_module(f".{module}", __name__), name)(*arguments)
-
-    return call
+    Raises ValueError for lists that are not ascending and distinct, where their values are known: not under
+    `jit`, where they lead to anything.
+    """
+    lists.check(table, index, count)
+    return _decode(back_end, q, keys, values, table, index, count, first, last)
 
 
-DECODE = {
-    "tpu": _on("tpu", "decode", ("interpret",)),
-    "gpu": _on("gpu", "decode"),
-    "cpu": cpu.decode,
-    "xla": reference.decode,
-}
-PREFILL = {"tpu": _on("tpu", "prefill", ("interpret",)), "xla": reference.prefill_listed}
-WRITE = {"tpu": _on("tpu", "write", ("interpret",)), "cpu": cpu_write.write}
-CHOOSE = {"cpu": cpu_choose.choose, "xla": reference.choose}
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decode(back_end, q, keys, values, *where) -> Partial:
+    return DECODE(q, keys, values, *where, back_end=back_end)
 
 
-@jax.custom_vjp
-def decode(q, keys, values, table, index, count, first, last) -> Partial:
-    """The result of the first back end that accepts; its gradient is the reference's."""
-    return first_that_accepts("paged_attention", DECODE)(q, keys, values, table, index, count, first, last)
+def _decode_forward(back_end, q, keys, values, *where):
+    return _decode(back_end, q, keys, values, *where), (q, keys, values, where)
 
 
-def _forward(q, keys, values, *where):
-    return decode(q, keys, values, *where), (q, keys, values, where)
-
-
-def _backward(saved, gradient):
+def _decode_backward(back_end, saved, gradient):
     q, keys, values, where = saved
     _, pull = jax.vjp(lambda *x: reference.gathered(*x, *where), q, keys, values)
     return (*pull(gradient), *(None for _ in where))
 
 
-decode.defvjp(_forward, _backward)
+_decode.defvjp(_decode_forward, _decode_backward)
 
 
-def prefill(q, keys, values, table, index, count, first, query, last):
+def decode_by_page(
+    q, keys, values, table, index, count, first, last, *, back_end: str | None = None
+) -> tuple[Partial, jax.Array]:
+    """`decode`, and the share of the attention that each page of a row got.
+
+    The shares are float32 `[rows, kv_heads, group, most pages of a row]`; they sum to 1 where something was
+    attended to, and are 0 on a page that is not listed, which is not read. Every page is a row of its own to
+    `decode`, whatever back end serves it, so that each listed tile is read once; the parts are merged.
+    """
+    lists.check(table, index, count)
+    rows, kv_heads, _, _ = q.shape
+    size, most = keys.shape[2], table.shape[1]
+    start = jnp.arange(most, dtype=jnp.int32) * size
+    within = lambda x: jnp.clip(x[:, None] - start, 0, size).reshape(-1)  # of each page
+    one = (None, None)
+    if index is not None:
+        listed = jnp.arange(index.shape[2]) < count[..., None]
+        row, head = jnp.arange(rows)[:, None, None], jnp.arange(kv_heads)[:, None]
+        entry = jnp.where(listed, index, most)
+        kept = jnp.zeros((rows, kv_heads, most), jnp.int32).at[row, head, entry].set(1, mode="drop")
+        kept = kept.swapaxes(1, 2).reshape(rows * most, kv_heads)
+        one = (jnp.zeros((*kept.shape, 1), jnp.int32), kept)
+    where = (table.reshape(-1, 1), *one, within(first), within(last))
+    parts = decode(jnp.repeat(q, most, 0), keys, values, *where, back_end=back_end)
+    apart = lambda x: jnp.moveaxis(x.reshape(rows, most, *x.shape[1:]), 1, 2)  # [rows, kv_heads, pages, …]
+    log_sum = apart(parts.log_sum)
+    whole = merge(apart(parts.out).astype(jnp.float32), log_sum, jnp.ones(log_sum.shape[:3], bool))
+    some = whole.log_sum > -jnp.inf
+    share = jnp.exp(log_sum - jnp.where(some, whole.log_sum, 0.0)[:, :, None])
+    return Partial(whole.out.astype(q.dtype), whole.log_sum), share.swapaxes(2, 3)
+
+
+def prefill(q, keys, values, table, index, count, first, query, last, *, back_end: str | None = None):
     """Causal attention of several queries per row, q `[rows, kv_heads, group, n, head_dim]`; q's shape.
 
     Query i of a row stands at position `query[row] + i` and sees positions from `first[row, i]` to its own,
     of the listed pages; the rest as `decode`.
     """
-    call = first_that_accepts("paged_prefill", PREFILL)
-    return call(q, keys, values, table, index, count, first, query, last)
+    lists.check(table, index, count)
+    return _prefill(back_end, q, keys, values, table, index, count, first, query, last)
 
 
-def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
-    """The result of the first back end that accepts."""
-    call = first_that_accepts("choose_pages", CHOOSE)
-    return call(q, summary, information, table, last, drop, page_size, rules)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prefill(back_end, q, keys, values, *where):
+    return PREFILL(q, keys, values, *where, back_end=back_end)
 
 
-def write(tiles, summaries, k, v, page, slot):
-    """Store one key and value per row, in place; None where no back end does it in one go.
+def _prefill_forward(back_end, q, keys, values, *where):
+    return _prefill(back_end, q, keys, values, *where), (q, keys, values, where)
+
+
+def _prefill_backward(back_end, saved, gradient):
+    q, keys, values, where = saved
+    _, pull = jax.vjp(lambda *x: reference.prefill_gathered(*x, *where).out, q, keys, values)
+    return (*pull(gradient), *(None for _ in where))
+
+
+_prefill.defvjp(_prefill_forward, _prefill_backward)
+
+
+def choose(
+    q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules,
+    *, back_end: str | None = None,
+) -> Choice:  # fmt: skip
+    """The pages to read, by the first back end that accepts; see the package."""
+    return CHOOSE(q, summary, information, table, last, drop, page_size, rules, back_end=back_end)
+
+
+def write(tiles, summaries, k, v, page, slot, *, back_end: str | None = None):
+    """Store one key and value per row, in place, and take the key into the summaries of its page.
 
     tiles: keys and values of the pool; summaries: key_min, key_max, key_sum, value_norm, as in a layer; k, v
     `[rows, kv_heads, head_dim]`; page, slot int32 `[rows]`: where they go. Slot 0 starts a page, and its
     summaries. Returns what tiles and summaries have become.
     """
-    named = os.environ.get("ENTROPIC_KERNELS")
-    for name, back_end in WRITE.items():
-        if named is None or named in (name, "interpret"):
-            try:
-                return back_end(tiles, summaries, k, v, page, slot)
-            except NotImplementedError:
-                continue
-    return None
+    return _write(back_end, tuple(tiles), tuple(summaries), k, v, page, slot)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(back_end, tiles, summaries, k, v, page, slot):
+    return WRITE(tiles, summaries, k, v, page, slot, back_end=back_end)
+
+
+def _write_forward(back_end, tiles, summaries, k, v, page, slot):
+    saved = (tiles, summaries, k, v, page, slot)
+    return _write(back_end, *saved), saved
+
+
+def _write_backward(back_end, saved, gradient):
+    *operands, page, slot = saved
+    again = lambda tiles, summaries, k, v: reference.write(tiles, summaries, k, v, page, slot)
+    _, pull = jax.vjp(again, *operands)
+    return (*pull(gradient), None, None)
+
+
+_write.defvjp(_write_forward, _write_backward)

@@ -9,7 +9,6 @@ same bits whatever its neighbours.
 """
 
 import math
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -52,8 +51,6 @@ def decode(
 
     `interpret`: parameters of the GPU interpreter, to run on any platform.
     """
-    if interpret is None and os.environ.get("ENTROPIC_KERNELS") != "gpu" and not _is_hopper():
-        raise NotImplementedError("the default device is not a Hopper GPU")
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
     if {q.dtype, keys.dtype, values.dtype} != {jnp.dtype("bfloat16")}:
@@ -99,11 +96,6 @@ def decode(
     log_sum = log_sum.reshape(*parts, ROWS)[..., :group]
     out, log_sum = merge(out, log_sum, jnp.repeat(held, crews, 2))
     return Partial(out.astype(q.dtype), log_sum)
-
-
-def _is_hopper() -> bool:
-    device = jax.devices()[0]
-    return device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
 
 
 def _chunks(lists, kv_heads: int, pages: int, most: int, size: int):

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
-from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, accept, product, sublanes_of
+from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, check, product, sublanes_of
 
 QUERIES = 512  # rows of a product: queries of a block times heads of a group
 
@@ -41,11 +41,9 @@ class Shape(NamedTuple):
     soft_cap: float | None
 
 
-def prefill(
-    q, keys, values, table, index, count, first, query, last, *, soft_cap: float | None = None, interpret=None
-):
-    """See above; `soft_cap` and `interpret` as in `decode`."""
-    interpret = accept(q, keys, values, interpret)
+def prefill(q, keys, values, table, index, count, first, query, last, *, soft_cap: float | None = None):
+    """See above; `soft_cap` as in `decode`."""
+    check(q, keys, values)
     rows, kv_heads, group, n, head_dim = q.shape
     size = keys.shape[2]
     sublanes = sublanes_of(q.dtype)
@@ -80,7 +78,7 @@ def prefill(
     for start in range(0, rows, at_once):
         some = slice(start, start + at_once)
         where = jax.tree.map(lambda x, some=some: x[some], (table, index, count, first, query, last))
-        parts.append(_call(shape, q[some], keys, values, where, interpret))
+        parts.append(_call(shape, q[some], keys, values, where))
     out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     return out[..., :n, :]
 
@@ -102,7 +100,7 @@ def _ends(shape: Shape, index, count, first, query, last):
     return begin, jnp.where(until > since, stop, 0)
 
 
-def _call(shape: Shape, q, keys, values, where, interpret):
+def _call(shape: Shape, q, keys, values, where):
     table, index, count, first, query, last = where
     rows, kv_heads, group, n, head_dim = q.shape
     begin, stop = _ends(shape, index, count, first, query, last)
@@ -136,7 +134,6 @@ def _call(shape: Shape, q, keys, values, where, interpret):
             bytes_accessed=work // group // shape.queries * head_dim * keys.dtype.itemsize,
             transcendentals=work // 2,
         ),
-        interpret=interpret,
         name=f"paged_prefill_{group}x{shape.queries}",
     )(
         *(x.reshape(-1) for x in (table, entries, begin, stop)),

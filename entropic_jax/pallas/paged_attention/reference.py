@@ -6,9 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..dispatch import device
+
 CHUNK_POSITIONS = 256  # read at once
+UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
 NEGATIVE = -1e30  # a score that is masked; finite, so that a fully masked chunk does no harm
 PASSES = 24  # of the bisection for the least weight that is kept
+WAYS, ROUNDS = 64, 4  # the same resolution in fewer passes
 LEAST_WEIGHT = 1e-12  # pages of less are kept only if all are, not to fill up to `least`
 
 
@@ -124,7 +128,12 @@ def estimate(q, summary: Summary, information, table, last, page_size: int, rule
     low, high, total = (jnp.where(real[..., None], per_page(x), 0.0) for x in summary)
     mean = total / jnp.maximum(filled, 1.0)[:, None, :, None]
     q = q.astype(jnp.float32)
-    product = partial(jnp.einsum, "rkgd,rkpd->rkgp", preferred_element_type=jnp.float32)
+    if device().platform == "cpu":
+        product = partial(jnp.einsum, "rkgd,rkpd->rkgp", preferred_element_type=jnp.float32)
+    else:
+        # Fused with the gather, whose result a product of matrices would want in memory, and rounded to
+        # nothing less than float32, without which the bound would be none.
+        product = lambda q, x: (q[:, :, :, None] * x[:, :, None]).sum(-1)
     bound = product(jnp.maximum(q, 0), high) + product(jnp.minimum(q, 0), low)
     score = (1 - rules.guard) * product(q, mean) + rules.guard * bound + log_filled
     score = jnp.where(real[:, :, None], score, NEGATIVE)
@@ -139,7 +148,8 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     """See the package: the fewest pages whose weighted mass reaches 1 − drop, found by a threshold.
 
     Pages of the sink and the newest are kept and count towards the mass; of pages as weighty as the least one
-    that is needed all are kept.
+    that is needed all are kept. Of so many thresholds at once the highest that keeps enough is taken, and
+    then between it and the next one again: a pass costs more than what it computes.
     """
     mass, weight, bound, real, forced = estimate(q, summary, information, table, last, page_size, rules)
     worth = (forced | (real & (weight >= LEAST_WEIGHT))).sum(-1, keepdims=True)
@@ -149,26 +159,39 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     def kept_at(floor):
         return forced | (real & (weight >= floor))
 
-    def enough(floor):
-        kept = kept_at(floor)
-        reached = jnp.where(kept, weight, 0.0).sum(-1, keepdims=True)
-        return (reached >= need) & (kept.sum(-1, keepdims=True) >= least)
+    def enough(floors):
+        """Whether each of the floors `[rows, kv_heads, 1, n]` keeps enough."""
+        kept = forced[..., None] | (real[..., None] & (weight[..., None] >= floors))
+        reached = jnp.where(kept, weight[..., None], 0.0).sum(2)
+        return ((reached >= need) & (kept.sum(2) >= least))[:, :, None]
 
-    def halve(_, ends):
-        low, high = ends  # enough at low, not at high
-        middle = jnp.sqrt(low * high)
-        good = enough(middle)
-        return jnp.where(good, middle, low), jnp.where(good, high, middle)
+    def narrow(_, ends):
+        low, width = ends  # enough at low, not at low · exp(width)
+        steps = jnp.arange(1, WAYS, dtype=jnp.float32) / WAYS
+        good = enough(low[..., None] * jnp.exp(width * steps))
+        width = width / WAYS
+        return low * jnp.exp(width * good.sum(-1).astype(jnp.float32)), width
 
     blank = jnp.zeros_like(weight[..., :1])
-    floor, _ = jax.lax.fori_loop(0, PASSES, halve, (blank + LEAST_WEIGHT, blank + 2.0))
-    all_of_it = (drop <= 0)[:, None, None] | ~enough(floor)
+    ends = (blank + LEAST_WEIGHT, jnp.log(2 / LEAST_WEIGHT).astype(jnp.float32))
+    floor, _ = jax.lax.fori_loop(0, ROUNDS, narrow, ends, unroll=True)
+    all_of_it = (drop <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
     kept = jnp.where(all_of_it, real, kept_at(floor))
-    index = jnp.argsort(~kept, axis=-1, stable=True).astype(jnp.int32)
+    index = _places(kept)
     out = real & ~kept
     dropped = jnp.where(out, mass, 0.0).sum(-1)
     log_bound = jax.nn.logsumexp(jnp.where(out[:, :, None], bound, -jnp.inf), -1)
     return Choice(index, kept.sum(-1, dtype=jnp.int32), dropped, log_bound)
+
+
+def _places(kept):
+    """Where on the last axis the flags are set, ascending, then zeros; int32 in the same shape."""
+    size = kept.shape[-1]
+    flags = kept.reshape(-1, size)
+    place = jnp.where(flags, jnp.cumsum(flags, -1, dtype=jnp.int32) - 1, size)
+    number = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), flags.shape)
+    row = jnp.arange(flags.shape[0])[:, None]
+    return jnp.zeros_like(number).at[row, place].set(number, mode="drop").reshape(kept.shape)
 
 
 def gates(weight, forced, drop, softness):
@@ -249,32 +272,80 @@ def prefill(q, keys, values, table, first, query, last):
 def prefill_listed(q, keys, values, table, index, count, first, query, last):
     """`prefill` in the form of the package's contract; every page is read."""
     if index is not None:
-        raise NotImplementedError("lists of pages: the reference reads every page when it prefills")
+        return prefill_gathered(q, keys, values, table, index, count, first, query, last).out
     return prefill(q, keys, values, table, first, query, last)
 
 
-def gathered(q, keys, values, table, index, count, first, last, gate=None) -> Partial:
-    """`decode` without a loop of unknown length, so that it can be differentiated; reads every page.
+def prefill_gathered(q, keys, values, table, index, count, first, query, last, gate=None) -> Partial:
+    """`prefill` without a loop of unknown length, so that it can be differentiated; reads every page.
 
-    `gate` `[rows, kv_heads, pages]` in (0, 1] multiplies the attention of each page before it is normalised.
+    q `[rows, kv_heads, group, n, head_dim]`. `gate` `[rows, kv_heads, pages]` in (0, 1] multiplies the
+    attention of each page before it is normalised. The log-sum-exp is `[rows, kv_heads, group, n]`.
     """
-    rows, kv_heads, _, head_dim = q.shape
+    rows, kv_heads, _, n, head_dim = q.shape
     size, most = keys.shape[2], table.shape[1]
     flat = lambda x: jnp.swapaxes(x[table], 2, 3).reshape(rows, -1, kv_heads, head_dim)
     position = jnp.arange(most * size)
-    seen = ((position >= first[:, None]) & (position < last[:, None]))[:, None]  # [rows, kv_heads, positions]
+    held = (position < last[:, None])[:, None]  # [rows, kv_heads, positions]
     if index is not None:
         listed = jnp.arange(index.shape[2]) < count[..., None]
         kept = (jax.nn.one_hot(index, most, dtype=bool) & listed[..., None]).any(2)
-        seen = seen & jnp.repeat(kept, size, 2)
-    seen = jnp.broadcast_to(seen, (rows, kv_heads, most * size))
-    k, v = (jnp.where(seen.swapaxes(1, 2)[..., None], flat(x), 0) for x in (keys, values))
-    score = jnp.einsum("rkgd,rskd->rkgs", q, k, preferred_element_type=jnp.float32)
+        held = held & jnp.repeat(kept, size, 2)
+    held = jnp.broadcast_to(held, (rows, kv_heads, most * size))
+    own = query[:, None] + jnp.arange(n)
+    seen = (position >= first[..., None]) & (position <= own[..., None])  # [rows, n, positions]
+    seen = seen[:, None] & held[:, :, None]
+    k, v = (jnp.where(held.swapaxes(1, 2)[..., None], flat(x), 0) for x in (keys, values))
+    score = jnp.einsum("rkgnd,rskd->rkgns", q, k, preferred_element_type=jnp.float32)
     if gate is not None:
-        score = score + jnp.repeat(jnp.log(jnp.maximum(gate, 1e-30)), size, 2)[:, :, None]
+        score = score + jnp.repeat(jnp.log(jnp.maximum(gate, 1e-30)), size, 2)[:, :, None, None]
     score = jnp.where(seen[:, :, None], score, NEGATIVE)
     some = seen.any(-1)[:, :, None]
     weight = jnp.where(some[..., None], jax.nn.softmax(score, -1), 0.0)
-    out = jnp.einsum("rkgs,rskd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("rkgns,rskd->rkgnd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
     log_sum = jnp.where(some, jax.nn.logsumexp(score, -1), -jnp.inf)
     return Partial(out.astype(q.dtype), log_sum)
+
+
+def gathered(q, keys, values, table, index, count, first, last, gate=None) -> Partial:
+    """`decode` in the same way: its query stands at the last position."""
+    where = (table, index, count, first[:, None], last - 1, last)
+    part = prefill_gathered(q[:, :, :, None], keys, values, *where, gate)
+    return Partial(part.out[:, :, :, 0], part.log_sum[:, :, :, 0])
+
+
+def write(tiles, summaries, k, v, page, slot):
+    """See the package; every pool in place."""
+    key, value = k.astype(jnp.float32), v.astype(jnp.float32)
+    tiles = tuple(_put(pool, x, page, slot) for pool, x in zip(tiles, (k, v), strict=True))
+    joins = (jnp.minimum, jnp.maximum, jnp.add, jnp.maximum)
+    new = (key, key, key, jnp.linalg.norm(value, axis=-1))
+    parts = zip(summaries, new, joins, strict=True)
+    return tiles, tuple(fold(pool, x, page, slot, join) for pool, x, join in parts)
+
+
+def fold(pool, x, page, slot, join):
+    """Take x `[rows, …]` into what is kept of each row's page `[pool, …]`; slot 0 starts anew."""
+    if device().platform != "cpu":
+        fresh = (slot == 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return pool.at[page].set(jnp.where(fresh, x, join(pool[page], x)))
+
+    def row(i, pool):
+        old = jax.lax.dynamic_index_in_dim(pool, page[i], keepdims=False)
+        new = jnp.where(slot[i] == 0, x[i], join(old, x[i]))
+        return jax.lax.dynamic_update_slice(pool, new[None], (page[i], *(0,) * new.ndim))
+
+    return _over_rows(x.shape[0], row, pool)
+
+
+def _put(pool, x, page, slot):
+    x = x.astype(pool.dtype)
+    if device().platform != "cpu":
+        return pool.at[page, :, slot].set(x)
+    put = lambda i, pool: jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
+    return _over_rows(x.shape[0], put, pool)
+
+
+def _over_rows(rows: int, body, pool):
+    # XLA's CPU backend copies what it scatters into; elsewhere every slice would be a launch of its own.
+    return jax.lax.fori_loop(0, rows, body, pool, unroll=rows if rows <= UNROLLED_ROWS else 1)

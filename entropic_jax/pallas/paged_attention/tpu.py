@@ -7,7 +7,6 @@ a list in one online softmax, and the two shares are merged at the end. Which sh
 depends on its list alone, so a row has the same bits whatever its neighbours.
 """
 
-import os
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,14 +46,9 @@ class Item(NamedTuple):
     chunk: Any
 
 
-def decode(
-    q, keys, values, table, index, count, first, last, *, soft_cap: float | None = None, interpret=None
-) -> Partial:
-    """See the package; scores are `soft_cap · tanh(score / soft_cap)` where that is given.
-
-    `interpret`: `pltpu.InterpretParams`, to run on any platform.
-    """
-    interpret = accept(q, keys, values, interpret)
+def decode(q, keys, values, table, index, count, first, last, *, soft_cap: float | None = None) -> Partial:
+    """See the package; scores are `soft_cap · tanh(score / soft_cap)` where that is given."""
+    check(q, keys, values)
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
     sublanes = sublanes_of(q.dtype)
@@ -77,19 +71,14 @@ def decode(
     for start in range(0, rows, at_once):
         some = slice(start, start + at_once)
         mine = jax.tree.map(lambda x, some=some: x[some], lists)
-        parts.append(_call(shape, q[some], keys, values, mine, interpret))
+        parts.append(_call(shape, q[some], keys, values, mine))
     out, log_sum, held = (jnp.concatenate(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
     out, log_sum = merge(out[..., :group, :], log_sum[..., :group], held)
     return Partial(out.astype(q.dtype), log_sum)
 
 
-def accept(q, keys, values, interpret=None):
-    """How to run, if at all: False, or parameters of the interpreter."""
-    named = os.environ.get("ENTROPIC_KERNELS")
-    if interpret is None and named == "interpret":
-        interpret = pltpu.InterpretParams()
-    if interpret is None and named != "tpu" and jax.default_backend() != "tpu":
-        raise NotImplementedError("the default device is not a TPU")
+def check(q, keys, values) -> None:
+    """Decline what the kernels for TPU do not serve."""
     if {q.dtype, keys.dtype, values.dtype} not in ({jnp.dtype("float32")}, {jnp.dtype("bfloat16")}):
         raise NotImplementedError(f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: one of float32, bfloat16")
     size, head_dim = keys.shape[2:]
@@ -99,7 +88,6 @@ def accept(q, keys, values, interpret=None):
         )
     if size % sublanes_of(q.dtype):
         raise NotImplementedError(f"page_size {size} is no multiple of {sublanes_of(q.dtype)}: {q.dtype}")
-    return False if interpret is None else interpret
 
 
 def sublanes_of(dtype) -> int:
@@ -107,7 +95,7 @@ def sublanes_of(dtype) -> int:
     return 32 // dtype.itemsize
 
 
-def _call(shape: Shape, q, keys, values, lists, interpret):
+def _call(shape: Shape, q, keys, values, lists):
     """The parts of some rows: out, log_sum and held, with axes `[rows, kv_heads, shares, …]`."""
     rows, kv_heads, group, head_dim = q.shape
     heads, per_row = shape.heads, shape.per_row
@@ -148,7 +136,6 @@ def _call(shape: Shape, q, keys, values, lists, interpret):
             bytes_accessed=2 * work * keys.dtype.itemsize,
             transcendentals=group * work // head_dim,
         ),
-        interpret=interpret,
         name=f"paged_decode_{heads}x{length}",
     )(lists.pages.reshape(-1), ends.reshape(-1), q, keys, values)
     chunks = -(-(lists.stop - lists.begin) // shape.pages)

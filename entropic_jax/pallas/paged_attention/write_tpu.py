@@ -18,16 +18,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tpu import accept, sublanes_of
+from .tpu import check, sublanes_of
 
 BUFFER_BYTES = 1 << 22  # of VMEM: as many rows at once
 
 
-def write(tiles, summaries, k, v, page, slot, *, interpret=None):
-    """See above; `interpret` as in `decode`."""
+def write(tiles, summaries, k, v, page, slot):
+    """See above."""
     keys, values = tiles
     *key_summaries, value_norm = summaries
-    interpret = accept(k, keys, values, interpret)
+    check(k, keys, values)
     rows, kv_heads, head_dim = k.shape
     sublanes = sublanes_of(k.dtype)
     bytes_of_row = kv_heads * head_dim * (2 * sublanes * k.dtype.itemsize + 3 * 4)
@@ -53,7 +53,6 @@ def write(tiles, summaries, k, v, page, slot, *, interpret=None):
             scratch_shapes=[tile, tile, summary, summary, summary, pltpu.SemaphoreType.DMA((2, at_once))],
         ),
         input_output_aliases={2 + len(new) + i: i for i in range(len(pools))},
-        interpret=interpret,
         name="paged_write",
     )(pad(page, bin_page), pad(slot), *new, *pools)
     norm = jnp.linalg.norm(v.astype(jnp.float32), axis=-1)

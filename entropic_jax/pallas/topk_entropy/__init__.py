@@ -15,74 +15,54 @@ everything is masked, is no distribution: its entropies and its head are NaN, an
 log-sum-exp is NaN, +inf and −inf.
 
 Contract of every back end of `project(hidden, weight, k, temperature, calibration)`: the same for the logits
-`hidden @ weight`, hidden `[rows, hidden]`, weight `[hidden, vocabulary]`, summed in float32; the logits of a
-kernel never reach memory.
+`hidden @ weight`, hidden `[rows, hidden]`, weight `[hidden, vocabulary]`, summed in float32; on a TPU
+the logits never reach memory.
 
 A back end that cannot serve a case raises NotImplementedError with the reason.
 """
 
-import os
-from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import first_that_accepts
+from ..dispatch import Operation, interpreted, on
 from . import reference
 from .reference import Head, Moments, TopkEntropy
 
 __all__ = ["Head", "Moments", "TopkEntropy", "project", "topk_entropy"]
 
 
-def _on(platform: str, name: str) -> Callable[..., TopkEntropy]:
-    """A back end for a platform: it declines elsewhere, unless it is asked for by name."""
-
-    def call(*arguments: Any) -> TopkEntropy:
-        here = jax.default_backend()
-        if here != platform and os.environ.get("ENTROPIC_KERNELS") != platform:
-            raise NotImplementedError(f"the default device is a {here}")
-        if here == platform == "gpu":
-            capability = jax.local_devices()[0].compute_capability
-            if capability != "9.0":
-                raise NotImplementedError(f"compute capability {capability}: 9.0 is served")
-        # Pallas is imported where it is used: its parts for TPU and GPU cost 0.7 seconds.
-        return getattr(import_module(f"{__name__}.{platform}"), name)(*arguments)
-
-    return call
-
-
-def _interpreted(name: str) -> Callable[..., TopkEntropy]:
-    def call(*arguments: Any) -> TopkEntropy:
-        from jax.experimental.pallas import tpu as pltpu
-
-        with pltpu.force_tpu_interpret_mode():
-            return getattr(import_module(f"{__name__}.tpu"), name)(*arguments)
-
-    return call
-
-
-# By name in ENTROPIC_KERNELS; in this order where none is named, so that `interpret` is only used by name.
-TOPK_ENTROPY = {
-    "tpu": _on("tpu", "topk_entropy"),
-    "gpu": _on("gpu", "topk_entropy"),
-    "xla": reference.topk_entropy,
-    "interpret": _interpreted("topk_entropy"),
-}
-PROJECT = {
-    "tpu": _on("tpu", "project"),
-    "gpu": _on("gpu", "project"),
-    "xla": reference.project,
-    "interpret": _interpreted("project"),
-}
+TOPK_ENTROPY = Operation(
+    "topk_entropy",
+    {
+        "tpu": on("tpu", f"{__name__}.tpu", "topk_entropy"),
+        "gpu": on("gpu", f"{__name__}.gpu", "topk_entropy"),
+        "xla": reference.topk_entropy,
+        "interpret": interpreted(f"{__name__}.tpu", "topk_entropy"),
+    },
+)
+PROJECT = Operation(
+    "topk_entropy.project",
+    {
+        "tpu": on("tpu", f"{__name__}.tpu", "project"),
+        "gpu": on("gpu", f"{__name__}.gpu", "project"),
+        "xla": reference.project,
+        "interpret": interpreted(f"{__name__}.tpu", "project"),
+    },
+)
 
 
 def topk_entropy(
-    logits: jax.Array, k: int, temperature: jax.Array | float = 1.0, calibration: jax.Array | float = 1.0
+    logits: jax.Array,
+    k: int,
+    temperature: jax.Array | float = 1.0,
+    calibration: jax.Array | float = 1.0,
+    *,
+    back_end: str | None = None,
 ) -> TopkEntropy:
-    """The result of the first back end that accepts; its gradient is the reference's.
+    """The result of the first back end that accepts, or of the one named; its gradient is the reference's.
 
     Temperatures are numbers or `[rows]`; beyond 1e-9 and 1e9 they count as these, but 0 as 0.
     Raises ValueError for k outside [1, V].
@@ -95,7 +75,7 @@ def topk_entropy(
     """
     rows, vocabulary = logits.shape
     _check(k, vocabulary)
-    return _topk_entropy(k, logits, *(_per_row(x, rows) for x in (temperature, calibration)))
+    return _topk_entropy(k, back_end, logits, *(_per_row(x, rows) for x in (temperature, calibration)))
 
 
 def project(
@@ -104,6 +84,8 @@ def project(
     k: int,
     temperature: jax.Array | float = 1.0,
     calibration: jax.Array | float = 1.0,
+    *,
+    back_end: str | None = None,
 ) -> TopkEntropy:
     """`topk_entropy(hidden @ weight, …)` by the first back end that accepts; its gradient is the reference's.
 
@@ -111,7 +93,8 @@ def project(
     [[1], [0]]
     """
     _check(k, weight.shape[1])
-    return _project(k, hidden, weight, *(_per_row(x, hidden.shape[0]) for x in (temperature, calibration)))
+    at = (_per_row(x, hidden.shape[0]) for x in (temperature, calibration))
+    return _project(k, back_end, hidden, weight, *at)
 
 
 def _check(k: int, vocabulary: int) -> None:
@@ -123,16 +106,16 @@ def _per_row(temperature: jax.Array | float, rows: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _topk_entropy(k: int, logits: Any, temperature: Any, calibration: Any) -> TopkEntropy:
-    return first_that_accepts("topk_entropy", TOPK_ENTROPY)(logits, k, temperature, calibration)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _topk_entropy(k: int, back_end: str | None, logits: Any, *at: Any) -> TopkEntropy:
+    return TOPK_ENTROPY(logits, k, *at, back_end=back_end)
 
 
-def _forward(k, *operands):
-    return _topk_entropy(k, *operands), operands
+def _forward(k, back_end, *operands):
+    return _topk_entropy(k, back_end, *operands), operands
 
 
-def _backward(k, operands, gradient):
+def _backward(k, back_end, operands, gradient):
     _, pull = jax.vjp(lambda logits, *at: reference.topk_entropy(logits, k, *at), *operands)
     return pull(gradient)
 
@@ -140,16 +123,16 @@ def _backward(k, operands, gradient):
 _topk_entropy.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(k: int, hidden: Any, weight: Any, temperature: Any, calibration: Any) -> TopkEntropy:
-    return first_that_accepts("topk_entropy.project", PROJECT)(hidden, weight, k, temperature, calibration)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _project(k: int, back_end: str | None, hidden: Any, weight: Any, *at: Any) -> TopkEntropy:
+    return PROJECT(hidden, weight, k, *at, back_end=back_end)
 
 
-def _forward_project(k, *operands):
-    return _project(k, *operands), operands
+def _forward_project(k, back_end, *operands):
+    return _project(k, back_end, *operands), operands
 
 
-def _backward_project(k, operands, gradient):
+def _backward_project(k, back_end, operands, gradient):
     _, pull = jax.vjp(lambda hidden, weight, *at: reference.project(hidden, weight, k, *at), *operands)
     return pull(gradient)
 

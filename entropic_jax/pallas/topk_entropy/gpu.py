@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .parts import LARGEST_K, Parts, check, distance, finish, shifted
-from .reference import TopkEntropy, inverse
+from .reference import TopkEntropy, exactly, inverse
 from .scatter import LENGTH
 from .segment import STAGES, Segments, kernel, memory
 
@@ -66,9 +66,12 @@ def topk_entropy(
     return finish(parts, temperature, calibration, vocabulary)
 
 
-def project(hidden, weight, k, temperature, calibration) -> TopkEntropy:
-    """Declined: on a GPU the product is a kernel of its own, and its logits pass through memory."""
-    raise NotImplementedError("the projection is not fused on a GPU")
+def project(
+    hidden: jax.Array, weight: jax.Array, k: int, temperature: jax.Array, calibration: jax.Array
+) -> TopkEntropy:
+    """See the package; the product is not fused, and its logits pass through memory."""
+    logits = jnp.matmul(hidden, weight, precision=exactly(hidden.dtype), preferred_element_type=jnp.float32)
+    return topk_entropy(logits, k, temperature, calibration)
 
 
 def _whole(length: int) -> int:

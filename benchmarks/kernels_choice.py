@@ -1,0 +1,46 @@
+"""The choice of pages: what it costs beside the dense read that it is to save."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from entropic_jax.pallas import paged_attention
+from entropic_jax.pallas.paged_attention import Rules, Summary
+
+from .kernels_attention import Shape, arrays, shapes
+from .kernels_timing import on_cpu, seconds
+
+
+def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
+    """Dense attention, then the choice by each back end; they take turns."""
+    for shape in shapes(quick):
+        yield from of_shape(shape, repeat)
+
+
+def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
+    """The same of one shape."""
+    q, keys, values, table = arrays(shape)
+    last = jnp.full(shape.rows, shape.context, jnp.int32)
+    dense = jax.jit(partial(paged_attention.decode, back_end=None))
+    programs = {"dense attention": partial(dense, q, keys, values, table, None, None, 0 * last, last)}
+    wide = keys.astype(jnp.float32)
+    summary = Summary(wide.min(2), wide.max(2), wide.sum(2))
+    information = jnp.ones(keys.shape[:2], jnp.float32)
+    drop = jnp.full(shape.rows, 0.1, jnp.float32)
+    given = (q, summary, information, table, last, drop)
+    read = 3 * 4 * shape.rows * shape.kv_heads * shape.pages * shape.head_dim
+    verdicts = paged_attention.CHOOSE.verdicts(*given, shape.page, Rules())
+    names = [name for name, reason in verdicts.items() if reason is None]
+    for name in names if on_cpu() else names[:1]:
+        choose = jax.jit(partial(_choose, name, shape.page))
+        programs[f"choice, {name}"] = partial(choose, *given)
+    for name, measured in seconds(programs, repeat).items():
+        size = shape.bytes if name.startswith("dense") else read
+        yield {"shape": shape._asdict(), "engine": name, "bytes": size, "seconds": measured}
+
+
+def _choose(back_end: str, page: int, *given: Any) -> Any:
+    return paged_attention.choose(*given, page, Rules(), back_end=back_end)

@@ -1,0 +1,136 @@
+"""The kernels on the shapes that models have, as programs for a compiler, and what they may take.
+
+for program in programs("tpu"):
+    compiled = compile_for_tpu(program.function, *program.arguments, generation="v5e", **program.options)
+    assert compiled.memory_analysis().temp_size_in_bytes <= program.limit
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from entropic_jax.pallas.paged_attention import Rules, Summary, prefill_tpu, reference, write_tpu
+from entropic_jax.pallas.paged_attention import cases as paged_cases
+from entropic_jax.pallas.paged_attention import gpu as paged_gpu
+from entropic_jax.pallas.paged_attention import tpu as paged_tpu
+from entropic_jax.pallas.topk_entropy import cases as topk_cases
+from entropic_jax.pallas.topk_entropy import gpu as topk_gpu
+from entropic_jax.pallas.topk_entropy import tpu as topk_tpu
+
+from .compilers import like
+
+QUERIES = 512  # of a row that is prefilled
+integers = partial(like, dtype=jnp.int32)
+size = lambda x: x.size * x.dtype.itemsize
+
+WRITES = ((8, "bfloat16"), (1, "bfloat16"), (2, "float32"))  # KV heads, type
+PROJECTIONS = (  # rows, hidden, vocabulary, k
+    (64, 4096, 128256, 64),
+    (1, 8192, 151936, 128),
+    (12, 2048, 50257, 8),
+    (200, 4096, 128256, 64),
+    (8, 5120, 262144, 20),
+)
+
+
+class Program(NamedTuple):
+    """A function and its abstract arguments."""
+
+    operation: str
+    case: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    limit: int  # bytes of temporary memory: far less than a copy of the pool, or of the logits
+    options: dict[str, Any] = {}  # noqa: RUF012, of jit
+
+
+def programs(platform: str) -> Iterator[Program]:
+    """All for one kind of device, `tpu` or `gpu`."""
+    on_tpu = platform == "tpu"
+    for case in paged_cases.LARGE:
+        yield decode(case, paged_tpu.decode if on_tpu else paged_gpu.decode)
+    if on_tpu:
+        for case in paged_cases.LARGE:
+            yield prefill(case)
+    for kv_heads, dtype in WRITES:
+        yield write(kv_heads, dtype, write_tpu.write if on_tpu else reference.write)
+    for case in paged_cases.LARGE:
+        if case.kept is not None:
+            yield choose(case)
+    for case in topk_cases.LARGE:
+        yield topk_entropy(case, topk_tpu if on_tpu else topk_gpu)
+    for shape in PROJECTIONS:
+        yield project(*shape, topk_tpu if on_tpu else topk_gpu)
+
+
+def _pool(case) -> jax.ShapeDtypeStruct:
+    return like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
+
+
+def _lists(case) -> tuple[Any, Any]:
+    if case.kept is None:
+        return None, None
+    return integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads)
+
+
+def decode(case, function) -> Program:
+    pool, table, row = _pool(case), integers(case.rows, case.per_row), integers(case.rows)
+    q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
+    arguments = (q, pool, pool, table, *_lists(case), row, row)
+    return Program("decode", case.name, function, arguments, size(pool) // 12)
+
+
+def prefill(case) -> Program:
+    pool, table, row = _pool(case), integers(case.rows, case.per_row), integers(case.rows)
+    q = like(case.rows, case.kv_heads, case.group, QUERIES, case.head_dim, dtype=case.dtype)
+    first = integers(case.rows, QUERIES)
+    arguments = (q, pool, pool, table, *_lists(case), first, row, row)
+    limit = size(pool) // 12 + 3 * size(q) + 4 * first.size * 128
+    return Program("prefill", case.name, prefill_tpu.prefill, arguments, limit)
+
+
+def write(kv_heads: int, dtype: str, function) -> Program:
+    rows, pages, page = 64, 2049, 64
+    pool = like(pages, kv_heads, page, 128, dtype=dtype)
+    summary, norm = like(pages, kv_heads, 128), like(pages, kv_heads)
+    new, row = like(rows, kv_heads, 128, dtype=dtype), integers(rows)
+    arguments = ((pool, pool), (summary, summary, summary, norm), new, new, row, row)
+    name = f"{rows}x{kv_heads}x128-page{page}x{pages}-{dtype}"
+    return Program("write", name, function, arguments, size(pool) // 12, {"donate_argnums": (0, 1)})
+
+
+def choose(case) -> Program:
+    """The form in XLA, that every accelerator is served with; K and V are not among its arguments."""
+    pool = case.rows * case.per_row + 1
+    summary = like(pool, case.kv_heads, case.head_dim)
+    q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
+    arguments = (q, Summary(summary, summary, summary), like(pool, case.kv_heads))
+    arguments += (integers(case.rows, case.per_row), integers(case.rows), like(case.rows))
+    function = lambda *x: reference.choose(*x, case.page, Rules())
+    return Program("choose", case.name, function, arguments, size(_pool(case)) // 12)
+
+
+def topk_entropy(case, module) -> Program:
+    logits = like(case.rows, case.vocabulary, dtype=jnp.dtype(case.dtype))
+    function = lambda logits, *at: module.topk_entropy(logits, case.k, *at)
+    arguments = (logits, like(case.rows), like(case.rows))
+    return Program("topk_entropy", case.name, function, arguments, _state(size(logits)))
+
+
+def project(rows: int, hidden: int, vocabulary: int, k: int, module) -> Program:
+    bfloat16 = partial(like, dtype=jnp.bfloat16)
+    function = lambda hidden, weight, *at: module.project(hidden, weight, k, *at)
+    arguments = (bfloat16(rows, hidden), bfloat16(hidden, vocabulary), like(rows), like(rows))
+    name = f"{rows}x{hidden}x{vocabulary}-k{k}-bfloat16"
+    logits = rows * vocabulary * 4
+    # A GPU holds the logits; neither copies the weights.
+    limit = _state(logits) if module is topk_tpu else logits + _state(logits) + (64 << 20)
+    return Program("project", name, function, arguments, limit)
+
+
+def _state(read: int) -> int:
+    # The state of the rows is a fraction of what is read, where that is much.
+    return max(read // 4, 3 << 19)

@@ -1,0 +1,122 @@
+"""`entropic doctor`: what it says of this machine, and that it notices what is wrong."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.pallas import self_test
+from entropic_jax.pallas.dispatch import Operation
+from serving import doctor_command
+from serving.cli import main
+
+
+@pytest.fixture(autouse=True)
+def automatic(monkeypatch):
+    monkeypatch.delenv("ENTROPIC_KERNELS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def trials():
+    return self_test.trials()
+
+
+def test_a_sound_machine(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert report["devices"][0]["platform"] == "cpu"
+    assert report["versions"]["jax"] == jax.__version__
+    named = {operation["operation"]: operation for operation in report["operations"]}
+    assert set(named) == {
+        "paged_attention.decode",
+        "paged_attention.prefill",
+        "paged_attention.write",
+        "paged_attention.choose",
+        "topk_entropy",
+        "topk_entropy.project",
+    }
+    for operation in named.values():
+        assert operation["error"] <= operation["tolerance"]
+        assert operation["compile_seconds"] > 0
+    assert named["topk_entropy"]["declined"]["tpu"] == "the default device is a cpu"
+
+
+def test_what_is_said_to_a_person(monkeypatch, trials, capsys):
+    monkeypatch.setattr(self_test, "trials", lambda: [trials[3]])
+    monkeypatch.setenv("ENTROPIC_KERNELS", "xla")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "ENTROPIC_KERNELS=xla" in text
+    assert "paged_attention.choose   xla: compiled in" in text
+    assert "all is well" in text
+
+
+def without(result):
+    """The result with its first number changed."""
+    leaves, structure = jax.tree.flatten(result)
+    leaves[0] = jnp.ravel(leaves[0]).at[0].add(1).reshape(leaves[0].shape)
+    return structure.unflatten(leaves)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_kernel_that_is_wrong_is_found(place, monkeypatch, trials, capsys):
+    trial = trials[place]
+    back_ends = trial.operation.back_ends
+    broken = Operation(trial.operation.name, {"xla": lambda *x: without(back_ends["xla"](*x))})
+    monkeypatch.setattr(self_test, "trials", lambda: [trial._replace(operation=broken)])
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert f"problem: {trial.operation.name}: differs by" in text
+    assert "1 problems" in text
+
+
+def declines(*arguments):
+    raise NotImplementedError("not today")
+
+
+def fails(*arguments):
+    raise ValueError("out of\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("back_end", "said"), [(declines, "every back end declines"), (fails, "ValueError: out of")]
+)
+def test_what_cannot_run_is_said(back_end, said, monkeypatch, trials, capsys):
+    operation = Operation("topk_entropy", {"xla": back_end})
+    monkeypatch.setattr(self_test, "trials", lambda: [trials[4]._replace(operation=operation)])
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [f"topk_entropy: {said}"]
+
+
+def test_an_unknown_back_end_is_a_problem(monkeypatch, trials, capsys):
+    monkeypatch.setenv("ENTROPIC_KERNELS", "cuda")
+    monkeypatch.setattr(self_test, "trials", lambda: [trials[4]])
+    assert main(["doctor"]) == 1
+    assert "ENTROPIC_KERNELS is 'cuda'; accepted are xla, cpu, tpu, gpu" in capsys.readouterr().out
+
+
+def test_no_device_is_a_problem(monkeypatch, capsys):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr(doctor_command, "devices", none)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == ["JAX finds no device: Unable to initialize backend 'tpu'"]
+
+
+def test_differences():
+    found = (np.array([1.0, -np.inf]), np.array([1, 2]))
+    assert self_test.difference(found, found) == 0
+    for other in (
+        (np.array([1.0, 0.0]), np.array([1, 2])),
+        (np.array([np.nan, -np.inf]), np.array([1, 2])),
+        (np.array([1.0, -np.inf]), np.array([1, 3])),
+        (np.array([1.0]), np.array([1, 2])),
+    ):
+        assert self_test.difference(other, found) == np.inf
+    assert self_test.difference((np.array([1.5, -np.inf]), np.array([1, 2])), found) == 0.5

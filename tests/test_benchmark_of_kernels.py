@@ -1,0 +1,58 @@
+"""What `benchmarks.kernels` makes of measurements; that it runs is tried by `--quick`."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import kernels, kernels_attention, kernels_timing
+
+
+def test_time_in_which_a_device_was_busy():
+    assert kernels_timing.covered([]) == 0
+    assert kernels_timing.covered([(5, 7), (0, 2), (1, 3), (1, 2), (6, 10)]) == 3 + 5
+
+
+def test_lists_and_lengths():
+    shape = kernels_attention.Shape(3, 2, 1, 64, 640, 64, "float32")
+    assert shape.pages == 10 and shape.bytes == 2 * 3 * 2 * 640 * 64 * 4
+    assert kernels_attention.listed(shape, 1.0) == (None, None)
+    index, count = kernels_attention.listed(shape, 0.25)
+    assert (np.asarray(count) == 2).all()
+    assert (np.diff(np.asarray(index)[..., :2]) > 0).all() and (np.asarray(index) < 10).all()
+    assert kernels_attention.ragged(shape).tolist() == [80, 360, 640]
+
+
+def entry(engine, seconds, **more):
+    return {"shape": {"rows": 2, "page": 64}, "engine": engine, "bytes": 8e6, "seconds": seconds, **more}
+
+
+RESULTS = {
+    "date": "2026-01-01",
+    "device": "a chip",
+    "platform": "gpu",
+    "jax": "0.10.2",
+    "threads": None,
+    "load_average": 0.0,
+    "copy": {"best": 2e9, "median": 1e9},
+    "checked": [{"operation": "add", "chosen": "gpu", "problem": "differs by 1"}],
+    "attention": [
+        entry("gpu", [0.006, 0.004, 0.008], kept=1.0),
+        entry("gpu", [0.003], kept=0.5),
+        entry("another", [], kept=1.0, error="ValueError: no"),
+    ],
+    "topk_entropy": [],
+}
+
+
+def test_tables_and_notes():
+    (title, header, rows), *_ = kernels.grids(RESULTS)
+    assert title == "Paged attention of one query per row: rows × page"
+    assert rows[0] == ["2 × 64", "gpu", "1", "6.000", "4.000–8.000", "1.3", "67%", "1.000"]
+    assert rows[1][-1] == "0.500"
+    assert rows[2][:5] == ["2 × 64", "another", "", "failed", "ValueError: no"]
+    assert all(len(row) == len(header) for row in rows)
+    assert "add by gpu is wrong: differs by 1" in kernels.notes(RESULTS)
+
+
+def test_bytes_of_bfloat16():
+    shape = kernels_attention.Shape(1, 1, 1, 64, 128, 64, "bfloat16")
+    assert shape.bytes == 2 * 128 * 64 * jnp.dtype("bfloat16").itemsize
