@@ -95,7 +95,8 @@ class Batcher:
         while len(self.flights) > (busy and not careful):
             self._collect(self.flights.popleft())
         self._deliver()
-        return bool(self.flights or self.waiting or self.edits)
+        seated = any(s is not None for s in self.seats)
+        return bool(seated or self.flights or self.waiting or self.edits)
 
     def _flush(self) -> None:
         if self.edits:
@@ -192,6 +193,7 @@ class Batcher:
 
     def _decode(self, careful: bool) -> tuple[list[Sequence], int, int, Output | None]:
         due = any(s is not None and s.stage == PREFILL for s in self.seats)
+        masks = self._masks() if careful else {}
         running, steps = self._running(), 0
         while running:
             most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
@@ -208,12 +210,23 @@ class Batcher:
         width = self.launches.width(len(running))
         selections = self.sizes.shapes.selections
         selection = selections[-1 if any(s.knobs.pruning for s in running) else 0]
-        terms, forced = self.launches.terms(running), self.launches.forced(running, steps)
+        terms, forced = self.launches.terms(masks), self.launches.forced(running, steps)
         self.board, output = self.programs.decode(self.board, steps, terms, forced, width, selection)
         for s in running:
             s.told += steps
             self.ahead[s.row] += steps
         return running, steps, width, output
+
+    def _masks(self) -> dict[int, np.ndarray]:
+        """What the grammars allow next, by row; a job whose grammar fails ends, and no other."""
+        masks = {}
+        for s in self._running():
+            if s.job.grammar is not None and s.told >= s.replay:
+                try:
+                    masks[s.row] = np.asarray(s.job.grammar.mask()).reshape(-1).view(np.int32)
+                except Exception as error:  # a grammar is a program that came with a request
+                    self.end(s, "error", f"the grammar failed: {error}")
+        return masks
 
     def _running(self) -> list[Sequence]:
         """Those that decode and may get a token more than those under way."""
@@ -343,8 +356,8 @@ class Batcher:
         """Hand a sequence its new tokens."""
         settled = sequence.extend(tokens, column, top)
         grammar, transcript = sequence.job.grammar, sequence.transcript
-        if grammar is not None and not grammar.accept(tokens[0]) and transcript.finish_reason is None:
-            settled += transcript.finish("stop")
+        if grammar is not None and transcript.finish_reason is None:
+            settled += self._follow(sequence, tokens[0])
         if sequence.first_token is None:
             sequence.first_token = now
         self.observer.emitted(sequence, len(tokens), now)
@@ -355,6 +368,14 @@ class Batcher:
             self._close(sequence, settled)
         elif settled:
             self._tell(sequence, sequence.delta(settled, cached_tokens=sequence.cached_tokens))
+
+    def _follow(self, sequence: Sequence, token: int) -> list[Token]:
+        """Tell a grammar the token; what was held back is handed out if nothing may follow it."""
+        try:
+            goes_on = sequence.job.grammar.accept(token)
+        except Exception as error:
+            return sequence.transcript.finish("error", f"the grammar failed: {error}")
+        return [] if goes_on else sequence.transcript.finish("stop")
 
     def _remember(self, sequence: Sequence, output: Output) -> None:
         """Let the prefix cache keep what was generated, for a prompt that continues this text."""

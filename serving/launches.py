@@ -82,17 +82,18 @@ class Launches:
             forced[: len(known), s.row] = known
         return forced
 
-    def terms(self, running: list[Sequence]) -> Terms:
-        """What the rows are held to. Copied: the device reads it while the host goes on."""
+    def terms(self, masks: dict[int, np.ndarray]) -> Terms:
+        """What the rows are held to, those of `masks` to the tokens whose bits are set.
+
+        Copied: the device reads it while the host goes on.
+        """
         terms = self._terms._replace(least=self.least.copy(), reported=self.reported.copy())
-        held = [s for s in running if s.job.grammar is not None and s.told >= s.replay]
-        if not held:
+        if not masks:
             return terms
         constrained, allowed = np.zeros(self.sizes.rows, bool), np.zeros(terms.allowed.shape, np.int32)
-        for s in held:
-            constrained[s.row] = True
-            mask = np.asarray(s.job.grammar.mask()).view(np.int32)
-            allowed[s.row, : mask.size] = mask[: allowed.shape[1]]
+        for row, mask in masks.items():
+            constrained[row] = True
+            allowed[row, : mask.size] = mask[: allowed.shape[1]]
         return terms._replace(constrained=constrained, allowed=allowed)
 
 

@@ -35,7 +35,7 @@ def compile_ahead(
                 programs.params,
                 board,
                 np.int32(1),
-                launches.terms([]),
+                launches.terms({}),
                 launches.unforced,
                 programs.prior,
             )
