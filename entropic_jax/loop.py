@@ -255,7 +255,7 @@ def step(
     cost = ledger.step_cost(
         decoder.shape,
         active=active,
-        positions_read=cut.spread(reading.positions, 0.0),
+        positions_read=cut.spread(reading.positions + reading.summaries, 0.0),
         length=length,
         bytes_per_weight=jax.tree.leaves(params)[0].dtype.itemsize,
         bytes_per_cache=cache.layers[0].keys.dtype.itemsize,

@@ -84,6 +84,7 @@ class Reading(NamedTuple):
     held: jax.Array  # keys there were, summed over KV heads
     dropped: jax.Array  # attention mass left unread, estimated, mean over heads
     certificate: jax.Array  # bound of the change of any head's output, ‖Δ‖₂ ≤ 2δ·max‖v‖
+    summaries: jax.Array | float = 0.0  # what was read to choose, in positions that cost as much
 
 
 class Lists(NamedTuple):
@@ -238,6 +239,11 @@ class Reader:
         positions = jnp.maximum(choice.count * size - slack, 0).sum(1).astype(jnp.float32)
         held = (last * choice.count.shape[1]).astype(jnp.float32)
         left_out = (choice.count < pages)[..., None]
+        # Three vectors a page, of float32; `bounded` says that this layer has just chosen.
+        worth = 3 * 4 / (2 * layer.keys.dtype.itemsize) * choice.count.shape[1]
+        rules = self.selection.rules
+        looked = bounded & (self.drop > 0) & (pages[:, 0] > max(rules.least, rules.sink + rules.recent))
+        summaries = jnp.where(looked, worth * pages[:, 0].astype(jnp.float32), 0.0)
         page = jnp.arange(self.cache.table.shape[1])
         norm = jnp.where((page < pages)[..., None], layer.value_norm[self.cache.table], 0.0).max(1)
         bound = getattr(choice, "log_bound", None)
@@ -246,13 +252,18 @@ class Reader:
         else:
             share = jnp.where(bounded, jax.nn.sigmoid(bound - part.log_sum), 1.0)
         share = jnp.where(left_out & (part.log_sum > -jnp.inf), share, 0.0)
-        return Reading(positions, held, choice.dropped.mean(1), (2 * share.max(2) * norm).max(1))
+        return Reading(positions, held, choice.dropped.mean(1), (2 * share.max(2) * norm).max(1), summaries)
 
     def total(self) -> Reading:
         """What the step read: positions summed over layers, mass averaged, the largest certificate."""
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *self.readings)
+        readings = (x._replace(summaries=x.summaries + jnp.zeros_like(x.positions)) for x in self.readings)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *readings)
         return Reading(
-            stacked.positions.sum(0), stacked.held.sum(0), stacked.dropped.mean(0), stacked.certificate.max(0)
+            stacked.positions.sum(0),
+            stacked.held.sum(0),
+            stacked.dropped.mean(0),
+            stacked.certificate.max(0),
+            stacked.summaries.sum(0),
         )
 
 

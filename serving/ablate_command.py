@@ -7,6 +7,8 @@ keys and values read for them, the speed of a step, and how free generation hold
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from entropic_jax.analysis.studies import Material
 
 STUDIES = ("quality", "speed", "writing", "load")
-SCORED = 128  # tokens of a window whose bits are counted
+SHORTEST = 16  # tokens of a window
+SCORED = 128  # of them at most so many are scored
+STEPS = 8  # of a launch whose time is taken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,44 +74,21 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
     from rich.console import Console
 
-    from entropic_jax.analysis import studies, tables
+    from entropic_jax.analysis import tables
 
     if options.seeds < 1:
         raise RequestError(f"--seeds is {options.seeds}; accepted are integers of at least 1")
     material = _material(options)
     longest = min(len(material.stream) - 1, material.subject.decoder.config.max_position_embeddings)
     for context in options.contexts:
-        if not SCORED < context <= longest:
+        if not SHORTEST <= context <= longest:
             raise RequestError(
-                f"--contexts has {context}; accepted are {SCORED + 1} to {longest}, as model and text allow"
+                f"--contexts has {context}; accepted are {SHORTEST} to {longest}, as model and text allow"
             )
-    errors = Console(stderr=True)
     names = ["off", *(name for name in options.presets if name != "off")]
     found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
-    cells: list[tuple[str, str, Any]] = []
-    for seed in range(options.seeds):
-        for context in options.contexts:
-            reading = [name for name in names if name in studies.READING]
-            if any(studies.SAME_READING.get(name) == "meso" for name in names) and "meso" not in reading:
-                reading.append("meso")
-            cells.append(
-                (
-                    "quality",
-                    f"{context} tokens, seed {seed}",
-                    lambda c=context, s=seed, r=tuple(reading): studies.quality(
-                        material, c, s, names=r, scored=SCORED
-                    ),
-                )
-            )
-        ways = {name: material.preset(name) for name in names if name != "macro"}
-        writing = lambda s=seed, w=ways: studies.writing(material, s, ways=w, tokens=128)
-        cells.append(("writing", f"seed {seed}", writing))
-        cells.append(("load", f"seed {seed}", lambda s=seed: studies.load(material, s, names=names)))
-    for context in options.contexts:
-        here = min(context, longest - 26 * 8)  # room to write
-        cells.append(("speed", f"{here} tokens", lambda c=here: studies.speed(material, c, names=names)))
-    with errors.status("", spinner="dots") as status:
-        for study, what, measure in cells:
+    with Console(stderr=True).status("", spinner="dots") as status:
+        for study, what, measure in _cells(material, longest, names, options):
             if study in found:
                 status.update(f"{study}, {what}")
                 found[study] += measure()
@@ -126,6 +107,31 @@ def run(options: argparse.Namespace) -> int:
         console.print(_drawn(grids[study](rows)))
     console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
     return 0
+
+
+def _cells(
+    material: "Material", longest: int, names: list[str], options: argparse.Namespace
+) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
+    """Study, what is measured in words, and how."""
+    from entropic_jax.analysis import studies
+
+    reading = tuple(dict.fromkeys(studies.SAME_READING.get(name, name) for name in names))
+    ways = {name: material.preset(name) for name in names if name != "macro"}  # nobody waits
+    half = longest // 2
+    for seed in range(options.seeds):
+        for context in options.contexts:
+            scored = min(SCORED, context // 2)
+            make = partial(studies.quality, material, context, seed, names=reading, scored=scored)
+            yield "quality", f"{context} tokens, seed {seed}", make
+        size = {"prompt": min(256, half), "tokens": min(128, half)}
+        yield "writing", f"seed {seed}", partial(studies.writing, material, seed, ways=ways, **size)
+        size = {"prompt": min(384, half), "most": min(160, half)}
+        yield "load", f"seed {seed}", partial(studies.load, material, seed, names=names, **size)
+    launches = min(26, half // STEPS)
+    for context in options.contexts:
+        here = min(context, longest - launches * STEPS)
+        make = partial(studies.speed, material, here, names=names, steps=STEPS, repeat=launches - 2)
+        yield "speed", f"{here} tokens", make
 
 
 def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:

@@ -146,17 +146,18 @@ def load(
     names: Sequence[str] = ALL,
     sequences: int = 16,
     width: int = 4,
+    prompt: int = 384,
     most: int = 160,
 ) -> list[Row]:
     """Completion of sequences that arrive at random, more of them than a step advances.
 
     Arrivals are a Poisson process in which about as many tokens are asked for as `off` can write. Without
-    the macro scale the order is that of arrival.
+    the macro scale the order is that of arrival. Prompts have up to `prompt` tokens, answers up to `most`.
     """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(32, 384, sequences)
+    lengths = rng.integers(min(32, prompt // 2), prompt, sequences)
     prompts = [material.windows(1, int(n), seed * 100 + i)[0] for i, n in enumerate(lengths)]
-    budgets = np.clip(rng.lognormal(3.7, 0.8, sequences), 8, most).astype(int)
+    budgets = np.clip(rng.lognormal(3.7, 0.8, sequences), min(8, most), most).astype(int)
     gaps = rng.exponential(1.0, sequences)
     state = ablation.read(material.subject, prompts, budgets.tolist())
     # The first run is of `off` with everyone there: it compiles, and says what the machine can write.

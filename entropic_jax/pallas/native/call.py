@@ -1,18 +1,17 @@
-"""The bridge from XLA to a Numba function: call frames, buffers, and the registration of a kernel.
+"""The bridge from XLA to a Numba function: call frames, buffers, memory, and names that are found later.
 
 The layout of the structures is that of `xla/ffi/api/c_api.h`, whose stability XLA promises; every field is a
 machine word here.
 """
 
-import ctypes
 from typing import Any
 
-import jax
 import numpy as np
+from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-_alive: list[Any] = []  # compiled code must outlive every executable that calls it
+BYTES = ir.IntType(8).as_pointer()
 
 
 @intrinsic
@@ -59,11 +58,58 @@ def result(frame, place):
     return _buffer(words(frame, 15)[14], place)
 
 
-def register(name: str, body: Any) -> None:
-    """Make `body(frame)`, compiled by Numba, known to XLA's CPU client as the target `name`."""
+def symbol(name: str) -> Any:
+    """A function of no arguments for Numba code: the address that goes by a name when the code is loaded."""
+
+    @intrinsic
+    def place(context):
+        def generate(context, builder, signature, arguments):
+            found = builder.module.globals.get(name)
+            if found is None:
+                found = ir.GlobalVariable(builder.module, ir.IntType(8), name)
+            return builder.ptrtoint(found, context.get_value_type(types.intp))
+
+        return types.intp(), generate
+
+    return place
+
+
+@intrinsic
+def allocate(context, size):
+    """The address of so many bytes of memory, to be given back with `release`."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(BYTES, [context.get_value_type(types.intp)])
+        function = builder.module.globals.get("malloc") or ir.Function(builder.module, kind, "malloc")
+        return builder.ptrtoint(builder.call(function, arguments), context.get_value_type(types.intp))
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def release(context, place):
+    """Give memory of `allocate` back."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [BYTES])
+        function = builder.module.globals.get("free") or ir.Function(builder.module, kind, "free")
+        builder.call(function, [builder.inttoptr(arguments[0], BYTES)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@njit(nogil=True)
+def floats(place, shape):
+    """An array of float32 at an address."""
+    return carray(pointer(place), shape, np.float32)
+
+
+def handler(body: Any) -> Any:
+    """`body(frame)`, compiled by Numba, as a C function that XLA calls."""
 
     @cfunc(types.intp(types.voidptr))
-    def handler(argument):
+    def call(argument):
         frame = words(address(argument), 15)
         if frame[1] != 0:  # XLA asks for the handler's metadata: answer with the version of its interface
             metadata = words(words(frame[1], 4)[3], 5)
@@ -72,18 +118,14 @@ def register(name: str, body: Any) -> None:
         body(address(argument))
         return 0
 
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    jax.ffi.register_ffi_target(name, capsule(handler.address, None, None), platform="cpu")
-    _alive.append(handler)
+    return call
 
 
-def task(function: Any) -> int:
-    """The address of `function(frame, chunk)`, compiled by Numba, for `pool.parallel`."""
+def task(function: Any) -> Any:
+    """`function(argument, chunk)`, compiled by Numba, as a C function for `pool.parallel`."""
 
     @cfunc(types.void(types.intp, types.intp))
     def entry(argument, chunk):
         function(argument, chunk)
 
-    _alive.append(entry)
-    return entry.address
+    return entry

@@ -8,23 +8,22 @@ Waiting threads spin for some microseconds, then nap for a few at a time, so tha
 cores between two kernels of a step; after some tens of milliseconds without work the naps grow.
 """
 
-import ctypes
-import os
 import sys
 from typing import Any
 
-import numpy as np
+from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from .once import once
+from .call import symbol
+from .threads import ARGUMENT, BOARD, BUSY, DONE, FUNCTION, JOB, THREADS
 from .vector import intrinsic_of
 
-MOST_THREADS = 8
 SPINS = 2_000
-JOB, FUNCTION, ARGUMENT, DONE, BUSY = (64 * i for i in range(5))  # bytes: each on a cache line of its own
 NAP, LONGEST_NAP, NAPS = 10, 2000, 2000  # µs, µs, and how many short ones
 TIMER_SLACK = 29  # of prctl: without, Linux adds 50 µs to every nap
+
+place_of_board = symbol(BOARD)
 
 
 @intrinsic
@@ -79,7 +78,6 @@ def swap_if(context, place, expected, value):
 @intrinsic
 def invoke(context, function, argument, chunk):
     """Call the task at an address."""
-    from llvmlite import ir
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
@@ -106,21 +104,34 @@ def work(board):
             taken += 1
 
 
-@once
-def build():
-    """`parallel(function, argument, chunks)`: calls `function(argument, chunk)` for every chunk."""
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    memory = np.zeros(64, np.int64)
-    board = memory.ctypes.data
-    library = ctypes.CDLL(None)
-    call_nap = _external(library.usleep)
-    be_punctual = (
-        _external(library.prctl, TIMER_SLACK, 1000) if sys.platform == "linux" else njit(lambda: None)
-    )
+@njit(nogil=True)
+def parallel(function, argument, chunks):
+    """Call `function(argument, chunk)` for every chunk, on all threads."""
+    board = place_of_board()
+    if chunks < 2 or load(board + THREADS) < 2 or swap_if(board + BUSY, 0, 1) == 0:
+        for chunk in range(chunks):
+            invoke(function, argument, chunk)
+        return
+    generation = (load(board + JOB) >> 32) + 1
+    store(board + DONE, 0)
+    store(board + FUNCTION, function)
+    store(board + ARGUMENT, argument)
+    store(board + JOB, ((generation & 0x3FFFFFFF) << 32) | chunks)
+    work(board)
+    while load(board + DONE) < chunks:
+        pass
+    store(board + BUSY, 0)
+
+
+def worker() -> Any:
+    """What a thread does: `void *worker(void *)`, which never returns."""
+    nap = external("usleep")
+    be_punctual = external("prctl", TIMER_SLACK, 1000) if sys.platform == "linux" else njit(lambda: None)
 
     @cfunc(types.voidptr(types.voidptr))
-    def worker(argument):
+    def run(argument):
         be_punctual()
+        board = place_of_board()
         idle, rest = 0, NAP
         while True:
             if work(board) > 0:
@@ -128,49 +139,22 @@ def build():
                 continue
             idle += 1
             if idle > SPINS:
-                call_nap(rest)
+                nap(rest)
             if idle > SPINS + NAPS:
                 rest = min(2 * rest, LONGEST_NAP)
         return argument
 
-    library.pthread_create.argtypes, library.pthread_create.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-    for _ in range(threads - 1):
-        handle = ctypes.c_size_t()
-        library.pthread_create(ctypes.byref(handle), None, worker.address, None)
-
-    @njit(nogil=True)
-    def parallel(function, argument, chunks):
-        if chunks < 2 or threads < 2 or swap_if(board + BUSY, 0, 1) == 0:
-            for chunk in range(chunks):
-                invoke(function, argument, chunk)
-            return
-        generation = (load(board + JOB) >> 32) + 1
-        store(board + DONE, 0)
-        store(board + FUNCTION, function)
-        store(board + ARGUMENT, argument)
-        store(board + JOB, ((generation & 0x3FFFFFFF) << 32) | chunks)
-        work(board)
-        while load(board + DONE) < chunks:
-            pass
-        store(board + BUSY, 0)
-
-    _kept.append((memory, worker))
-    return parallel
+    return run
 
 
-_kept: list = []
-
-
-def _external(function: Any, *constants: int) -> Any:
+def external(name: str, *constants: int) -> Any:
     """A function of the C library for Numba code: called with the constants, or with the one number given."""
-    from llvmlite import ir
-
-    place = ctypes.cast(function, ctypes.c_void_p).value
     narrow, word = ir.IntType(32), ir.IntType(64)
 
     def call(builder, given):
         values = [word(c) for c in constants] if constants else [builder.trunc(given[0], narrow)]
         kind = ir.FunctionType(narrow, [v.type for v in values])
-        builder.call(builder.inttoptr(word(place), kind.as_pointer()), values)
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, values)
 
     return intrinsic_of(0 if constants else 1, call)

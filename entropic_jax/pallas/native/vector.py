@@ -179,6 +179,64 @@ def accumulate(group: int, head_dim: int) -> Any:
 
 
 @cache
+def page_scores(group: int, head_dim: int, stride: int) -> Any:
+    """`page_scores(low, high, sums, table, query, means, bounds, pages)`: what summaries say of each page.
+
+        means[g, b] = q_g · sums[p],   bounds[g, b] = q_g⁺ · high[p] + q_g⁻ · low[p],   p = table[b]
+
+    Summaries of page p begin `stride · p` floats after their address; query holds q, q⁺ and q⁻, each
+    `[group, head_dim]`, its parts above and below 0; table is int32.
+    """
+    parts = head_dim // LANES
+    at_once = max(1, min(group, 8 // parts))
+    ahead = WORD(4)  # pages
+
+    def emit(builder, values):
+        low, high, sums, table, query, means, bounds, pages = values
+        last = builder.sub(pages, WORD(1))
+
+        def start_of(b):
+            address = builder.inttoptr(builder.add(table, builder.shl(b, WORD(2))), NARROW.as_pointer())
+            return builder.mul(builder.sext(builder.load(address, align=4), WORD), WORD(stride))
+
+        for first in range(0, group, at_once):
+            heads = range(first, min(group, first + at_once))
+            held = {
+                (kind, g, j): load(builder, query, (kind * group + g) * head_dim + j * LANES)
+                for kind in range(3)
+                for g in heads
+                for j in range(parts)
+            }
+
+            def row(b, _):
+                place = start_of(b)
+                later = builder.add(b, ahead)
+                later = start_of(builder.select(builder.icmp_signed("<", later, last), later, last))
+                value = {}
+                for kind, data in enumerate((sums, high, low)):
+                    for j in range(parts):
+                        value[kind, j] = load(builder, data, builder.add(place, WORD(j * LANES)))
+                        if first == 0:
+                            prefetch(builder, data, builder.add(later, WORD(j * LANES)))
+                for g in heads:
+                    mean = builder.fmul(value[0, 0], held[0, g, 0])
+                    bound = builder.fmul(value[1, 0], held[1, g, 0])
+                    for j in range(1, parts):
+                        mean = multiply_add(builder, value[0, j], held[0, g, j], mean)
+                        bound = multiply_add(builder, value[1, j], held[1, g, j], bound)
+                    for j in range(parts):
+                        bound = multiply_add(builder, value[2, j], held[2, g, j], bound)
+                    where = builder.add(builder.mul(pages, WORD(g)), b)
+                    store(builder, total(builder, mean), means, where)
+                    store(builder, total(builder, bound), bounds, where)
+                return []
+
+            loop(builder, WORD(0), pages, 1, [], row)
+
+    return intrinsic_of(8, emit)
+
+
+@cache
 def exponentials() -> Any:
     """`exponentials(x, peak, power)`: x[t] ← exp(x[t] − peak) in place; the sum. `power`: int32 scratch."""
     from numba import njit

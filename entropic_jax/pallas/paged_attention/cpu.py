@@ -5,11 +5,15 @@ partial softmaxes of the pieces are merged at the end, in their order. The piece
 neither its neighbours nor the number of threads changes a bit of its result.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import native
+from ..native import library
 from ..native.once import once
 from .reference import Partial
 
@@ -40,14 +44,35 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
 
 @once
 def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool) -> str:
-    """Compile `decode` for one shape and make it known to XLA; returns its name there."""
+    """Make `decode` for one shape known to XLA; returns its name there."""
+    kind = "dense" if dense else "listed"
+    name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{kind}"
+    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense))
+    return name
+
+
+def _compile(
+    name: str, kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool
+) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native import pool, vector
-    from ..native.call import operand, pointer, register, result, task, words
+    from ..native import vector
+    from ..native.call import (
+        allocate,
+        floats,
+        handler,
+        operand,
+        pointer,
+        release,
+        result,
+        symbol,
+        task,
+        words,
+    )
+    from ..native.pool import parallel
 
     scores, accumulate = vector.scores(group, head_dim), vector.accumulate(group, head_dim)
-    exponentials, parallel = vector.exponentials(), pool.build()
+    exponentials = vector.exponentials()
     per_piece = max(1, PIECE // page_size)
     tile = page_size * head_dim * 4  # bytes
 
@@ -103,8 +128,9 @@ def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, d
         top = carray(pointer(top_data), (number + 1, group), np.float32)[number]
         total = carray(pointer(total_data), (number + 1, group), np.float32)[number]
         top[:], total[:] = LOW, np.float32(0)
-        score = np.empty((group, page_size), np.float32)
-        power = np.empty(page_size, np.int32)
+        memory = allocate(4 * (group + 1) * page_size)
+        score = floats(memory, (group, page_size))
+        power = carray(pointer(memory + 4 * group * page_size), (page_size,), np.int32)
         end = min(count, (part + 1) * per_piece)
         later = np.int64(table[listed(frame, row, head, lead, part * per_piece)])
         for entry in range(part * per_piece, end):
@@ -116,7 +142,7 @@ def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, d
             if high <= low:
                 continue
             offset, after = (page * kv_heads + head) * tile, (later * kv_heads + head) * tile
-            scores(key_data + offset, query, score.ctypes.data, page_size, low, high, key_data + after)
+            scores(key_data + offset, query, memory, page_size, low, high, key_data + after)
             for g in range(group):
                 weight = score[g, low:high]
                 peak = top[g]
@@ -128,29 +154,40 @@ def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, d
                 if shrink != np.float32(1):
                     for d in range(head_dim):
                         sums[g, d] *= shrink
-            accumulate(score.ctypes.data, value_data + offset, out, page_size, low, high, value_data + after)
+            accumulate(memory, value_data + offset, out, page_size, low, high, value_data + after)
+        release(memory)
 
-    piece_address = task(piece)
+    yield f"{name}_piece", task(piece)
+    place_of_piece = symbol(f"{name}_piece")
 
     @njit(nogil=True)
     def body(frame):
         _, shape = operand(frame, 0)
         rows = shape[0]
-        before = np.zeros(rows * kv_heads + 1, np.int64)
+        count_data = allocate(8 * (rows * kv_heads + 1))
+        before = words(count_data, rows * kv_heads + 1)
+        before[0] = 0
         for owner in range(rows * kv_heads):
             _, count, _, _ = pages(frame, owner // kv_heads, owner % kv_heads)
             before[owner + 1] = before[owner] + (count + per_piece - 1) // per_piece
         pieces = before[rows * kv_heads]
-        owners = np.empty(pieces, np.int64)
+        # Of every piece its owner, sums, and the top and total of its softmax; then what the pieces share.
+        sums_data = allocate(pieces * (8 + 4 * group * (head_dim + 2)) + 6 * 8)
+        top_data = sums_data + 4 * pieces * group * head_dim
+        total_data = top_data + 4 * pieces * group
+        owner_data = total_data + 4 * pieces * group
+        job_data = owner_data + 8 * pieces
+        out = floats(sums_data, (pieces, group, head_dim))
+        top = floats(top_data, (pieces, group))
+        total = floats(total_data, (pieces, group))
+        owners = words(owner_data, pieces)
         for owner in range(rows * kv_heads):
-            owners[before[owner] : before[owner + 1]] = owner
-        out = np.empty((pieces, group, head_dim), np.float32)
-        top = np.empty((pieces, group), np.float32)
-        total = np.empty((pieces, group), np.float32)
-        job = np.empty(6, np.int64)
-        job[0], job[1], job[2] = frame, out.ctypes.data, top.ctypes.data
-        job[3], job[4], job[5] = total.ctypes.data, owners.ctypes.data, before.ctypes.data
-        parallel(piece_address, job.ctypes.data, pieces)
+            for number in range(before[owner], before[owner + 1]):
+                owners[number] = owner
+        job = words(job_data, 6)
+        job[0], job[1], job[2] = frame, sums_data, top_data
+        job[3], job[4], job[5] = total_data, owner_data, count_data
+        parallel(place_of_piece(), job_data, pieces)
         final_data, _ = result(frame, 0)
         log_data, _ = result(frame, 1)
         final = carray(pointer(final_data), (rows * kv_heads, group, head_dim), np.float32)
@@ -172,7 +209,7 @@ def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, d
                         scale = np.exp(top[p, g] - peak) / mass
                         for d in range(head_dim):
                             final[owner, g, d] += out[p, g, d] * scale
+        release(sums_data)
+        release(count_data)
 
-    name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{'dense' if dense else 'listed'}"
-    register(name, body)
-    return name
+    yield name, handler(body)

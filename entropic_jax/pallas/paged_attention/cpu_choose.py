@@ -1,9 +1,13 @@
 """The choice of pages on a CPU: the algorithm of the reference, a (row, KV head) at a time."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..native import library
 from ..native.once import once
 from .cpu import LOW, declines
 from .reference import LEAST_WEIGHT, PASSES, Choice, Rules, Summary
@@ -13,6 +17,8 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     """See the package and the reference, whose algorithm this is; float32."""
     declines(q.dtype, *(x.dtype for x in summary), information.dtype)
     rows, kv_heads, group, head_dim = q.shape
+    if head_dim % 16:
+        raise NotImplementedError(f"head_dim {head_dim}: multiples of 16 are served")
     name = _register_choose(kv_heads, group, head_dim, page_size, rules)
     flat = lambda kind, *shape: jax.ShapeDtypeStruct((rows, kv_heads, *shape), kind)
     shapes = (
@@ -27,13 +33,24 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
 
 @once
 def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, rules: Rules) -> str:
-    """Compile `choose` for one shape and make it known to XLA; returns its name there."""
+    """Make `choose` for one shape known to XLA; returns its name there."""
+    code = "_".join(str(x).replace(".", "p") for x in rules)
+    name = f"entropic_choose_pages_{kv_heads}_{group}_{head_dim}_{page_size}_{code}"
+    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, rules))
+    return name
+
+
+def _compile(
+    name: str, kv_heads: int, group: int, head_dim: int, page_size: int, rules: Rules
+) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native import pool, vector
-    from ..native.call import operand, pointer, register, result, task
+    from ..native import vector
+    from ..native.call import allocate, floats, handler, operand, pointer, release, result, symbol, task
+    from ..native.pool import parallel
 
-    exponentials, parallel = vector.exponentials(), pool.build()
+    exponentials = vector.exponentials()
+    page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
     guard, rest, zero, least_weight = (np.float32(x) for x in (rules.guard, 1 - rules.guard, 0, LEAST_WEIGHT))
     sink, recent, least = rules.sink, rules.recent, rules.least
 
@@ -46,15 +63,6 @@ def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, r
                 mass += weight[b]
                 count += 1
         return mass, count
-
-    @njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
-    def estimate(query, low, high, total, inverse):
-        """Q · mean key, and the upper bound of q · k, over one page."""
-        mean, bound = zero, zero
-        for d in range(head_dim):
-            mean += query[d] * total[d]
-            bound += max(query[d] * low[d], query[d] * high[d])
-        return mean * inverse, bound
 
     @njit(nogil=True, error_model="numpy")
     def one(frame, owner):
@@ -79,26 +87,39 @@ def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, r
             return
         query = carray(pointer(q_data), (grid[0], kv_heads, group, head_dim), np.float32)[row, head]
         low_data, pool_shape = operand(frame, 1)
-        pool = (pool_shape[0], kv_heads, head_dim)
-        low = carray(pointer(low_data), pool, np.float32)
-        high = carray(pointer(operand(frame, 2)[0]), pool, np.float32)
-        total = carray(pointer(operand(frame, 3)[0]), pool, np.float32)
-        information = carray(pointer(operand(frame, 4)[0]), pool[:2], np.float32)
-        bound = np.empty((group, pages), np.float32)
-        score = np.empty((group, pages), np.float32)
-        power = np.empty(pages, np.int32)
-        mass = np.zeros(pages, np.float32)
-        full, part = np.float32(np.log(page_size)), last - (pages - 1) * page_size
-        for b in range(pages):
-            page = table[b]
-            filled = page_size if b < pages - 1 else part
-            log_filled = full if b < pages - 1 else np.float32(np.log(part))
-            for g in range(group):
-                mean, most_of_it = estimate(
-                    query[g], low[page, head], high[page, head], total[page, head], np.float32(1) / filled
-                )
-                score[g, b] = rest * mean + guard * most_of_it + log_filled
-                bound[g, b] = most_of_it + log_filled
+        information = carray(pointer(operand(frame, 4)[0]), (pool_shape[0], kv_heads), np.float32)
+        memory = allocate(4 * ((2 * group + 2) * pages + 3 * group * head_dim))
+        bound = floats(memory, (group, pages))
+        score = floats(memory + 4 * group * pages, (group, pages))
+        mass = floats(memory + 8 * group * pages, (pages,))
+        power = carray(pointer(memory + (8 * group + 4) * pages), (pages,), np.int32)
+        split_data = memory + (8 * group + 8) * pages
+        split = floats(split_data, (3, group, head_dim))
+        for g in range(group):
+            for d in range(head_dim):
+                x = query[g, d]
+                split[0, g, d], split[1, g, d], split[2, g, d] = x, max(x, zero), min(x, zero)
+        mine = 4 * head * head_dim
+        page_scores(
+            low_data + mine,
+            operand(frame, 2)[0] + mine,
+            operand(frame, 3)[0] + mine,
+            table_data + 4 * row * most,
+            split_data,
+            memory + 4 * group * pages,
+            memory,
+            pages,
+        )
+        part = last - (pages - 1) * page_size
+        full, log_part = np.float32(np.log(page_size)), np.float32(np.log(np.float32(part)))
+        for g in range(group):
+            for b in range(pages):
+                filled, log_filled = np.float32(page_size), full
+                if b == pages - 1:
+                    filled, log_filled = np.float32(part), log_part
+                score[g, b] = rest * score[g, b] / filled + guard * bound[g, b] + log_filled
+                bound[g, b] += log_filled
+        mass[:] = zero
         for g in range(group):
             peak = LOW
             for b in range(pages):
@@ -144,18 +165,18 @@ def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, r
             index[b] = 0
         if left_out > 0:
             for g in range(group):
-                reach = bound[g, :left_out]
-                peak = reach.max()
+                reach, peak = bound[g, :left_out], LOW
+                for b in range(left_out):
+                    peak = max(peak, reach[b])
                 log_bound[g] = peak + np.log(exponentials(reach, peak, power))
+        release(memory)
 
-    task_address = task(one)
+    yield f"{name}_one", task(one)
+    place_of_one = symbol(f"{name}_one")
 
     @njit(nogil=True)
     def body(frame):
         _, shape = operand(frame, 0)
-        parallel(task_address, frame, shape[0] * kv_heads)
+        parallel(place_of_one(), frame, shape[0] * kv_heads)
 
-    code = "_".join(str(x).replace(".", "p") for x in rules)
-    name = f"entropic_choose_pages_{kv_heads}_{group}_{head_dim}_{page_size}_{code}"
-    register(name, body)
-    return name
+    yield name, handler(body)

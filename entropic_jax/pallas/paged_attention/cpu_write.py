@@ -3,9 +3,13 @@
 As XLA operations these are six small updates per row and layer, whose dispatch costs more than their work.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import numpy as np
 
+from ..native import library
 from ..native.once import once
 from .cpu import declines
 
@@ -24,9 +28,15 @@ def write(tiles, summaries, k, v, page, slot):
 
 @once
 def _register(kv_heads: int, head_dim: int, page_size: int) -> str:
+    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}"
+    library.register(name, lambda: _compile(name, kv_heads, head_dim, page_size))
+    return name
+
+
+def _compile(name: str, kv_heads: int, head_dim: int, page_size: int) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native.call import operand, pointer, register, result
+    from ..native.call import handler, operand, pointer, result
 
     @njit(nogil=True)
     def body(frame):
@@ -61,6 +71,4 @@ def _register(kv_heads: int, head_dim: int, page_size: int) -> str:
                 largest = np.sqrt(square)
                 norm[p, head] = largest if s == 0 else max(norm[p, head], largest)
 
-    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}"
-    register(name, body)
-    return name
+    yield name, handler(body)

@@ -1,0 +1,94 @@
+"""Logits at their extremes, in the whole loop: every law goes on, and what is no distribution ends alone."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import allocate, generate, parameters, start
+from entropic_jax.control.presets import PRESETS, Gains, preset
+from entropic_jax.control.temperature import LAWS
+from entropic_jax.state import FAILED, FULL
+from tests import tiny
+
+V = 96
+INF = np.inf
+ROWS: dict[str, np.ndarray] = {
+    "one-hot": np.where(np.arange(V) == 5, 0.0, -INF),
+    "uniform": np.zeros(V),
+    "two are left": np.where(np.arange(V) < 2, 1.0, -INF),
+    "far apart": np.where(np.arange(V) == 7, 1e30, -1e30),
+    "far from zero": np.arange(V) * 0.01 + 1e6,
+    "nan": np.where(np.arange(V) == 3, np.nan, 0.0),
+    "all masked": np.full(V, -INF),
+    "plus infinity": np.where(np.arange(V) == 3, INF, 0.0),
+}
+BROKEN = {"nan", "all masked", "plus infinity"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A decoder whose logits are the rows above, whatever it reads."""
+
+    inner: Any
+    names: tuple[str, ...]
+
+    @property
+    def shape(self) -> Any:
+        return self.inner.shape
+
+    def hidden(self, *arguments: Any) -> Any:
+        return self.inner.hidden(*arguments)
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        table = jnp.asarray(np.stack([ROWS[name] for name in self.names]), jnp.float32)
+        return jnp.broadcast_to(table, (*hidden.shape[:-1], V)) if hidden.ndim == 2 else table[:1]
+
+
+def run(names: tuple[str, ...], setting: Any) -> tuple[Any, Any]:
+    m = tiny.model()
+    decoder = Given(m.decoder, names)
+    rows = len(names)
+    state = start(
+        decoder,
+        m.params,
+        setting.controller,
+        allocate(decoder.shape, rows, 64, page_size=4),
+        tiny.prompts(*[30] * rows),
+        key=jax.random.key(0),
+        max_tokens=12,
+        sample=parameters(rows, temperature=1.0),
+        seeds=[list(ROWS).index(name) for name in names],
+        selection=setting.selection,
+    )
+    state, trace = generate(decoder, m.params, setting.controller, state, 12, capacity=12)
+    return jax.device_get(state), jax.device_get(trace)
+
+
+WAYS = {name: preset(name) for name in PRESETS} | {
+    f"micro, {law}": preset("micro", None, Gains(law=law)) for law in LAWS
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_extreme_logits_neither_stop_a_law_nor_spread(name):
+    names = tuple(ROWS)
+    state, trace = run(names, WAYS[name])
+    status = dict(zip(names, state.status.tolist(), strict=True))
+    assert status == {n: FAILED if n in BROKEN else FULL for n in names}
+    sound = [i for i, n in enumerate(names) if n not in BROKEN]
+    assert not trace.emitted[:, [i for i in range(len(names)) if i not in sound]].any()
+    for field in ("entropy", "varentropy", "tempered_entropy", "surprisal", "temperature", "drop", "cost"):
+        assert np.isfinite(getattr(trace, field)[:, sound]).all(), field
+    tokens = {n: trace.token[:, i] for i, n in enumerate(names)}
+    assert (tokens["one-hot"] == 5).all() and (tokens["far apart"] == 7).all()
+    assert set(tokens["two are left"].tolist()) <= {0, 1}
+    entropy = trace.entropy[0]
+    np.testing.assert_allclose(entropy[:4], [0, np.log(V), np.log(2), 0], atol=1e-5)
+    # Whoever stands beside a broken row writes what it writes without.
+    alone, without = run(tuple(n for n in names if n not in BROKEN), WAYS[name])
+    np.testing.assert_array_equal(without.token, trace.token[:, sound])
+    np.testing.assert_array_equal(alone.length, state.length[sound])

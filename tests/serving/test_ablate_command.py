@@ -1,0 +1,54 @@
+"""`entropic ablate` on a model with random weights."""
+
+import json
+
+import pytest
+
+TEXT = "def f(x):\n    return x + 1\n" * 20
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text").write_text(TEXT)
+    return str(tmp_path / "text")
+
+
+@pytest.mark.slow
+def test_presets_are_compared(entropic, directory, text):
+    given = (
+        "--model",
+        directory,
+        "--text",
+        text,
+        "--contexts",
+        "64",
+        "--seeds",
+        "2",
+        "--presets",
+        "full,micro",
+    )
+    status, out, err = entropic("ablate", *given, "--studies", "quality,speed,writing,load", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    presets = {study: {r["preset"] for r in rows} for study, rows in found.items()}
+    assert presets.pop("quality") == {"off", "meso"}  # what reads differently under teacher forcing
+    assert presets == {key: {"off", "full", "micro"} for key in ("speed", "writing", "load")}
+    assert {r["seed"] for r in found["quality"]} == {0, 1}
+
+    status, out, err = entropic("ablate", *given, "--studies", "quality")
+    assert status == 0 and "Quality under teacher forcing" in out and "Free generation" not in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--contexts", "4000"), "--contexts has 4000; accepted are 16 to 128, as model and text allow"),
+        (("--contexts", "some"), "some is not accepted; give integers, comma-separated"),
+        (("--studies", "sped"), "sped is not accepted; give some of quality,speed,writing,load"),
+        (("--seeds", "0"), "--seeds is 0; accepted are integers of at least 1"),
+        (("--text", "nowhere"), "--text is nowhere: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said(entropic, directory, text, change, message):
+    status, _, err = entropic("ablate", "--model", directory, "--text", text, *change)
+    assert status == 2 and message in err and err.count("\n") == 1
