@@ -134,11 +134,10 @@ class Batcher:
         reading = sequence.prompt if replays else (*sequence.prompt, *sequence.generated)
         target = len(reading) - 1
         keys = sequence.prompt_keys if sequence.scored else []
-        most = target // self.sizes.page_size
-        if self.exact:
-            most = target // self.sizes.chunk * (self.sizes.chunk // self.sizes.page_size)
+        keys = keys[: target // self.sizes.page_size]
         crowded = any(s is not None for s in self.seats)
-        shared = self.pages.take(row, keys[:most], target + 1, crowded, self.edits)
+        whole_chunks = self.sizes.chunk // self.sizes.page_size if self.exact else 1
+        shared = self.pages.take(row, keys, target + 1, crowded, self.edits, whole_chunks)
         if shared is None:
             return False
         now = time.perf_counter()

@@ -177,7 +177,7 @@ class ContinuousEngine:
         self._open = False
         if drain:
             end = time.perf_counter() + drain
-            while self._live and self._thread.is_alive() and time.perf_counter() < end:
+            while (self._live or self._queued) and self._thread.is_alive() and time.perf_counter() < end:
                 time.sleep(0.01)
         self._stopping.set()
         self._inbox.put(None)

@@ -44,10 +44,14 @@ class Pages:
             edits.dropped += self.prefix.give_up(pages - self.free)
 
     def take(
-        self, row: int, keys: Seq[Key], length: int, beside_others: bool, edits: Edits
+        self, row: int, keys: Seq[Key], length: int, beside_others: bool, edits: Edits, multiple: int = 1
     ) -> list[int] | None:
-        """Reserve `length` positions for a row; the pages it shares, or None where there is no room."""
+        """Reserve `length` positions for a row; the pages it shares, or None where there is no room.
+
+        What it shares is a `multiple` of pages.
+        """
         shared = [] if self.prefix is None else self.prefix.find(keys)
+        shared = shared[: len(shared) // multiple * multiple]
         known = list(keys[: len(shared)])
         if self.prefix is not None:
             self.prefix.use(known)

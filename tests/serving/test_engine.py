@@ -96,7 +96,7 @@ def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
 
 
 def test_a_prefix_is_found_and_changes_nothing(exact, plain):
-    ids = prompt(50, 7)
+    ids = prompt(50, 1007)
     first = job("first", ids, seed=3, **WARM)
     (cold, told), (warm, again) = run(exact, first)[0], run(exact, first)[0]
     assert cold == warm

@@ -58,6 +58,8 @@ def test_what_rows_may_come_to_hold_is_reserved():
     pages.learn(0, text, np.arange(8, 18), made)
     assert made.retained == list(range(8, 18)) and pages.free == 0
     pages.leave(1)
+    assert pages.take(3, text, 44, True, made, multiple=4) == list(range(8, 16))
+    pages.leave(3)
     assert pages.take(2, text, 44, True, made) == list(range(8, 18))  # shared: one page is new
     pages.leave(0)
     assert pages.take(0, [], 28, False, made) is None  # the shared pages have a user still
