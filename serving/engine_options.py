@@ -42,6 +42,7 @@ class EngineOptions:
     law: str = "normalised"  # of temperature, for jobs that ask for micro or full
     batch_invariant: bool = False  # one shape of each program: a job's bits do not depend on its neighbours
     warmup: Warmup = "min"
+    preset: str = "off"  # of most jobs: `min` compiles the pruned steps if it prunes
     compile_workers: int | None = None
 
     def __post_init__(self) -> None:

@@ -226,6 +226,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 max_queue=options.max_queue,
                 batch_invariant=options.batch_invariant,
                 warmup=options.warmup,
+                preset=settings.control.preset,
             ),
         )
     except (OSError, ValueError, NotImplementedError) as error:

@@ -15,14 +15,15 @@ def compile_ahead(
 ) -> None:
     """Compile all programs (`full`), those that every job needs (`min`), or none.
 
-    `min` leaves out prompts that are scored, penalties, preemption and the pruned steps; what is left out is
-    compiled when it is first asked for, and counted.
+    `min` leaves out prompts that are scored, penalties, preemption, and the pruned steps unless the preset of
+    most jobs prunes; what is left out is compiled when it is first asked for, and counted.
     """
     if options.warmup == "none":
         return
     launches = batcher.launches
+    prunes = options.preset in ("meso", "full")
     full, board, shapes = options.warmup == "full", batcher.board, programs.shapes
-    examples = [
+    examples: list[tuple[tuple, tuple]] = [
         (("apply", p), (programs.blank, board, batcher.edits.blank(p))) for p in (False, True)[: 1 + full]
     ]
     for prompts, size in shapes.chunks:
@@ -30,7 +31,7 @@ def compile_ahead(
         for scored in (False, True)[: 1 + full]:
             examples.append((("read", prompts, size + 1, scored), (programs.params, board, chunk)))
     for width in shapes.widths:
-        for selection in shapes.selections if full else shapes.selections[:1]:
+        for selection in shapes.selections if full or prunes else shapes.selections[:1]:
             given = (
                 programs.params,
                 board,
