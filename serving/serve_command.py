@@ -231,6 +231,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error
+    made.control.knobs(settings.control)  # refused now rather than at each request
     model = served_model.describe(
         made.model,
         str(options.model),

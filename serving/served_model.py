@@ -41,6 +41,11 @@ class ServedModel:
             raise RequestError(f"prompt holds the token {wrong}; accepted are 0 to {self.vocabulary - 1}")
         return list(prompt)
 
+    def beginning(self) -> list[int]:
+        """What an empty prompt is read as: the token that begins all texts, where the model has one."""
+        begin = self.tokenizer.bos_token
+        return [] if begin is None else [self.tokenizer.token_id(begin)]
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -58,13 +63,13 @@ class ServedModel:
             raise RequestError(str(error)) from None
         if continue_last:
             content = str(messages[-1].get("content", "")).rstrip()
-            place = text.rfind(content) if content else -1
+            place = text.rfind(content)
             if place < 0:
                 raise RequestError(
-                    "continue_final_message is true; accepted where the last message has content that the "
-                    "chat template keeps"
+                    "continue_final_message is true; accepted where the chat template keeps the content of "
+                    "the last message as it is"
                 )
-            text = text[: place + len(content)]
+            text = text[: place + len(content)] if content else text.rstrip()
         return text
 
     @functools.cached_property

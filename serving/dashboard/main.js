@@ -11,7 +11,6 @@ const PRESETS = {
   meso: "Where the model is certain, fewer pages of the cache are read.",
   macro: "Under load, the sequences about to resolve most go first.",
   full: "All three: temperature, pages and turns.",
-  paper: "Every law as the paper prints it, for comparison.",
 };
 const PROMPT = `import json
 from pathlib import Path

@@ -1,8 +1,8 @@
 """`/v1/chat/completions`: a conversation, and the message that follows."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from .entropic import EntropicResult
 from .fields import Alternatives, Answer, Body, Count, Usage
@@ -41,16 +41,15 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = Field(None, description="shown to the template; calls come as text")
     tool_choice: Literal["none", "auto"] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(None, description="go on with the last message")
+    continue_final_message: bool | None = Field(
+        None, description="go on with the last message; add_generation_prompt does not count then"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}; accepted is 0 unless logprobs is true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message is true; accepted is false with add_generation_prompt")
-        return self
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether logprobs are asked for, if only by asking for the likeliest."""
+        return bool(self.top_logprobs) if self.logprobs is None else self.logprobs
 
 
 class TokenLogprob(Answer):

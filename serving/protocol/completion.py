@@ -1,8 +1,8 @@
 """`/v1/completions`: a prompt, or several, and their continuations."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .entropic import EntropicResult
 from .fields import Alternatives, Answer, Choices, TokenId, Usage
@@ -17,22 +17,17 @@ class CompletionBody(SamplingBody):
     """A request to continue text or tokens."""
 
     prompt: str | Tokens | Texts | TokenLists
-    best_of: Choices | None = Field(None, description="write this many and give the likeliest `n`")
+    best_of: Choices | None = Field(None, description="write this many, at least `n`, and give the likeliest")
     echo: bool | None = Field(None, description="begin the text with the prompt")
     logprobs: Alternatives | None = Field(None, description="the likeliest tokens to list at each")
     prompt_logprobs: Alternatives | None = None
     add_special_tokens: bool | None = Field(None, description="what the model expects around a text (BOS)")
     suffix: None = Field(None, description="text after the gap; no model here fills gaps")
 
-    @model_validator(mode="after")
-    def _best(self) -> Self:
-        if self.best_of is not None and self.best_of < self.choices:
-            raise ValueError(
-                f"best_of is {self.best_of}; accepted are integers of at least n = {self.choices}"
-            )
-        if self.stream and (self.best_of or 0) > self.choices:
-            raise ValueError(f"best_of is {self.best_of}; accepted is n = {self.choices} where it streams")
-        return self
+    @property
+    def candidates(self) -> int:
+        """How many texts to write for each prompt."""
+        return max(self.best_of or 0, self.choices)
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt by itself."""

@@ -1,15 +1,14 @@
 """The extension: what a request may ask of the control loop, and what it is told of it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..control_options import AUTO, Control
+from ..control_options import Control
 from .fields import Answer, Body
 
-PresetName = Literal["off", "micro", "meso", "macro", "full", "paper"]
+PresetName = Literal["off", "micro", "meso", "macro", "full"]
 LawName = Literal["paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp"]
-ScheduleName = Literal["entropic", "paper", "fcfs", "shortest-job", "shortest-remaining"]
 Nats = Annotated[float, Field(ge=0, le=100)]
 NatsOrAuto = Nats | Literal["auto"]
 Clip = Annotated[float, Field(gt=0, le=1000)]
@@ -75,8 +74,3 @@ class EntropicResult(Answer):
 
 
 TRACED = ("entropy", "tempered_entropy", "temperature", "kept_fraction", "surprisal", "entropic_time", "drop")
-
-
-def is_auto(value: Any) -> bool:
-    """Whether a gain is to come from the calibration."""
-    return value == AUTO

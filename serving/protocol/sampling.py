@@ -29,20 +29,35 @@ from .fields import (
 )
 
 
-class JsonSchemaFormat(Body):
+class NamedSchema(Body):
     """A named JSON schema."""
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | bool = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """What the text must be: anything, a JSON object, or JSON after a schema."""
+class TextFormat(Body):
+    """Any text."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON after a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class StructuredOutputs(Body):

@@ -39,7 +39,8 @@ def router(frontend: Frontend) -> APIRouter:
         if body.stream:
             head = generation.head_of(name, "chat.completion.chunk", model)
             render = lambda choice, delta: pieces(frontend, body, choice, delta)
-            source = generation.events(frontend, choices, body, head, render, silent)
+            news = generation.arriving(frontend, choices, silent)
+            source = generation.events(choices, body, head, render, news)
             return generation.EventStream(source, frontend, choices)
         found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
         if found is None:
@@ -75,7 +76,7 @@ def prepare(
     requests = generation.requests_of(frontend, body, tokens, count, most)
     if most == 0:
         return [], [(tokens, None)] * count
-    alternatives = (body.top_logprobs or 0) if body.logprobs else None
+    alternatives = (body.top_logprobs or 0) if body.wants_logprobs else None
     jobs = generation.jobs_of(frontend, body, requests, name, alternatives)
     return jobs, [(tokens, job) for job in jobs]
 
@@ -108,7 +109,7 @@ def pieces(
 def said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
     """What stands beside the text of a choice or piece."""
     found: dict[str, Any] = {"logprobs": None}
-    if body.logprobs and delta.tokens:
+    if body.wants_logprobs and delta.tokens:
         name = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)
         found["logprobs"] = logprobs.of_chat(delta.tokens, body.top_logprobs or 0, name)
     found |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

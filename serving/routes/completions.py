@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -36,7 +36,10 @@ def router(frontend: Frontend) -> APIRouter:
         head = generation.head_of(name, "text_completion", model)
         render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
         if body.stream:
-            source = generation.events(frontend, choices, body, head, render, silent)
+            news = generation.arriving(frontend, choices, silent)
+            if body.candidates > body.choices:
+                news = chosen(frontend, body, choices, silent)
+            source = generation.events(choices, body, head, render, news)
             return generation.EventStream(source, frontend, choices)
         found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
         if found is None:
@@ -56,7 +59,7 @@ def prepare(
     """The jobs of a body, and for every text its prompt and its job; none where the prompt is all of it."""
     limits = frontend.settings.limits
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    count = max(body.best_of or 0, body.choices)
+    count = body.candidates
     prompts = body.prompts()
     if len(prompts) * count > limits.sequences:
         raise RequestError(
@@ -70,7 +73,8 @@ def prepare(
     requests, places = [], []
     for prompt in prompts:
         special = body.add_special_tokens is not False
-        tokens = tuple(frontend.model.encode(prompt, special))[-(body.truncate_prompt_tokens or 0) :]
+        read = frontend.model.encode(prompt, special) or frontend.model.beginning()
+        tokens = tuple(read)[-(body.truncate_prompt_tokens or 0) :]
         requests += generation.requests_of(frontend, body, tokens, count, most)
         places += [tokens] * count
     if most == 0 and of_prompt is None:
@@ -109,11 +113,20 @@ def rendered(
     return answer
 
 
+async def chosen(
+    frontend: Frontend, body: CompletionBody, choices: Sequence[generation.Choice], silent: bool
+) -> AsyncIterator[tuple[generation.Choice, Delta]]:
+    """The best texts, each in one piece, once all are written."""
+    found = await generation.finished(frontend, choices, silent)
+    for pair in best(body, list(zip(choices, found, strict=True))):
+        yield pair
+
+
 def best(
     body: CompletionBody, found: list[tuple[generation.Choice, Delta]]
 ) -> list[tuple[generation.Choice, Delta]]:
     """The `n` likeliest texts of each prompt, by the mean of their tokens, where `best_of` are more."""
-    count = max(body.best_of or 0, body.choices)
+    count = body.candidates
     if count == body.choices:
         return found
 

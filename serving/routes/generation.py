@@ -18,7 +18,7 @@ from ..frontend import Frontend, FrontendError, collected, merged, refusals
 from ..job import Delta, Job, Ticket
 from ..protocol.entropic import TRACED
 from ..protocol.fields import usage
-from ..protocol.sampling import SamplingBody
+from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
 from ..request import Request, RequestError
 from ..transcript import Token, Usage
 from . import errors
@@ -65,11 +65,11 @@ def requests_of(
         )
     fields = body.sampling(dict(frontend.model.defaults))
     wanted = max(1, min(most, context - len(prompt)))
-    if fields.get("min_tokens", 0) > wanted:
-        raise RequestError(
-            f"min_tokens is {fields['min_tokens']}; accepted are at most {wanted}: max_tokens, or what "
-            "the context leaves"
-        )
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), wanted)
+    last = frontend.model.vocabulary - 1
+    for name in ("stop_token_ids", "logit_bias"):
+        if (wrong := max(fields[name], default=0)) > last:
+            raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {last}")
     first = body.first_seed()
     return [
         Request(prompt=prompt, max_tokens=wanted, seed=(first + k) % 2**31, **fields) for k in range(count)
@@ -106,12 +106,10 @@ def jobs_of(
 def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
     """The field that constrains the text, and the grammar it stands for."""
     form = body.response_format
-    if form is not None and form.type == "json_object":
+    if isinstance(form, ObjectFormat):
         return "response_format", grammar.any_object()
-    if form is not None and form.type == "json_schema":
-        schema = None if form.json_schema is None else form.json_schema.schema_
-        if schema is None:
-            raise RequestError("response_format.json_schema is missing its schema; accepted is one with it")
+    if isinstance(form, SchemaFormat):
+        schema = form.json_schema.schema_
         return "response_format.json_schema", grammar.from_schema("response_format.json_schema", schema)
     given = body.structured_outputs
     if given is None:
@@ -174,6 +172,17 @@ def release(frontend: Frontend, choices: Sequence[Choice]) -> None:
     frontend.release([choice.ticket for choice in choices if choice.ticket is not None])
 
 
+async def arriving(
+    frontend: Frontend, choices: Sequence[Choice], silent: bool
+) -> AsyncIterator[tuple[Choice, Delta]]:
+    """The deltas of all choices as they come."""
+    sources = [deltas_of(frontend, choice, silent) for choice in choices]
+    async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
+        async for index, delta in news:
+            choices[index].take(delta)
+            yield choices[index], delta
+
+
 async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T | None:
     """What the work comes to, or None, and the work is cancelled, if the client leaves before."""
 
@@ -208,24 +217,20 @@ class EventStream(StreamingResponse):
 
 
 async def events(
-    frontend: Frontend,
     choices: Sequence[Choice],
     body: SamplingBody,
     head: Mapping[str, Any],
     render: Callable[[Choice, Delta], list[Mapping[str, Any]]],
-    silent: bool,
+    news: AsyncIterator[tuple[Choice, Delta]],
 ) -> AsyncIterator[bytes]:
     """The events of a stream: what `render` makes of each delta, the usage, the end."""
     options = body.stream_options
     include = bool(options and options.include_usage)
     running = bool(options and options.continuous_usage_stats)
-    sources = [deltas_of(frontend, choice, silent) for choice in choices]
     ends: list[Delta] = []
     try:
-        async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
-            async for index, delta in news:
-                choice = choices[index]
-                choice.take(delta)
+        async with contextlib.aclosing(news) as pieces:  # type: ignore[type-var]
+            async for choice, delta in pieces:
                 ends += [delta] if delta.finish_reason is not None else []
                 for rendered in render(choice, delta):
                     event = {**head, "choices": [rendered]}

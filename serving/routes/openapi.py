@@ -33,6 +33,8 @@ def install(app: FastAPI, frontend: Frontend) -> None:
 
 def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     """Write this server's limits where the protocol leaves them open."""
+    law = dict(frontend.settings.control.gains).get("law", "normalised")
+    schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
     for name in ("CompletionBody", "DetokenizeBody", "ChatBody"):
         for field in ("prompt", "tokens", "stop_token_ids"):
@@ -42,6 +44,30 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
         for part in schemas[name]["properties"]["stop"]["anyOf"]:
             if part.get("type") == "array":
                 part["maxItems"] = frontend.settings.limits.stops
+        for part in schemas[name]["properties"]["logit_bias"]["anyOf"]:
+            if part.get("type") == "object":
+                part["propertyNames"] = {"pattern": up_to(last)}
+                part.pop("patternProperties", None)
+
+
+def up_to(last: int) -> str:
+    """An expression for the integers from 0 to `last`, as JSON's keys write them.
+
+    >>> up_to(305)
+    '^(?:[0-9]|[1-9][0-9]|[1-2][0-9]{2}|30[0-5])$'
+    """
+    digits = str(last)
+    size = len(digits)
+    shorter = ["[0-9]" if size > 1 else f"[0-{last}]"]
+    shorter += ["[1-9][0-9]" + (f"{{{n}}}" if n > 1 else "") for n in range(1, size - 1)]
+    same = []
+    for place, digit in enumerate(digits if size > 1 else ""):
+        low, high = 1 if place == 0 else 0, int(digit) - (place < size - 1)
+        if low <= high:
+            rest = size - place - 1
+            tail = "" if not rest else "[0-9]" if rest == 1 else f"[0-9]{{{rest}}}"
+            same.append(digits[:place] + (f"[{low}-{high}]" if low < high else str(low)) + tail)
+    return f"^(?:{'|'.join([*shorter, *same])})$"
 
 
 def _tokens(schema: dict[str, Any], last: int) -> None:

@@ -79,9 +79,8 @@ def test_logprobs(live):
         {"messages": []},
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"top_logprobs": 2},
         {"tool_choice": "required"},
-        {"max_tokens": 3, "min_tokens": 4},
+        {"max_tokens": 3, "min_tokens": -4},
         {"chat_template_kwargs": {"messages": []}},
     ],
 )

@@ -32,8 +32,9 @@ def test_openai_completions(client):
 
 def test_openai_chat_and_streams(client):
     given = {"model": "embedded", "messages": ASKED, "max_completion_tokens": 8, "seed": 7}
-    said = client.chat.completions.create(**given).choices[0].message.content
-    with client.chat.completions.stream(**given) as stream:
+    choice = {"extra_body": {"structured_outputs": {"choice": ["import os", "import re"]}}}  # it has an end
+    said = client.chat.completions.create(**given, **choice).choices[0].message.content
+    with client.chat.completions.stream(**given, **choice) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert "content.delta" in kinds

@@ -223,6 +223,13 @@ def test_best_of_gives_the_likeliest(live):
     assert answer["choices"][0]["logprobs"] is None
     assert answer["usage"]["completion_tokens"] == 6
     assert complete(live, n=1, best_of=1)["choices"]
+    events = stream(live, prompt="x = ", n=1, best_of=3, seed=0, max_tokens=2)
+    assert [e["choices"][0]["text"] for e in events] == [answer["choices"][0]["text"]]
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_text(live):
+    complete(live, prompt="", add_special_tokens=False, max_tokens=1)
+    assert live.engine.jobs[-1].request.prompt == (0,)
 
 
 def test_stop_strings_and_their_reason(live):

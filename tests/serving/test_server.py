@@ -41,7 +41,6 @@ def until(condition, seconds: float = 5.0) -> None:
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
         ({"prompt": "x", "temperature": True}, "temperature", "True"),
         ({"prompt": "x", "n": 0}, "n", "n is 0"),
-        ({"prompt": "x", "n": 2, "best_of": 1}, "best_of", "best_of is 1"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is 'y'"),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop", "17 strings"),
         ({"prompt": "x", "stop": ""}, "stop", "stop is ''"),
@@ -73,7 +72,13 @@ def until(condition, seconds: float = 5.0) -> None:
             None,
             "response_format.json_schema",
         ),
-        ({"prompt": "x", "response_format": {"type": "json_schema"}}, None, "missing its schema"),
+        (
+            {"prompt": "x", "response_format": {"type": "json_schema"}},
+            "response_format",
+            "json_schema is missing",
+        ),
+        ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids", "accepted are 0 to 4095"),
+        ({"prompt": "x", "logit_bias": {"4096": 1}}, "logit_bias", "accepted are 0 to 4095"),
     ],
 )
 def test_a_wrong_body_is_refused_by_name(live, body, param, said):
