@@ -214,7 +214,7 @@ def main() -> None:
         here = report.machine(console)
         stored = ROOT / "benchmarks" / "results" / f"ablation-{report.slug(here['cpu'])}.jsonl"
         options.show = options.output or (options.work / "quick.jsonl" if options.quick else stored)
-        if options.fresh or options.quick:
+        if options.fresh or (options.quick and not options.output):
             options.show.unlink(missing_ok=True)
         remember_compilations()
         texts = held_out()

@@ -12,6 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
 def test_example(path, tmp_path, monkeypatch, capsys):
+    if "import matplotlib" in path.read_text("utf-8"):
+        pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")

@@ -120,12 +120,15 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
             summary(x.value_norm, jnp.max, 0.0),
         )
 
-    return Cache(
-        tuple(map(layer, cache.layers)),
-        jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
-        jnp.full(rows, per_row, jnp.int32),
-        jnp.zeros(rows * per_row, jnp.int32),
-        jnp.int32(0),
+    pages = rows * per_row
+    return cache._replace(
+        layers=tuple(map(layer, cache.layers)),
+        table=jnp.arange(pages, dtype=jnp.int32).reshape(rows, per_row),
+        granted=jnp.full(rows, per_row, jnp.int32),
+        free=jnp.zeros(pages, jnp.int32),
+        available=jnp.int32(0),
+        references=jnp.ones(pages + 1, jnp.int32).at[-1].set(0),
+        surprisal=None,
     )
 
 

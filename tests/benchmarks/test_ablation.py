@@ -1,0 +1,58 @@
+"""The ablation runs from end to end, goes on where it stopped, and fills every table."""
+
+import json
+
+import pytest
+
+from benchmarks import ablation, ablation_report
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_a_quick_run_fills_every_table(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "found.jsonl"
+
+    def run(*arguments: str) -> list[dict]:
+        monkeypatch.setattr("sys.argv", ["ablation", "--quick", "--output", str(file), *arguments])
+        ablation.main()
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    first = run("--studies", "speed")
+    assert [entry.get("study") for entry in first] == [None, "speed"]
+    whole = run()
+    assert whole[:2] == first and {e["study"] for e in whole[1:]} == set(ablation.STUDIES)
+    assert run() == whole  # everything is there: nothing is measured again
+
+    results = ablation_report.load(file)
+    titles = [title for title, _, lines in ablation_report.grids(results) if lines]
+    assert len(titles) == len(ablation.STUDIES) + 3  # the bars, the paper's table, super-additivity
+    for title, head, lines in ablation_report.grids(results):
+        assert all(len(line) == len(head) for line in lines), title
+    text = capsys.readouterr().out
+    assert "What `full` is to reach" in text and "Recall" in text
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ablation_report, "DOCUMENT", tmp_path / "results.md")
+    monkeypatch.setattr(ablation_report, "PICTURE", tmp_path / "selectors.svg")
+    ablation_report.document(results)
+    assert "<!-- ablation: written by benchmarks.ablation -->" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "selectors.svg").read_text().startswith("<?xml")
+
+
+def test_bars_say_what_was_asked_and_what_was_found():
+    speed = [
+        {"preset": name, "context": 7976, "turn": t, "milliseconds": ms}
+        for t in range(3)
+        for name, ms in (("off", 2.0), ("full", 1.1))
+    ]
+    quality = [
+        {"preset": name, "context": 8184, "seed": 0, "efficiency": e, "bits_per_byte": b}
+        for name, e, b in (("off", 10.0, 1.0), ("meso", 16.0, 1.02))
+    ]
+    _, _, lines = ablation_report.bars({"speed": speed, "quality": quality})
+    assert [(line[1], line[2], line[3]) for line in lines] == [
+        ("≤ 0.6", "0.55", "yes"),
+        ("≥ 1.7", "1.82", "yes"),
+        ("≥ 1.7", "1.60", "no"),
+        ("≤ 1", "2.00", "no"),
+    ]
