@@ -119,16 +119,18 @@ def test_generation(results):
 
 
 def test_rolling_perplexity(results, real):
-    model = real.engine.model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
     total = characters = 0.0
     for text in TEXTS:
-        tokens = real.model.encode(text, special=False)
-        first, window = real.model.encode("<|begin_of_text|>", special=False), 255
-        # The harness cuts a long text into windows, each after what fits before it.
-        for begin in range(0, len(tokens), window - 1):
-            piece = tokens[begin : begin + window - 1]
-            before = first if begin == 0 else tokens[max(0, begin + len(piece) - window) : begin]
-            ((logprobs, _),) = likelihoods(model, [[*before, *piece]])
+        windows = get_rolling_token_windows(
+            token_list=real.model.encode(text, special=False),
+            prefix_token=real.model.stop_tokens[0],  # the harness takes a BOS whose number is 0 for none
+            max_seq_len=254,  # the harness keeps room for the token that it asks for, and one more
+            context_len=1,
+        )
+        for before, piece in map(make_disjoint_window, windows):
+            ((logprobs, _),) = likelihoods(real.engine.model, [[*before, *piece]])
             total += logprobs[-len(piece) :].sum()
         characters += len(text.encode())
     bits = -total / characters / math.log(2)

@@ -214,9 +214,9 @@ def test_request_ids(live, caplog):
         answer = httpx2.post(
             live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
         )
+        until(lambda: any(record.message == "request" for record in caplog.records))
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["id"] == "cmpl-mine-1"
-    until(lambda: any(r.message == "request" for r in caplog.records))
     (record,) = [r for r in caplog.records if r.message == "request"]
     assert (record.path, record.status, record.method) == (PATH, 200, "POST")
     strange = httpx2.get(f"{live.url}/version", headers={"X-Request-Id": 'a"; drop'})

@@ -1,0 +1,109 @@
+"""The server as a process: it starts, drains on SIGTERM, and comes back after kill -9."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+class Process:
+    """A server, and what it has logged."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, ROOT / "serving" / "server.py", "--port", "0", "--warmup", "none"]
+        command += ["--max-num-seqs", "2", "--max-model-len", "512", "--log-format", "json", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[dict] = []
+        self.url = ""
+        for line in self.process.stderr:
+            self.lines.append(json.loads(line))
+            if self.lines[-1]["message"] == "listening":
+                self.url = self.lines[-1]["address"]
+                break
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        self.lines += [json.loads(line) for line in self.process.stderr]
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        self.reader.join(10)
+        return status
+
+
+@contextlib.contextmanager
+def started(*options: str) -> Iterator[Process]:
+    server = Process(*options)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.end(signal.SIGKILL)
+        server.process.stderr.close()
+
+
+def complete(url: str, **body) -> str:
+    given = {"prompt": "def add(", "temperature": 0, "max_tokens": 12, **body}
+    answer = httpx2.post(f"{url}/v1/completions", json=given, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_it_comes_back_and_drains():
+    with started() as first:
+        text = complete(first.url)
+        body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with httpx2.stream("POST", f"{first.url}/v1/completions", json=body, timeout=300) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert first.end(signal.SIGKILL) == -signal.SIGKILL
+            with pytest.raises(httpx2.HTTPError):
+                list(lines)
+    with started("--api-key", "secret-key") as second:
+        with pytest.raises(AssertionError, match="AuthenticationError"):
+            complete(second.url)
+        headers = {"Authorization": "Bearer secret-key"}
+        with httpx2.Client(headers=headers, timeout=300) as client:
+            body = {"prompt": "def add(", "temperature": 0, "max_tokens": 12}
+            assert client.post(f"{second.url}/v1/completions", json=body).json()["choices"][0]["text"] == text
+            body = {**body, "max_tokens": 100, "stream": True, "ignore_eos": True}
+            with client.stream("POST", f"{second.url}/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                second.process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert second.process.wait(60) == 0
+        second.reader.join(10)
+    assert "secret-key" not in json.dumps(second.lines)
+    assert second.lines[-1]["message"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--port", "99999"), "--port: 99999 is not accepted"),
+        (("--host", "203.0.113.9"), "accepted are an address of this machine"),
+        (("--model", "nowhere"), "--model is nowhere"),
+        (("--preset", "paper"), "preset is 'paper'"),
+        (("--allowed-origins", "[1]"), "--allowed-origins"),
+        (("--max-model-len", "0"), "--max-model-len"),
+    ],
+)
+def test_wrong_use_is_one_line(entropic, options, said):
+    status, _, errors = entropic("serve", "--port", "0", "--warmup", "none", *options)
+    assert status == 2
+    assert said in errors.splitlines()[-1]
