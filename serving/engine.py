@@ -140,6 +140,10 @@ class ContinuousEngine:
         """Whether the programs are compiled and jobs run at full speed."""
         return self._ready.is_set() and self._failure is None and self._open
 
+    def failure(self) -> BaseException | None:
+        """What has ended the engine, if anything has."""
+        return self._failure
+
     @property
     def context(self) -> int:
         """Most positions of a sequence, prompt and continuation."""

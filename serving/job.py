@@ -91,6 +91,9 @@ class JobEngine(Protocol):
     def ready(self) -> bool:
         """Whether the programs are compiled and jobs run at full speed."""
 
+    def failure(self) -> BaseException | None:
+        """What has ended the engine, where something has: it takes no more jobs, and has to be made anew."""
+
     def snapshot(self) -> Mapping[str, Any]:
         """What is going on, as numbers and lists that JSON can hold.
 

@@ -206,6 +206,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
     from . import engine, served_model
     from .engine_options import EngineOptions
     from .frontend import Frontend
+    from .warm_progress import WarmProgress
 
     chosen: dict[str, Any] = {
         "dtype": None if options.dtype == "auto" else options.dtype,
@@ -228,6 +229,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 warmup=options.warmup,
                 preset=settings.control.preset,
             ),
+            told=WarmProgress(),
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error

@@ -45,8 +45,12 @@ def router(frontend: Frontend) -> APIRouter:
     async def model(model: str) -> Any:
         return answered(card(frontend.check_model(model)))
 
-    @routes.get("/health", summary="Whether the server is alive", response_model=Health)
+    @routes.get(
+        "/health", summary="Whether the server is alive", response_model=Health, responses=documented(503)
+    )
     async def health() -> Any:
+        if (failure := frontend.engine.failure()) is not None:
+            raise FrontendError(503, f"the engine has failed: {failure}")
         return answered({"status": "alive"})
 
     @routes.get(

@@ -182,7 +182,7 @@ def live(scripted_server):
     """The same, at its fastest again."""
     engine = scripted_server.engine
     engine.prefill = engine.pace = 0.0
-    engine.room, engine.is_ready, engine.failure = 10**6, True, None
+    engine.room, engine.is_ready, engine.failed = 10**6, True, None
     scripted_server.frontend.draining = False
     engine.cancelled.clear()
     return scripted_server

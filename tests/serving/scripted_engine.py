@@ -118,7 +118,8 @@ class ScriptedEngine:
         self.prefill = self.pace = 0.0
         self.room = 10**6
         self.running = 0
-        self.is_ready, self.failure = True, None
+        self.is_ready = True
+        self.failed: str | None = None
         self.jobs: list[Job] = []
         self.cancelled: list[str] = []
         self.closed: float | None = None
@@ -129,8 +130,8 @@ class ScriptedEngine:
         return [*self.tokens[first:], *self.tokens[:first], *self.model.stop_tokens[:1]]
 
     def submit(self, job: Job) -> ScriptedTicket:
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
+        if self.failed is not None:
+            raise RuntimeError(self.failed)
         if self.running >= self.room:
             raise QueueFullError(7.0)
         if dict(job.control.gains).get("lowest", 0) > dict(job.control.gains).get("highest", 1000):
@@ -140,6 +141,9 @@ class ScriptedEngine:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def failure(self) -> BaseException | None:
+        return None if self.failed is None else RuntimeError(self.failed)
 
     def snapshot(self) -> dict[str, Any]:
         return {

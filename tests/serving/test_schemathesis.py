@@ -7,8 +7,8 @@ import pytest
 from .real_server import real_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-# Whether a text is a grammar, and a set-point below another, is beyond what a schema can say.
-BEYOND = ("structured_outputs", "response_format", "lowest", "low ")
+# Whether a text is a grammar, how many tokens it has, what is below what: a schema cannot say that.
+BEYOND = ("structured_outputs", "response_format", "lowest", "low ", "prompt has")
 
 
 def test_every_path_keeps_its_word():
@@ -16,9 +16,9 @@ def test_every_path_keeps_its_word():
     from schemathesis import config, engine
     from schemathesis.engine.events import NonFatalError, ScenarioFinished
 
-    settings = {"generation": {"max-examples": 12}, "seed": 1, "phases": {"stateful": {"enabled": False}}}
+    settings = {"generation": {"max-examples": 5}, "seed": 1, "request-timeout": 120}
     failures, scenarios = [], 0
-    with real_server(max_model_len=64) as live:
+    with real_server(max_model_len=128) as live:
         made = config.SchemathesisConfig.from_dict(settings)
         schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json", config=made)
         for event in engine.from_schema(schema).execute():

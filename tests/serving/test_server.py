@@ -168,9 +168,10 @@ def test_all_of_a_batch_or_nothing(live, monkeypatch):
 
 
 def test_an_engine_that_has_failed(live):
-    live.engine.failure = "out of memory"
+    live.engine.failed = "out of memory"
     answer = httpx2.post(live.url + PATH, json={"prompt": "x"})
     assert "out of memory" in refused(answer, 503)["message"]
+    assert "out of memory" in refused(httpx2.get(f"{live.url}/health"), 503)["message"]
 
 
 def test_a_timeout(live, monkeypatch):
