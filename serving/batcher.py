@@ -15,6 +15,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from .commands import Edits, Placement
 from .engine_options import Sizes
+from .job import Grammar
 from .launches import Launches, Piece
 from .observer import Observer
 from .pages import Pages
@@ -191,12 +192,12 @@ class Batcher:
         return pieces, read, scored
 
     def _decode(self, careful: bool) -> tuple[list[Sequence], int, int, Output | None]:
-        due = any(s is not None and s.stage == PREFILL for s in self.seats)
+        reading = sum(s is not None and s.stage == PREFILL for s in self.seats)
         masks = self._masks() if careful else {}
         running, steps = self._running(), 0
         while running:
             most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
-            steps = 1 if careful else self.launches.steps(running, most, due, bool(self.waiting))
+            steps = 1 if careful else self.launches.steps(running, most, reading, bool(self.waiting))
             while not (enough := self._reserve(running, steps)) and steps > 1:
                 steps //= 2
             if enough:
@@ -287,13 +288,13 @@ class Batcher:
 
     def _collect(self, flight: Flight) -> None:
         if flight.read is not None:
-            self._collect_read(flight)
+            self._collect_read(flight, flight.read)
         if flight.output is not None:
             self._collect_output(flight, flight.output)
 
-    def _collect_read(self, flight: Flight) -> None:
-        enough, table = np.asarray(flight.read.enough), np.asarray(flight.read.table)
-        scores = [np.asarray(x) for x in flight.read.scores] if flight.scored else ()
+    def _collect_read(self, flight: Flight, read: Read) -> None:
+        enough, table = np.asarray(read.enough), np.asarray(read.table)
+        scores = [np.asarray(x) for x in read.scores] if flight.scored else ()
         for place, (sequence, epoch, begin, end) in enumerate(flight.pieces):
             if sequence.epoch != epoch:
                 continue
@@ -356,7 +357,7 @@ class Batcher:
         settled = sequence.extend(tokens, column, top)
         grammar, transcript = sequence.job.grammar, sequence.transcript
         if grammar is not None and transcript.finish_reason is None:
-            settled += self._follow(sequence, tokens[0])
+            settled += self._follow(sequence, grammar, tokens[0])
         if sequence.first_token is None:
             sequence.first_token = now
         self.observer.emitted(sequence, len(tokens), now)
@@ -368,10 +369,11 @@ class Batcher:
         elif settled:
             self._tell(sequence, sequence.delta(settled, cached_tokens=sequence.cached_tokens))
 
-    def _follow(self, sequence: Sequence, token: int) -> list[Token]:
+    @staticmethod
+    def _follow(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
         """Tell a grammar the token; what was held back is handed out if nothing may follow it."""
         try:
-            goes_on = sequence.job.grammar.accept(token)
+            goes_on = grammar.accept(token)
         except Exception as error:
             return sequence.transcript.finish("error", f"the grammar failed: {error}")
         return [] if goes_on else sequence.transcript.finish("stop")

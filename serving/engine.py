@@ -71,7 +71,8 @@ class ContinuousEngine:
         self._queued = 0  # jobs that were taken and have no row
         self._service = 1.0  # seconds that a job takes, smoothed
         self._open, self._stopping = True, threading.Event()
-        self._ready, self._failure = threading.Event(), None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
         self._live: dict[QueuedTicket, Sequence] = {}
         self._timed: list[Sequence] = []
         self._warm = 0

@@ -72,10 +72,11 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
     """The sizes for a model whose keys and values take `itemsize` bytes a number."""
     shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
     longest = model.config.max_position_embeddings
-    context = min(options.max_model_len or longest, longest)
-    page_size = options.block_size or (FINE.page_size if options.pruning else cache.default_page_size())
+    context: int = min(options.max_model_len or longest, longest)
+    fine = FINE.page_size if options.pruning else None
+    page_size: int = options.block_size or fine or cache.default_page_size()
     context = max(page_size, context // page_size * page_size)
-    budget = options.max_num_batched_tokens or (512 if on_cpu else 2048)
+    budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
     chunk = max(page_size, min(budget, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = options.num_pages
     if pages is None:

@@ -1,5 +1,7 @@
 """What one launch is given: which pieces of prompts, how many steps, which tokens are known or allowed."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,8 +11,10 @@ from .engine_options import Sizes
 from .programs import Chunk, Programs
 from .sequence import DECODE, Sequence
 
-# Seconds that a launch should take: while a first token is due, while jobs wait, else.
-SOON, BUSY, QUIET = 0.008, 0.02, 0.04
+# Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and
+# least of all for its first token. When all are taken nobody can come, but a row that ends should not stand
+# idle for long while jobs wait.
+SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.05, 0.1
 OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
 
 Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
@@ -60,10 +64,13 @@ class Launches:
         """The narrowest program that so many rows fit into."""
         return next(width for width in self.sizes.shapes.widths if width >= running)
 
-    def steps(self, running: list[Sequence], most: int, due: bool, waiting: bool) -> int:
-        """How many steps to run, `most` at most: few while someone waits, so that nobody waits long."""
-        due = due or any(s.first_token is None for s in running)
-        aim = SOON if due else BUSY if waiting else QUIET
+    def steps(self, running: list[Sequence], most: int, reading: int, waiting: bool) -> int:
+        """How many steps to run, `most` at most, beside so many prompts that are being read."""
+        if len(running) + reading < self.sizes.rows:
+            due = reading > 0 or any(s.first_token is None for s in running)
+            aim = SOON if due else OPEN
+        else:
+            aim = CROWDED if waiting or reading else FULL
         steps = int(aim / self._step_seconds.get(self.width(len(running)), aim))
         return max(1, min(steps, most, self.sizes.shapes.capacity))
 
@@ -87,14 +94,15 @@ class Launches:
 
         Copied: the device reads it while the host goes on.
         """
-        terms = self._terms._replace(least=self.least.copy(), reported=self.reported.copy())
+        given: dict[str, Any] = dict(least=self.least.copy(), reported=self.reported.copy())
         if not masks:
-            return terms
-        constrained, allowed = np.zeros(self.sizes.rows, bool), np.zeros(terms.allowed.shape, np.int32)
+            return self._terms._replace(**given)
+        constrained, allowed = np.zeros(self.sizes.rows, bool), np.zeros(self._terms.allowed.shape, np.int32)
         for row, mask in masks.items():
             constrained[row] = True
             allowed[row, : mask.size] = mask[: allowed.shape[1]]
-        return terms._replace(constrained=constrained, allowed=allowed)
+        given |= dict(constrained=constrained, allowed=allowed)
+        return self._terms._replace(**given)
 
 
 def empty_chunk(prompts: int, size: int, rows: int) -> Chunk:

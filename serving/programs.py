@@ -52,6 +52,7 @@ NUMBERS = (
 )
 
 
+Array = Any  # of NumPy on the host, of JAX in a program
 PARKED = ("history", "signal", "action", "control", "ledger")
 
 
@@ -65,27 +66,27 @@ class Board(NamedTuple):
 class Commands(NamedTuple):
     """Edits of the host, of a fixed size; in this order: keep pages, end rows, give pages up, place jobs."""
 
-    retained: np.ndarray  # int32 [m], pages that the host keeps
-    ended: np.ndarray  # bool [rows]
-    dropped: np.ndarray  # int32 [m], pages that the host gives up
-    integers: np.ndarray  # int32 [k, 7], of each job to place; its row is `rows` where there is none
-    numbers: np.ndarray  # float32 [k, len(NUMBERS)]
-    stops: np.ndarray  # int32 [k, stops]
-    bias_tokens: np.ndarray  # int32 [k, slots]
-    bias_values: np.ndarray  # float32 [k, slots]
-    pages: np.ndarray  # int32 [k, most pages of a row], the first SHARED of which the job shares
-    gains: np.ndarray  # float32 [k, n], of its controller
-    prompt: np.ndarray | None = None  # bool [k, vocabulary], and
-    generated: np.ndarray | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
+    retained: Array  # int32 [m], pages that the host keeps
+    ended: Array  # bool [rows]
+    dropped: Array  # int32 [m], pages that the host gives up
+    integers: Array  # int32 [k, 7], of each job to place; its row is `rows` where there is none
+    numbers: Array  # float32 [k, len(NUMBERS)]
+    stops: Array  # int32 [k, stops]
+    bias_tokens: Array  # int32 [k, slots]
+    bias_values: Array  # float32 [k, slots]
+    pages: Array  # int32 [k, most pages of a row], the first SHARED of which the job shares
+    gains: Array  # float32 [k, n], of its controller
+    prompt: Array | None = None  # bool [k, vocabulary], and
+    generated: Array | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
 
 
 class Chunk(NamedTuple):
     """The next piece of some prompts."""
 
-    rows: np.ndarray  # int32 [p]; `rows` where there is none
-    tokens: np.ndarray  # int32 [p, n + 1]: the piece, and the token that follows it
-    count: np.ndarray  # int32 [p], how many of the n
-    last: np.ndarray  # bool [p]: the prompt is complete, the row runs from now on
+    rows: Array  # int32 [p]; `rows` where there is none
+    tokens: Array  # int32 [p, n + 1]: the piece, and the token that follows it
+    count: Array  # int32 [p], how many of the n
+    last: Array  # bool [p]: the prompt is complete, the row runs from now on
 
 
 class Read(NamedTuple):
@@ -268,11 +269,11 @@ class Programs:
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
         rows = board.state.status.shape[0]
         # One row that holds nothing, to clear others with. Copied: the board will be consumed.
+        nothing: Any = None
         self.blank = jax.tree.map(
             lambda x: jnp.copy(x[:1]) if x.ndim and x.shape[0] == rows else jnp.copy(x),
-            board.state._replace(cache=None),
+            board.state._replace(cache=nothing),
         )
-        self._board = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), board)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
