@@ -325,6 +325,8 @@ class Batcher:
             self.launches.took(flight.width, steps, spent)
         tokens, status = np.asarray(output.token).T.tolist(), np.asarray(output.status).tolist()
         measures, lengths = np.asarray(output.measures), np.asarray(output.length)
+        ran = np.arange(measures.shape[1])[:, None] < counts
+        sums = np.where(ran, measures, 0.0).sum(1)
         self.drops[:] = np.asarray(output.forecast)
         tops = None
         for sequence, row, epoch in flight.running:
@@ -343,7 +345,9 @@ class Batcher:
             else:
                 top = None
             if count > first:
-                self._enter(sequence, tokens[row][first:count], measures[:, first:, row], top, output, now)
+                column, total = measures[:, first:, row], None if first else sums[:, row]
+                settled = sequence.extend(tokens[row][first:count], column, total, top)
+                self._enter(sequence, settled, tokens[row][first:count], output, now)
             if not sequence.ended and status[row] != RUNNING:
                 self.end(
                     sequence, FINISH_REASONS[status[row]], NOT_NUMBERS if status[row] == FAILED else None
@@ -351,10 +355,9 @@ class Batcher:
         self.observer.launched(flight.width, steps, counts, measures, spent)
 
     def _enter(
-        self, sequence: Sequence, tokens: list[int], column: np.ndarray, top: Any, output: Output, now: float
+        self, sequence: Sequence, settled: list[Token], tokens: list[int], output: Output, now: float
     ) -> None:
-        """Hand a sequence its new tokens."""
-        settled = sequence.extend(tokens, column, top)
+        """A sequence has new tokens: hand out those that are settled, and see whether it has ended."""
         grammar, transcript = sequence.job.grammar, sequence.transcript
         if grammar is not None and transcript.finish_reason is None:
             settled += self._follow(sequence, grammar, tokens[0])

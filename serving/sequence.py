@@ -122,8 +122,13 @@ class Sequence:
             "waited": (self.admitted or now) - self.arrival,
         }
 
-    def extend(self, tokens: list[int], column: np.ndarray, tops: Any) -> list[Token]:
-        """Enter tokens and their measures `[len(MEASURES), steps]`; returns those that are settled."""
+    def extend(
+        self, tokens: list[int], column: np.ndarray, sums: np.ndarray | None, tops: Any
+    ) -> list[Token]:
+        """Enter tokens and their measures `[len(MEASURES), steps]`; returns those that are settled.
+
+        `sums` of the measures over the tokens are taken as they are, unless the text ends before the last.
+        """
         settled: list[Token] = []
         add, taken = self.transcript.add, 0
         for step, token in enumerate(tokens):
@@ -135,9 +140,10 @@ class Sequence:
             if self.transcript.finish_reason is not None:
                 break
         self.generated += tokens[:taken]
-        self.sums += column[:, :taken].sum(1)
+        self.sums += column[:, :taken].sum(1) if sums is None or taken < len(tokens) else sums
         self.last = column[:, taken - 1]
-        self.certificate = max(self.certificate, float(column[CERTIFICATE, :taken].max()))
+        if self.knobs.pruning:
+            self.certificate = max(self.certificate, float(column[CERTIFICATE, :taken].max()))
         return settled
 
     def _alternatives(self, tops: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
