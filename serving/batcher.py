@@ -7,7 +7,7 @@ its outcome is collected, one turn later, while the device works on the next.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 from .commands import Edits, Placement
 from .engine_options import Sizes
 from .job import Grammar
-from .launches import Launches, Piece
+from .launches import Flight, Launches, Piece
 from .observer import Observer
 from .pages import Pages
 from .prefix_cache import ROOT, extend
@@ -26,20 +26,8 @@ from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence, alternatives
 from .ticket import QueuedTicket, wake
 from .transcript import Token
 
+MOST_PUT_OFF = 3  # turns without steps for rows that run, while more of them read their prompts
 NOT_NUMBERS = "the model computed logits that are not numbers"
-
-
-class Flight(NamedTuple):
-    """What one turn gave to the device, and to whom."""
-
-    running: list[tuple[Sequence, int, int]]  # sequence, row, epoch
-    steps: int
-    width: int
-    begun: float
-    output: Output | None
-    pieces: list[Piece]
-    read: Read | None
-    scored: bool
 
 
 class Batcher:
@@ -70,6 +58,7 @@ class Batcher:
         self.ahead = np.zeros(rows, np.int64)  # steps under way since
         self.drops = np.full(rows, ranking.drop)
         self.rounds = 0.0
+        self.put_off = 0  # turns since the running rows had steps
         self.preemptions = 0
         self.collected = time.perf_counter()
         self.launches = Launches(programs, sizes, exact)
@@ -195,6 +184,10 @@ class Batcher:
         reading = sum(s is not None and s.stage == PREFILL for s in self.seats)
         masks = self._masks() if careful else {}
         running, steps = self._running(), 0
+        # Rows that read will soon share the steps of those that run.
+        self.put_off = self.put_off + 1 if len(running) < reading and self.put_off < MOST_PUT_OFF else 0
+        if self.put_off and not careful:
+            return [], 0, 0, None
         while running:
             most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
             steps = 1 if careful else self.launches.steps(running, most, reading, bool(self.waiting))

@@ -97,8 +97,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
     return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
 
 
-def steps_up(low: int, high: int) -> tuple[int, ...]:
-    """Low, four times that, and so on, up to and with `high`.
+def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
+    """Low, `factor` times that, and so on, up to and with `high`.
 
     >>> steps_up(1, 48)
     (1, 4, 16, 48)
@@ -106,17 +106,20 @@ def steps_up(low: int, high: int) -> tuple[int, ...]:
     found = []
     while low < high:
         found.append(low)
-        low *= 4
+        low *= factor
     return (*found, high)
 
 
 def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
-    """(prompts, positions): every length from 16 to `chunk` in steps of four, for one prompt and for many."""
-    return tuple(
-        (prompts, length)
-        for length in steps_up(min(16, chunk), chunk)
-        for prompts in sorted({1, max(1, min(16, budget // length))})
-    )
+    """(prompts, positions): lengths from 16 to `chunk`, in steps of four for one prompt, of two for many.
+
+    >>> chunk_shapes(128, 512)
+    ((1, 16), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
+    """
+    shortest = min(16, chunk)
+    one = {(1, length) for length in steps_up(shortest, chunk)}
+    many = {(max(1, min(16, budget // length)), length) for length in steps_up(shortest, chunk, 2)}
+    return tuple(sorted(one | many))
 
 
 def accelerator_room() -> int:

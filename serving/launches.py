@@ -1,6 +1,6 @@
 """What one launch is given: which pieces of prompts, how many steps, which tokens are known or allowed."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from entropic_jax.terms import Terms, no_terms
 
 from .engine_options import Sizes
-from .programs import Chunk, Programs
+from .programs import Chunk, Output, Programs, Read
 from .sequence import DECODE, Sequence
 
 # Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and
@@ -18,6 +18,19 @@ SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.05, 0.1
 OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
 
 Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
+
+
+class Flight(NamedTuple):
+    """What one turn gave to the device, and to whom."""
+
+    running: list[tuple[Sequence, int, int]]  # sequence, row, epoch
+    steps: int
+    width: int
+    begun: float
+    output: Output | None
+    pieces: list[Piece]
+    read: Read | None
+    scored: bool
 
 
 class Launches:
