@@ -4,7 +4,7 @@
 
 One call measures whatever the default device has. Seconds are those that the device was busy, by JAX's
 profiler; on a CPU, those on the clock. On an accelerator every kernel is first compared with float64 on the
-small cases of its tests, and what passes is entered into the table of docs/kernels.md.
+small cases of its tests; `python -m tests.pallas.table --show` then enters that into docs/kernels.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from entropic_jax.pallas import self_test
 
-from . import kernels_attention, kernels_choice, kernels_step, kernels_topk, report
+from . import kernels_attention, kernels_checks, kernels_choice, kernels_step, kernels_topk, report
 from .kernels_timing import copy_bandwidth, on_cpu
 from .worker import ROOT, pin
 
@@ -41,10 +41,13 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "jax": jax.__version__,
         "threads": options.threads if on_cpu() else None,
         "checked": [finding._asdict() for finding in self_test.run()],
+        "cases": list(kernels_checks.run()),
         "copy": copy_bandwidth(options.quick),
     }
     for finding in results["checked"]:
         console.print(f"{finding['operation']}: {finding['chosen']}, {finding['problem'] or 'agrees'}")
+    for case in results["cases"]:
+        console.print(f"{case['operation']} {case['case']}: {case['verdict']}", highlight=False)
     for part in options.parts:
         results[part] = []
         for entry in PARTS[part](options.quick, options.repeat):
@@ -116,6 +119,8 @@ def notes(results: dict[str, Any]) -> list[str]:
     ]
     wrong = [finding for finding in results["checked"] if finding["problem"]]
     lines += [f"{x['operation']} by {x['chosen']} is wrong: {x['problem']}" for x in wrong]
+    failed = [case for case in results["cases"] if case["verdict"].startswith("fails")]
+    lines += [f"{x['operation']} {x['case']} {x['verdict']}" for x in failed]
     if not wrong:
         served = ", ".join(f"{x['operation']} {x['chosen']}" for x in results["checked"])
         lines.append(f"Before, every operation agreed with float64: {served}.")

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import kernels, kernels_attention, kernels_timing
+from benchmarks import kernels, kernels_attention, kernels_checks, kernels_timing
 
 
 def test_time_in_which_a_device_was_busy():
@@ -33,6 +33,7 @@ RESULTS = {
     "threads": None,
     "load_average": 0.0,
     "copy": {"best": 2e9, "median": 1e9},
+    "cases": [{"operation": "sum", "case": "small", "verdict": "fails: twice"}],
     "checked": [{"operation": "add", "chosen": "gpu", "problem": "differs by 1"}],
     "attention": [
         entry("gpu", [0.006, 0.004, 0.008], kept=1.0),
@@ -51,6 +52,29 @@ def test_tables_and_notes():
     assert rows[2][:5] == ["2 × 64", "another", "", "failed", "ValueError: no"]
     assert all(len(row) == len(header) for row in rows)
     assert "add by gpu is wrong: differs by 1" in kernels.notes(RESULTS)
+    assert "sum small fails: twice" in kernels.notes(RESULTS)
+
+
+def test_the_cases_of_hardware_are_right_in_plain_jax():
+    some = list(kernels_checks.calls("xla"))[::4]
+    found = {name: kernels_checks.verdict(call) for _, name, call in some}
+    assert set(found.values()) == {"yes"}, found
+
+
+def test_what_a_case_may_come_to():
+    def declines():
+        raise ExceptionGroup("none", [NotImplementedError("gpu: not today")])
+
+    def fails():
+        raise RuntimeError("out of\nmemory")
+
+    verdicts = [kernels_checks.verdict(call) for call in (lambda: 1.0, lambda: 3.0, declines, fails)]
+    assert verdicts == [
+        "yes",
+        "fails: 3 times what is accepted",
+        "declines: gpu: not today",
+        "fails: RuntimeError: out of",
+    ]
 
 
 def test_bytes_of_bfloat16():

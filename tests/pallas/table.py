@@ -1,11 +1,12 @@
 """Writes the table of docs/kernels.md: which kernel was seen to work where.
 
     python -m tests.pallas.table            # every case, interpreted and compiled: minutes
-    python -m tests.pallas.table --show     # from the results that the last run stored
+    python -m tests.pallas.table --resume   # what the last run, interrupted, had not come to
+    python -m tests.pallas.table --show     # the table alone, from the stored results
 
 A cell is `yes`, a number in brackets (a note under the table says why the kernel declines), `fails`, or `–`
-where there is nothing to run: large shapes are compiled, small ones interpreted. What ran on hardware is
-entered by `benchmarks/kernels.py`, whose results are in benchmarks/results.
+where there is nothing to run: large shapes are compiled, small ones interpreted. What ran on hardware is what
+`benchmarks/kernels.py` stored in benchmarks/results.
 """
 
 import argparse
@@ -142,17 +143,29 @@ def attempt(call: Callable[[], Any]) -> str:
     return YES
 
 
-def measure(say: Callable[[str], None]) -> dict[str, Any]:
-    """Try everything; the results as they are stored, by operation, case and column."""
-    found: dict[str, Any] = {}
+def measure(found: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Try everything that is not among what was found; the results by operation, case and column."""
     for operation, case, column, call in trials():
-        verdict = attempt(call)
-        say(f"{operation} {case} {column}: {verdict}")
-        found.setdefault(operation, {}).setdefault(case, {})[column] = verdict
+        cells = found.setdefault(operation, {}).setdefault(case, {})
+        if column not in cells:
+            cells[column] = attempt(call)
+            say(f"{operation} {case} {column}: {cells[column]}")
+            RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
     return found
 
 
-def table(found: dict[str, Any]) -> str:
+def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
+    """The devices that a case of an operation ran on, and was right."""
+    ran: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(folder.glob("kernels-*.json")):
+        stored = json.loads(path.read_text("utf-8"))
+        for case in stored.get("cases", []):
+            if case["verdict"] == YES:
+                ran.setdefault((case["operation"], case["case"]), []).append(stored["device"])
+    return {case: f"{YES}: {', '.join(devices)}" for case, devices in ran.items()}
+
+
+def table(found: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
     """The table and its notes, as a section of the document."""
     reasons: list[str] = []
     header = ["operation", "case", *COLUMNS]
@@ -162,7 +175,7 @@ def table(found: dict[str, Any]) -> str:
             row = [operation, case]
             for column in COLUMNS[:-1]:
                 row.append(_cell(cells.get(column), reasons))
-            lines.append([*row, cells.get(COLUMNS[-1], NO)])
+            lines.append([*row, ran.get((operation, case), NO)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"- [{number}] {reason}" for number, reason in enumerate(reasons, 1))
     return f"{BEGIN}\n\n{text}\n\n{notes}\n\n{END}".replace("\n\n\n", "\n")
@@ -189,13 +202,12 @@ def main() -> None:
     """Try, store, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--show", action="store_true", help="from the stored results; tries nothing")
+    parser.add_argument("--resume", action="store_true", help="tries what is not among the stored results")
     options = parser.parse_args()
-    if options.show:
-        found = json.loads(RESULTS.read_text("utf-8"))
-    else:
-        found = measure(lambda line: print(line, flush=True))
-        RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    write(table(found))
+    found = json.loads(RESULTS.read_text("utf-8")) if options.show or options.resume else {}
+    if not options.show:
+        found = measure(found, lambda line: print(line, flush=True))
+    write(table(found, on_hardware()))
 
 
 if __name__ == "__main__":

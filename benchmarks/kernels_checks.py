@@ -1,0 +1,57 @@
+"""The small cases of the kernels' tests on the device at hand, against float64."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from entropic_jax.pallas import paged_attention, topk_entropy
+from entropic_jax.pallas.paged_attention import cases as paged_cases
+from entropic_jax.pallas.self_test import BFLOAT16, FLOAT32, difference
+from entropic_jax.pallas.topk_entropy import cases as topk_cases
+
+from .kernels_timing import on_cpu
+
+
+def run() -> Iterator[dict[str, str]]:
+    """What became of each case: `yes`, or why not; nothing on a CPU, whose kernels are tested there."""
+    if on_cpu():
+        return
+    for operation, name, call in calls(jax.default_backend()):
+        yield {"operation": operation, "case": name, "verdict": verdict(call)}
+
+
+def calls(back_end: str) -> Iterator[tuple[str, str, Callable[[], float]]]:
+    """Operation, case, and a function of how far off the result of a back end is, over what is accepted."""
+    for case in paged_cases.SMALL:
+        if case.soft_cap is None:
+            yield "decode", case.name, partial(_decode, case, back_end)
+    for case in topk_cases.SMALL:
+        yield "topk_entropy", case.name, partial(_topk_entropy, case, back_end)
+
+
+def verdict(call: Callable[[], float]) -> str:
+    """`yes`, `declines: …` or `fails: …`."""
+    try:
+        error = call()
+    except ExceptionGroup as declined:
+        return f"declines: {declined.exceptions[0]}"
+    except Exception as failure:  # an entry of the results, not the end of them
+        return f"fails: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+    return "yes" if error <= 1 else f"fails: {error:.2g} times what is accepted"
+
+
+def _decode(case: paged_cases.Case, back_end: str) -> float:
+    given = paged_cases.build(case)
+    arguments = jax.tree.map(jnp.asarray, tuple(given))
+    found = jax.jit(partial(paged_attention.decode, back_end=back_end))(*arguments)
+    tolerance = FLOAT32 if case.dtype == "float32" else BFLOAT16
+    return difference(tuple(found), paged_cases.exact(case, given)) / tolerance
+
+
+def _topk_entropy(case: topk_cases.Case, back_end: str) -> float:
+    given = topk_cases.build(case)
+    logits, *at = map(jnp.asarray, given)
+    call = lambda logits, *at: topk_entropy.topk_entropy(logits, case.k, *at, back_end=back_end)
+    return difference(jax.jit(call)(logits, *at), topk_cases.exact(given, case.k)) / FLOAT32
