@@ -40,7 +40,7 @@ from .ticket import QueuedTicket, wake
 from .transcript import Transcript
 
 log = logging.getLogger(__name__)
-IDLE = 0.2  # seconds between looks at the clock while something is under way or may time out
+IDLE, SOON = 0.2, 0.02  # seconds between looks at what may time out, when idle and when busy
 
 
 class ContinuousEngine:
@@ -74,7 +74,8 @@ class ContinuousEngine:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._live: dict[QueuedTicket, Sequence] = {}
-        self._timed: list[Sequence] = []
+        self._timed: dict[Sequence, None] = {}  # those that may time out
+        self._looked = 0.0  # when they were looked through
         self._warm = 0
         board = self._board(dtype)
         self.programs = Programs(model.decoder, model.params, board, self.control.prior, self.sizes.shapes)
@@ -262,10 +263,13 @@ class ContinuousEngine:
                 self._live[item.ticket] = item
                 self.batcher.waiting.append(item)
                 if item.job.timeout is not None:
-                    self._timed.append(item)
+                    self._timed[item] = None
             elif item is not None and item in self._live:
                 self.batcher.end(self._live[item], "abort")
         now = time.perf_counter()
+        if now - self._looked < SOON:
+            return
+        self._looked = now
         for sequence in [s for s in self._timed if now - s.arrival > (s.job.timeout or 0)]:
             message = f"the job took longer than its timeout of {sequence.job.timeout:g} s"
             self.batcher.end(sequence, "error", message, timed_out=True)
@@ -273,8 +277,7 @@ class ContinuousEngine:
     def _finished(self, sequence: Sequence) -> None:
         """A sequence has ended: forget it."""
         self._live.pop(sequence.ticket, None)
-        if sequence.job.timeout is not None and sequence in self._timed:
-            self._timed.remove(sequence)
+        self._timed.pop(sequence, None)
         if sequence.admitted is not None:
             self._service += 0.1 * (time.perf_counter() - sequence.admitted - self._service)
 

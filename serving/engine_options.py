@@ -20,6 +20,7 @@ Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
+EXACT_CHUNK = 64  # positions of a piece of a prompt where all pieces have one shape, short prompts too
 SHARE = 0.9  # of an accelerator's memory, less what is in use when the cache is made
 
 
@@ -77,7 +78,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
     page_size: int = options.block_size or fine or cache.default_page_size()
     context = max(page_size, context // page_size * page_size)
     budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
-    chunk = max(page_size, min(budget, 1 << (context - 1).bit_length()) // page_size * page_size)
+    widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
+    chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = options.num_pages
     if pages is None:
         position = 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
@@ -89,7 +91,12 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
             )
     selections = (None, SELECTION) if options.pruning else (None,)
     if options.batch_invariant:
-        shapes = Shapes((options.max_num_seqs,), ((1, chunk),), options.max_steps, selections[-1:])
+        shapes = Shapes(
+            (options.max_num_seqs,),
+            ((min(4, max(1, budget // chunk)), chunk),),
+            options.max_steps,
+            selections[-1:],
+        )
     else:
         shapes = Shapes(
             steps_up(1, options.max_num_seqs), chunk_shapes(chunk, budget), options.max_steps, selections

@@ -12,7 +12,7 @@ from .programs import Chunk, Output, Programs, Read
 from .sequence import DECODE, Sequence
 
 # Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and
-# least of all for its first token. When all are taken nobody can come, but a row that ends should not stand
+# least of all for its prompt. When all are taken nobody can come, but a row that ends should not stand
 # idle for long while jobs wait.
 SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.05, 0.1
 OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
@@ -80,8 +80,9 @@ class Launches:
     def steps(self, running: list[Sequence], most: int, reading: int, waiting: bool) -> int:
         """How many steps to run, `most` at most, beside so many prompts that are being read."""
         if len(running) + reading < self.sizes.rows:
-            due = reading > 0 or any(s.first_token is None for s in running)
-            aim = SOON if due else OPEN
+            if any(s.told == 0 for s in running):
+                return 1  # the first token of a sequence waits for no second
+            aim = SOON if reading else OPEN
         else:
             aim = CROWDED if waiting or reading else FULL
         steps = int(aim / self._step_seconds.get(self.width(len(running)), aim))

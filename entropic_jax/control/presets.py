@@ -17,7 +17,7 @@ PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
 # Small pages find what a large page's mean key hides; the sink and the newest are kept whole. In the first
 # layer attention is spread over everything. Lists that outlive their step miss facts just asked for.
 RULES = Rules(sink=4, recent=8, least=16, guard=0.5)
-FINE = Selection(dense_layers=0, first=22.0, rules=RULES, page_size=16)
+FINE = Selection(dense_layers=0, first=30.0, rules=RULES, page_size=16)
 UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
 
 
@@ -28,8 +28,8 @@ class Gains(NamedTuple):
     target: float = 1.0  # H*, held by the law
     lowest: float = 0.3  # T_min
     highest: float = 1.2  # T_max
-    drop: float = 0.04  # ε_max: most attention mass to leave unread
-    least_drop: float = 0.016  # ε_min, however uncertain
+    drop: float = 0.03  # ε_max: most attention mass to leave unread
+    least_drop: float = 0.012  # ε_min, however uncertain
     low: float = 0.3  # H₁ at and below which `drop` may stay unread
     high: float = 2.5  # H₁ at and above which only `least_drop` may
     schedule: str = "entropic"  # a name of `SCHEDULES`

@@ -17,7 +17,7 @@ from serving.job import Delta, Job, QueueFullError
 from serving.request import Request, RequestError
 
 EXACT = dict(
-    max_num_seqs=4, max_num_batched_tokens=16, block_size=4, max_steps=4, batch_invariant=True, warmup="none"
+    max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True, warmup="none"
 )
 WARM = dict(temperature=0.9, top_p=0.95)
 VOCABULARY = 258
@@ -96,14 +96,14 @@ def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
 
 
 def test_a_prefix_is_found_and_changes_nothing(exact, plain):
-    ids = prompt(50, 1007)
+    ids = prompt(100, 1007)
     first = job("first", ids, seed=3, **WARM)
     (cold, told), (warm, again) = run(exact, first)[0], run(exact, first)[0]
     assert cold == warm
-    assert told.cached_tokens == 0 and again.cached_tokens == 48  # three chunks of 16
-    longer = job("longer", ids[:33] + prompt(9, 8), seed=3, **WARM)
+    assert told.cached_tokens == 0 and again.cached_tokens == 64  # one piece
+    longer = job("longer", ids[:70] + prompt(9, 8), seed=3, **WARM)
     ((after, found),) = run(exact, longer)
-    assert found.cached_tokens == 32
+    assert found.cached_tokens == 64
     assert after == run(plain, longer)[0][0]
     scored = dataclasses.replace(first, prompt_alternatives=1)
     assert run(exact, scored)[0][1].cached_tokens == 0  # what is scored is read
@@ -347,3 +347,17 @@ def test_snapshot_says_what_is_in_flight(exact):
     assert 0 < shown["kv_usage"] <= 1 and shown["running"] == 1
     ticket.cancel()
     collect(ticket)
+
+
+def test_no_program_copies_the_pool(exact):
+    run(exact, job("one", prompt(20)), job("two", prompt(90, 1), Control("full"), presence_penalty=0.5))
+    shape = f"f32[{','.join(map(str, exact.batcher.board.state.cache.layers[0].keys.shape))}]"
+    seen = set()
+    for key, program in exact.programs._compiled.items():
+        if key[0] in ("apply", "read", "decode"):
+            text = program.as_text()
+            assert shape in text, "the test looks for the wrong thing"
+            copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+            assert not copies, (key, copies)
+            seen.add(key[0])
+    assert seen == {"apply", "read", "decode"}
