@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.soak import memory_growth, verdicts
-from benchmarks.soak_requests import RefusedError, Requests, WrongAnswerError
+from benchmarks.soak_requests import RefusedError, Requests, TimedOutError, WrongAnswerError
 from serving.bench.connection import Pool
 
 TOKENS = 9
@@ -55,14 +55,33 @@ def test_another_text_is_found(live, known, kind):
         ask(live, wrong, kind)
 
 
-def test_a_full_server_is_asked_again_and_a_failing_one_is_not(live, known):
+def test_a_server_that_is_full_or_not_able_is_asked_again(live, known):
     live.engine.room = 0
     with pytest.raises(RefusedError):
         ask(live, known, "greedy")
     live.engine.room = 10**6
-    live.engine.failure = "it has stopped"  # answered 503, which is no fault of an answer
+    live.engine.failed = "it has stopped"  # answered 503, which is no fault of an answer
     with pytest.raises(RefusedError):
         ask(live, known, "streamed")
+
+
+def test_a_request_that_times_out_must_have_gone_behind_others(live, known):
+    async def main(draw):
+        pool = Pool(live.url)
+        requests = Requests(pool, TOKENS, known)
+        requests.stream = timed_out
+        try:
+            await requests.streamed(known[0], np.random.default_rng(draw))
+        finally:
+            pool.close()
+
+    async def timed_out(**body):
+        raise TimedOutError
+
+    for draw in range(8):
+        behind = int(np.random.default_rng(draw).integers(-5, 6)) > 0
+        with pytest.raises(TimedOutError if behind else WrongAnswerError):
+            asyncio.run(main(draw))
 
 
 def test_growth_is_from_after_warm_up_to_the_end():
@@ -73,7 +92,14 @@ def test_growth_is_from_after_warm_up_to_the_end():
 
 def test_verdicts_name_what_did_not_hold():
     after = {"pages": 10, "pages_free": 7, "prefix_pages": 3, "compilations": 0, "preemptions": 4}
-    run = {"failures": [], "sent": {"greedy": 5}, "seconds": 2.0, "refused": 0, "memory": [(5, 100.0)]}
+    run = {
+        "failures": [],
+        "sent": {"greedy": 5},
+        "seconds": 2.0,
+        "refused": 0,
+        "timed_out": {},
+        "memory": [(5, 100.0)],
+    }
     crash = {"streams": 8, "broken_off": 8, "same": True, "ready_again": 3.0}
     results = {"run": {**run, "after": after}, "crash": crash, "growth": 0.01, "status": 0}
     assert all(right for _, right, _ in verdicts(results))
