@@ -115,7 +115,7 @@ class Run:
                 make = lambda c=context, s=seed: studies.quality(material, c, s, **small)
                 yield "quality", {"context": context, "seed": seed}, make
         filler = filler_of(self.texts, self.options.model)
-        far: dict[int, tuple[float, ...]] = {} if quick else {2048: (0.02, 0.2), 7500: (0.02, 0.2)}
+        far: dict[int, tuple[float, ...]] = {} if quick else {2048: (0.01, 0.1), 7500: (0.01, 0.1)}
         for distance, drops in {512: (), **far}.items():
             for seed in seeds:
                 make = lambda d=distance, s=seed, e=drops: asked(material, filler, d, s, e)
