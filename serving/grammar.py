@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from . import grammar_check
 from .request import RequestError
 from .served_model import ServedModel
 
@@ -58,6 +59,10 @@ class Grammars:
                 f"{name} has {len(grammar)} characters as a grammar; "
                 f"accepted are at most {self.most_characters}"
             )
+        with self._lock:
+            known = grammar in self._compiled
+        if not known and (why := grammar_check.reason(grammar)) is not None:
+            raise RequestError(f"{name} is not accepted: {why.splitlines()[0]}")
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:

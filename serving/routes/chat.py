@@ -17,7 +17,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ChatCompletion,
         "description": f"The answer, or where it streams events that each hold a {ChatChunk.__name__}",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

@@ -14,9 +14,7 @@ from . import generation, logprobs
 from .errors import documented
 
 DEFAULT_TOKENS = 16
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": Completion, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"model": Completion, "content": {"text/event-stream": {}}}}
 
 
 def router(frontend: Frontend) -> APIRouter:

@@ -46,8 +46,9 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
                 part["maxItems"] = frontend.settings.limits.stops
         for part in schemas[name]["properties"]["logit_bias"]["anyOf"]:
             if part.get("type") == "object":
-                part["propertyNames"] = {"pattern": up_to(last)}
-                part.pop("patternProperties", None)
+                (bias,) = part["patternProperties"].values()
+                part["patternProperties"] = {up_to(last): bias}
+                part["additionalProperties"] = False
 
 
 def up_to(last: int) -> str:

@@ -17,6 +17,7 @@ from .live import serving
 from .scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in range(50)]}
 
 
 def refused(answer: httpx2.Response, status: int) -> dict:
@@ -59,6 +60,7 @@ def until(condition, seconds: float = 5.0) -> None:
         ),
         ({"prompt": "x", "structured_outputs": {"regex": "("}}, None, "structured_outputs.regex"),
         ({"prompt": "x", "structured_outputs": {"regex": "a" * 70000}}, None, "characters as a grammar"),
+        ({"prompt": "x", "structured_outputs": {"json": ENDLESS}}, None, "more than 2 s to compile"),
         (
             {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
             "response_format",
