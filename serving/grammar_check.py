@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SECONDS = 2  # of one processor
+SECONDS = 1  # of one processor
 BYTES = 2 << 30  # of memory
 RISKS = ("allOf", "patternProperties", "&", "%json", "~")
 SHORT = 4000  # characters, up to which a grammar without risks is compiled at once
