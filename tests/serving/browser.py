@@ -131,6 +131,10 @@ class Page:
         self("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in features.items()])
 
     def open(self, url: str) -> None:
+        """Leave the page before, whose server may be gone, and its errors; wait until this one is loaded."""
+        self("Page.navigate", url="about:blank")
+        self.until("location.href === 'about:blank'")
+        self.errors.clear()
         self("Page.navigate", url=url)
         self.until(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
