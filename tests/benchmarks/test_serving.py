@@ -1,0 +1,95 @@
+"""Every study of the server's benchmark runs and stores what was measured, with engines that only pretend."""
+
+import argparse
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import serving_report
+from benchmarks.serving import STUDIES, Bench, drive, held_out_tokens, write_model
+from benchmarks.worker import PeerError
+from serving.bench.arrivals import Arrival
+from serving.bench.prompts import Prompts
+from serving.generation import EMBEDDED
+from tests.serving.fake_server import FakeServer
+
+
+class Pretended(Bench):
+    """A bench whose servers are fake, and whose peers take a quarter of a second for everything."""
+
+    def __init__(self, work, model) -> None:
+        self.options = argparse.Namespace(
+            model=EMBEDDED, repeat=2, threads=2, utilisation=0.9, scale=0.02, quick=True, limit=1.0
+        )
+        self.quick, self.work, self.model = True, work, model
+        self.tokens = held_out_tokens(EMBEDDED)
+        self.peers = SimpleNamespace(ask=self.ask, versions={"ours": "1"})
+        self.failures, self.asked, self.servers = {}, [], []
+
+    @contextlib.contextmanager
+    def server(self, *arguments):
+        self.servers.append(arguments)
+        with FakeServer() as running:
+            yield running
+
+    llama = server
+
+    def ask(self, engine, do, *arguments):
+        self.asked.append((engine, do))
+        if engine == "transformers-batched":
+            raise PeerError("it is not installed")
+        return {"seconds": 0.25}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    pytest.importorskip("ml_dtypes")
+    return write_model(EMBEDDED, tmp_path_factory.mktemp("work"))
+
+
+def test_the_model_in_float32_is_the_same(work):
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    mine, theirs = (load_file(path / "model.safetensors") for path in (work / "huggingface", EMBEDDED))
+    assert mine.keys() == theirs.keys()
+    assert all(np.array_equal(mine[name], theirs[name].astype(np.float32)) for name in mine)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_studies(work, study, monkeypatch):
+    bench = Pretended(work, work / "huggingface")
+    # Loads of a trace come faster than they would: nothing here takes time.
+    monkeypatch.setattr("benchmarks.serving.drive", hurried())
+    rows = getattr(bench, study)()
+    assert {row["repetition"] for row in rows} == {0, 1}
+    results = {"cpu": "", "threads": 2, "date": "", "load_average": 0.0, "utilisation": 0.9}
+    results |= {"studies": {study: rows}, "failures": bench.failures}
+    ((_, head, lines),) = serving_report.grids(results)
+    assert lines and all(len(line) == len(head) for line in lines)
+    assert serving_report.notes(results)
+    if study == "throughput":
+        names = {"ours, served", "ours", "transformers", "llama_cpp.server"}
+        assert {row["engine"] for row in rows} == names
+        assert bench.failures == {"transformers-batched": "it is not installed"}
+        static = [row["rate"] for row in rows if row["engine"] == "transformers"]
+        assert static == [64 * 8 / 0.5] * 2  # 64 requests of 8 tokens in one prefill and one decode
+    if study == "load":
+        assert [set(s) & {"entropic", "fcfs"} for s in bench.servers] == [{"entropic"}, {"fcfs"}]
+        differ = [[a for a in s if a not in ("entropic", "fcfs")] for s in bench.servers]
+        assert differ[0] == differ[1], "everything but the schedule is equal"
+
+
+def hurried():
+    def send(url, requests, prompts, concurrency=None, **body):
+        soon = [arrival._replace(time=arrival.time / 1000) for arrival in requests]
+        return drive(url, soon, prompts, concurrency, **body)
+
+    return send
+
+
+def test_a_request_that_fails_ends_the_study(work):
+    prompts, requests = Prompts(held_out_tokens(EMBEDDED), 0), [Arrival(0.0, 4, 2)] * 3
+    with FakeServer() as server, pytest.raises(RuntimeError, match="requests failed: HTTP 500"):
+        drive(server.url, requests, prompts, 2, fake={"status": 500})
