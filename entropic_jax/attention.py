@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .cache import Cache, Layer
+from .observation import Observer
 from .pallas import paged_attention
 from .pallas.paged_attention.reference import fold
 from .selection import Reader
@@ -25,19 +26,21 @@ class Step(NamedTuple):
 Attend = Callable[..., tuple[jax.Array, Layer]]
 
 
-def attend_to(cache: Cache, step: Step, reader: Reader | None = None) -> Attend:
+def attend_to(
+    cache: Cache, step: Step, reader: Reader | None = None, observer: Observer | None = None
+) -> Attend:
     """The function that a model calls in each layer: writes its keys and values, then attends to all.
 
     `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
     `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
     layer as written. `window` limits a query to that many newest positions, itself included. With a `reader`
-    a single query per row attends to the pages that it chooses.
+    a single query per row attends to the pages that it chooses; an `observer` sees its attention.
     """
     table = cache.table
 
     def attend(q, k, v, layer, window=None):
         layer = write(layer, table, step, k, v)
-        return read(layer, table, step, q, window, reader), layer
+        return read(layer, table, step, q, window, reader, observer), layer
 
     return attend
 
@@ -119,6 +122,7 @@ def read(
     q: jax.Array,
     window: int | None = None,
     reader: Reader | None = None,
+    observer: Observer | None = None,
 ) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
@@ -132,6 +136,8 @@ def read(
     last = jnp.where(step.count > 0, step.start + step.count, 0)
     own = step.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
+    if n == 1 and observer is not None:
+        observer.see(layer, q[:, :, :, 0], first[:, 0], last)
     if n > 1:
         out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, step.start, last)
     elif reader is not None:

@@ -16,6 +16,7 @@ from . import entropy, ledger, sampling
 from .attention import Step, attend_to
 from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
+from .observation import Observer
 from .selection import Reader, Reading, Selection, no_lists
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 from .terms import Terms, hold, likeliest
@@ -196,7 +197,9 @@ def step(
         renew = state.age % state.selection.refresh == 0
         lists = jax.tree.map(cut.pick, state.lists)
         reader = Reader(state.selection, mine, cut.pick(state.action.drop), lists, renew)
-    attend = attend_to(mine, where, reader)
+    observed = getattr(controller, "observes", None)
+    observer = Observer(observed, mine) if observed else None
+    attend = attend_to(mine, where, reader, observer)
     hidden, layers = decoder.hidden(params, token[:, None], start[:, None], mine.layers, attend)
     logits = decoder.logits(params, hidden[:, 0])
     reading = reader.total() if reader else dense(decoder.shape, where)
@@ -223,22 +226,27 @@ def step(
         runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
         length=state.length,
         logits=cut.spread(adjusted, 0.0),
+        key=random_keys(state.key, state.seed, state.length + 1),
+        focus=jax.tree.map(lambda x: cut.spread(x, 0.0), observer.total()) if observer else None,
     )
-    action, control = advance(controller, signal, state.action, state.control)
+    undecided = state.action._replace(token=jnp.full_like(state.token, -1))
+    action, control = advance(controller, signal, undecided, state.control)
 
     # Sampling.
     length = state.length + active.astype(jnp.int32)
-    temperature = cut.pick(action.temperature)
+    temperature, chosen = cut.pick(action.temperature), cut.pick(action.token)
+    action = action._replace(token=None)
     if forced is None:
         token = sampling.sample(
             adjusted,
             jax.tree.map(cut.pick, state.sampling),
-            temperature,
+            jnp.where(chosen < 0, temperature, 0.0),  # nothing is drawn where the law has chosen
             state.key,
             cut.pick(state.seed),
             start + where.count,
             surprisal_limit=cut.pick(action.surprisal_limit),
         )
+        token = jnp.where(chosen < 0, token, chosen)
     else:
         token = cut.pick(forced)
     if terms is not None:
@@ -251,6 +259,8 @@ def step(
         tempered_varentropy=keep(sampled.varentropy, state.signal.tempered_varentropy),
         surprisal=keep(surprisal, state.signal.surprisal),
         logits=None,
+        key=None,
+        focus=None,
     )
     cost = ledger.step_cost(
         decoder.shape,
@@ -320,6 +330,11 @@ class Cut:
             return x
         old = jnp.broadcast_to(jnp.asarray(old, x.dtype), (self.all, *x.shape[1:]))
         return old.at[self.chosen].set(x, mode="drop")
+
+
+def random_keys(key: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """The random key of each row, by seed and position `[rows]`; a law folds something of its own in."""
+    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(key, s), p))(seed, position)
 
 
 def dense(shape: ModelShape, step: Step) -> Reading:

@@ -9,7 +9,6 @@ Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .state import History, Sampling
+from .truncation import SMALLEST, truncate
 
 _ACCEPTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "temperature": (lambda x: np.isfinite(x) & (x >= 0), "finite numbers >= 0 (0 is greedy)"),
@@ -24,6 +24,7 @@ _ACCEPTED: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "top_p": (lambda x: (x >= 0) & (x <= 1), "numbers in [0, 1] (1 is off)"),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "numbers in [0, 1] (0 is off)"),
     "typical_p": (lambda x: (x >= 0) & (x <= 1), "numbers in [0, 1] (1 is off)"),
+    "top_n_sigma": (lambda x: np.isfinite(x) & (x >= 0), "finite numbers >= 0 (0 is off)"),
     "repetition_penalty": (lambda x: np.isfinite(x) & (x > 0), "finite numbers > 0 (1 is off)"),
     "presence_penalty": (np.isfinite, "finite numbers (0 is off)"),
     "frequency_penalty": (np.isfinite, "finite numbers (0 is off)"),
@@ -67,6 +68,7 @@ def parameters(
     top_p=1.0,
     min_p=0.0,
     typical_p=1.0,
+    top_n_sigma=0.0,
     repetition_penalty=1.0,
     presence_penalty=0.0,
     frequency_penalty=0.0,
@@ -96,6 +98,7 @@ def parameters(
         top_p=top_p,
         min_p=min_p,
         typical_p=typical_p,
+        top_n_sigma=top_n_sigma,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
@@ -188,132 +191,6 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
     return lax.cond(jnp.any(penalising | biased), apply, lambda logits: logits, logits)
 
 
-def _bisect(enough: Callable, low: jax.Array, high: jax.Array, passes: int) -> jax.Array:
-    """The smallest key in (low, high] that is `enough`, per row, where all above are; `high` is taken to be.
-
-    Keys int32 `[rows]`, in the order of the floats whose bits they are: `passes` ≥ log₂(high − low) is exact.
-    """
-
-    def halve(_, bracket):
-        low, high = bracket
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        right = enough(middle)
-        return jnp.where(right, low, middle), jnp.where(right, middle, high)
-
-    return lax.fori_loop(0, passes, halve, (low, high))[1]
-
-
-_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-_floats = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
-_ONE, _INFINITY = 0x3F800000, 0x7F800000  # the bits of 1.0 and of inf
-_SMALLEST = np.finfo(np.float32).tiny
-
-
-def _top_k_floor(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The k-th largest logit of each row."""
-    bits = _bits(jnp.where(logits == 0, 0.0, logits))  # −0 ties with +0
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    limits = jnp.iinfo(jnp.int32)
-    low, high = (jnp.full(top_k.shape, limit, jnp.int32) for limit in (limits.min, limits.max))
-    key = _bisect(lambda key: jnp.sum(keys > key[:, None], axis=-1, dtype=jnp.int32) < top_k, low, high, 32)
-    return _floats(key ^ ((key >> 31) & 0x7FFFFFFF))
-
-
-def _nucleus_floor(logits: jax.Array, sampling: Sampling, floor: jax.Array) -> jax.Array:
-    """The smallest logit that both top-p and min-p keep, among those not below `floor`."""
-    highest = jnp.max(logits, axis=-1)
-    # Probabilities relative to the largest one.
-    ratio = jnp.where(logits < floor[:, None], 0.0, jnp.exp(logits - highest[:, None]))
-
-    def threshold(ratio):
-        # Ratios lie in [0, 1], where the bits of a float are in its order.
-        def above(bits):
-            return jnp.sum(jnp.where(ratio > _floats(bits)[:, None], ratio, 0.0), axis=-1)
-
-        none = jnp.full(floor.shape, -1, jnp.int32)
-        wanted = jnp.maximum(sampling.top_p * jnp.sum(ratio, axis=-1), _SMALLEST)
-        return _floats(_bisect(lambda bits: above(bits) < wanted, none, jnp.full_like(none, _ONE), 31))
-
-    least = lax.cond(jnp.any(sampling.top_p < 1), threshold, lambda ratio: jnp.zeros_like(floor), ratio)
-    least = jnp.maximum(jnp.where(sampling.top_p < 1, least, 0.0), sampling.min_p)
-    kept = jnp.min(jnp.where(ratio < least[:, None], jnp.inf, logits), axis=-1)
-    return jnp.maximum(floor, jnp.minimum(kept, highest))
-
-
-def _typical_range(logits: jax.Array, typical_p: jax.Array, floor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The smallest and the largest logit that typical-p keeps, among those not below `floor`."""
-    highest = jnp.max(logits, axis=-1)
-    shifted = logits - highest[:, None]
-    ratio = jnp.where(logits < floor[:, None], 0.0, jnp.exp(shifted))
-    total = jnp.sum(ratio, axis=-1)
-    mean = jnp.sum(ratio * jnp.where(ratio > 0, shifted, 0.0), axis=-1) / total
-    # |−ln p − H|: the normaliser cancels between surprisal and entropy.
-    distance = jnp.where(ratio > 0, jnp.abs(shifted - mean[:, None]), jnp.inf)
-    wanted = jnp.maximum(typical_p * total, _SMALLEST)
-
-    def closer(bits):  # closeness is minus the bits of a distance
-        return jnp.sum(jnp.where(distance < _floats(-bits)[:, None], ratio, 0.0), axis=-1)
-
-    far = jnp.full(floor.shape, -_INFINITY - 1, jnp.int32)
-    furthest = _floats(-_bisect(lambda bits: closer(bits) < wanted, far, jnp.zeros_like(far), 31))
-    outside = distance > furthest[:, None]
-    return (
-        jnp.maximum(floor, jnp.min(jnp.where(outside, jnp.inf, logits), axis=-1)),
-        jnp.max(jnp.where(outside, -jnp.inf, logits), axis=-1),
-    )
-
-
-def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits with −inf outside of top-k, top-p, min-p and typical-p, applied in this order.
-
-    logits float32 `[rows, vocabulary]`, already divided by the temperature. With p the softmax over what the
-    filters before have left,
-
-        top-k:     fewer than k tokens are more probable
-        top-p:     the more probable tokens hold less than top_p
-        min-p:     p ≥ min_p · max p
-        typical-p: the tokens whose surprisal is closer to the entropy hold less than typical_p
-
-    At least one token is always kept. Each filter keeps an interval of logits, whose ends are found by exact
-    bisection over the bits of a float32, 31 or 32 passes over the row and no sort, skipped where no row asks
-    for it. What is kept is differentiable with unit slope; the thresholds are not differentiated. NaN stays
-    NaN, and subnormal logits tie with 0.
-    Top-p: Holtzman et al. 2020, arXiv 1904.09751. Min-p: Nguyen et al. 2024, arXiv 2407.01082. Typical-p:
-    Meister et al. 2023, arXiv 2202.00666. Differs from transformers: all tokens tied with the threshold of
-    top-p, that is of equal probability in float32, are kept, where transformers keeps as many as its sort
-    happens to put first.
-
-    >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
-    >>> jnp.isfinite(truncate(logits, parameters(1, top_p=0.7))).tolist()
-    [[True, True, False, False]]
-    """
-    logits = logits.astype(jnp.float32)
-    rows, vocabulary = logits.shape
-    values = lax.stop_gradient(logits)
-    unbounded = jnp.full((rows,), -jnp.inf, logits.dtype)
-
-    k_on = (sampling.top_k > 0) & (sampling.top_k < vocabulary)
-    floor = lax.cond(
-        jnp.any(k_on),
-        lambda: jnp.where(k_on, _top_k_floor(values, sampling.top_k), unbounded),
-        lambda: unbounded,
-    )
-    nucleus_on = (sampling.top_p < 1) | (sampling.min_p > 0)
-    floor = lax.cond(
-        jnp.any(nucleus_on),
-        lambda: jnp.where(nucleus_on, _nucleus_floor(values, sampling, floor), floor),
-        lambda: floor,
-    )
-    typical_on = sampling.typical_p < 1
-
-    def typical():
-        lowest, highest = _typical_range(values, sampling.typical_p, floor)
-        return jnp.where(typical_on, lowest, floor), jnp.where(typical_on, highest, jnp.inf)
-
-    floor, ceiling = lax.cond(jnp.any(typical_on), typical, lambda: (floor, -unbounded))
-    return jnp.where((logits < floor[:, None]) | (logits > ceiling[:, None]), -jnp.inf, logits)
-
-
 def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:
     highest = jnp.max(scaled, axis=-1)
     floor = jnp.minimum(jax.nn.logsumexp(scaled, axis=-1) - limit, highest)
@@ -327,7 +204,7 @@ def _first_largest(values: jax.Array) -> jax.Array:
     return jnp.min(jnp.where((values == largest) | jnp.isnan(values), index, values.shape[-1] - 1), axis=-1)
 
 
-def _gumbel(bits: jax.Array) -> jax.Array:
+def gumbel(bits: jax.Array) -> jax.Array:
     """Standard Gumbel noise from uniform uint32, finite, between −2.8 and 22.9.
 
     Differs from jax.random.gumbel: all 32 bits count where the noise is large, so that tokens of a
@@ -369,7 +246,7 @@ def sample(
         # The largest logit is moved to 0 so that no temperature, however small, overflows.
         highest = jnp.max(logits, axis=-1, keepdims=True)
         shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
-        scaled = shifted / jnp.where(warm, jnp.maximum(temperature, _SMALLEST), 1.0)[:, None]
+        scaled = shifted / jnp.where(warm, jnp.maximum(temperature, SMALLEST), 1.0)[:, None]
         if surprisal_limit is not None:
             scaled = lax.cond(
                 jnp.any(warm & (surprisal_limit < jnp.inf)),
@@ -383,13 +260,14 @@ def sample(
             top_p=jnp.where(warm, sampling.top_p, 1.0),
             min_p=jnp.where(warm, sampling.min_p, 0.0),
             typical_p=jnp.where(warm, sampling.typical_p, 1.0),
+            top_n_sigma=jnp.where(warm, sampling.top_n_sigma, 0.0),
         )
 
         def bits(seed, position):
             own = jax.random.fold_in(jax.random.fold_in(key, seed), position)
             return jax.random.bits(own, logits.shape[-1:], jnp.uint32)
 
-        noise = _gumbel(jax.vmap(bits)(seed, position))
+        noise = gumbel(jax.vmap(bits)(seed, position))
         return _first_largest(jnp.where(warm[:, None], truncate(scaled, asked) + noise, logits))
 
     return lax.cond(jnp.any(warm), draw, lambda: _first_largest(logits))

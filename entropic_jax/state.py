@@ -25,6 +25,7 @@ class Sampling(NamedTuple):
     top_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
     min_p: jax.Array  # float32 [rows], in [0, 1]; 0 is off
     typical_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
+    top_n_sigma: jax.Array  # float32 [rows], >= 0; 0 is off
     repetition_penalty: jax.Array  # float32 [rows], > 0; 1 is off; prompt and generated tokens
     presence_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
     frequency_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
@@ -39,6 +40,16 @@ class History(NamedTuple):
     generated: jax.Array  # int32 [rows, vocabulary]: how often the token was generated
 
 
+class Focus(NamedTuple):
+    """What the attention of a step looked like, mean over the layers observed; each `[rows]`, in nats."""
+
+    entropy: jax.Array  # of the attention over positions, mean over heads
+    varentropy: jax.Array  # variance of that entropy between the heads of a layer, nats²
+    agreement: jax.Array  # of the heads: 1 where all attend alike, 0 where all attend elsewhere
+    interaction: jax.Array  # mean |score|
+    most: jax.Array  # ln of the number of positions, the largest entropy there could be
+
+
 class Signal(NamedTuple):
     """What the step at hand measured, before it samples; each `[rows]`, in nats (nats² for the variances)."""
 
@@ -51,7 +62,10 @@ class Signal(NamedTuple):
     emitting: jax.Array  # bool: the row emits a token in this step; the measures of others are old
     runnable: jax.Array  # bool: the row has not ended
     length: jax.Array  # int32, positions in the cache
-    logits: jax.Array | None = None  # z, float32 [rows, vocabulary], penalties included; not kept in State
+    # Known only while a step runs, not kept in State.
+    logits: jax.Array | None = None  # z, float32 [rows, vocabulary], penalties included
+    key: jax.Array | None = None  # [rows] random keys, of the row's seed and the position it samples for
+    focus: Focus | None = None  # where the controller asks for it, see `observation`
 
 
 class Action(NamedTuple):
@@ -61,6 +75,8 @@ class Action(NamedTuple):
     surprisal_limit: jax.Array  # micro: tokens of a larger −log softmax(z / T) are cut off; inf cuts none
     drop: jax.Array  # meso: ε, the attention mass that the next step may leave unread, in [0, 1)
     quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
+    # int32, while a step runs: the token that the law has chosen itself, −1 where it is to be sampled.
+    token: jax.Array | None = None
 
 
 class Ledger(NamedTuple):

@@ -35,6 +35,7 @@ HELP = {
     "top_p": "sample from the likeliest tokens that hold this probability; 1 is off",
     "min_p": "drop tokens less likely than this fraction of the likeliest; 0 is off",
     "typical_p": "sample from the most typical tokens that hold this probability; 1 is off",
+    "top_n_sigma": "keep tokens within this many standard deviations of the largest logit; 0 is off",
     "repetition_penalty": "divide the logits of tokens in prompt or text; 1 is off",
     "presence_penalty": "subtract from the logits of tokens in the text; 0 is off",
     "frequency_penalty": "the same, once for each time; 0 is off",

@@ -46,6 +46,7 @@ NUMBERS = (
     "top_p",
     "min_p",
     "typical_p",
+    "top_n_sigma",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

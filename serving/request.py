@@ -49,6 +49,7 @@ LIMITS = {
     "top_p": Limit(float, 0, 1, above_low=True),
     "min_p": Limit(float, 0, 1),
     "typical_p": Limit(float, 0, 1, above_low=True),
+    "top_n_sigma": Limit(float, 0),
     "repetition_penalty": Limit(float, 0, above_low=True),
     "presence_penalty": Limit(float, -math.inf),
     "frequency_penalty": Limit(float, -math.inf),
@@ -60,10 +61,10 @@ LIMITS = {
 class Request:
     """A prompt and how to continue it; every sampling field is off at its default.
 
-    `prompt` is text or token ids. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1 and `repetition_penalty` 1
-    are off, `temperature` 0 is greedy. The text ends before the first of the `stop` strings or of the
-    `stop_token_ids`, with it if `include_stop`; nothing ends it before `min_tokens` are there. Raises
-    RequestError, which names the field, its value and what is accepted.
+    `prompt` is text or token ids. `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `top_n_sigma` 0 and
+    `repetition_penalty` 1 are off, `temperature` 0 is greedy. The text ends before the first of the `stop`
+    strings or of the `stop_token_ids`, with it if `include_stop`; nothing ends it before `min_tokens` are
+    there. Raises RequestError, which names the field, its value and what is accepted.
     """
 
     prompt: str | Sequence[int]
@@ -73,6 +74,7 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

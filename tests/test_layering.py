@@ -13,10 +13,12 @@ LAYERS = (
     ("entropic_jax.entropy", "entropic_jax.state", "entropic_jax.cache", "entropic_jax.ledger"),
     (
         "entropic_jax.control",
+        "entropic_jax.observation",
         "entropic_jax.selection",
         "entropic_jax.attention",
         "entropic_jax.sampling",
         "entropic_jax.terms",
+        "entropic_jax.truncation",
     ),
     ("entropic_jax.loop",),
     ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "models"),

@@ -80,7 +80,7 @@ def test_the_distribution_is_the_truncated_softmax():
 
 
 def test_noise_is_finite_and_reaches_far():
-    noise = sampling._gumbel(jnp.array([0, 1, 2**31, 2**32 - 1], jnp.uint32))
+    noise = sampling.gumbel(jnp.array([0, 1, 2**31, 2**32 - 1], jnp.uint32))
     exact = -np.log(-np.log1p(-(np.array([0.5, 1.5, 2.0**31]) / 2.0**32)))
     np.testing.assert_allclose(noise[:3], exact, rtol=1e-6)
     assert np.isfinite(noise).all()
@@ -168,6 +168,17 @@ def test_top_k_keeps_k_and_ties(logits, k):
     above = np.sum(logits[:, None, :] > logits[:, :, None], axis=-1)
     expected = (above < (k or VOCABULARY)) & np.isfinite(logits)
     np.testing.assert_array_equal(kept(logits, top_k=k), expected)
+
+
+@pytest.mark.parametrize("n", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_top_n_sigma_keeps_the_same_tokens_at_every_temperature(n, temperature):
+    logits = np.random.default_rng(5).standard_normal((3, 200)).astype(np.float32)
+    logits[1, ::2] = -np.inf
+    real = np.where(np.isfinite(logits), np.float64(logits), np.nan)
+    floor = np.nanmax(real, -1) - n * np.nanstd(real, -1)
+    kept = sampling.truncate(jnp.asarray(logits) / temperature, sampling.parameters(3, top_n_sigma=n))
+    np.testing.assert_array_equal(np.isfinite(kept), logits >= floor[:, None])
 
 
 @settings(max_examples=60)
@@ -374,6 +385,7 @@ def test_kept_logits_have_unit_gradient():
         (dict(top_p=[0.5] * 3), r"top_p has shape \(3,\); accepted are "),
         (dict(min_p=1.1), "min_p is 1.1"),
         (dict(typical_p=-0.1), "typical_p is -0.1"),
+        (dict(top_n_sigma=-1), "top_n_sigma is -1; accepted are finite numbers >= 0"),
         (dict(repetition_penalty=0.0), "repetition_penalty is 0.0; accepted are finite numbers > 0"),
         (dict(presence_penalty=float("inf")), "presence_penalty is inf"),
         (dict(logit_bias={-1: 1.0}), "logit_bias has the token -1"),

@@ -23,7 +23,8 @@ class Controller(Protocol):
 
     It runs after the logits of a step are known and before the step samples. A row that emits nothing keeps
     its action, and its entries of the state, whatever `update` returns; a law that looks across rows says so
-    with a class attribute `across_rows = True` and is left to handle `signal.emitting` itself.
+    with a class attribute `across_rows = True` and is left to handle `signal.emitting` itself. A law that
+    needs `signal.focus` has an attribute `observes`, a static `observation.Observation`.
     """
 
     def init(self, action: Action) -> Any:
@@ -40,6 +41,14 @@ def advance(controller: Controller, signal: Signal, action: Action, state: Any) 
         return changed, after
     by_row = lambda new, old: keep_rows(signal.emitting, new, old)
     return jax.tree.map(by_row, changed, action), jax.tree.map(by_row, after, state)
+
+
+def observed(*controllers: Any) -> Any:
+    """What the controllers ask to be observed, None where none does; ValueError where they disagree."""
+    asked = {found for c in controllers if (found := getattr(c, "observes", None)) is not None}
+    if len(asked) > 1:
+        raise ValueError(f"observes is {asked}; accepted is one for all controllers of a chain")
+    return next(iter(asked), None)
 
 
 def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -88,6 +97,10 @@ class Chain:
     controllers: tuple[Any, ...]
     across_rows: ClassVar[bool] = True
 
+    @property
+    def observes(self) -> Any:
+        return observed(*self.controllers)
+
     def init(self, action: Action) -> tuple[Any, ...]:
         return tuple(c.init(action) for c in self.controllers)
 
@@ -124,6 +137,10 @@ class Every:
     n: int
     across_rows: ClassVar[bool] = True
 
+    @property
+    def observes(self) -> Any:
+        return observed(self.controller)
+
     def init(self, action: Action) -> tuple[jax.Array, Any]:
         return jnp.int32(0), self.controller.init(action)
 
@@ -144,6 +161,10 @@ class When:
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
     controller: Any
     across_rows: ClassVar[bool] = True
+
+    @property
+    def observes(self) -> Any:
+        return observed(self.controller)
 
     def init(self, action: Action) -> Any:
         return self.controller.init(action)

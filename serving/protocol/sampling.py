@@ -80,6 +80,9 @@ class SamplingBody(Body):
     top_k: TopK | None = Field(None, description="-1 and 0 are off")
     min_p: Share | None = None
     typical_p: ShareAboveZero | None = None
+    top_n_sigma: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="keeps tokens within so many standard deviations of the largest logit; 0 is off"
+    )
     repetition_penalty: Repetition | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -138,6 +141,7 @@ class SamplingBody(Body):
             "top_p",
             "min_p",
             "typical_p",
+            "top_n_sigma",
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
