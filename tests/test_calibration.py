@@ -182,6 +182,7 @@ FOUND = Calibration(
     calibrated_error=0.01,
     quantiles=(0.0, 0.1, 0.25, 1.0, 2.0, 3.0, 4.0),
     plain_quantiles=(0.0, 0.1, 0.2, 0.9, 1.8, 2.7, 3.6),
+    varentropy_quantiles=(0.1, 0.2, 0.5, 1.5, 3.0, 5.0, 6.0),
     target_entropy=1.0,
     low_entropy=0.25,
     high_entropy=2.0,
@@ -198,7 +199,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     rounded = FOUND._replace(mean=1.33333)  # six digits are kept
     assert calibration.load_calibration(tmp_path) == calibration.load_calibration(file) == rounded
     tree = json.loads(file.read_text())
-    assert tree["version"] == 1 and tree["quantiles"]["0.5"] == 1.0
+    assert tree["version"] == 2 and tree["quantiles"]["0.5"] == 1.0
     calibration.save_calibration(FOUND._replace(tokens=64), file)
     assert calibration.load_calibration(file).tokens == 64
 
@@ -213,7 +214,7 @@ def test_a_missing_file_is_named(tmp_path):
     [
         (lambda t: "{", "is not readable JSON"),
         (lambda t: [1], "holds a JSON list; accepted is an object"),
-        (lambda t: {**t, "version": 2}, "version is 2; accepted is 1"),
+        (lambda t: {**t, "version": 1}, "version is 1; accepted is 2"),
         (lambda t: {k: v for k, v in t.items() if k != "mean"}, "mean is missing; accepted are exactly"),
         (lambda t: {**t, "date": "today"}, "date is unknown; accepted are exactly"),
         (lambda t: {**t, "temperature": 0}, "temperature is 0; accepted is a number above 0"),

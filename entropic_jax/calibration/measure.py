@@ -24,6 +24,7 @@ class _Measures(NamedTuple):
 
     plain_entropy: Any
     entropy: Any
+    varentropy: Any
     loss: Any
     calibrated_loss: Any
     confidence: Any
@@ -38,6 +39,7 @@ def _measure(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> _M
     return _Measures(
         plain_entropy=plain.entropy,
         entropy=belief.entropy,
+        varentropy=belief.varentropy,
         loss=entropy.surprisal(logits, token, plain.log_normaliser),
         calibrated_loss=entropy.surprisal(scaled, token, belief.log_normaliser),
         confidence=jnp.exp(logits.max(-1) - plain.log_normaliser),
@@ -93,6 +95,7 @@ def calibrate(
         calibrated_error=expected_calibration_error(every.calibrated_confidence, every.correct),
         quantiles=quantiles,
         plain_quantiles=tuple(float(x) for x in np.quantile(every.plain_entropy, LEVELS)),
+        varentropy_quantiles=tuple(float(x) for x in np.quantile(every.varentropy, LEVELS)),
         target_entropy=quantiles[MIDDLE],
         low_entropy=quantiles[LOW],
         high_entropy=max(quantiles[HIGH], quantiles[LOW] + LEAST_WIDTH),

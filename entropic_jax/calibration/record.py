@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE = "calibration.json"
-VERSION = 1
+VERSION = 2
 LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of the quantiles
 
 
@@ -26,6 +26,7 @@ class Calibration(NamedTuple):
     calibrated_error: float  # and of softmax(z / T_cal)
     quantiles: tuple[float, ...]  # of H₁, at LEVELS
     plain_quantiles: tuple[float, ...]  # of the plain entropy, at LEVELS
+    varentropy_quantiles: tuple[float, ...]  # of V₁, at LEVELS, in nats²
     target_entropy: float  # micro: H*, the median of H₁
     low_entropy: float  # meso: H_lo, its lower quartile, at and below which pruning is full
     high_entropy: float  # meso: H_hi, its upper quartile, from which on nothing is pruned
@@ -86,7 +87,7 @@ def load_calibration(path: str | Path) -> Calibration:
 def _checked(file: Path, name: str, tree: dict[str, Any]) -> Any:
     value = tree[name]
     number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-    if name in ("quantiles", "plain_quantiles"):
+    if name.endswith("quantiles"):
         levels = [str(level) for level in LEVELS]
         whole = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))
         value = tuple(value.values()) if whole else ()

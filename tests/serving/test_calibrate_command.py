@@ -33,7 +33,7 @@ def test_the_calibration_lies_in_the_model(entropic, model, text, tmp_path):
     assert 0 < found.temperature <= 16
     assert f"{found.temperature:.3f}" in out and f"{found.loss:.4f} → {found.calibrated_loss:.4f}" in out
     assert f"stored in {model / 'calibration.json'}" in out
-    assert json.loads((model / "calibration.json").read_text())["version"] == 1
+    assert json.loads((model / "calibration.json").read_text())["version"] == 2
 
     elsewhere = tmp_path / "elsewhere.json"
     limit = ("--tokens", "100", "--out", str(elsewhere))
