@@ -254,6 +254,46 @@ def fork(
     return cache._replace(layers=layers, surprisal=surprisal), enough | ~real
 
 
+def rewind(cache: Cache, rows: jax.Array, length: jax.Array) -> Cache:
+    """Give up what the flagged rows (bool `[rows]`) hold past their first `length` positions, int32 `[rows]`.
+
+    Pages that then hold nothing become free, if no one else owns them. Of the page that is left partly
+    filled, which must have no other owner, the summaries are made anew. Surprisals cannot be taken back:
+    raises ValueError where the cache keeps them.
+    """
+    if cache.surprisal is not None:
+        raise ValueError("cache keeps surprisals; accepted is one allocated without")
+    size, per_row = cache.page_size, cache.table.shape[1]
+    kept = -(-length // size)
+    column = jnp.arange(per_row, dtype=jnp.int32)
+    returned = rows[:, None] & (column >= kept[:, None]) & (column < cache.granted[:, None])
+    entry = jnp.minimum(length // size, per_row - 1)
+    last = jnp.take_along_axis(cache.table, entry[:, None], 1)[:, 0]
+    page = jnp.where(rows & (length % size > 0), last, cache.pages)
+    held = (jnp.arange(size) < (length % size)[:, None])[:, None, :, None]
+
+    def summarised(layer: Layer) -> Layer:
+        key, value = (x[page].astype(jnp.float32) for x in (layer.keys, layer.values))
+        value = jnp.where(held, value, 0.0)
+        moments = {}
+        if layer.value_sum is not None and layer.value_square is not None:
+            moments["value_sum"] = layer.value_sum.at[page].set(value.sum(2))
+            moments["value_square"] = layer.value_square.at[page].set(jnp.square(value).sum(2))
+        return layer._replace(
+            key_min=layer.key_min.at[page].set(jnp.where(held, key, jnp.inf).min(2)),
+            key_max=layer.key_max.at[page].set(jnp.where(held, key, -jnp.inf).max(2)),
+            key_sum=layer.key_sum.at[page].set(jnp.where(held, key, 0.0).sum(2)),
+            value_norm=layer.value_norm.at[page].set(jnp.linalg.norm(value, axis=-1).max(2)),
+            **moments,
+        )
+
+    return drop(cache, jnp.where(returned, cache.table, cache.pages).reshape(-1))._replace(
+        layers=tuple(summarised(layer) for layer in cache.layers),
+        table=jnp.where(returned, cache.pages, cache.table),
+        granted=jnp.where(rows, jnp.minimum(cache.granted, kept), cache.granted),
+    )
+
+
 def check(cache: Cache, retained: Sequence[int] = ()) -> None:
     """Raise AssertionError unless every page is free once, or has as many owners as it counts.
 

@@ -8,14 +8,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from entropic_jax import cache
+from entropic_jax import attention, cache
 from entropic_jax.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=8, hidden=4)
 ROWS, PER_ROW, PAGE = 4, 6, 4
 POOL = ROWS * PER_ROW
-grant, release, share, fork, retain, drop = map(
-    jax.jit, (cache.grant, cache.release, cache.share, cache.fork, cache.retain, cache.drop)
+grant, release, share, fork, retain, drop, rewind = map(
+    jax.jit,
+    (cache.grant, cache.release, cache.share, cache.fork, cache.retain, cache.drop, cache.rewind),
 )
 rows = st.integers(0, ROWS - 1)
 lengths = st.integers(0, PER_ROW * PAGE)
@@ -102,6 +103,13 @@ class Pages(RuleBasedStateMachine):
             assert self.pages(row)[:full] == self.pages(source)[:full]
             assert len(self.pages(row)) == -(-self.length[row] // PAGE)
 
+    @rule(row=rows, share=st.floats(0, 1))
+    def take_back(self, row, share):
+        length = int(share * self.length[row])
+        self.cache = rewind(self.cache, jnp.arange(ROWS) == row, ints(*[length] * ROWS))
+        self.length[row] = length
+        assert len(self.pages(row)) == -(-length // PAGE)
+
     @invariant()
     def consistent(self):
         if not hasattr(self, "cache"):
@@ -173,3 +181,28 @@ def test_sizes_are_checked(name):
     sizes = {"rows": 1, "context": 8, "page_size": 4, name: 0}
     with pytest.raises(ValueError, match=f"{name} is 0; accepted are integers of at least 1"):
         cache.allocate(SHAPE, sizes.pop("rows"), sizes.pop("context"), **sizes)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 9])
+def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((2, 11, 1, 2)), jnp.float32) for _ in range(2))
+
+    def written(count: int):
+        pool = cache.allocate(SHAPE, 2, 16, page_size=4, moments=True)
+        pool, _ = grant(pool, ints(11, 11))
+        step = attention.Step(ints(0, 0), ints(count, 11))
+        layer = attention.write(pool.layers[0], pool.table, step, k, v)
+        return pool._replace(layers=(layer,))
+
+    back = rewind(written(11), jnp.array([True, False]), ints(length, 0))
+    straight = written(length)
+    pages = np.asarray(straight.table)
+    for name in ("key_min", "key_max", "key_sum", "value_norm", "value_sum", "value_square"):
+        found, want = (np.asarray(getattr(x.layers[0], name)) for x in (back, straight))
+        for row, count in ((0, length), (1, 11)):
+            kept = pages[row, : -(-count // 4)]
+            np.testing.assert_allclose(found[kept], want[kept], atol=1e-6)
+    assert back.granted.tolist() == [-(-length // 4), 3]
+    with pytest.raises(ValueError, match="cache keeps surprisals"):
+        cache.rewind(cache.allocate(SHAPE, 1, 8, page_size=4, surprisal=True), jnp.array([True]), ints(0))

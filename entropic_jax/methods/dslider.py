@@ -1,0 +1,275 @@
+"""The Dirichlet sampler ("dslider"), the last version of Entropix, with its signs and derivatives put right.
+
+A Dirichlet distribution over next-token distributions is fitted to those of the sequence so far. A token
+whose entropy is nothing unusual is taken from the few likeliest; an unusual one is brought to a target
+entropy and, where the Dirichlet knows such distributions, drawn towards their mean.
+
+Source: xjdr-alt/entropix (2024), `dslider.py`, constants as in its default configuration where they can be
+kept. Differs from it:
+
+* the density of the Dirichlet has its normaliser with the right sign;
+* `expected_entropy` is the expectation of the entropy of a draw (the release computes the differential
+  entropy of the Dirichlet itself), `expected_varentropy` that of Var[−ln p] (the release drops both shifts
+  and the square of the mean);
+* the fit is by Newton's method with the exact inverse Jacobian (the release adds a second-order term of the
+  wrong sign, in which a square is missing), warm-started, so that a few iterations per step suffice;
+* the temperature of a target entropy is `control.temperature.matching_temperature` (the third central moment
+  in the release's second derivative has a factor 2 too many, see `entropy_slopes`);
+* what is unusual is H above the mean of the running entropies by so many of their deviations: with the
+  release's positive coefficients and offset every token is;
+* the pull towards the Dirichlet mean is in [0, 1] and fades with the KL divergence to it (the release has
+  a base below 1, which makes it negative, and a divergence with the wrong sign); it is drawn from, not
+  maximised;
+* running means begin with the first observation rather than with zeros; the running variances of the plain
+  and the adapted cross-entropy are not exchanged; no logarithm is taken of a logarithm.
+"""
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import digamma, gammaln
+
+from .. import entropy, sampling
+from ..control.controller import STATIC, pytree
+from ..control.temperature import matching_temperature
+from ..state import Action, Signal
+from .entropix import Gain, needed
+
+SHIFT = 6  # terms of the recurrence before the asymptotic series of the trigamma function
+LEAST_SPREAD = 0.01  # nats of E[ln Σ] by which what is fitted varies at least; without, α is infinite
+LONGEST_STEP = 1.0  # of ln α in one iteration
+LOWEST, HIGHEST = 0.05, 20.0  # temperatures
+
+
+def trigamma(x: jax.Array) -> jax.Array:
+    """ψ₁(x) for x > 0, by recurrence and asymptotic series, to float32's precision.
+
+    >>> round(float(trigamma(jnp.float32(1.0))), 5)  # π²/6
+    1.64493
+    """
+    total = sum(1 / jnp.square(x + i) for i in range(SHIFT))
+    y = 1 / (x + SHIFT)
+    y2 = y * y
+    return total + y + y2 / 2 + y * y2 * (1 / 6 - y2 * (1 / 30 - y2 * (1 / 42 - y2 / 30)))
+
+
+def log_density(log_p: jax.Array, alpha: jax.Array) -> jax.Array:
+    """The log-density ln Dir(p | α) = ln Γ(α₀) − Σ ln Γ(α) + Σ (α − 1) ln p."""
+    normaliser = gammaln(alpha.sum(-1)) - gammaln(alpha).sum(-1)
+    return normaliser + ((alpha - 1) * log_p).sum(-1)
+
+
+def expected_entropy(alpha: jax.Array) -> jax.Array:
+    """E[−Σ x ln x] for x from Dir(α), nats: ψ(α₀ + 1) − Σ (α/α₀) ψ(α + 1).
+
+    >>> round(float(expected_entropy(jnp.ones(2))), 4)  # ½
+    0.5
+    """
+    total = alpha.sum(-1)
+    return digamma(total + 1) - (alpha / total[..., None] * digamma(alpha + 1)).sum(-1)
+
+
+def expected_varentropy(alpha: jax.Array) -> jax.Array:
+    """E[Σ x ln² x − (Σ x ln x)²] for x from Dir(α), nats².
+
+    By the moments of Wolpert and Wolf (1995): with a = α₀,
+        E[x ln² x]           = α/a · ((ψ(α + 1) − ψ(a + 1))² + ψ₁(α + 1) − ψ₁(a + 1))
+        E[x y ln x ln y]     = αβ/(a (a + 1)) · ((ψ(α + 1) − ψ(a + 2))(ψ(β + 1) − ψ(a + 2)) − ψ₁(a + 2))
+        E[x² ln² x]          = α(α + 1)/(a (a + 1)) · ((ψ(α + 2) − ψ(a + 2))² + ψ₁(α + 2) − ψ₁(a + 2))
+    """
+    total = alpha.sum(-1, keepdims=True)
+    near = digamma(alpha + 1) - digamma(total + 1)
+    square = (alpha / total * (near * near + trigamma(alpha + 1) - trigamma(total + 1))).sum(-1)
+    far, rest = digamma(alpha + 1) - digamma(total + 2), trigamma(total + 2)
+    product, own = alpha * far, digamma(alpha + 2) - digamma(total + 2)
+    pairs = product.sum(-1) ** 2 - (product * product).sum(-1)
+    pairs -= rest[..., 0] * (alpha.sum(-1) ** 2 - (alpha * alpha).sum(-1))
+    same = (alpha * (alpha + 1) * (own * own + trigamma(alpha + 2) - rest)).sum(-1)
+    return jnp.maximum(square - (pairs + same) / (total * (total + 1))[..., 0], 0.0)
+
+
+def entropy_slopes(logits: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dH/dT = V/T and d²H/dT² = −(μ₃ + 3 V)/T² of softmax(z/T); μ₃ = E[(ln p − E ln p)³]."""
+    log_p = jax.nn.log_softmax(logits / temperature[..., None], -1)
+    p = jnp.exp(log_p)
+    distance = log_p - (p * log_p).sum(-1, keepdims=True)
+    second, third = (p * distance**2).sum(-1), (p * distance**3).sum(-1)
+    return second / temperature, -(third + 3 * second) / temperature**2
+
+
+def fit(log_mean: jax.Array, alpha: jax.Array, iterations: int = 3) -> jax.Array:
+    """The α whose E[ln x] = ψ(α) − ψ(α₀) is `log_mean` `[..., n]`, from a first guess, by Newton's method.
+
+    The likelihood of a Dirichlet depends on what it has seen through the mean of ln x alone: this is its
+    maximum. The Jacobian is diag(ψ₁(α)) − ψ₁(α₀) 11ᵀ, inverted by Sherman and Morrison. Steps are taken in
+    ln α. Where Σ exp(log_mean) leaves no room for variation, a little is assumed.
+    """
+    room = jax.nn.logsumexp(log_mean, -1, keepdims=True) + LEAST_SPREAD
+    target = log_mean - jnp.maximum(room, 0.0)
+
+    def improve(_, alpha):
+        total = alpha.sum(-1, keepdims=True)
+        error = digamma(alpha) - digamma(total) - target
+        slope, shared = 1 / trigamma(alpha), trigamma(total)
+        whole = shared * (slope * error).sum(-1, keepdims=True)
+        left = jnp.maximum(1 - shared * slope.sum(-1, keepdims=True), 1e-6)
+        step = slope * (error + whole / left)
+        return alpha * jnp.exp(jnp.clip(-step / alpha, -LONGEST_STEP, LONGEST_STEP))
+
+    return jax.lax.fori_loop(0, iterations, improve, alpha)
+
+
+class Running(NamedTuple):
+    """Running means of a sequence; `[rows]`, the first two `[rows, support]`."""
+
+    alpha: jax.Array  # of the Dirichlet
+    log_mean: jax.Array  # of ln p
+    seen: jax.Array  # int32, steps so far
+    temperature: jax.Array
+    entropy: jax.Array  # of softmax(z)
+    varentropy: jax.Array
+    adapted_entropy: jax.Array  # of what was drawn from
+    adapted_varentropy: jax.Array
+    surprisal: jax.Array  # of the token under softmax(z)
+    surprisal_variance: jax.Array
+    adapted_surprisal: jax.Array  # and under what was drawn from
+    adapted_variance: jax.Array
+    strangeness: jax.Array  # −ln Dir(p | α)
+    head_entropy: jax.Array  # of the few likeliest
+
+
+def blend(seen: jax.Array, rate: Gain, new: jax.Array, old: jax.Array) -> jax.Array:
+    """A running mean that begins with its first observation."""
+    weight = jnp.where(seen == 0, 1.0, rate)
+    weight = weight.reshape(weight.shape + (1,) * (new.ndim - weight.ndim))
+    return weight * new + (1 - weight) * old
+
+
+def divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """KL(p ‖ q), nats, ≥ 0 for Σ q ≤ 1."""
+    p = jnp.exp(log_p)
+    return jnp.maximum(jnp.where(p > 0, p * (log_p - log_q), 0.0).sum(-1), 0.0)
+
+
+@pytree
+class DSlider:
+    """The Dirichlet sampler for a vocabulary; one sequence a row, with keys of its own.
+
+    The Dirichlet is over the `support` lowest token ids (0: all), which in vocabularies made by merging are
+    the most frequent ones; what lies outside keeps its probability. Constants are those of the release's
+    configuration unless the module says otherwise; entropies in nats. Greedy rows are left alone.
+    """
+
+    vocabulary: Annotated[int, STATIC]
+    support: Annotated[int, STATIC] = 0
+    head: Annotated[int, STATIC] = 3  # tokens that an inlier is drawn from
+    rate: Gain = 0.15  # of all running means but the next
+    unusual: Gain = 0.5  # deviations above the running entropies
+    sure: tuple[Gain, Gain] = (1.2, 0.1)  # an inlier is the likeliest token below this · head entropy + this
+    target: tuple[Gain, Gain, Gain] = (0.15, 1.2, 0.1)  # this · Σ running entropies + this / T + this
+    known: tuple[Gain, Gain] = (1.2, 0.1)  # the Dirichlet is used up to this times its running strangeness
+    pull: tuple[Gain, Gain] = (1 / 0.95, 2.5)  # 1 − base^(−this / KL)
+    learning: tuple[Gain, Gain] = (1.5, 2.5)  # base^(−this / KL), the weight of a new ln p
+
+    @property
+    def size(self) -> int:
+        return self.support or self.vocabulary
+
+    def init(self, action: Action) -> Running:
+        rows, n = action.temperature.shape[0], self.size
+        even = jnp.full((rows, n), -jnp.log(jnp.float32(n)))
+        zero = jnp.zeros(rows, jnp.float32)
+        seen = jnp.zeros(rows, jnp.int32)
+        return Running(jnp.ones((rows, n), jnp.float32), even, seen, zero + 1, *(zero,) * 10)
+
+    def update(self, signal: Signal, action: Action, state: Running) -> tuple[Action, Running]:
+        logits, key, warm = needed(signal, action)
+        log_p = jax.nn.log_softmax(logits, -1)
+        plain = entropy.measure(logits)
+        levels = (state.surprisal, state.adapted_surprisal, state.entropy, state.adapted_entropy)
+        variances = (
+            state.surprisal_variance,
+            state.adapted_variance,
+            state.varentropy,
+            state.adapted_varentropy,
+        )
+        level = sum(levels) / 4
+        deviation = sum(jnp.sqrt(x) for x in variances) / 4
+        outlier = (state.seen > 0) & (plain.entropy > level + self.unusual * deviation)
+
+        # Inliers: the likeliest token, or one of the few likeliest at their usual entropy.
+        top, place = jax.lax.top_k(logits, self.head)
+        head_entropy = entropy.measure(top).entropy
+        usual = jnp.where(state.seen == 0, head_entropy, state.head_entropy)
+        certain = head_entropy < self.sure[0] * usual + self.sure[1]
+        span = jnp.full_like(level, LOWEST), jnp.full_like(level, HIGHEST)
+        one = jnp.ones_like(level)
+        warmth = matching_temperature(top, usual, one, *span)
+        head_logits = jnp.full_like(logits, -jnp.inf)
+        head_logits = head_logits.at[jnp.arange(len(place))[:, None], place].set(top / warmth[:, None])
+
+        # Outliers: at the target entropy, and towards the mean of the Dirichlet where it knows such.
+        goal = self.target[0] * sum(levels) + self.target[1] / state.temperature + self.target[2]
+        heat = matching_temperature(logits, goal, one, *span)
+        tuned = jax.nn.log_softmax(logits / heat[:, None], -1)
+        part = tuned[:, : self.size]
+        mass = jax.nn.logsumexp(part, -1, keepdims=True)
+        part = part - mass
+        strangeness = -log_density(part, state.alpha)
+        limit = state.strangeness + (self.known[0] - 1) * jnp.abs(state.strangeness) + self.known[1]
+        known = (state.seen > 1) & (strangeness < limit)
+        mean = jnp.log(state.alpha / state.alpha.sum(-1, keepdims=True))
+        gap = jnp.maximum(divergence(mean, part), 1e-6)
+        share = jnp.where(known, 1 - jnp.power(self.pull[0], -self.pull[1] / gap), 0.0)[:, None]
+        mixed = jnp.logaddexp(
+            jnp.log(jnp.maximum(share, 1e-30)) + mean, jnp.log1p(-jnp.minimum(share, 1 - 1e-6)) + part
+        )
+        adapted = tuned.at[:, : self.size].set(mixed + mass)
+
+        drawn_from = jnp.where(outlier[:, None], adapted, head_logits)
+        bits = jax.vmap(lambda k: jax.random.bits(k, (self.vocabulary,), jnp.uint32))(key)
+        drawn = jnp.argmax(drawn_from + sampling.gumbel(bits), -1)
+        likeliest = jnp.argmax(logits, -1)
+        token = jnp.where(~outlier & certain, likeliest, drawn).astype(jnp.int32)
+        used = jnp.where(outlier, heat, jnp.where(certain, action.temperature, warmth))
+
+        after = self.learn(state, log_p, adapted, part, token)
+        mix = lambda new, old: blend(state.seen, self.rate, new, old)
+        after = after._replace(
+            seen=state.seen + 1,
+            temperature=heat,
+            entropy=mix(plain.entropy, state.entropy),
+            varentropy=mix(plain.varentropy, state.varentropy),
+            strangeness=jnp.where(
+                state.seen <= 1, strangeness, blend(state.seen, self.rate, strangeness, state.strangeness)
+            ),
+            head_entropy=mix(head_entropy, state.head_entropy),
+        )
+        return action._replace(
+            token=jnp.where(warm, token, -1), temperature=jnp.where(warm, used, action.temperature)
+        ), after
+
+    def learn(
+        self, state: Running, log_p: jax.Array, adapted: jax.Array, part: jax.Array, token: jax.Array
+    ) -> Running:
+        """What the step's distributions and its token teach: the Dirichlet, and the running surprisals."""
+        mix = lambda new, old: blend(state.seen, self.rate, new, old)
+        gap = jnp.maximum(divergence(part, state.log_mean), 1e-6)
+        weight = jnp.power(self.learning[0], -self.learning[1] / gap)
+        floor = jnp.maximum(part, -30.0)  # ln 0 would never be forgotten
+        log_mean = blend(state.seen, weight, floor, state.log_mean)
+        of = lambda x: -jnp.take_along_axis(x, token[:, None], 1)[:, 0]
+        plain, own = of(log_p), of(adapted)
+        surprisal, adapted_surprisal = mix(plain, state.surprisal), mix(own, state.adapted_surprisal)
+        final = entropy.measure(adapted)
+        return state._replace(
+            alpha=fit(log_mean, state.alpha),
+            log_mean=log_mean,
+            adapted_entropy=mix(final.entropy, state.adapted_entropy),
+            adapted_varentropy=mix(final.varentropy, state.adapted_varentropy),
+            surprisal=surprisal,
+            surprisal_variance=mix((plain - surprisal) ** 2, state.surprisal_variance),
+            adapted_surprisal=adapted_surprisal,
+            adapted_variance=mix((own - adapted_surprisal) ** 2, state.adapted_variance),
+        )

@@ -1,0 +1,144 @@
+"""Entropix as released, for comparison: its constants, in its units, with its faults.
+
+Nothing here is recommended. What the published sampler says that it does is in `entropix`; what it does is:
+
+* the attention measures are taken over the whole zero-padded cache, before the mask: entropies are those of
+  a nearly even distribution, some 12 bits for 4096 positions, whatever the text;
+* "agreement" is the mean distance of the heads from their mean, which is disagreement, and nearly 0;
+* min-p has no effect: the logits it masks are not those that are sampled from;
+* top-p goes through the probabilities in ascending order: where the others hold more, it cuts the likeliest;
+* the random key is the same at every step: the noise of a place among the top-k never changes;
+* one decision is made for the whole batch, from the means of its measures;
+* what is added to a candidate's log-probability is the same for all, so that the likeliest one drawn wins;
+* nothing branches, nothing is resampled; the clarification is one token.
+
+Source: xjdr-alt/entropix (2024), `entropix/sampler.py`. Differs from it: the noise of a row and place is
+drawn once for 100 places rather than anew for each top-k, so that tokens agree in law and not one by one;
+greedy rows, which the release does not have, are left alone. It has versions in which the pause needs more
+than 5 bits (`unsure_entropy`).
+"""
+
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import entropy
+from ..control.controller import STATIC, pytree
+from ..observation import Observation
+from ..state import Action, Signal
+from .entropix import (
+    ADAPT,
+    CLARIFY,
+    EXPLORE,
+    FLOW,
+    RESAMPLE,
+    Constants,
+    Measures,
+    Setting,
+    Thresholds,
+    needed,
+    quadrant,
+    setting,
+)
+
+LN2 = float(np.log(2))
+BITS = Thresholds(0.1, 3.0, 5.0, 0.1, 5.0)
+CONTEXT = 4096  # of the cache that the release allocates
+MOST = 100  # candidates of top-k
+KEY = 1337
+
+
+class Last(NamedTuple):
+    """What the release looks back on; each `[rows]`."""
+
+    token: jax.Array  # int32, emitted last, −1 before the first
+    quadrant: jax.Array  # int32
+
+
+def measures(signal: Signal, logits: jax.Array) -> Measures:
+    """In bits, bits² and the scores' own unit; the mean over the rows that emit, in every row."""
+    if signal.focus is None:
+        raise ValueError("signal.focus is None; accepted is that of a step of a controller that `observes`")
+    plain, focus = entropy.measure(logits), signal.focus
+    each = Measures(
+        plain.entropy / LN2,
+        plain.varentropy / LN2**2,
+        focus.entropy / LN2,
+        focus.varentropy / LN2**2,
+        focus.agreement,
+        focus.interaction,
+    )
+    some = jnp.maximum(signal.emitting.sum(), 1).astype(jnp.float32)
+    whole = lambda x: jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / some, x.shape)
+    return jax.tree.map(whole, each)
+
+
+def clipped(where: jax.Array, how: Setting) -> Setting:
+    """The clips around the quadrants' formulas in the release."""
+    temperature = jnp.select(
+        [(where == CLARIFY) | (where == EXPLORE), where == RESAMPLE],
+        [jnp.minimum(how.temperature, 1.5), jnp.maximum(how.temperature, 2.0)],
+        how.temperature,
+    )
+    top_k = jnp.where(where == EXPLORE, jnp.maximum(how.top_k, 5.0), how.top_k)
+    low = jnp.where(where == RESAMPLE, jnp.maximum(how.top_p, 0.5), how.top_p)
+    return Setting(temperature, low, jnp.clip(top_k, 1.0, MOST), how.min_p)
+
+
+def shares(logits: jax.Array, how: Setting) -> tuple[jax.Array, jax.Array]:
+    """Tokens `[rows, 100]` from the likeliest on, and what the release draws them with, summing to 1."""
+    probability = jax.nn.softmax(logits / how.temperature[:, None], -1)
+    most = min(MOST, logits.shape[-1])
+    share, token = jax.lax.top_k(probability, most)
+    share = jnp.where(jnp.arange(most) < how.top_k[:, None].astype(jnp.int32), share, 0.0)
+    below = jnp.flip(jnp.cumsum(jnp.flip(share, -1), -1), -1) - share  # of the less likely ones
+    share = jnp.where(below > how.top_p[:, None], 0.0, share)
+    return token, share / share.sum(-1, keepdims=True)
+
+
+def drawn(share: jax.Array, count: int) -> jax.Array:
+    """Places `[rows, count]` in the list, by noise that is the same at every step."""
+    keys = jax.random.split(jax.random.key(KEY), count)
+    noise = jax.vmap(lambda key: jax.random.exponential(key, share.shape))(keys)
+    return jnp.argmax(share / noise, -1).T
+
+
+@pytree
+class AsReleased:
+    """The sampler of the release. `pause` is its token for a clarification (2564 of Llama 3), −1 for none.
+
+    The request's temperature says only whether a row is greedy.
+    """
+
+    thresholds: Thresholds = BITS
+    constants: Constants = Constants()
+    pause: Annotated[int, STATIC] = -1
+    candidates: Annotated[int, STATIC] = 5
+    observes: Annotated[Observation, STATIC] = Observation(padded=CONTEXT)
+
+    def init(self, action: Action) -> Last:
+        none = jnp.zeros(action.temperature.shape, jnp.int32)
+        return Last(none - 1, none + ADAPT)
+
+    def update(self, signal: Signal, action: Action, state: Last) -> tuple[Action, Last]:
+        logits, _, warm = needed(signal, action)
+        m = measures(signal, logits)
+        where = quadrant(m.entropy, m.varentropy, self.thresholds)
+        how = clipped(where, setting(where, m, self.constants))
+        token, share = shares(logits, how)
+        place = drawn(share, self.candidates)
+        log_probability = jax.nn.log_softmax(logits, -1)
+        offered = jnp.take_along_axis(token, place, 1)
+        score = jnp.take_along_axis(log_probability, offered, 1)  # plus the same for all
+        best = jnp.take_along_axis(offered, score.argmax(-1)[:, None], 1)[:, 0]
+        once = offered[:, 0]
+        likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
+        chosen = jnp.select([where == FLOW, where == ADAPT], [likeliest, best], once)
+        if self.pause >= 0:
+            said = (signal.emitting & (state.token == self.pause)).any()
+            chosen = jnp.where((where == CLARIFY) & ~said, self.pause, chosen)
+        temperature = jnp.where(warm & (where != FLOW), how.temperature, action.temperature)
+        action = action._replace(token=jnp.where(warm, chosen, -1), temperature=temperature)
+        return action, Last(jnp.where(warm, chosen, -1), where)
