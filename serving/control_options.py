@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from entropic_jax.control.presets import Gains, Preset
 
 NAMES = ("off", "micro", "meso", "macro", "full", "paper")
+SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # whole samplers: `entropic generate` runs them
 AUTO = "auto"
 GAINS = {
     "target_entropy": ("target", "hold the entropy of what is sampled at this"),
@@ -37,10 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("control by entropy")
     group.add_argument(
         "--preset",
-        choices=NAMES,
+        choices=(*NAMES, *SAMPLERS),
         default="off",
         help="the scales that are on: micro (temperature), meso (pages read), macro (whose turn), "
-        "all of them (full), or all as the paper prints them (default: off)",
+        "all of them (full), or all as the paper prints them; or a sampler of docs/methods.md (default: off)",
+    )
+    group.add_argument(
+        "--branches",
+        type=_count,
+        metavar="INT",
+        help="of entropix: continuations that are compared; 1 decides token by token (default: 4)",
+    )
+    group.add_argument(
+        "--clarification",
+        metavar="TEXT",
+        help="of entropix: said where entropy is high and varentropy low (default: nothing)",
     )
     _add_gains(group)
 
@@ -66,6 +78,7 @@ def read(options: argparse.Namespace) -> Control:
     """What the options say."""
     given = {name: getattr(options, name) for name in ("law", "schedule")}
     given |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
+    given |= {name: getattr(options, name, None) for name in ("branches", "clarification")}
     named = getattr(options, "preset", "off")
     return Control(named, tuple((k, v) for k, v in given.items() if v is not None))
 
@@ -95,6 +108,10 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     from entropic_jax.control.scheduling import Moments
 
     given = dict(control.gains)
+    if control.preset in SAMPLERS:
+        raise RequestError(f"preset is {control.preset!r}; accepted here are {', '.join(NAMES)}")
+    if misplaced := [name for name in ("branches", "clarification") if name in given]:
+        raise RequestError(f"{misplaced[0]} is given; accepted with the preset entropix")
     asked = [name for name, value in given.items() if value == AUTO]
     if asked and calibration is None:
         raise RequestError(f"{asked[0]} is auto; accepted with a calibration.json in the model's directory")
@@ -110,6 +127,12 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
                 f"{low} is {getattr(made, low)}, {high} {getattr(made, high)}; accepted are {low} < {high}"
             )
     return made
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")
 
 
 def _gain(name: str):

@@ -13,7 +13,7 @@ from entropic_jax import cache, loop, sampling
 from entropic_jax.control import presets
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
-from .control_options import Control, build, calibration_of
+from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request, RequestError
 from .transcript import Completion, Token, Transcript
 
@@ -171,13 +171,7 @@ class Engine:
         padding = rows - len(requests)
         needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
         context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
-        names = set(Request.__dataclass_fields__) & set(sampling.Sampling._fields)
-        fields = {name: [getattr(r, name) for r in requests] for name in names}
-        neutral = Request(prompt="")
-        for name, values in fields.items():
-            values += [getattr(neutral, name)] * padding
-        biases = [r.logit_bias for r in requests] + [None] * padding
-        slots = power_of_two(max(8, *(len(b) for b in biases if b), 8))
+        sample = drawing([*requests, *[Request(prompt="")] * padding])
         decoder, selection = self.model.decoder, self.preset.selection
         page_size = selection.page_size if selection else None
         dtype = jax.tree.leaves(self.model.params)[0].dtype
@@ -189,12 +183,21 @@ class Engine:
             prompts + [[]] * padding,
             key=jax.random.key(0),
             max_tokens=[r.max_tokens for r in requests] + [0] * padding,
-            sample=sampling.parameters(rows, **fields, logit_bias=biases, bias_slots=slots),
+            sample=sample,
             seeds=[r.seed for r in requests] + [0] * padding,
             stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
             selection=self.preset.selection,
             belief_temperature=self.belief_temperature,
         )
+
+
+def drawing(requests: Sequence[Request]) -> sampling.Sampling:
+    """How each request is to be sampled, one row each."""
+    names = set(Request.__dataclass_fields__) & set(sampling.Sampling._fields)
+    fields = {name: [getattr(r, name) for r in requests] for name in names}
+    biases = [r.logit_bias for r in requests]
+    slots = power_of_two(max(8, *(len(b) for b in biases), 8))
+    return sampling.parameters(len(requests), **fields, logit_bias=biases, bias_slots=slots)
 
 
 def power_of_two(value: int) -> int:
@@ -204,7 +207,12 @@ def power_of_two(value: int) -> int:
 
 def load(path: str | Path, dtype: str = "float32", control: Control | None = None) -> Engine:
     """The engine of a Hugging Face model directory, computing in `dtype`, with the calibration it has."""
+    control = Control() if control is None else control
     calibration = calibration_of(Path(path))
-    preset = build(Control() if control is None else control, calibration, MOST_ROWS)
+    if control.preset in SAMPLERS:
+        from . import samplers
+
+        return samplers.engine(control, calibration, models.load(path, dtype))
+    preset = build(control, calibration, MOST_ROWS)
     belief = 1.0 if calibration is None else calibration.temperature
     return Engine(models.load(path, dtype), preset, belief)

@@ -1,0 +1,124 @@
+"""The samplers of `entropic_jax.methods` in `entropic generate`: Entropix, with branches or not, dslider."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+import models
+from entropic_jax import cache, chain
+from entropic_jax.control.presets import Preset
+from entropic_jax.methods import entropix, entropix_search
+from entropic_jax.methods.dslider import DSlider
+from entropic_jax.methods.entropix_moves import Plan
+from entropic_jax.methods.entropix_released import AsReleased
+from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
+
+from .control_options import Control
+from .offline import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
+from .request import Request, RequestError
+from .transcript import Token, Transcript
+
+if TYPE_CHECKING:
+    from entropic_jax.calibration import Calibration
+
+ROOM = 2  # pages that each branch may hold for itself
+
+
+def engine(control: Control, calibration: "Calibration | None", model: models.Model) -> Engine:
+    """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be."""
+    options = dict(control.gains)
+    accepted = {"branches", "clarification"} if control.preset == "entropix" else set()
+    if wrong := set(options) - accepted:
+        raise RequestError(f"{min(wrong)} is given; accepted with other presets than {control.preset}")
+    belief = 1.0 if calibration is None else calibration.temperature
+    alone = lambda law: Preset(chain(law), None, None)
+    if control.preset == "dslider":
+        return Engine(model, alone(DSlider(vocabulary=model.decoder.shape.vocabulary)), belief)
+    if control.preset == "entropix-as-released":
+        return Engine(model, alone(AsReleased()), belief)
+    if calibration is None:
+        raise RequestError(
+            "preset is 'entropix', whose thresholds are the model's own; accepted with a calibration.json in "
+            "the model's directory (`entropic calibrate`)"
+        )
+    said = options.get("clarification", "")
+    words = tuple(model.tokenizer.encode(said, special=False)) if said and model.tokenizer else ()
+    setting = alone(entropix.calibrated(calibration, clarification=words))
+    branches = options.get("branches", Plan().branches)
+    if branches == 1:
+        return Engine(model, setting, belief)
+    return Searching(model, setting, belief, Plan(branches=branches))
+
+
+class Searching(Engine):
+    """An engine whose sequences branch and go back; a token is handed out once nothing can change it."""
+
+    def __init__(self, model: models.Model, preset: Preset, belief_temperature: float, plan: Plan) -> None:
+        super().__init__(model, preset, belief_temperature)
+        self.plan = plan
+
+    def _decode(
+        self, requests: Sequence[Request], prompts: list[list[int]], launch: int
+    ) -> Iterator[tuple[int, Transcript, list[Token]]]:
+        """As that of `Engine`, by `entropix_search`."""
+        rows = [row for row, prompt in enumerate(prompts) if prompt]
+        eos, plan, k = self.model.stop_tokens, self.plan, self.plan.branches
+        made = {
+            row: Transcript(requests[row], self.tokenizer.stream(), len(prompts[row]), eos) for row in rows
+        }
+        if not rows:
+            return
+        search = self._begin([requests[row] for row in rows], [prompts[row] for row in rows])
+        steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
+        given = dict.fromkeys(rows, 0)  # tokens handed out
+        open_rows = set(rows)
+        while open_rows:
+            search = entropix_search.generate(
+                self.model.decoder, self.model.params, self.preset.controller, search, steps, plan=plan
+            )
+            texts, last = entropix_search.texts(search, plan), entropix_search.settled(search, plan)
+            status, branching = np.asarray(search.state.status)[::k], np.asarray(search.left) > 0
+            for number, row in enumerate(rows):
+                if row not in open_rows:
+                    continue
+                ended = status[number] != RUNNING and not branching[number]
+                count = max(given[row], int(last[number]) - len(prompts[row]) + 1)
+                fresh = jax.tree.map(lambda x: x[given[row] : count], texts[number])
+                fresh = jax.tree.map(lambda x: x[:, None], fresh)
+                settled = self._record(made[row], fresh, 0)
+                given[row] = count
+                if made[row].finish_reason is None and ended:
+                    failed = status[number] == FAILED
+                    error = "the model computed logits that are not numbers" if failed else None
+                    settled += made[row].finish(FINISH_REASONS[int(status[number])], error)
+                if made[row].finish_reason is not None:
+                    open_rows.discard(row)
+                yield row, made[row], settled
+            steps = launch
+            closed = np.array([row not in open_rows for row in rows])
+            search = entropix_search.close(search, plan, closed)
+
+    def _begin(self, requests: Sequence[Request], prompts: list[list[int]]) -> entropix_search.Search:
+        k, decoder = self.plan.branches, self.model.decoder
+        needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
+        context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
+        size = cache.default_page_size()
+        pages = len(prompts) * (-(-context // size) + ROOM * (k - 1))
+        dtype = jax.tree.leaves(self.model.params)[0].dtype
+        spread = [request for request in requests for _ in range(k)]
+        return entropix_search.begin(
+            decoder,
+            self.model.params,
+            self.preset.controller,
+            cache.allocate(decoder.shape, len(spread), context, pages=pages, page_size=size, dtype=dtype),
+            prompts,
+            self.plan,
+            key=jax.random.key(0),
+            max_tokens=[r.max_tokens for r in requests],
+            seeds=[r.seed for r in requests],
+            sample=drawing(spread),
+            stop=[() if r.ignore_eos else self.model.stop_tokens for r in spread],
+            belief_temperature=self.belief_temperature,
+        )

@@ -1,0 +1,76 @@
+"""`entropic generate` with whole samplers: what is streamed is what is returned, alone or in company."""
+
+import json
+import shutil
+
+import pytest
+
+from entropic_jax.calibration import load_calibration, save_calibration
+from serving.generation import EMBEDDED
+
+SAME = ("--prompt", "abc", "--seed", "3", "--max-tokens", "20")
+SAMPLERS = {
+    "released": ("--preset", "entropix-as-released"),
+    "rows": ("--preset", "entropix", "--branches", "1", "--clarification", " ..."),
+    "branches": ("--preset", "entropix", "--branches", "3"),
+    "dslider": ("--preset", "dslider"),
+}
+
+
+@pytest.fixture
+def exploring(directory, tmp_path):
+    """The untrained model with a calibration under which all it writes is worth exploring."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    found = load_calibration(EMBEDDED)
+    entropy, little = (0.01, 0.02, 0.05, 0.1, 9.0, 10.0, 11.0), tuple(1e-6 * n for n in range(7))
+    save_calibration(found._replace(quantiles=entropy, varentropy_quantiles=little), tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_streamed_and_returned_alone_and_in_company(entropic, exploring, tmp_path, name):
+    common = ("generate", "--model", exploring, *SAMPLERS[name])
+    status, out, err = entropic(*common, *SAME, "--json")
+    assert (status, err) == (0, "")
+    tree = json.loads(out)
+    assert len(tree["token_ids"]) == tree["usage"]["completion_tokens"] <= 20
+    assert all(len(values) == len(tree["token_ids"]) for values in tree["trace"].values())
+    assert entropic(*common, *SAME) == (0, tree["text"] + "\n", "")
+    if name == "released":
+        return  # which decides once for the batch
+    lines = [
+        {"prompt": "abc", "seed": 3, "max_tokens": 20},
+        {"prompt": "x" * 200},
+        {"prompt": "de", "seed": 1},
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(json.dumps({"max_tokens": 9, **line}) for line in lines))
+    status, out, _ = entropic(*common, "--batch-file", str(file))
+    first, second, third = map(json.loads, out.splitlines())
+    assert first["token_ids"] == tree["token_ids"]
+    assert second["finish_reason"] == "error" and len(third["token_ids"]) <= 9
+    stop = tree["text"][5:7]
+    cut = json.loads(entropic(*common, *SAME, "--json", "--stop", stop)[1])
+    assert cut["finish_reason"] == "stop" and cut["text"] == tree["text"].split(stop, 1)[0]
+
+
+def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
+    run = lambda *given: json.loads(entropic("generate", "--model", exploring, *given, *SAME, "--json")[1])
+    texts = {branches: run("--preset", "entropix", "--branches", branches)["token_ids"] for branches in "13"}
+    assert texts["1"] != texts["3"]
+    greedy = run("--preset", "entropix", "--temperature", "0")["token_ids"]
+    assert greedy == run("--temperature", "0")["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--preset", "micro", "--branches", "2"), "branches is given; accepted with the preset entropix"),
+        (("--preset", "dslider", "--law", "exact"), "law is given; accepted with other presets than dslider"),
+        (("--preset", "entropix"), "accepted with a calibration.json in the model's directory"),
+        (("--preset", "entropix", "--branches", "0"), "give integers of at least 1"),
+    ],
+)
+def test_what_cannot_be(entropic, directory, given, said):
+    status, _, err = entropic("generate", "--model", directory, *given, *SAME)
+    assert status == 2 and said in err
