@@ -1,0 +1,184 @@
+"""Tasks whose answers can be checked, generated or from files, for `benchmarks.sampling`.
+
+What a model writes is never executed: an answer is compared, or walked by `interpreter`.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from models.train import tasks
+
+from . import interpreter
+
+LONG_ANSWER, SHORT_ANSWER = 32, 16  # tokens
+FACTS = 6  # in the text above a question
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Task(NamedTuple):
+    """A prompt, and whether a continuation of it is right."""
+
+    kind: str
+    prompt: str
+    check: Callable[[str], bool]
+    tokens: int = SHORT_ANSWER
+
+
+def holds(check: Callable[[], Any]) -> bool:
+    """Whether what a model wrote passes; whatever goes wrong in it, it does not."""
+    try:
+        return bool(check())
+    except (interpreter.Unknown, ArithmeticError, AssertionError, AttributeError, LookupError):
+        return False
+    except (MemoryError, NameError, RecursionError, SyntaxError, TypeError, ValueError):
+        return False
+
+
+def recall(rng: np.random.Generator, kind: str, filler: str) -> Task:
+    """A fact among others and some source, and its question; the answer must be exact."""
+    facts = [tasks.KINDS[kind](rng) for _ in range(FACTS)]
+    asked = facts[int(rng.integers(FACTS))]
+    text = "".join(fact.statement for fact in facts) + filler + asked.question
+    wanted = asked.answer.rstrip("\n")
+    if kind != "definition":
+        tokens = LONG_ANSWER if kind == "variable" else SHORT_ANSWER
+        return Task(kind, text, lambda said: said.startswith(wanted), tokens)
+    head = asked.question[asked.question.rindex("def ") :]
+    tree = lambda body: ast.dump(ast.parse(head + body))
+    lines = wanted.count("\n") + 1
+
+    def same(said: str) -> bool:  # the same function, however it is laid out
+        return tree("\n".join(said.split("\n")[:lines])) == tree(wanted)
+
+    return Task(kind, text, lambda said: holds(lambda: same(said)), LONG_ANSWER)
+
+
+def function(rng: np.random.Generator) -> Task:
+    """Two functions as examples; the body of a third must compute what its name says."""
+    operator, word = [("+", "add"), ("-", "subtract"), ("*", "times")][int(rng.integers(3))]
+    numbers = rng.choice(np.arange(2, 100), 4, replace=False)
+    heads = [f"def {word}_{n}(x):\n    return" for n in numbers]
+    text = "".join(f"{head} x {operator} {n}\n\n\n" for head, n in zip(heads[:3], numbers[:3], strict=True))
+    wanted = f"x {operator} {numbers[3]}"
+
+    def right(said: str) -> bool:
+        line = said.split("\n")[0]
+        return all(
+            interpreter.evaluate(line, {"x": x}) == interpreter.evaluate(wanted, {"x": x})
+            for x in (-3, 0, 7, 52)
+        )
+
+    return Task("function", text + heads[3], lambda said: holds(lambda: right(said)))
+
+
+def assignment(rng: np.random.Generator) -> Task:
+    """The value of a name after a few assignments; any expression with that value is right."""
+    names = [str(n) for n in rng.choice(tasks.WORDS, 4, replace=False)]
+    values = rng.choice(np.arange(10, 1000), 2, replace=False)
+    lines = [
+        f"{names[0]} = {values[0]}",
+        f"{names[1]} = {values[1]}",
+        f"{names[2]} = {names[int(rng.integers(2))]}",
+    ]
+    lines.append(f"{names[3]} = {names[2]}")
+    text = "\n".join(lines) + "\n"
+    # As text, the name itself would be right.
+    free = {k: v for k, v in interpreter.run(text).items() if k not in names[2:]}
+    asked, wanted = names[3], interpreter.run(text)[names[3]]
+
+    def right(said: str) -> bool:
+        return interpreter.evaluate(said.split("\n")[0].split("==")[-1], free) == wanted
+
+    return Task("assignment", f"{text}assert {asked} ==", lambda said: holds(lambda: right(said)))
+
+
+def lookup(rng: np.random.Generator) -> Task:
+    """A value in a dict above."""
+    keys = [str(k) for k in rng.choice(tasks.WORDS, 5, replace=False)]
+    table = {key: int(rng.integers(10, 1000)) for key in keys}
+    body = "".join(f'    "{k}": {v},\n' for k, v in table.items())
+    asked = keys[int(rng.integers(5))]
+    text = f'TABLE = {{\n{body}}}\n\nassert TABLE["{asked}"] =='
+
+    def right(said: str) -> bool:
+        return interpreter.evaluate(said.split("\n")[0]) == table[asked]
+
+    return Task("lookup", text, lambda said: holds(lambda: right(said)))
+
+
+MADE: dict[str, Callable[[np.random.Generator], Task]] = {
+    "function": function,
+    "assignment": assignment,
+    "lookup": lookup,
+}
+KINDS = (*tasks.KINDS, *MADE)
+
+
+def generated(kind: str, count: int, seed: int, filler: str) -> list[Task]:
+    """Tasks of one of `KINDS`, the same for the same seed; `filler` is source to stand above questions."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
+    rng = np.random.default_rng((seed, KINDS.index(kind)))
+    if kind in MADE:
+        return [MADE[kind](rng) for _ in range(count)]
+    return [recall(rng, kind, filler) for _ in range(count)]
+
+
+def records(path: Path, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with these text fields. ValueError says which line has not."""
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not readable JSON: {error}") from None
+        missing = [f for f in fields if not isinstance(record, dict) or not isinstance(record.get(f), str)]
+        if missing:
+            raise ValueError(
+                f"{path}, line {number}: {missing[0]} is missing or no text; accepted is a string"
+            )
+        yield record
+
+
+def number(text: str) -> float | None:
+    """The answer a solution ends in: the number after ####, else the last one; None without any."""
+    found = NUMBER.findall(text.rpartition("####")[2])
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def gsm8k(path: Path) -> list[Task]:
+    """A file in the format of GSM8K (Cobbe et al. 2021): `question`, and `answer` ending in #### number."""
+    found = []
+    for line, record in enumerate(records(path, ("question", "answer")), 1):
+        wanted = number(record["answer"])
+        if wanted is None or "####" not in record["answer"]:
+            raise ValueError(f"{path}, record {line}: answer has no number after ####")
+        said = lambda text, wanted=wanted: number(text.split("\nQuestion:")[0]) == wanted
+        found.append(Task("gsm8k", f"Question: {record['question']}\nAnswer:", said, 256))
+    return found
+
+
+def humaneval(path: Path) -> list[Task]:
+    """A file in the format of HumanEval (Chen et al. 2021): `prompt`, `entry_point`, `test` with check().
+
+    The first function of the completion is walked, not executed: what needs more of the language than
+    `interpreter` has counts as wrong, so that the share of solved tasks is a lower bound.
+    """
+    found = []
+    for record in records(path, ("task_id", "prompt", "entry_point", "test")):
+
+        def right(said: str, record: dict[str, Any] = record) -> bool:
+            body = re.split(r"\n(?=[^\s#)\]}])", said)[0]
+            run = f"\ncheck({record['entry_point']})\n"
+            interpreter.run("\n".join((record["prompt"] + body, record["test"], run)))
+            return True
+
+        found.append(Task("humaneval", record["prompt"], lambda said, f=right: holds(lambda: f(said)), 256))
+    return found
