@@ -27,6 +27,7 @@ __all__ = ["document", "load", "machine", "processor", "show", "slug"]
 Rows = list[dict[str, Any]]
 DOCUMENT = ROOT / "docs" / "results.md"
 PICTURE = ROOT / "docs" / "selectors.svg"
+FASTER_THAN = {16384: {"openvino": 1.7, "openvino-half": 1.0}, 32768: {"openvino": 2.5, "openvino-half": 1.7}}
 NOTES = (
     "`off`: plain sampling, everything read. `paper`: every law as printed.",
     "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
@@ -213,25 +214,20 @@ def bars(studies: dict[str, Rows]) -> Grid:
         mine, other = of(rows, name), of(rows, base)
         return middle(mine, "milliseconds") / middle(other, "milliseconds") if mine and other else None
 
-    for study, limits in (("speed", {"long": 0.6}), ("shape", {512: 1.05, 16384: 0.5, 32768: 0.35})):
-        rows = [r for r in studies.get(study, []) if "milliseconds" in r]
-        longest = max((r["context"] for r in rows), default=0)
-        for context, bar in limits.items():
-            at = longest if context == "long" else context
-            if study == "speed" and at < 4096:
-                continue
-            some = [r for r in rows if r["context"] == at]
-            if (found := ratio(some, "full", "off")) is not None:
-                where = "embedded model" if study == "speed" else "25M shape"
-                enter(f"{where}, {at} tokens: latency ÷ off", bar, found, False)
-                if study == "speed":
-                    enter(f"{where}, {at} tokens: throughput ÷ off", 1.7, 1 / found, True)
-            for engine, least in {
-                16384: (("openvino", 1.7), ("openvino-half", 1.0)),
-                32768: (("openvino", 2.5), ("openvino-half", 1.7)),
-            }.get(at, ()):
-                if study == "shape" and (found := ratio(some, engine, "full")) is not None:
-                    enter(f"25M shape, {at} tokens: speed ÷ {engine}", least, found, True)
+    timed = [r for r in studies.get("speed", []) if r["context"] > 4096]
+    longest = max((r["context"] for r in timed), default=0)
+    found = ratio([r for r in timed if r["context"] == longest], "full", "off")
+    if found is not None:
+        enter(f"embedded model, {longest} tokens: latency ÷ off", 0.6, found, False)
+        enter(f"embedded model, {longest} tokens: throughput ÷ off", 1.7, 1 / found, True)
+    larger = [r for r in studies.get("shape", []) if "milliseconds" in r]
+    for context, bar in {512: 1.05, 16384: 0.5, 32768: 0.35}.items():
+        some = [r for r in larger if r["context"] == context]
+        if (found := ratio(some, "full", "off")) is not None:
+            enter(f"25M shape, {context} tokens: latency ÷ off", bar, found, False)
+        for engine, least in FASTER_THAN.get(context, {}).items():
+            if (found := ratio(some, engine, "full")) is not None:
+                enter(f"25M shape, {context} tokens: speed ÷ {engine}", least, found, True)
     quality = studies.get("quality", [])
     longest = max((r["context"] for r in quality), default=0)
     if longest > 4096:

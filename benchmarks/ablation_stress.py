@@ -121,7 +121,7 @@ def estimators(material: Material, context: int, seed: int, quick: bool) -> list
     def way(kind: str) -> Preset:
         if kind == "exact":
             return full
-        return full._replace(controller=Estimated(full.controller, kind, HEAD, belief))
+        return full._replace(controller=chain(Estimated(full.controller, kind, HEAD, belief)))
 
     ways = {kind: way(kind) for kind in ("exact", *(("upper",) if quick else ESTIMATORS))}
     agreement = correlations(material, texts[: 1 if quick else 2])

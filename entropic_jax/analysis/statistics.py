@@ -47,8 +47,14 @@ def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
     known = {tuple(r[k] for k in keys): r[field] for r in base}
     pairs = [(r[field], known.get(tuple(r[k] for k in keys))) for r in rows]
     found = estimate([math.log(mine / other) for mine, other in pairs if mine > 0 and other])
+    return _percent(found)
+
+
+def _percent(logarithm: Estimate) -> Estimate:
+    """A change in per cent, of one that is a logarithm."""
+    mean, low, high, p = logarithm
     percent = lambda x: 100 * math.expm1(x)
-    return Estimate(percent(found.mean), percent(found.low), percent(found.high), found.p)
+    return Estimate(percent(mean), percent(low), percent(high), p)
 
 
 def beyond_product(rows: Rows, field: str, whole: str, parts: Sequence[str], *keys: str) -> Estimate:
@@ -64,7 +70,7 @@ def beyond_product(rows: Rows, field: str, whole: str, parts: Sequence[str], *ke
         if all(place in by_name[name] for name in (whole, *parts)):
             found.append(gain(whole) - sum(map(gain, parts)))
     result = estimate(found)
-    return Estimate(*(100 * math.expm1(x) for x in result[:3]), result.p)
+    return _percent(result)
 
 
 def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
