@@ -10,7 +10,6 @@ class Limits(NamedTuple):
 
     body: int = 16 * 2**20  # bytes
     sequences: int = 1024  # prompts times texts for each
-    choices: int = 128  # n, best_of
     stops: int = 16  # stop strings
     grammar: int = 64 * 1024  # characters of a schema, expression or grammar
 

@@ -27,6 +27,7 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+NESTED = ("entropic", "stream_options", "structured_outputs")  # objects, whose fields are named
 REASONS = {
     400: "What was asked for is not accepted",
     401: "The API key is missing or wrong",
@@ -84,20 +85,28 @@ def install(app: FastAPI) -> None:
 def in_words(error: RequestValidationError) -> tuple[str, str | None]:
     """What is wrong with a body, and the name of the field; the first field that is wrong speaks."""
     errors = error.errors()
-    place = lambda one: [str(part) for part in one["loc"] if part not in ("body", "query", "path")]
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}", None
-    name = next(iter(place(first)), None)
-    if name is None:
+    path = _place(first)
+    if not path:
+        if first["type"] != "value_error":
+            return "the body is not a JSON object; accepted is one, sent as application/json", None
         message = first["msg"].removeprefix("Value error, ")
-        return message, (message.split(maxsplit=1) or [None])[0] if first["type"] == "value_error" else None
-    same = [one for one in errors if place(one)[:1] == [name]]
+        return message, message.split(maxsplit=1)[0]
+    same = [one for one in errors if _place(one)[:1] == path[:1]]
     if all(one["type"] == "missing" for one in same):
-        return f"{'.'.join(place(first))} is missing; accepted are bodies that have it", name
+        return f"{'.'.join(path)} is missing; accepted are bodies that have it", path[0]
     reasons = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same)
-    inputs = [one["input"] for one in same if len(place(one)) <= 2] or [first["input"]]
-    return f"{name} is {_short(inputs[0])}: {' or '.join(list(reasons)[:4])}", name
+    inputs = [one["input"] for one in same if len(_place(one)) <= 2] or [first["input"]]
+    name = ".".join(path[: 1 + (path[0] in NESTED)])
+    return f"{name} is {_short(inputs[0])}: {' or '.join(list(reasons)[:4])}", path[0]
+
+
+def _place(error: dict[str, Any]) -> list[str]:
+    """Where in the body a field is, without the names of our own classes."""
+    parts = [str(part) for part in error["loc"]]
+    return [part for part in parts if part not in ("body", "query", "path") and not part.endswith("Body")]
 
 
 def _short(value: Any) -> str:

@@ -41,6 +41,9 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
             if field in schemas[name]["properties"]:
                 _tokens(schemas[name]["properties"][field], last)
     for name in ("CompletionBody", "ChatBody"):
+        for field in {"n", "best_of"} & schemas[name]["properties"].keys():
+            number = schemas[name]["properties"][field]["anyOf"][0]
+            number["maximum"] = min(number["maximum"], frontend.settings.limits.sequences)
         for part in schemas[name]["properties"]["stop"]["anyOf"]:
             if part.get("type") == "array":
                 part["maxItems"] = frontend.settings.limits.stops

@@ -52,7 +52,8 @@ def until(condition, seconds: float = 5.0) -> None:
         ({"prompt": ["x"] * 600, "n": 2}, "prompt", "1200 texts"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21"),
-        ({"prompt": "x", "entropic": {"preset": "none"}}, "entropic", "entropic"),
+        ({"prompt": "x", "entropic": {"preset": "none"}}, "entropic", "entropic.preset is 'none'"),
+        ("text", None, "not a JSON object"),
         (
             {"prompt": "x", "entropic": {"lowest_temperature": 2, "highest_temperature": 1}},
             "lowest",
