@@ -180,6 +180,8 @@ def run(options: argparse.Namespace) -> int:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """What the options say of the server."""
+    if options.schedule is not None:
+        raise RequestError(f"--schedule is {options.schedule}; accepted by a server is --scheduling-policy")
     keys = options.api_key or [os.environ.get("ENTROPIC_API_KEY", "")]
     return Settings(
         host=options.host,

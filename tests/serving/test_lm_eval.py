@@ -57,7 +57,8 @@ def results(real, tmp_path_factory):
         documents = [{"text": text} for text in TEXTS] if name == "rolling" else QUESTIONS
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        given = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+        source = {"dataset_path": "json", "dataset_kwargs": given}
         whole = {"task": name, "test_split": "test", **source, **task}
         (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
     arguments = {

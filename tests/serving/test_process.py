@@ -100,6 +100,7 @@ def test_it_comes_back_and_drains():
         (("--model", "nowhere"), "--model is nowhere"),
         (("--preset", "paper"), "preset is 'paper'"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
+        (("--schedule", "fcfs"), "--scheduling-policy"),
         (("--max-model-len", "0"), "--max-model-len"),
     ],
 )
