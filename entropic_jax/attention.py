@@ -4,7 +4,7 @@ A short row never pays for its long neighbour, and a page that is not listed is 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from .cache import Cache, Layer
 from .observation import Observer
 from .pallas import paged_attention
 from .pallas.paged_attention.reference import fold
-from .selection import Reader
 
 
 class Step(NamedTuple):
@@ -26,15 +25,14 @@ class Step(NamedTuple):
 Attend = Callable[..., tuple[jax.Array, Layer]]
 
 
-def attend_to(
-    cache: Cache, step: Step, reader: Reader | None = None, observer: Observer | None = None
-) -> Attend:
+def attend_to(cache: Cache, step: Step, reader: Any = None, observer: Observer | None = None) -> Attend:
     """The function that a model calls in each layer: writes its keys and values, then attends to all.
 
     `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
     `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
     layer as written. `window` limits a query to that many newest positions, itself included. With a `reader`
-    a single query per row attends to the pages that it chooses; an `observer` sees its attention.
+    (`selection.Reads`) queries attend to the pages that it chooses; an `observer` sees the attention of a
+    single query per row.
     """
     table = cache.table
 
@@ -121,7 +119,7 @@ def read(
     step: Step,
     q: jax.Array,
     window: int | None = None,
-    reader: Reader | None = None,
+    reader: Any = None,
     observer: Observer | None = None,
 ) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
@@ -138,7 +136,9 @@ def read(
     first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
-    if n > 1:
+    if n > 1 and reader is not None:
+        out = reader.read_prompt(layer, q, first, step.start, last)
+    elif n > 1:
         out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, step.start, last)
     elif reader is not None:
         out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]

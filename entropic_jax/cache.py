@@ -178,12 +178,18 @@ def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: 
 
 def release(cache: Cache, rows: jax.Array) -> Cache:
     """Take every page from the flagged rows (bool `[rows]`); those that no one else owns become free."""
+    return shrink(cache, jnp.where(rows, 0, cache.table.shape[1] * cache.page_size))
+
+
+def shrink(cache: Cache, length: jax.Array) -> Cache:
+    """Take from each row the pages beyond those that hold its first `length` positions, int32 `[rows]`."""
     column = jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None, :]
-    returned = rows[:, None] & (column < cache.granted[:, None])
+    needed = -(-length // cache.page_size)[:, None]
+    returned = (column >= needed) & (column < cache.granted[:, None])
     pages = jnp.where(returned, cache.table, cache.pages)
     return drop(cache, pages.reshape(-1))._replace(
         table=jnp.where(returned, cache.pages, cache.table),
-        granted=jnp.where(rows, 0, cache.granted),
+        granted=jnp.minimum(cache.granted, needed[:, 0]),
     )
 
 

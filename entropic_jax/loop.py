@@ -17,7 +17,7 @@ from .attention import Step, attend_to
 from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
 from .observation import Observer
-from .selection import Reader, Reading, Selection, no_lists
+from .selection import Reading, Reads
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 from .terms import Terms, hold, likeliest
 
@@ -53,7 +53,7 @@ def start(
     seeds: Sequence[int] | None = None,
     stop: Sequence[Sequence[int]] = (),
     belief_temperature: float = 1.0,
-    selection: Selection | None = None,
+    selection: Reads | None = None,
     hardware: ledger.Hardware | None = None,
 ) -> State:
     """Read the prompts into an empty cache, in chunks whose lengths are powers of two.
@@ -90,6 +90,7 @@ def start(
         seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
         token=jnp.asarray([p[-1] if len(p) else 0 for p in prompts], jnp.int32),
         length=jnp.zeros(rows, jnp.int32),
+        evicted=jnp.zeros(rows, jnp.int32),
         limit=jnp.asarray(np.minimum(lengths - 1 + budgets, context), jnp.int32),
         status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
         stop=jnp.asarray(stops),
@@ -100,7 +101,7 @@ def start(
         action=action,
         control=controller.init(action),
         selection=selection,
-        lists=() if selection is None else no_lists(selection, cache),
+        lists=() if selection is None else selection.memory(decoder.shape, cache),
         age=jnp.int32(0),
         ledger=ledger.open_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
@@ -110,15 +111,17 @@ def start(
     small = {name: value for name, value in state._asdict().items() if name != "cache"}
     state = state._replace(**jax.tree.map(jnp.copy, small))
     todo = np.where(alive, lengths - 1, 0)
+    total = jnp.asarray(todo, jnp.int32)
+    chunk = getattr(selection, "segment", PREFILL_CHUNK)
     done = 0
     while done < todo.max(initial=0):
-        size = min(PREFILL_CHUNK, 1 << int(todo.max() - done - 1).bit_length())
+        size = min(chunk, 1 << int(todo.max() - done - 1).bit_length())
         count = np.clip(todo - done, 0, size)
         tokens = np.zeros((rows, size + 1), np.int32)
         for row, prompt in enumerate(prompts):
             some = prompt[done : done + count[row] + 1] if count[row] else ()
             tokens[row, : len(some)] = some
-        state, enough = prefill(decoder, params, state, tokens, count)
+        state, enough = prefill(decoder, params, state, tokens, count, total)
         if not np.all(enough):
             row = int(np.argmin(enough))
             raise ValueError(
@@ -136,9 +139,12 @@ def cache_size(state: State) -> str:
 
 @partial(jax.jit, static_argnames="decoder", donate_argnames="state")
 def prefill(
-    decoder: Decoder, params: Any, state: State, tokens: jax.Array, count: jax.Array
+    decoder: Decoder, params: Any, state: State, tokens: jax.Array, count: jax.Array, total: Any = None
 ) -> tuple[State, jax.Array]:
     """Append `count[row]` of the tokens `[rows, n + 1]` to the cache of each row, n at most.
+
+    `total` int32 `[rows]` is how many tokens a row's prompt has in all, for a selection that treats the last
+    chunk differently; without, every chunk counts as the last.
 
     Returns the state and a flag per row, whether there were pages enough; a row without is left alone. Where
     the cache keeps surprisals, the tokens are scored on the way, and so is the one that follows them.
@@ -146,8 +152,13 @@ def prefill(
     tokens, following = tokens[:, :-1], tokens[:, 1:]
     cache, enough = grant(state.cache, jnp.where(count > 0, state.length + count, 0))
     count = jnp.where(enough, count, 0)
-    positions = state.length[:, None] + jnp.arange(tokens.shape[1])
-    attend = attend_to(cache, Step(state.length, count))
+    positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
+    where = Step(state.length, count)
+    reader = None
+    if state.selection is not None:
+        ends = state.length + count if total is None else total
+        reader = state.selection.prompt_reader(cache, state.lists, where, ends)
+    attend = attend_to(cache, where, reader)
     hidden, layers = decoder.hidden(params, tokens, positions, cache.layers, attend)
     signal = state.signal
     if cache.surprisal is not None:
@@ -159,8 +170,8 @@ def prefill(
         cache = note_surprisal(cache, state.length, count, own)
         last = jnp.take_along_axis(scores, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
         signal = signal._replace(surprisal=jnp.where(count > 0, last, signal.surprisal))
-    cache = cache._replace(layers=layers)
-    return state._replace(length=state.length + count, signal=signal, cache=cache), enough
+    after = state._replace(length=state.length + count, signal=signal, cache=cache._replace(layers=layers))
+    return after if reader is None else after._replace(lists=reader.memory()), enough
 
 
 def step(
@@ -194,22 +205,22 @@ def step(
     mine = note_surprisal(mine, start, where.count, surprisal[:, None])
     reader = None
     if state.selection is not None:
-        renew = state.age % state.selection.refresh == 0
-        lists = jax.tree.map(cut.pick, state.lists)
-        reader = Reader(state.selection, mine, cut.pick(state.action.drop), lists, renew)
+        memory = jax.tree.map(cut.pick, state.lists)
+        reader = state.selection.reader(mine, cut.pick(state.action.drop), memory, state.age)
     observed = getattr(controller, "observes", None)
     observer = Observer(observed, mine) if observed else None
     attend = attend_to(mine, where, reader, observer)
-    hidden, layers = decoder.hidden(params, token[:, None], start[:, None], mine.layers, attend)
+    position = start + cut.pick(state.evicted)
+    hidden, layers = decoder.hidden(params, token[:, None], position[:, None], mine.layers, attend)
     logits = decoder.logits(params, hidden[:, 0])
     reading = reader.total() if reader else dense(decoder.shape, where)
-    kept = jax.tree.map(cut.spread, tuple(reader.lists), state.lists) if reader and state.lists else ()
+    lists = jax.tree.map(cut.spread, reader.memory(), state.lists) if reader else ()
 
     # Entropy, then control.
     adjusted = sampling.penalise(logits, *jax.tree.map(cut.pick, (state.sampling, state.history)))
     if terms is not None:
         terms = jax.tree.map(cut.pick, terms)
-        adjusted = hold(adjusted, terms, cut.pick(state.stop, -1), start + where.count)
+        adjusted = hold(adjusted, terms, cut.pick(state.stop, -1), position + where.count)
     belief = entropy.measure(logits / state.belief_temperature)
     tempered = entropy.at_temperature(adjusted, cut.pick(state.action.temperature))
     broken = cut.spread(runs & ~jnp.isfinite(belief.entropy), False)
@@ -243,7 +254,7 @@ def step(
             jnp.where(chosen < 0, temperature, 0.0),  # nothing is drawn where the law has chosen
             state.key,
             cut.pick(state.seed),
-            start + where.count,
+            position + where.count,
             surprisal_limit=cut.pick(action.surprisal_limit),
         )
         token = jnp.where(chosen < 0, token, chosen)
@@ -282,7 +293,7 @@ def step(
         signal=signal,
         action=action,
         control=control,
-        lists=kept,
+        lists=lists,
         age=state.age + 1,
         ledger=account,
         cache=cache._replace(layers=layers, surprisal=mine.surprisal),

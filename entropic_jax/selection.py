@@ -5,12 +5,12 @@ of pages for every KV head. Nothing is ever evicted: a page that is skipped now 
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 
-from .cache import Cache, Layer
+from .cache import Cache, Layer, ModelShape
 from .pallas import paged_attention
 from .pallas.paged_attention import Choice, Partial, Rules, Summary
 from .pallas.paged_attention.reference import estimate, gates, gathered
@@ -75,6 +75,45 @@ class Selection:
     def groups(self, layers: int) -> int:
         """How many lists a model of so many layers has."""
         return -(-max(0, layers - self.dense_layers) // self.share)
+
+    def memory(self, shape: ModelShape, cache: Cache) -> "tuple[Lists, ...]":
+        """See `Reads`: lists where they outlive a step."""
+        return no_lists(self, cache)
+
+    def reader(self, cache: Cache, drop: jax.Array, memory: Any, age: jax.Array) -> "Reader":
+        """See `Reads`."""
+        return Reader(self, cache, drop, memory, age % self.refresh == 0)
+
+    def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> None:
+        """See `Reads`: prompts are read densely."""
+
+
+class Reads(Protocol):
+    """What decides which pages are read, of a prompt and in a step; static, as `State.selection`.
+
+    What it remembers from step to step is a pytree whose leaves have one entry per row, `State.lists`.
+    """
+
+    @property
+    def information(self) -> Information:
+        """What pages are weighed by, for whoever allocates the cache."""
+
+    @property
+    def page_size(self) -> int | None:
+        """What the choice is meant for, None for any."""
+
+    def memory(self, shape: ModelShape, cache: Cache) -> Any:
+        """What is remembered at the start."""
+
+    def reader(self, cache: Cache, drop: jax.Array, memory: Any, age: jax.Array) -> Any:
+        """Who reads for one step, layer by layer: `read`, `total` and `memory`, as those of `Reader`."""
+
+    def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> Any:
+        """Who reads for a chunk of prompts at `step`, of `total` tokens `[rows]` each; None reads densely.
+
+        It has `read_prompt(layer, q, first, query, last)`, as `paged_attention.prefill` without its lists,
+        `read` for chunks of one token, and `memory()`.
+        """
 
 
 class Reading(NamedTuple):
@@ -254,17 +293,26 @@ class Reader:
         share = jnp.where(left_out & (part.log_sum > -jnp.inf), share, 0.0)
         return Reading(positions, held, choice.dropped.mean(1), (2 * share.max(2) * norm).max(1), summaries)
 
+    def memory(self) -> tuple[Any, ...]:
+        """What the next step needs of the lists."""
+        return tuple(self.lists) if self.selection.refresh > 1 else ()
+
     def total(self) -> Reading:
-        """What the step read: positions summed over layers, mass averaged, the largest certificate."""
-        readings = (x._replace(summaries=x.summaries + jnp.zeros_like(x.positions)) for x in self.readings)
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *readings)
-        return Reading(
-            stacked.positions.sum(0),
-            stacked.held.sum(0),
-            stacked.dropped.mean(0),
-            stacked.certificate.max(0),
-            stacked.summaries.sum(0),
-        )
+        """What the step read."""
+        return altogether(self.readings)
+
+
+def altogether(readings: list[Reading]) -> Reading:
+    """Of the layers of a step: positions summed, mass averaged, the largest certificate."""
+    some = (x._replace(summaries=x.summaries + jnp.zeros_like(x.positions)) for x in readings)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *some)
+    return Reading(
+        stacked.positions.sum(0),
+        stacked.held.sum(0),
+        stacked.dropped.mean(0),
+        stacked.certificate.max(0),
+        stacked.summaries.sum(0),
+    )
 
 
 def dense_reading(layer: Layer, first: jax.Array, last: jax.Array) -> Reading:

@@ -99,6 +99,7 @@ class State(NamedTuple):
     seed: jax.Array  # int32 [rows]
     token: jax.Array  # int32 [rows], emitted last and not yet in the cache
     length: jax.Array  # int32 [rows], positions in the cache
+    evicted: jax.Array  # int32 [rows], positions taken out of it: the next token stands at length + evicted
     limit: jax.Array  # int32 [rows], length at which the row is full
     status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or READING
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
@@ -108,8 +109,8 @@ class State(NamedTuple):
     signal: Signal
     action: Action
     control: Any  # the controller's own state
-    selection: Any  # how pages are chosen (`selection.Selection`), None to read all; static
-    lists: Any  # pages chosen in earlier steps, where a selection keeps them
+    selection: Any  # which pages are read (`selection.Reads`), None to read all; static
+    lists: Any  # what the selection remembers
     age: jax.Array  # int32 [], steps since the start
     ledger: Ledger
     hardware: Any  # `ledger.Hardware`, by which the ledger counts seconds

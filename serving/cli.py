@@ -13,6 +13,7 @@ from . import (
     calibrate_command,
     doctor_command,
     generate_command,
+    heads_command,
     models_command,
     serve_command,
 )
@@ -44,6 +45,7 @@ def parser() -> Parser:
         ("bench", bench_command),
         ("calibrate", calibrate_command),
         ("ablate", ablate_command),
+        ("heads", heads_command),
         ("models", models_command),
         ("doctor", doctor_command),
     ):

@@ -13,6 +13,23 @@ if TYPE_CHECKING:
 
 NAMES = ("off", "micro", "meso", "macro", "full", "paper")
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # whole samplers: `entropic generate` runs them
+METHODS = (
+    "dense",
+    "entropyinfer",
+    "entropy-prefill",
+    "entropy-matched",
+    "entropy-as-released",
+    "latent-compression",
+    "criti-prefill",
+    "uniform-prefill",
+    "oracle-prefill",
+    "snapkv",
+    "adakv",
+    "h2o",
+    "streaming-llm",
+    "quest",
+)
+BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # of a method, and their options
 AUTO = "auto"
 GAINS = {
     "target_entropy": ("target", "hold the entropy of what is sampled at this"),
@@ -27,10 +44,12 @@ FROM_CALIBRATION = {"target": "target_entropy", "low": "low_entropy", "high": "h
 
 
 class Control(NamedTuple):
-    """What the command line asks of the loop: the name of a preset, and the gains that were given."""
+    """What the command line asks of the loop: a preset and a method by name, and what they were given."""
 
     preset: str = "off"
     gains: tuple[tuple[str, Any], ...] = ()
+    method: str = "dense"
+    budgets: tuple[tuple[str, int], ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of entropix: said where entropy is high and varentropy low (default: nothing)",
     )
     _add_gains(group)
+    group = parser.add_argument_group("long prompts")
+    group.add_argument(
+        "--method",
+        choices=METHODS,
+        default="dense",
+        help="a published method of reading less of a prompt, or of keeping less of it (default: dense)",
+    )
+    for option, text in (
+        ("prefill-budget", "tokens that each segment of a prompt reads of those before it, per KV head"),
+        ("cache-budget", "entries of the cache that stay, or that a step reads, per KV head"),
+    ):
+        group.add_argument(f"--{option}", type=int, metavar="INT", help=f"{text} (default: as published)")
 
 
 def add_gains(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +110,10 @@ def read(options: argparse.Namespace) -> Control:
     given = {name: getattr(options, name) for name in ("law", "schedule")}
     given |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
     given |= {name: getattr(options, name, None) for name in ("branches", "clarification")}
-    named = getattr(options, "preset", "off")
-    return Control(named, tuple((k, v) for k, v in given.items() if v is not None))
+    budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
+    some = lambda values: tuple((k, v) for k, v in values.items() if v is not None)
+    named, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
+    return Control(named, some(given), method, some(budgets))
 
 
 def calibration_of(model: Path) -> "Calibration | None":
@@ -98,8 +131,13 @@ def calibration_of(model: Path) -> "Calibration | None":
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
     """The preset with its gains: those given, else those of the calibration, else the defaults."""
     from entropic_jax.control.presets import preset
+    from entropic_jax.methods.registry import method
 
-    return preset(control.preset, width, gains(control, calibration))
+    made = preset(control.preset, width, gains(control, calibration))
+    try:
+        return method(control.method, made, **dict(control.budgets))
+    except ValueError as error:
+        raise RequestError(f"--method is {control.method}: {error}") from None
 
 
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":

@@ -11,6 +11,7 @@ import numpy as np
 import models
 from entropic_jax import cache, loop, sampling
 from entropic_jax.control import presets
+from entropic_jax.methods import compaction
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from .control_options import SAMPLERS, Control, build, calibration_of
@@ -128,7 +129,7 @@ class Engine:
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
         open_rows = set(transcripts)
         while open_rows:
-            state, trace = loop.generate(
+            state, trace = compaction.generate(
                 self.model.decoder,
                 self.model.params,
                 self.preset.controller,
@@ -212,6 +213,8 @@ def load(path: str | Path, dtype: str = "float32", control: Control | None = Non
     if control.preset in SAMPLERS:
         from . import samplers
 
+        if control.method != "dense":
+            raise RequestError(f"method is {control.method!r}; accepted with {control.preset} is dense")
         return samplers.engine(control, calibration, models.load(path, dtype))
     preset = build(control, calibration, MOST_ROWS)
     belief = 1.0 if calibration is None else calibration.temperature

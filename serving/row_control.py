@@ -75,6 +75,8 @@ class RowControl:
         """The numbers of one row. RequestError where the programs are not compiled for what is asked."""
         if control.preset == "paper":
             raise RequestError("preset is 'paper'; accepted by a server are off, micro, meso, macro and full")
+        if control.method != "dense":
+            raise RequestError(f"method is {control.method!r}; accepted by a server is dense")
         given = dict(control.gains)
         if given.get("law", self.law) != self.law:
             raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")

@@ -40,7 +40,7 @@ class Preset(NamedTuple):
     """What `start` and `generate` take."""
 
     controller: Chain
-    selection: Selection | None  # None reads everything
+    selection: Any  # a `selection.Reads`; None reads everything
     width: int | None  # sequences that advance in a step; None is all
 
 

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dispatch import Operation, interpreted, on
-from . import cpu, cpu_choose, cpu_write, lists, reference
+from . import cpu, cpu_choose, cpu_write, lists, prefill_reference, reference
 from .reference import Choice, Partial, Rules, Summary
 from .split import merge
 
@@ -65,7 +65,7 @@ PREFILL = Operation(
     "paged_attention.prefill",
     {
         "tpu": on("tpu", f"{__name__}.prefill_tpu", "prefill"),
-        "xla": reference.prefill_listed,
+        "xla": prefill_reference.prefill,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },
 )

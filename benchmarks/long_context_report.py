@@ -1,0 +1,142 @@
+"""Tables of `benchmarks.long_context`."""
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+
+from entropic_jax.analysis.statistics import split
+from models.train.recall import interval
+
+from .report import Grid, machine, markdown, show_grids, slug, write_section
+from .worker import ROOT
+
+__all__ = ["document", "machine", "show", "slug"]
+
+DOCUMENT = ROOT / "docs" / "results.md"
+Rows = list[dict[str, Any]]
+
+
+def right(answers: Rows) -> str:
+    """Per cent of questions answered, with the 95 % interval of Wilson."""
+    if not answers:
+        return "–"
+    correct = sum(a["right"] for a in answers)
+    low, high = interval(correct, len(answers))
+    return f"{100 * correct / len(answers):.0f} ({100 * low:.0f} … {100 * high:.0f})"
+
+
+def nats(answers: Rows) -> float:
+    return statistics.fmean(a["surprisal"] for a in answers)
+
+
+def quality(rows: Rows) -> Grid:
+    lines = []
+    for (context,), some in split(rows, "context"):
+        dense = next((r for r in some if r["method"] == "dense"), None)
+        for (budget, name), (mine, *_) in split(some, "budget", "method"):
+            answers = mine["answers"]
+            first, later = ([a for a in answers if a["asked"] == when] for when in ("first", "later"))
+            part = lambda field, mine=mine, dense=dense: f"{mine[field] / dense[field]:.2f}" if dense else "–"
+            lines.append(
+                [
+                    str(context),
+                    "" if budget is None else str(budget),
+                    name,
+                    right(first),
+                    right(later),
+                    f"{nats(answers):.3f}",
+                    *(part(f) for f in ("prefill_flops", "prefill_bytes", "step_bytes", "held_bytes")),
+                ]
+            )
+    head = ["context", "budget", "method", "asked first, %", "asked later, %", "nats/token"]
+    head += ["prefill FLOPs", "prefill bytes", "bytes/step", "held"]
+    return "Questions answered, and attention's cost as a part of dense", head, lines
+
+
+def by_task(rows: Rows) -> Grid:
+    longest = max((r["context"] for r in rows), default=0)
+    some = [r for r in rows if r["context"] == longest]
+    names = list(dict.fromkeys(a["task"] for r in some for a in r["answers"]))
+    lines = []
+    for (budget, method), (mine, *_) in split(some, "budget", "method"):
+        cells = []
+        for task in names:
+            answers = [a for a in mine["answers"] if a["task"] == task]
+            share = statistics.fmean(a["right"] for a in answers)
+            cells.append(f"{100 * share:.0f} · {nats(answers):.2f}")
+        lines.append(["" if budget is None else str(budget), method, *cells])
+    return f"By task at {longest} tokens: % answered · nats per token", ["budget", "method", *names], lines
+
+
+def speed(rows: Rows) -> Grid:
+    lines = []
+    for (context,), some in split(rows, "context"):
+        times = {name: [r["seconds"] for r in mine] for (name,), mine in split(some, "method")}
+        for (name,), mine in split(some, "method"):
+            middle = lambda field, mine=mine: statistics.median(r[field] for r in mine)
+            over = statistics.median(times["dense"]) / middle("seconds") if "dense" in times else None
+            lines.append(
+                [
+                    str(context),
+                    name,
+                    f"{middle('prompt_seconds'):.2f}",
+                    f"{middle('token_seconds'):.2f}",
+                    "–" if over is None else f"{over:.2f}×",
+                    f"{middle('held_bytes') / 1e6:.0f}",
+                    str(len(mine)),
+                ]
+            )
+    head = ["context", "method", "prompt, s", "128 tokens, s", "dense ÷ it, all", "MB held", "runs"]
+    return "Time end to end, 25M parameters with random weights, one sequence", head, lines
+
+
+def files(cells: dict[str, Any]) -> Grid:
+    lines = []
+    for key, cell in cells.items():
+        if key.startswith("files/"):
+            _, name, budget, method = key.split("/", 3)
+            lines.append([name, budget, method, f"{cell['score']:.3f}", str(cell["items"])])
+    return "Files", ["file", "budget", "method", "score", "items"], lines
+
+
+def grids(results: dict[str, Any]) -> list[Grid]:
+    cells = results["cells"]
+    of = lambda study: [c for c in cells.values() if c.get("study") == study]
+    found = []
+    if of("quality"):
+        found += [quality(of("quality")), by_task(of("quality"))]
+    if of("speed"):
+        found.append(speed(of("speed")))
+    return [*found, files(cells)]
+
+
+NOTES = """
+Quality: the embedded model, float32; budget: tokens per KV head, of a segment's reading and of the cache
+alike; sparse above an eighth of the context. Asked first: the question ends the prompt, as SnapKV and AdaKV
+expect; asked later: after the cache was compressed.
+
+An answer is right if every token of it has more than half of the probability, teacher-forced.
+
+Costs count attention: products with the keys read, and scoring of pages. What ranks the entries of a
+compression is not counted; H2O and the oracle compute the whole attention once more.
+
+`entropy-matched`, `criti-prefill`, `uniform-prefill` and `oracle-prefill` have the same budget; `entropy-
+prefill` grows beyond it where entropy rises.
+
+Speed: published budgets; random weights attend evenly, which says nothing of quality.
+"""
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    here = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
+    return [here, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    show_grids(grids(results), notes(results), console)
+
+
+def document(results: dict[str, Any]) -> None:
+    """Write the tables into docs/results.md."""
+    write_section(DOCUMENT, "long_context", markdown(grids(results), notes(results)))

@@ -1,0 +1,82 @@
+"""Prefill of listed pages on a CPU against plain attention, in memory that is NaN where nothing is listed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.pallas.paged_attention import prefill_reference
+
+ROWS, KV_HEADS, GROUP, QUERIES, HEAD_DIM, SIZE, PAGES = 2, 2, 2, 8, 16, 4, 10
+prefill = jax.jit(prefill_reference.prefill)
+
+
+def case(seed: int):
+    """Two rows of 37 and 21 positions whose last eight, and three, ask; each head has pages of its own."""
+    rng = np.random.default_rng(seed)
+    last, count = np.array([37, 21]), np.array([8, 3])
+    q = rng.standard_normal((ROWS, KV_HEADS, GROUP, QUERIES, HEAD_DIM)).astype(np.float32)
+    k, v = rng.standard_normal((2, ROWS, KV_HEADS, PAGES * SIZE, HEAD_DIM)).astype(np.float32)
+    table = rng.permutation(ROWS * PAGES + 1)[: ROWS * PAGES].reshape(ROWS, PAGES)
+    listed = np.zeros((ROWS, KV_HEADS, PAGES), bool)
+    for row in range(ROWS):
+        own = np.arange(PAGES) * SIZE + SIZE > last[row] - count[row]
+        for head in range(KV_HEADS):
+            listed[row, head] = own | (rng.random(PAGES) < 0.4)
+    return q, k, v, table, listed, last - count, last
+
+
+def pool(x, table, kept, last):
+    """Pages of the pool, NaN where a head does not list them and past the end of a row."""
+    out = np.full((ROWS * PAGES + 1, KV_HEADS, SIZE, HEAD_DIM), np.nan, np.float32)
+    for row in range(ROWS):
+        for head in range(KV_HEADS):
+            for page in np.flatnonzero(kept[row, head]):
+                held = np.arange(SIZE) + page * SIZE < last[row]
+                out[table[row, page], head, held] = x[row, head].reshape(PAGES, SIZE, -1)[page, held]
+    return jnp.asarray(out)
+
+
+def plain(q, k, v, listed, query, last, window=None):
+    out = np.zeros(q.shape)
+    for row, head, group, i in np.ndindex(q.shape[:4]):
+        own = query[row] + i
+        seen = np.repeat(listed[row, head], SIZE)
+        seen &= (np.arange(PAGES * SIZE) <= own) & (np.arange(PAGES * SIZE) < last[row])
+        if window is not None:
+            seen &= np.arange(PAGES * SIZE) > own - window
+        score = k[row, head].astype(np.float64) @ q[row, head, group, i]
+        weight = np.where(seen, np.exp(score - score.max()), 0)
+        out[row, head, group, i] = weight @ v[row, head] / weight.sum()
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_head_reads_its_list_and_nothing_else(seed, window):
+    q, k, v, table, listed, query, last = case(seed)
+    index = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
+    own = query[:, None] + np.arange(QUERIES)
+    first = np.zeros_like(own) if window is None else np.maximum(own - window + 1, 0)
+    keys, values = (pool(x, table, listed, last) for x in (k, v))
+    integers = lambda *arrays: [jnp.asarray(x, jnp.int32) for x in arrays]
+    out = prefill(jnp.asarray(q), keys, values, *integers(table, index, listed.sum(-1), first, query, last))
+    wanted = plain(q, k, v, listed, query, last, window)
+    for row, count in enumerate((8, 3)):
+        np.testing.assert_allclose(out[row, :, :, :count], wanted[row, :, :, :count], rtol=2e-4, atol=2e-5)
+
+
+def test_all_pages_listed_is_dense():
+    q, k, v, table, listed, query, last = case(2)
+    every = np.ones_like(listed)
+    keys, values = (pool(x, table, every, last) for x in (k, v))
+    first = jnp.zeros((ROWS, QUERIES), jnp.int32)
+    integers = lambda *arrays: [jnp.asarray(x, jnp.int32) for x in arrays]
+    count = -(-last // SIZE)[:, None].repeat(KV_HEADS, 1)
+    index = np.broadcast_to(np.arange(PAGES), listed.shape)
+    where = integers(query, last)
+    table = jnp.asarray(table, jnp.int32)
+    dense = prefill(jnp.asarray(q), keys, values, table, None, None, first, *where)
+    full = prefill(jnp.asarray(q), keys, values, table, *integers(index, count), first, *where)
+    for row, asked in enumerate((8, 3)):
+        np.testing.assert_allclose(full[row, :, :, :asked], dense[row, :, :, :asked], atol=1e-5)

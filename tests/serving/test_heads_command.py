@@ -1,0 +1,28 @@
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--segment", "500"], "--segment is 500; accepted are powers of two"),
+        (["--out", "heads.txt"], "accepted are .png, .svg and .pdf"),
+        (["--out", "no/where/heads.png"], "in a directory that exists"),
+        (["--tokens", "0"], "0 is not accepted"),
+    ],
+)
+def test_what_is_wrong_is_said(entropic, given, said):
+    status, out, errors = entropic("heads", "--text", "x.txt", "--out", "heads.png", *given)
+    assert (status, out) == (2, "")
+    assert said in errors
+
+
+@pytest.mark.slow
+def test_the_embedded_model_is_drawn(entropic, tmp_path):
+    pytest.importorskip("matplotlib")
+    text, picture = tmp_path / "text.py", tmp_path / "heads.png"
+    text.write_text("def f(x):\n    return x + 1\n\n\n" * 200)
+    status, out, errors = entropic("heads", "--text", str(text), "--out", str(picture), "--tokens", "1500")
+    assert (status, errors) == (0, "")
+    assert out.startswith("12 KV heads: ") and picture.read_bytes().startswith(b"\x89PNG")
+    status, _, errors = entropic("heads", "--text", str(text), "--out", str(picture), "--tokens", "300")
+    assert status == 2 and "accepted are more than 512" in errors
