@@ -29,6 +29,7 @@ from serving.settings import Settings
 
 logger = logging.getLogger("serving.server")
 FAREWELL = 5  # seconds for the last bytes once all requests have ended or were ended
+KEEP_ALIVE = 75  # seconds, longer than clients keep a connection: one that is in use must not be closed
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=FAREWELL,
             )
         )
