@@ -49,7 +49,7 @@ class Entropic(Body):
         for name, gain in GAINS.items():
             if (value := getattr(self, name)) is not None:
                 gains[gain] = value if isinstance(value, str) else float(value)
-        return Control(self.preset or default.preset, tuple(gains.items()))
+        return default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
 
 
 class Trace(Answer):
