@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.console import Console
 
-from entropic_jax.analysis.ablation import interval
+from entropic_jax.analysis.statistics import split
+from models.train.recall import interval
 
-from .ablation_report import split
 from .report import Grid, markdown, show_grids, write_section
 from .worker import ROOT
 
@@ -19,8 +19,8 @@ def solved(rows: Rows) -> list[float]:
 
 
 def per_cent(values: list[float]) -> str:
-    centre, low, high = interval(values)
-    return f"{100 * centre:.1f} ({100 * low:.1f} … {100 * high:.1f})"
+    low, high = interval(int(sum(values)), len(values))
+    return f"{100 * sum(values) / len(values):.1f} ({100 * low:.1f} … {100 * high:.1f})"
 
 
 def overall(results: dict[str, Any]) -> Grid:

@@ -57,8 +57,8 @@ measure = st.floats(0, 8, width=32)
 
 
 @settings(max_examples=60)
-@given(*(measure,) * 6)
-def test_quadrants_and_their_settings(*values):
+@given(st.tuples(*(measure,) * 6))
+def test_quadrants_and_their_settings(values):
     m = Measures(*(np.float64(v) for v in values))
     where = region(m.entropy, m.varentropy)
     arrays = Measures(*(jnp.full(1, v, jnp.float32) for v in values))
@@ -148,7 +148,7 @@ def test_rank_is_the_share_of_tokens_with_less():
 def test_each_quadrant_draws_as_it_should(where):
     """The first candidate is distributed as softmax of the truncated logits at the quadrant's temperature."""
     rows = 4000
-    logits = np.repeat(spread(2.0, 1, 12), rows, 0)
+    logits = np.repeat(spread(0.7, 1, 12), rows, 0)
     signal = at(logits, agreement=0.25)
     controller = law(thresholds=forcing(where))
     action, memory = jax.jit(controller.update)(signal, undecided(rows), controller.init(undecided(rows)))
@@ -175,7 +175,9 @@ def test_each_quadrant_draws_as_it_should(where):
         real = row[row >= 0]
         assert len(set(real)) == len(real) == min(4, kept.sum()) and kept[real].all()
     log_p = np.log(np.exp(np.float64(logits[0])) / np.exp(np.float64(logits[0])).sum())
-    np.testing.assert_allclose(memory.log_probability[0], log_p[candidates[0]], atol=1e-5)
+    real = candidates[0] >= 0
+    found = np.asarray(memory.log_probability[0])
+    np.testing.assert_allclose(found[real], log_p[candidates[0][real]], atol=1e-5)
 
 
 def test_rows_decide_and_draw_for_themselves():
