@@ -23,6 +23,7 @@ EXTRA = "accepted with the extra: pip install 'entropic_jax[serve]'"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic serve` takes."""
+    parser.add_argument("path", nargs="?", type=Path, metavar="MODEL", help="the same as --model MODEL")
     _model(parser.add_argument_group("model"))
     _http(parser.add_argument_group("server"))
     _engine(parser.add_argument_group("engine"))
@@ -169,6 +170,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError(f"{error.name} is not installed; {EXTRA}") from None
     from .compilation import remember_compilations
 
+    options.model = options.path or options.model
     form = options.log_format or ("text" if sys.stderr.isatty() else "json")
     log.configure(form, options.uvicorn_log_level)
     traces = tracing.exporter(options.otlp_traces_endpoint)

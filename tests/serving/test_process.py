@@ -98,6 +98,7 @@ def test_it_comes_back_and_drains():
         (("--port", "99999"), "--port: 99999 is not accepted"),
         (("--host", "203.0.113.9"), "accepted are an address of this machine"),
         (("--model", "nowhere"), "--model is nowhere"),
+        (("nowhere",), "--model is nowhere"),
         (("--preset", "paper"), "preset is 'paper'"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
