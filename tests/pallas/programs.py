@@ -110,7 +110,9 @@ def choose(case) -> Program:
     arguments = (q, Summary(summary, summary, summary), like(pool, case.kv_heads))
     arguments += (integers(case.rows, case.per_row), integers(case.rows), like(case.rows))
     function = lambda *x: reference.choose(*x, case.page, Rules())
-    return Program("choose", case.name, function, arguments, size(_pool(case)) // 12)
+    # Of small pages the summaries are a good part of K and V; of 8192 of them a TPU stores what a GPU fuses.
+    limit = max(size(_pool(case)) // 12, 6 * size(summary))
+    return Program("choose", case.name, function, arguments, limit)
 
 
 def topk_entropy(case, module) -> Program:
