@@ -20,7 +20,8 @@ class Ranking:
     relative to the largest at hand; slack is the share of its time to the deadline that is left, 1 without
     one. E[ΔH⁺] of a sequence that has not begun is that of the prior, so among those the short and the urgent
     come first. A round is as many admissions as there are rows: with the ageing, a sequence waits at most
-    B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of `Scheduling`.
+    B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of `Scheduling`. So that
+    a stated priority starves nobody either, a job counts as one more important for every B/a rounds it waits.
     """
 
     def __init__(self, policy: str, prior: Moments) -> None:
@@ -35,9 +36,10 @@ class Ranking:
         score = self.priorities(ordered, rounds, drops).tolist()
         for sequence, priority in zip(ordered, score, strict=True):
             sequence.priority = priority
+        risen = lambda s: s.job.priority - s.waited(rounds) * self.law.ageing // self.law.bound
         if self.policy == "fcfs":
-            return sorted(ordered, key=lambda s: (s.job.priority, s.arrival))
-        return sorted(ordered, key=lambda s: (s.job.priority, -s.priority, s.arrival))
+            return sorted(ordered, key=lambda s: (risen(s), s.arrival))
+        return sorted(ordered, key=lambda s: (risen(s), -s.priority, s.arrival))
 
     def priorities(self, sequences: list[Sequence], rounds: float, drops: np.ndarray) -> np.ndarray:
         """π of each, in nats per unit of load."""

@@ -120,5 +120,16 @@ def test_no_one_starves_while_short_jobs_keep_coming():
 
 
 @pytest.mark.parametrize("policy", ["entropic", "fcfs"])
+def test_a_stated_priority_starves_no_one(policy):
+    ranking, drops, patient = Ranking(policy, PRIOR), np.zeros(1), waiting(10, 0, priority=2)
+    for turn in range(1000):
+        hasty = waiting(1, turn + 1, priority=0)
+        hasty.since = float(turn)
+        if ranking.rank([hasty, patient], float(turn), drops)[0] is patient:
+            break
+    assert turn == pytest.approx(2 * ranking.law.bound / ranking.law.ageing, abs=1)
+
+
+@pytest.mark.parametrize("policy", ["entropic", "fcfs"])
 def test_nothing_to_rank(policy):
     assert Ranking(policy, PRIOR).rank([], 0.0, np.zeros(1)) == []
