@@ -14,7 +14,7 @@ from .sequence import DECODE, Sequence
 # Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and
 # least of all for its prompt. When all are taken nobody can come, but a row that ends should not stand
 # idle for long while jobs wait.
-SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.05, 0.1
+SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.04, 0.06
 OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
 
 Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
