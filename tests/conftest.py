@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+MOST_MAPPINGS = 20_000  # of memory, when a file of tests ends
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "xla"
 
 # Before JAX is imported, and for processes that tests start.
@@ -26,6 +27,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Let go of compiled programs before there are too many.
+
+    On a CPU each keeps several memory mappings, and Linux allows a process some 65,000: the next one past
+    them ends it.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
