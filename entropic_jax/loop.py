@@ -331,7 +331,7 @@ class Cut:
         if self.rows < self.all:
             self.chosen = jnp.nonzero(flag, size=self.rows, fill_value=self.all)[0]
 
-    def pick(self, x: jax.Array, fill: Any = 0) -> jax.Array:
+    def pick(self, x: Any, fill: Any = 0) -> jax.Array:
         """The chosen rows of `[all, …]`; `fill` where there are fewer than fit."""
         return x if self.chosen is None else x.at[self.chosen].get(mode="fill", fill_value=fill)
 

@@ -162,7 +162,8 @@ def confidence(m: Measures, c: Constants) -> jax.Array:
     """0.1 (1 − H) + 0.2 (1 − aH) + 0.3 (1 − V) + 0.4 (1 − aV) + 0.5 agreement + 0.6 interaction."""
     certain = (1 - m.entropy, 1 - m.attention_entropy, 1 - m.varentropy, 1 - m.attention_varentropy)
     terms = (*certain, m.agreement, m.interaction)
-    return sum(weight * term for weight, term in zip(c.confidence, terms, strict=True))
+    weighted = [weight * term for weight, term in zip(c.confidence, terms, strict=True)]
+    return jnp.stack(weighted).sum(0)
 
 
 class Scale(NamedTuple):
@@ -318,4 +319,5 @@ def calibrated(calibration: Calibration, **changes: Any) -> Entropix:
         find(varentropy, at.low_varentropy),
         find(varentropy, at.high_varentropy),
     )
-    return Entropix(**{"thresholds": thresholds, "scale": Scale(entropy, varentropy), **changes})
+    fields: dict[str, Any] = {"thresholds": thresholds, "scale": Scale(entropy, varentropy), **changes}
+    return Entropix(**fields)
