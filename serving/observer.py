@@ -33,5 +33,5 @@ class Observer:
         """A launch of `width` rows ran `steps` steps in so many seconds.
 
         Row r emitted `counts[r]` tokens; `measures[m, :counts[r], r]` are theirs, m as in
-        `programs.MEASURES`, entropies in nats, cost in roofline seconds.
+        `transcript.MEASURES`, entropies in nats, cost in roofline seconds.
         """

@@ -16,22 +16,8 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request, RequestError
-from .transcript import Completion, Token, Transcript
+from .transcript import MEASURES, Completion, Token, Transcript
 
-MEASURES = (
-    "entropy",
-    "varentropy",
-    "tempered_entropy",
-    "tempered_varentropy",
-    "surprisal",
-    "temperature",
-    "drop",
-    "kept_fraction",
-    "dropped_mass",
-    "certificate",
-    "entropic_time",
-    "cost",
-)
 LAUNCH = 64  # most steps of a launch
 FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
 MOST_ROWS = 8  # sequences that a step advances

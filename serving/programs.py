@@ -24,21 +24,8 @@ from entropic_jax.state import FULL, RUNNING
 from entropic_jax.terms import Likeliest, Terms, likeliest
 
 from .row_control import turn_knobs
+from .transcript import MEASURES
 
-MEASURES = (
-    "entropy",
-    "varentropy",
-    "tempered_entropy",
-    "tempered_varentropy",
-    "surprisal",
-    "temperature",
-    "drop",
-    "kept_fraction",
-    "dropped_mass",
-    "certificate",
-    "entropic_time",
-    "cost",
-)
 # Columns of `Commands.integers` and `.numbers`.
 ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, TOP_K = range(7)
 NUMBERS = (

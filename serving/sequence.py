@@ -8,10 +8,9 @@ import numpy as np
 
 from .job import Alternative, Delta, Job, PromptToken
 from .prefix_cache import Key
-from .programs import MEASURES
 from .row_control import Knobs
 from .ticket import QueuedTicket
-from .transcript import Token, Transcript, Usage
+from .transcript import MEASURES, Token, Transcript, Usage
 
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
 ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (

@@ -9,6 +9,22 @@ from .request import Request
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
+# What the trace of a step says of a token, in the order in which programs stack it; `state.Trace` explains.
+MEASURES = (
+    "entropy",
+    "varentropy",
+    "tempered_entropy",
+    "tempered_varentropy",
+    "surprisal",
+    "temperature",
+    "drop",
+    "kept_fraction",
+    "dropped_mass",
+    "certificate",
+    "entropic_time",
+    "cost",
+)
+
 
 class Alternative(NamedTuple):
     """A token that could have been, with its log-probability (natural) before temperature and truncation."""
