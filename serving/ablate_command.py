@@ -9,11 +9,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import control_options
-from .generation import EMBEDDED, default_dtype
+from . import control_options, model_options
+from .generation import default_dtype
 from .request import RequestError
 from .text_input import read_text
 
@@ -28,20 +27,8 @@ STEPS = 8  # of a launch whose time is taken
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic ablate` takes."""
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: what suits the device)",
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="held-out text, each file a text of its own; - is standard input",
-    )
+    model_options.add_model(parser)
+    model_options.add_texts(parser)
     parser.add_argument(
         "--studies",
         type=_list(STUDIES),

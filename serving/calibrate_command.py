@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .generation import EMBEDDED, default_dtype
+from . import model_options
+from .generation import default_dtype
 from .request import RequestError
 from .text_input import read_text
 
@@ -25,20 +26,8 @@ TOKENS = 50_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic calibrate` takes."""
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: what suits the device)",
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="held-out text, each file a text of its own; - is standard input",
-    )
+    model_options.add_model(parser)
+    model_options.add_texts(parser)
     parser.add_argument(
         "--tokens",
         type=_positive,

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .generation import EMBEDDED, default_dtype
+from . import model_options
+from .generation import default_dtype
 from .request import RequestError
 from .text_input import read_text
 
@@ -21,12 +22,7 @@ SEGMENT, RIGID = 512, 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic heads` takes."""
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: what suits the device)",
-    )
+    model_options.add_model(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="what is read; - is standard input")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf"
