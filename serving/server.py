@@ -110,6 +110,7 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     server = Server(frontend, tracer_provider)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    listener.listen(server.config.backlog)  # who connects from here on waits for the first answer
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     server.run(sockets=[listener])
     left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())
