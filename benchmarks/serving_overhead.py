@@ -18,9 +18,9 @@ import numpy as np
 from entropic_jax import allocate, chain, loop, parameters
 from entropic_jax.state import RUNNING
 from serving.compilation import remember_compilations
-from serving.engine import ContinuousEngine, EngineOptions, start
+from serving.engine.engine import ContinuousEngine, EngineOptions, start
+from serving.engine.job import Job
 from serving.generation import EMBEDDED
-from serving.job import Job
 from serving.request import Request
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from serving.commands.terminal import legend, tint
 from serving.generation import EMBEDDED
 from serving.offline import load
 from serving.request import Request
-from serving.terminal import legend, tint
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""

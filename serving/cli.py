@@ -7,16 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import (
-    ablate_command,
-    bench_command,
-    calibrate_command,
-    doctor_command,
-    generate_command,
-    heads_command,
-    models_command,
-    serve_command,
-)
+from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
 from .request import RequestError
 
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -39,19 +30,10 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, module in (
-        ("generate", generate_command),
-        ("serve", serve_command),
-        ("bench", bench_command),
-        ("calibrate", calibrate_command),
-        ("ablate", ablate_command),
-        ("heads", heads_command),
-        ("models", models_command),
-        ("doctor", doctor_command),
-    ):
+    for module in (generate, serve, bench, calibrate, ablate, heads, models, doctor):
         summary = module.__doc__.splitlines()[0]
         sub = commands.add_parser(
-            name,
+            module.__name__.rpartition(".")[2],
             help=summary[0].lower() + summary[1:].rstrip("."),
             description=summary,
             allow_abbrev=False,

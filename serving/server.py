@@ -22,10 +22,10 @@ if __name__ == "__main__" and not __package__:  # run as a file: its folder is n
 
 import uvicorn
 
-from serving.frontend import Frontend
+from serving.http.frontend import Frontend
+from serving.http.routes.app import create
+from serving.http.settings import Settings
 from serving.request import RequestError
-from serving.routes.app import create
-from serving.settings import Settings
 
 logger = logging.getLogger("serving.server")
 FAREWELL = 5  # seconds for the last bytes once all requests have ended or were ended

@@ -24,7 +24,7 @@ def test_heads_are_measured_per_layer_and_segment():
 
 def test_the_picture_marks_every_head(tmp_path):
     pytest.importorskip("matplotlib")
-    from serving.heads_command import draw
+    from serving.commands.heads import draw
 
     entropy = np.random.default_rng(0).random((3, 2, 9))
     entropy[..., 0] = np.nan

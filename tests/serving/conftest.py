@@ -143,7 +143,7 @@ def served():
     """The text side of the embedded model, without its weights."""
     import json
 
-    from serving.served_model import describe
+    from serving.http.served_model import describe
 
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     folder = generation.EMBEDDED
@@ -164,8 +164,8 @@ def served():
 @pytest.fixture(scope="module")
 def scripted_server(served):
     """A server over a scripted engine; the tests of a module share it."""
-    from serving.frontend import Frontend
-    from serving.settings import Settings
+    from serving.http.frontend import Frontend
+    from serving.http.settings import Settings
 
     from .live import serving
     from .scripted_engine import ScriptedEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import serving
 
-FOLDER = Path(serving.__file__).parent / "dashboard"
+FOLDER = Path(serving.__file__).parent / "http" / "dashboard"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 # The strictest under which the page must work.
 POLICY = (

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from serving.frontend import Frontend
+from serving.http.frontend import Frontend
 from serving.server import Server, bind
 
 

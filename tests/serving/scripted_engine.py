@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from serving.job import Delta, Job, PromptToken, QueueFullError
+from serving.engine.job import Delta, Job, PromptToken, QueueFullError
+from serving.http.served_model import ServedModel
 from serving.request import RequestError
-from serving.served_model import ServedModel
 from serving.transcript import Alternative, Transcript, Usage
 
 SCRIPT = "def add(a, b):\n    return a + b\n"

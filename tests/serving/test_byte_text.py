@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.tokenizer import Tokenizer
-from serving.byte_text import ByteStream, streams
+from serving.engine.byte_text import ByteStream, streams
 from serving.generation import EMBEDDED
 
 

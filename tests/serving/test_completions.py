@@ -203,8 +203,8 @@ def test_echo_alone_needs_no_model(live):
 
 
 def test_names_that_clash_keep_the_likeliest(live):
-    from serving.job import Alternative
-    from serving.routes.logprobs import listed
+    from serving.engine.job import Alternative
+    from serving.http.routes.logprobs import listed
 
     top = (Alternative(1, -0.1), Alternative(2, -3.0))
     assert listed(2, -3.0, top, 2, lambda token: "\ufffd") == {"\ufffd": -0.1}

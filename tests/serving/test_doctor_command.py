@@ -9,8 +9,8 @@ import pytest
 
 from entropic_jax.pallas import self_test
 from entropic_jax.pallas.dispatch import Operation
-from serving import doctor_command
 from serving.cli import main
+from serving.commands import doctor
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_no_device_is_a_problem(monkeypatch, capsys):
     def none():
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
-    monkeypatch.setattr(doctor_command, "devices", none)
+    monkeypatch.setattr(doctor, "devices", none)
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == ["JAX finds no device: Unable to initialize backend 'tpu'"]

@@ -74,7 +74,7 @@ def test_a_directory_without_a_model(entropic, tmp_path):
 def test_models_describes_it_and_lists_architectures(entropic, directory, monkeypatch):
     from pathlib import Path
 
-    monkeypatch.setattr("serving.models_command.EMBEDDED", Path(directory))
+    monkeypatch.setattr("serving.commands.models.EMBEDDED", Path(directory))
     status, out, _ = entropic("models")
     assert status == 0
     embedded, architectures = out.split("\n\n")

@@ -12,8 +12,8 @@ import pytest
 import models
 from entropic_jax import cache
 from serving.control_options import Control
-from serving.engine import ContinuousEngine, EngineOptions
-from serving.job import Delta, Job, QueueFullError
+from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.engine.job import Delta, Job, QueueFullError
 from serving.request import Request, RequestError
 
 EXACT = dict(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from serving.generate_command import DEFAULT_PROMPT
+from serving.commands.generate import DEFAULT_PROMPT
 from serving.generation import EMBEDDED
 
 

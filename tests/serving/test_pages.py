@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from entropic_jax.control.scheduling import PRIOR
-from serving.commands import PLACES, Edits, Placement
-from serving.pages import Pages
-from serving.prefix_cache import ROOT, PrefixCache, extend
-from serving.priority import Ranking
+from serving.engine.commands import PLACES, Edits, Placement
+from serving.engine.pages import Pages
+from serving.engine.prefix_cache import ROOT, PrefixCache, extend
+from serving.engine.priority import Ranking
 from serving.request import Request
 
 PAGE = 4

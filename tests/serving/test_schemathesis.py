@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serving.settings import Limits, Settings
+from serving.http.settings import Limits, Settings
 
 from .real_server import real_server
 

@@ -10,8 +10,8 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.frontend import Frontend
-from serving.settings import Limits, Settings
+from serving.http.frontend import Frontend
+from serving.http.settings import Limits, Settings
 
 from .live import serving
 from .scripted_engine import ScriptedEngine
@@ -154,7 +154,7 @@ def test_a_full_queue(live):
 
 
 def test_all_of_a_batch_or_nothing(live, monkeypatch):
-    from serving.job import QueueFullError
+    from serving.engine.job import QueueFullError
 
     submit, taken = live.engine.submit, []
 
@@ -274,7 +274,7 @@ def test_the_page_talks_to_nobody_else(live):
 
 
 def test_inline_scripts_are_allowed_by_what_they_say():
-    from serving.routes.dashboard import policy
+    from serving.http.routes.dashboard import policy
 
     said = policy(b"<style>a{}</style><script src=x></script><script type=module>f()</script>")
     assert said.count("sha256-") == 2

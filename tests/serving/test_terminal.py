@@ -6,7 +6,7 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
-from serving.terminal import SCALE, Screen, legend, show, tint, visible
+from serving.commands.terminal import SCALE, Screen, legend, show, tint, visible
 from serving.transcript import Token
 
 

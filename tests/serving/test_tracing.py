@@ -3,10 +3,10 @@
 import httpx2
 import pytest
 
-from serving.frontend import Frontend
+from serving.http.frontend import Frontend
+from serving.http.settings import Settings
+from serving.http.tracing import exporter
 from serving.request import RequestError
-from serving.settings import Settings
-from serving.tracing import exporter
 
 from .live import serving
 from .scripted_engine import ScriptedEngine

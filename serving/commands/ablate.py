@@ -1,0 +1,183 @@
+"""Measure what each scale of control brings on a model and a text of yours.
+
+Configurations take turns on text that the model should not have been trained on: bits per byte and the
+keys and values read for them, the speed of a step, and how free generation holds its entropy.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .. import control_options
+from ..generation import default_dtype
+from ..request import RequestError
+from . import model_options
+from .text_input import read_text
+
+if TYPE_CHECKING:
+    from entropic_jax.analysis.studies import Material
+
+STUDIES = ("quality", "speed", "writing", "load")
+SHORTEST = 16  # tokens of a window
+SCORED = 128  # of them at most so many are scored
+STEPS = 8  # of a launch whose time is taken
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic ablate` takes."""
+    model_options.add_model(parser)
+    model_options.add_texts(parser)
+    parser.add_argument(
+        "--studies",
+        type=_list(STUDIES),
+        default=list(STUDIES),
+        metavar="NAMES",
+        help=f"some of {','.join(STUDIES)} (default: all)",
+    )
+    parser.add_argument(
+        "--presets",
+        type=_list(control_options.NAMES),
+        default=list(control_options.NAMES),
+        metavar="NAMES",
+        help=f"some of {','.join(control_options.NAMES)}; off is always among them (default: all)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_integers,
+        default=[512, 2048],
+        metavar="INTS",
+        help="tokens of a window (default: 512,2048)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="INT", help="repetitions with other windows (default: 3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print every measurement as one object")
+    control_options.add_gains(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return the exit status."""
+    from rich.console import Console
+
+    from entropic_jax.analysis import tables
+
+    if options.seeds < 1:
+        raise RequestError(f"--seeds is {options.seeds}; accepted are integers of at least 1")
+    material = _material(options)
+    longest = min(len(material.stream) - 1, material.subject.decoder.config.max_position_embeddings)
+    for context in options.contexts:
+        if not SHORTEST <= context <= longest:
+            raise RequestError(
+                f"--contexts has {context}; accepted are {SHORTEST} to {longest}, as model and text allow"
+            )
+    names = ["off", *(name for name in options.presets if name != "off")]
+    found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
+    with Console(stderr=True).status("", spinner="dots") as status:
+        for study, what, measure in _cells(material, longest, names, options):
+            if study in found:
+                status.update(f"{study}, {what}")
+                found[study] += measure()
+    if options.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return 0
+    console = Console(highlight=False)
+    grids = {
+        "quality": tables.quality,
+        "speed": tables.timed("Speed of one sequence"),
+        "writing": tables.writing,
+        "load": tables.load,
+    }
+    for study, rows in found.items():
+        console.print(_drawn(grids[study](rows)))
+    console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
+    return 0
+
+
+def _cells(
+    material: "Material", longest: int, names: list[str], options: argparse.Namespace
+) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
+    """Study, what is measured in words, and how."""
+    from entropic_jax.analysis import studies
+
+    reading = tuple(dict.fromkeys(studies.SAME_READING.get(name, name) for name in names))
+    ways = {name: material.preset(name) for name in names if name != "macro"}  # nobody waits
+    half = longest // 2
+    for seed in range(options.seeds):
+        for context in options.contexts:
+            scored = min(SCORED, context // 2)
+            make = partial(studies.quality, material, context, seed, names=reading, scored=scored)
+            yield "quality", f"{context} tokens, seed {seed}", make
+        size = {"prompt": min(256, half), "tokens": min(128, half)}
+        yield "writing", f"seed {seed}", partial(studies.writing, material, seed, ways=ways, **size)
+        size = {"prompt": min(384, half), "most": min(160, half)}
+        yield "load", f"seed {seed}", partial(studies.load, material, seed, names=names, **size)
+    launches = min(26, half // STEPS)
+    for context in options.contexts:
+        here = min(context, longest - launches * STEPS)
+        make = partial(studies.speed, material, here, names=names, steps=STEPS, repeat=launches - 2)
+        yield "speed", f"{here} tokens", make
+
+
+def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    title, head, lines = grid
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
+    for number, name in enumerate(head):
+        table.add_column(name, overflow="fold", justify="left" if number < 2 else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _material(options: argparse.Namespace) -> "Material":
+    import numpy as np
+
+    import models
+    from entropic_jax.analysis.ablation import Subject
+    from entropic_jax.analysis.studies import Material
+
+    from ..compilation import remember_compilations
+
+    texts = [read_text(path, "--text") for path in options.text]
+    calibration = control_options.calibration_of(options.model)
+    gains = control_options.gains(control_options.read(options), calibration)
+    remember_compilations()
+    try:
+        model = models.load(options.model, options.dtype or default_dtype())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    if model.tokenizer is None:
+        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    stream = [token for text in texts for token in model.tokenizer.encode(text)]
+    belief = 1.0 if calibration is None else calibration.temperature
+    size = sum(len(text.encode()) for text in texts)
+    return Material(
+        Subject(model.decoder, model.params, belief),
+        np.asarray(stream, np.int32),
+        size / max(len(stream), 1),
+        gains,
+    )
+
+
+def _list(accepted: tuple[str, ...]) -> Any:
+    def convert(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in accepted:
+                raise argparse.ArgumentTypeError(f"{name} is not accepted; give some of {','.join(accepted)}")
+        return names
+
+    return convert
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers, comma-separated") from None

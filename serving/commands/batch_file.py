@@ -1,0 +1,96 @@
+"""Many requests from a file of JSON lines, and their completions as JSON lines."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..generation import Generator
+from ..request import FIELDS, Request, RequestError
+
+KEYS = (*FIELDS, "messages", "id")
+
+
+class Record(NamedTuple):
+    """One line of the file: an object with `prompt` or `messages` and any other of `KEYS`."""
+
+    line: int
+    values: dict[str, Any]
+
+
+def read_records(text: str) -> list[Record]:
+    """Every line that is not blank; RequestError names the first that is not accepted."""
+    return [Record(n, _parse(line, n)) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _parse(line: str, number: int) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"line {number} is not JSON ({error}); accepted is one object a line") from None
+    if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
+        raise RequestError(
+            f"line {number} is {line.strip()[:60]}; accepted are objects with either `prompt` or `messages`"
+        )
+    unknown = [key for key in values if key not in KEYS]
+    if unknown:
+        raise RequestError(f"line {number} has the key {unknown[0]!r}; accepted are {', '.join(KEYS)}")
+    return values
+
+
+def requests_of(
+    records: Sequence[Record], generator: Generator, given: Mapping[str, Any], chat: bool
+) -> Iterator[Request]:
+    """The request of every record: what the line says, else what is `given`, else the model's defaults.
+
+    Line i (from 0) draws with the given seed plus i, so that equal lines have different continuations.
+    """
+    for index, (line, values) in enumerate(records):
+        fields = {**generator.defaults, **given, "seed": (given["seed"] + index) % 2**31}
+        fields |= {name: value for name, value in values.items() if name in FIELDS}
+        try:
+            if "messages" in values or chat:
+                messages = values.get("messages", [{"role": "user", "content": values.get("prompt")}])
+                fields["prompt"] = generator.chat(_checked(messages))
+            yield Request(**fields)
+        except RequestError as error:
+            raise RequestError(f"line {line}: {error}") from None
+
+
+def _checked(messages: Any) -> list[dict[str, str]]:
+    if isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    ):
+        return messages
+    raise RequestError(
+        f"messages is {json.dumps(messages)[:60]}; accepted is a list of objects with `role` and `content`"
+    )
+
+
+def run_batch(records: Sequence[Record], requests: Sequence[Request], generator: Generator) -> int:
+    """Print one line per request, in order, with a progress bar on a terminal; returns how many failed."""
+    failed = tokens = 0
+    console = Console(stderr=True)
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+    ) as progress:
+        bar = progress.add_task("", total=len(requests), rate="")
+        for index, completion in enumerate(generator.batch(requests)):
+            name = {"id": records[index].values["id"]} if "id" in records[index].values else {}
+            line = {"index": index, **name, **completion.as_json(), "seed": requests[index].seed}
+            sys.stdout.write(json.dumps(line, allow_nan=False) + "\n")
+            sys.stdout.flush()
+            failed += completion.finish_reason == "error"
+            tokens += completion.usage.completion_tokens
+            elapsed = progress.tasks[bar].elapsed or 0.0
+            progress.update(bar, advance=1, rate=f"{tokens / elapsed:.0f} tokens/s" if elapsed else "")
+    return failed

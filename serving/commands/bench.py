@@ -1,0 +1,320 @@
+"""Put load on an OpenAI-compatible server and measure what it does.
+
+Requests go out at their times whatever the server does, unless --closed-loop says how many are always under
+way. Latencies count from the time a request was due.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..request import RequestError
+from .text_input import read_text
+
+if TYPE_CHECKING:
+    from ..bench.arrivals import Arrival
+    from ..bench.client import Outcome, Target
+
+LIKE = ("azure-conversation", "azure-code")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic bench` takes."""
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="(default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="served model name (default: the first it lists)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="(default: the variable OPENAI_API_KEY, where it is set)"
+    )
+    parser.add_argument("--timeout", type=_above(0), default=600.0, metavar="S", help="seconds of a request")
+    parser.add_argument(
+        "--body", type=_object, default={}, metavar="JSON", help="fields sent with every request"
+    )
+    load = parser.add_argument_group("requests")
+    kinds = load.add_mutually_exclusive_group()
+    kinds.add_argument("--trace", type=Path, metavar="FILE", help="of Azure (CSV) or Mooncake (JSONL)")
+    kinds.add_argument("--like", choices=LIKE, help="drawn with the published statistics of this trace")
+    load.add_argument(
+        "--requests", type=_whole, metavar="INT", help="how many (default: 100, or all of the trace)"
+    )
+    load.add_argument("--rate", type=_above(0), metavar="FLOAT", help="requests per second, on average")
+    load.add_argument(
+        "--cv",
+        type=_from(0),
+        metavar="FLOAT",
+        help="of the gaps: 1 is Poisson, more comes in bursts, 0 a clock",
+    )
+    load.add_argument("--prompt-tokens", type=_range, metavar="N", help="or LOW-HIGH (default: 128)")
+    load.add_argument("--output-tokens", type=_range, metavar="N", help="or LOW-HIGH (default: 64)")
+    load.add_argument(
+        "--scale-lengths",
+        type=_factor,
+        default=1.0,
+        metavar="FLOAT",
+        help="multiply all lengths; auto: so that 99 %% fit into the model",
+    )
+    load.add_argument(
+        "--max-model-len", type=_whole, metavar="INT", help="cut what is longer (default: what it lists)"
+    )
+    load.add_argument("--closed-loop", type=_whole, metavar="INT", help="this many at once, at no set times")
+    load.add_argument("--warm-up", type=_count, default=2, metavar="INT", help="requests first, not measured")
+    load.add_argument("--seed", type=_count, default=0, metavar="INT", help="of arrivals, lengths, prompts")
+    prompts = parser.add_argument_group("prompts (default: random token ids)")
+    prompts.add_argument("--text", metavar="FILE", help="cut them from this text instead")
+    prompts.add_argument("--as-text", action="store_true", help="send text, not token ids")
+    prompts.add_argument(
+        "--vocabulary", type=_whole, default=1024, metavar="INT", help="random ids are below (default: 1024)"
+    )
+    runs = parser.add_argument_group("comparison and output")
+    runs.add_argument(
+        "--compare", metavar="URL", help="run a second server alternately, and set them side by side"
+    )
+    runs.add_argument("--repeat", type=_whole, default=1, metavar="INT", help="runs of each server")
+    runs.add_argument("--slo", metavar="BOUNDS", help="as 'ttft:500 itl:50 tpot:40 e2e:5000', milliseconds")
+    runs.add_argument("--json", action="store_true", help="print the figures as one object")
+    runs.add_argument("--out", type=Path, metavar="FILE", help="store them, and every request, as JSON")
+    runs.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg, .pdf")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return the exit status: 1 where a request failed."""
+    import asyncio
+
+    return asyncio.run(_run(options))
+
+
+async def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ..bench import load, measures, report
+    from ..bench.connection import BrokenOffError
+    from ..bench.prompts import Prompts
+
+    slo = measures.parse_slo(options.slo) if options.slo else None
+    arrivals = _arrivals(options)
+    console = Console(highlight=False, stderr=options.json)
+    urls = [options.url] + ([options.compare] if options.compare else [])
+    try:
+        targets = [await _target(options, url) for url in urls]
+        source = await _source(options, targets[0][0])
+    except (OSError, TimeoutError, BrokenOffError) as error:
+        raise RequestError(f"the server cannot be reached: {error}") from None
+    lengths = [length for _, length in targets if length is not None]
+    context = options.max_model_len or min(lengths, default=None)
+    sized, factor = _sized(options, arrivals, context)
+    for target, _ in targets:
+        first = Prompts(source, options.seed, factor)
+        outcome = await load.warm_up(target, sized, first, options.warm_up)
+        if outcome is not None and outcome.error:
+            raise RequestError(f"the first request failed: {outcome.error}: {outcome.detail}")
+    runs: list[list[list[Outcome]]] = [[] for _ in targets]
+    for repetition in range(options.repeat):
+        # Both servers get the same prompts, each repetition others: none should be found in a prefix cache.
+        prompts = Prompts(source, options.seed + repetition, factor)
+        for index, (target, _) in enumerate(targets):
+            with _progress(len(sized), f"{urls[index]}, run {repetition + 1}", options.json) as advance:
+                if options.closed_loop:
+                    going = load.closed_loop(target, sized, prompts, options.closed_loop, advance)
+                else:
+                    going = load.open_loop(target, sized, prompts, advance)
+                runs[index].append(await going)
+    for target, _ in targets:
+        target.pool.close()
+
+    figures = [[measures.summary(outcomes, slo) for outcomes in mine] for mine in runs]
+    rows = measures.compared(*figures) if options.compare else None
+    if not options.json:
+        for url, mine in zip(urls, figures, strict=True):
+            for index, found in enumerate(mine):
+                report.show(found, console, f"{url}, run {index + 1}" if len(mine) > 1 or rows else "")
+        if rows is not None:
+            report.show_comparison(rows, ("first", "second"), console)
+    tree = _tree(options, urls, targets, figures, rows, factor)
+    if options.json:
+        print(json.dumps(tree, allow_nan=False))
+    if options.out is not None:
+        for server, mine in zip(tree["servers"], runs, strict=True):
+            for found, outcomes in zip(server["runs"], mine, strict=True):
+                start = min(outcome.due for outcome in outcomes)
+                found["outcomes"] = [outcome.as_json(start) for outcome in outcomes]
+        try:
+            options.out.write_text(json.dumps(tree, allow_nan=False) + "\n", "utf-8")
+        except OSError as error:
+            raise RequestError(f"--out is {options.out}: {error}") from None
+    if options.plot is not None:
+        report.draw([(url, mine[-1]) for url, mine in zip(urls, runs, strict=True)], options.plot)
+    return int(any(found["errors"] for mine in figures for found in mine))
+
+
+def _arrivals(options: argparse.Namespace) -> "list[Arrival]":
+    from ..bench.arrivals import drawn, drawn_like, read_trace
+
+    drawn_from_elsewhere = "--trace" if options.trace else "--like" if options.like else None
+    if drawn_from_elsewhere and (options.prompt_tokens or options.output_tokens):
+        raise RequestError(f"lengths come from {drawn_from_elsewhere}; accepted is --scale-lengths")
+    if options.trace is not None:
+        if options.cv is not None:
+            raise RequestError("--cv does not go with --trace, which has its own times; accepted is --rate")
+        return read_trace(options.trace, options.requests, options.rate)
+    count = options.requests or 100
+    if options.like is not None:
+        rate = options.rate or (1.0 if options.closed_loop else None)
+        return drawn_like(options.like, count, rate, options.cv, options.seed)
+    if options.rate is None and not options.closed_loop:
+        raise RequestError("when requests arrive is open; give --rate, --like, --trace or --closed-loop")
+    prompt, output = options.prompt_tokens or (128, 128), options.output_tokens or (64, 64)
+    cv = 1.0 if options.cv is None else options.cv
+    return drawn(count, options.rate or 1.0, cv, prompt, output, options.seed)
+
+
+def _sized(
+    options: argparse.Namespace, arrivals: "list[Arrival]", context: int | None
+) -> "tuple[list[Arrival], float]":
+    from ..bench.arrivals import fitting_factor, scaled
+
+    factor = options.scale_lengths
+    if factor is None:
+        if context is None:
+            raise RequestError("--scale-lengths is auto, but the server names no limit; give --max-model-len")
+        factor = fitting_factor(arrivals, context)
+    return scaled(arrivals, factor, context), factor
+
+
+async def _target(options: argparse.Namespace, url: str) -> "tuple[Target, int | None]":
+    """The server, and the most tokens it takes in all where it says so."""
+    from ..bench.client import Target
+    from ..bench.connection import Pool
+
+    key = options.api_key if options.api_key is not None else os.environ.get("OPENAI_API_KEY")
+    pool = Pool(url, key)
+    name, length = options.model, None
+    status, tree = await _ask(pool, "GET", "/v1/models")
+    listed = tree.get("data") if isinstance(tree, dict) else None
+    for entry in listed or []:
+        if name is None or entry.get("id") == name:
+            name, length = entry["id"], entry.get("max_model_len")
+            break
+    if name is None:
+        raise RequestError(f"{url} lists no model ({status}); give --model")
+    return Target(
+        pool, name, options.timeout, {"temperature": 0.0, "seed": options.seed, **options.body}
+    ), length
+
+
+async def _ask(pool: Any, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and JSON of a small request; None where it is not JSON."""
+    response = await pool.send(method, path, body)
+    data = await response.read()
+    response.close()
+    try:
+        return response.status, json.loads(data)
+    except ValueError:
+        return response.status, None
+
+
+async def _source(options: argparse.Namespace, target: "Target") -> list[int] | list[str]:
+    """What prompts are cut from: ids, of a text by the server's own tokenizer; or pieces of text."""
+    from ..bench.prompts import pieces_of, random_tokens
+
+    if options.text is None:
+        if options.as_text:
+            raise RequestError("--as-text goes with --text, from which prompts are cut")
+        return random_tokens(options.vocabulary, options.seed)
+    text = read_text(options.text, "--text")
+    if not text.strip():
+        raise RequestError(f"--text is {options.text}: it is empty")
+    if options.as_text:
+        return pieces_of(text)
+    body = {"model": target.model, "prompt": text[: 1 << 18], "add_special_tokens": False}
+    status, tree = await _ask(target.pool, "POST", "/tokenize", body)
+    if status != 200 or not isinstance(tree, dict) or not tree.get("tokens"):
+        raise RequestError(
+            f"the server has no /tokenize ({status}), which --text needs; accepted is --as-text too"
+        )
+    return tree["tokens"]
+
+
+def _progress(total: int, title: str, quiet: bool):
+    """A bar on standard error; its value is called with each outcome."""
+    import contextlib
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+
+    @contextlib.contextmanager
+    def bar():
+        hidden = quiet or not sys.stderr.isatty()
+        # Drawn four times a second: what draws it runs beside what measures.
+        with Progress(
+            *columns, console=Console(stderr=True), transient=True, disable=hidden, refresh_per_second=4
+        ) as progress:
+            task = progress.add_task(title, total=total)
+            yield lambda outcome: progress.advance(task)
+
+    return bar()
+
+
+def _tree(options, urls, targets, figures, rows, factor) -> dict[str, Any]:
+    shown = {k: v for k, v in vars(options).items() if k not in ("run", "error", "command", "api_key")}
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
+    servers = [
+        {"url": url, "model": target.model, "runs": mine}
+        for url, (target, _), mine in zip(urls, targets, figures, strict=True)
+    ]
+    tree = {"options": shown, "length_factor": factor, "servers": servers}
+    return tree if rows is None else {**tree, "comparison": rows}
+
+
+def _number(text: str, low: float, above: bool) -> float:
+    try:
+        value = float(text)
+        if (value > low if above else value >= low) and value < float("inf"):
+            return value
+    except ValueError:
+        pass
+    bound = f"above {low:g}" if above else f"of at least {low:g}"
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")
+
+
+def _above(low: float):
+    return lambda text: _number(text, low, True)
+
+
+def _from(low: float):
+    return lambda text: _number(text, low, False)
+
+
+def _count(text: str, least: int = 0) -> int:
+    if text.isdecimal() and int(text) >= least:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least {least}")
+
+
+def _whole(text: str) -> int:
+    return _count(text, 1)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    bounds = _whole(low), _whole(high or low)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text} is not accepted; give N or LOW-HIGH")
+    return bounds
+
+
+def _factor(text: str) -> float | None:
+    return None if text == "auto" else _number(text, 0, True)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
+    if isinstance(tree, dict):
+        return tree
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a JSON object")

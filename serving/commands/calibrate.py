@@ -1,0 +1,150 @@
+"""Calibrate a model on text, and store the set-points of its controllers.
+
+The text should be of the kind that the model will write, and none that it was trained on. What is found goes
+to `calibration.json` in the model's directory, from where it is used by default.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..generation import default_dtype
+from ..request import RequestError
+from . import model_options
+from .text_input import read_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    import models
+    from entropic_jax.calibration import Calibration
+
+TOKENS = 50_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic calibrate` takes."""
+    model_options.add_model(parser)
+    model_options.add_texts(parser)
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        default=TOKENS,
+        metavar="INT",
+        help=f"predict at most this many, from the beginnings of all files on (default: {TOKENS})",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to store it (default: calibration.json in the model)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Calibrate, store, print the table, and return the exit status."""
+    from rich.console import Console
+
+    from entropic_jax.calibration import FILE, save_calibration
+
+    file: Path = options.model / FILE if options.out is None else options.out
+    texts = [read_text(path, "--text") for path in options.text]
+    if not options.model.is_dir():
+        raise RequestError(f"--model is {options.model}: it is not a directory; accepted is one with a model")
+    _check_writable(file)
+    found = _calibrate(_load(options), texts, options.tokens)
+    try:
+        save_calibration(found, file)
+    except OSError as error:
+        raise _refused(file, error) from None
+    console = Console(highlight=False)
+    console.print(table(found))
+    console.print(f"stored in {file}", soft_wrap=True, markup=False)
+    return 0
+
+
+def _load(options: argparse.Namespace) -> "models.Model":
+    import models
+
+    from ..compilation import remember_compilations
+
+    remember_compilations()
+    try:
+        model = models.load(options.model, options.dtype or default_dtype())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    if model.tokenizer is None:
+        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    return model
+
+
+def _calibrate(model: "models.Model", texts: list[str], tokens: int) -> "Calibration":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from entropic_jax.calibration import calibrate, pieces
+
+    assert model.tokenizer is not None
+    sequences = [model.tokenizer.encode(text) for text in texts]
+    context = model.config.max_position_embeddings
+    total = 2 * sum(len(piece) - 1 for piece in pieces(sequences, context, tokens))  # read twice
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    errors, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
+        task = bar.add_task("calibrating", total=total)
+        advance = lambda count: bar.advance(task, count)
+        try:
+            return calibrate(
+                model.decoder, model.params, sequences, context=context, tokens=tokens, advance=advance
+            )
+        except ValueError as error:
+            raise RequestError(f"--text: {error}") from error
+
+
+def table(found: "Calibration") -> "Table":
+    """What was found, for a person."""
+    from rich import box
+    from rich.table import Table
+
+    from entropic_jax.calibration import LEVELS
+
+    quantile = dict(zip(LEVELS, found.quantiles, strict=True))
+    spread = " · ".join(f"{quantile[level]:.2f}" for level in (0.05, 0.25, 0.5, 0.75, 0.95))
+    rows = (
+        ("tokens", f"{found.tokens:,}"),
+        ("temperature of the belief", f"{found.temperature:.3f}"),
+        ("loss, nats per token", f"{found.loss:.4f} → {found.calibrated_loss:.4f}"),
+        ("calibration error", f"{found.error:.2%} → {found.calibrated_error:.2%}"),
+        ("entropy, 5 · 25 · 50 · 75 · 95 %", f"{spread} nats"),
+        ("target of the temperature", f"{found.target_entropy:.2f} nats"),
+        ("prune fully below, nothing above", f"{found.low_entropy:.2f}, {found.high_entropy:.2f} nats"),
+        ("along a text", f"mean {found.mean:.2f}, correlation {found.correlation:.2f}, ± {found.scale:.2f}"),
+    )
+    grid = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), pad_edge=False)
+    grid.add_column(style="dim")
+    grid.add_column()
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _check_writable(file: Path) -> None:
+    """Say that a file cannot be written before the model has worked for it."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        with tempfile.NamedTemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise _refused(file, error) from None
+
+
+def _refused(file: Path, error: OSError) -> RequestError:
+    return RequestError(
+        f"{file} cannot be written ({error.strerror}); accepted is --out FILE in a directory that can be"
+    )
+
+
+def _positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")

@@ -1,0 +1,197 @@
+"""Continue a prompt with a language model.
+
+In a terminal the text is streamed, each token in the colour of its entropy; elsewhere it is plain.
+"""
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import control_options
+from ..generation import EMBEDDED
+from ..request import FIELDS, LIMITS, Request, RequestError
+from .text_input import has_standard_input, read_text
+
+if TYPE_CHECKING:
+    from ..generation import Generator
+    from ..transcript import FinishReason
+
+# For the embedded model, which continues Python.
+DEFAULT_PROMPT = '''import json
+from pathlib import Path
+
+
+def read_config(path):
+    """Read the configuration file and check its fields."""
+'''
+HELP = {
+    "max_tokens": "most tokens to generate (default: 256)",
+    "temperature": "0 is greedy (default: the model's, or 1)",
+    "top_k": "sample from this many tokens only; 0 is off",
+    "top_p": "sample from the likeliest tokens that hold this probability; 1 is off",
+    "min_p": "drop tokens less likely than this fraction of the likeliest; 0 is off",
+    "typical_p": "sample from the most typical tokens that hold this probability; 1 is off",
+    "top_n_sigma": "keep tokens within this many standard deviations of the largest logit; 0 is off",
+    "repetition_penalty": "divide the logits of tokens in prompt or text; 1 is off",
+    "presence_penalty": "subtract from the logits of tokens in the text; 0 is off",
+    "frequency_penalty": "the same, once for each time; 0 is off",
+    "seed": "seed of the random draws (default: drawn anew)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic generate` takes."""
+    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: what suits the device)",
+    )
+    prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="read it from a file, without its last line break; - is standard input",
+    )
+    prompt.add_argument(
+        "--batch-file",
+        metavar="FILE",
+        help="one JSON object a line, with `prompt` (or `messages`) and any of the options below; "
+        "writes one a line; - is standard input",
+    )
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+
+    sampling = parser.add_argument_group("generation")
+    for name, limit in LIMITS.items():
+        sampling.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_number(name),
+            metavar=limit.kind.__name__.upper(),
+            help=HELP[name],
+        )
+    sampling.add_argument(
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID=VALUE",
+        help="add to a token's logit; repeatable",
+    )
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the text before this; repeatable"
+    )
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on after the end of the text"
+    )
+    control_options.add_arguments(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one object: text, token_ids, finish_reason, usage, trace (nats)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate, and return the exit status."""
+    given = {name: value for name in FIELDS if (value := getattr(options, name, None)) is not None}
+    given.pop("prompt", None)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    given.setdefault("seed", secrets.randbelow(2**31))
+    Request(prompt="", **given)  # what is wrong should be said before a model is loaded
+    if options.batch_file is not None:
+        return _batch(options, given)
+    return _single(options, given, _prompt(options))
+
+
+def _single(options: argparse.Namespace, given: Mapping[str, Any], prompt: str) -> int:
+    generator = _load(options)
+    text = generator.chat([{"role": "user", "content": prompt}]) if options.chat else prompt
+    fields: dict[str, Any] = {**generator.defaults, **given, "prompt": text}
+    request = Request(**fields)
+    if options.json:
+        (completion,) = generator.batch([request])
+        print(json.dumps({**completion.as_json(), "seed": request.seed}, allow_nan=False))
+        return _status(completion.finish_reason, completion.error)
+    if sys.stdout.isatty():
+        from .terminal import console_for_text, show
+
+        if (console := console_for_text()) is not None:
+            return _status(show(prompt, generator.stream(request), console, f"seed {request.seed}"))
+    reason = None
+    for token in generator.stream(request):
+        print(token.text, end="", flush=True)
+        reason = token.finish_reason
+    print()
+    return _status(reason)
+
+
+def _status(reason: "FinishReason | None", error: str | None = None) -> int:
+    if reason == "error":
+        print(f"entropic generate: error: {error or 'the model computed no usable logits'}", file=sys.stderr)
+    return int(reason == "error")
+
+
+def _batch(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    from .batch_file import read_records, requests_of, run_batch
+
+    text = read_text(options.batch_file, "--batch-file")
+    try:
+        records = read_records(text)
+    except RequestError as error:
+        raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
+    generator = _load(options)
+    try:
+        requests = list(requests_of(records, generator, given, options.chat))
+    except RequestError as error:
+        raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
+    return int(run_batch(records, requests, generator) > 0)
+
+
+def _load(options: argparse.Namespace) -> "Generator":
+    from .. import generation
+    from ..compilation import remember_compilations
+
+    remember_compilations()
+    try:
+        return generation.load(options.model, options.dtype, control_options.read(options))
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The prompt from wherever the command line says it is; for the embedded model there is a default."""
+    if options.prompt is not None:
+        return options.prompt
+    if options.prompt_file is not None:
+        return read_text(options.prompt_file, "--prompt-file").removesuffix("\n")
+    prompt = read_text("-", "standard input").removesuffix("\n") if has_standard_input() else ""
+    if prompt:
+        return prompt
+    if options.model == EMBEDDED and not options.chat:
+        return DEFAULT_PROMPT
+    raise RequestError("the prompt is empty; accepted are --prompt, --prompt-file and standard input")
+
+
+def _number(name: str) -> Callable[[str], float]:
+    limit = LIMITS[name]
+
+    def convert(text: str) -> float:
+        try:
+            return limit.check(name, limit.kind(text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not accepted; give {limit}") from None
+
+    return convert
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not accepted; give ID=VALUE, as 17=-2.5") from None

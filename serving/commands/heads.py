@@ -1,0 +1,135 @@
+"""Draw the entropy of every attention head over a text.
+
+A heat map: KV heads by layer from top to bottom, segments of the text from left to right. Rigid heads, which
+look at a few places throughout, get one budget in EntropyInfer's prefill; that of dynamic heads follows their
+entropy.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..generation import default_dtype
+from ..request import RequestError
+from . import model_options
+from .text_input import read_text
+
+if TYPE_CHECKING:
+    from entropic_jax.methods.heads import Heads
+
+SEGMENT, RIGID = 512, 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic heads` takes."""
+    model_options.add_model(parser)
+    parser.add_argument("--text", required=True, metavar="FILE", help="what is read; - is standard input")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="INT",
+        help="read at most this many (default: the model's context)",
+    )
+    parser.add_argument(
+        "--segment",
+        type=_positive,
+        default=SEGMENT,
+        metavar="INT",
+        help=f"tokens of a segment, a power of two (default: {SEGMENT})",
+    )
+    parser.add_argument(
+        "--rigid-below",
+        type=float,
+        default=RIGID,
+        metavar="FLOAT",
+        help="a head is rigid whose entropy, relative to its greatest possible value, stays below this "
+        f"(default: {RIGID})",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, draw, and return the exit status."""
+    if options.segment & (options.segment - 1):
+        raise RequestError(f"--segment is {options.segment}; accepted are powers of two")
+    if options.out.suffix not in (".png", ".svg", ".pdf") or not options.out.parent.is_dir():
+        raise RequestError(
+            f"--out is {options.out}; accepted are .png, .svg and .pdf in a directory that exists"
+        )
+    try:
+        import matplotlib
+    except ImportError:
+        raise RequestError("heads needs matplotlib; accepted is an installation with '.[train]'") from None
+    matplotlib.use("agg")
+    found, length = _measure(options)
+    draw(found, options.segment, options.out, f"{options.model.name}, {length} tokens")
+    rigid = int(found.rigid.sum())
+    print(f"{found.rigid.size} KV heads: {rigid} rigid, {found.rigid.size - rigid} dynamic; {options.out}")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> "tuple[Heads, int]":
+    import models
+    from entropic_jax.methods.entropy_prefill import EntropyPrefill
+    from entropic_jax.methods.heads import measure
+
+    from ..compilation import remember_compilations
+
+    text = read_text(options.text, "--text")
+    remember_compilations()
+    try:
+        model = models.load(options.model, options.dtype or default_dtype())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    if model.tokenizer is None:
+        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    context = model.config.max_position_embeddings
+    tokens = model.tokenizer.encode(text)[: min(options.tokens or context, context)]
+    policy = EntropyPrefill(segment=options.segment, rigid_below=options.rigid_below)
+    try:
+        return measure(model.decoder, model.params, tokens, policy), len(tokens)
+    except ValueError as error:
+        raise RequestError(f"--text is {options.text}: {error}") from error
+
+
+def draw(found: "Heads", segment: int, file: Path, title: str) -> Any:
+    """Write the heat map; returns the figure."""
+    import matplotlib.pyplot as plt
+
+    layers, heads, segments = found.entropy.shape
+    grid = found.entropy.reshape(layers * heads, segments)
+    height = min(14.0, 1.6 + 0.22 * layers * heads)
+    figure, axes = plt.subplots(figsize=(min(12.0, 4.5 + 0.12 * segments), height), layout="constrained")
+    colours = plt.get_cmap("viridis").with_extremes(bad="#dddddd")
+    shown = axes.imshow(grid, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    axes.set(title=title, xlabel=f"segment of {segment} tokens", ylabel="layer, KV heads within")
+    axes.set_yticks([heads * i + (heads - 1) / 2 for i in range(layers)], [str(i) for i in range(layers)])
+    for i in range(1, layers):
+        axes.axhline(heads * i - 0.5, color="white", lw=1.5)
+    right = axes.get_xlim()[1]
+    for kind, marker, colour in ((True, "s", "#c03030"), (False, "o", "#3060c0")):
+        place = [i for i, rigid in enumerate(found.rigid.reshape(-1)) if rigid == kind]
+        label = f"{'rigid' if kind else 'dynamic'} ({len(place)})"
+        axes.plot(
+            [right + 0.02 * segments] * len(place),
+            place,
+            marker,
+            color=colour,
+            ms=5,
+            clip_on=False,
+            label=label,
+        )
+    axes.set_xlim(-0.5, right)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, frameon=False)
+    figure.colorbar(shown, ax=axes, label="entropy over blocks ÷ ln(number of blocks)", pad=0.06)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return figure
+
+
+def _positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")

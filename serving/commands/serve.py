@@ -1,0 +1,292 @@
+"""Serve a model over HTTP, as OpenAI and vLLM do.
+
+Flags have vLLM's names where they mean the same.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import control_options
+from ..generation import EMBEDDED
+from ..http.settings import Limits, Settings
+from ..request import RequestError
+
+if TYPE_CHECKING:
+    from ..http.frontend import Frontend
+
+EXTRA = "accepted with the extra: pip install 'entropic_jax[serve]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `entropic serve` takes."""
+    parser.add_argument("path", nargs="?", type=Path, metavar="MODEL", help="the same as --model MODEL")
+    _model(parser.add_argument_group("model"))
+    _http(parser.add_argument_group("server"))
+    _engine(parser.add_argument_group("engine"))
+    _limits(parser.add_argument_group("limits"))
+    control_options.add_arguments(parser)
+
+
+def _model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the API (default: the directory's)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights (default: what suits the device)",
+    )
+    group.add_argument("--max-model-len", type=_positive, metavar="INT", help="most tokens of a sequence")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="sampling defaults: the model's generation_config.json, or none (default: auto)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="INT",
+        help="accepted for vLLM's sake: each request has its own",
+    )
+
+
+def _http(group: argparse._ArgumentGroup) -> None:
+    default = Settings()
+    group.add_argument(
+        "--host", default=default.host, help="address to listen on (default: this machine only)"
+    )
+    group.add_argument("--port", type=_port, default=default.port, help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help="accepted keys (default: ENTROPIC_API_KEY, else none is asked)",
+    )
+    group.add_argument("--root-path", default="", metavar="PATH", help="where a proxy has put this server")
+    group.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=(),
+        metavar="JSON",
+        help="of other sites' pages (default: none)",
+    )
+    group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")
+    group.add_argument(
+        "--log-format", choices=("json", "text"), help="default: text on a terminal, else json"
+    )
+    group.add_argument(
+        "--uvicorn-log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="of all logs",
+    )
+    group.add_argument(
+        "--metrics-prefix", default="vllm", metavar="NAME", help="of vLLM's metrics (default: vllm)"
+    )
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=default.drain,
+        metavar="SECONDS",
+        help="for requests in flight after SIGTERM (default: 30)",
+    )
+
+
+def _engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-num-seqs", type=_positive, metavar="INT", help="sequences that run at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=_positive, metavar="INT", help="tokens of prompts read at once"
+    )
+    group.add_argument("--block-size", type=_positive, metavar="INT", help="tokens of a page of the cache")
+    group.add_argument("--kv-cache-bytes", type=_positive, metavar="INT", help="size of the KV cache")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep what was computed of prompts (default: on)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=("entropic", "priority", "fcfs"),
+        default="entropic",
+        help="priority is another name of entropic; both heed the priority of requests (default: entropic)",
+    )
+    group.add_argument(
+        "--warmup",
+        choices=("none", "min", "full"),
+        default="min",
+        help="programs compiled before the server is ready (default: min)",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="what a request gets does not depend on others, bit for bit; slower",
+    )
+
+
+def _limits(group: argparse._ArgumentGroup) -> None:
+    default, settings = Limits(), Settings()
+    group.add_argument(
+        "--max-queue",
+        type=_positive,
+        default=1024,
+        metavar="INT",
+        help="sequences that may wait (default: 1024)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=_seconds,
+        default=settings.request_timeout,
+        metavar="SECONDS",
+        help="after which a request is ended, 0 for never (default: 600)",
+    )
+    for name, text in (
+        ("body", "bytes of a body"),
+        ("sequences", "texts of a request, over all its prompts"),
+        ("stops", "stop strings of a request"),
+        ("grammar", "characters of a schema or grammar"),
+    ):
+        value = getattr(default, name)
+        group.add_argument(
+            f"--max-{name}", type=_positive, default=value, metavar="INT", help=f"{text} (default: {value})"
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model, serve it until told to stop, and return the exit status."""
+    try:
+        from .. import server
+        from ..http import log, tracing
+    except ImportError as error:
+        raise RequestError(f"{error.name} is not installed; {EXTRA}") from None
+    from ..compilation import remember_compilations
+
+    options.model = options.path or options.model
+    form = options.log_format or ("text" if sys.stderr.isatty() else "json")
+    log.configure(form, options.uvicorn_log_level)
+    traces = tracing.exporter(options.otlp_traces_endpoint)
+    settings = settings_of(options)
+    listener = server.bind(settings)
+    remember_compilations()
+    return server.run(load(options, settings), listener, traces)
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """What the options say of the server."""
+    if options.schedule is not None:
+        raise RequestError(f"--schedule is {options.schedule}; accepted by a server is --scheduling-policy")
+    keys = options.api_key or [os.environ.get("ENTROPIC_API_KEY", "")]
+    return Settings(
+        host=options.host,
+        port=options.port,
+        api_keys=tuple(key for key in keys if key),
+        root_path=options.root_path.rstrip("/"),
+        allowed_origins=options.allowed_origins,
+        log_requests=not options.disable_log_requests,
+        request_timeout=options.request_timeout or None,
+        drain=options.shutdown_timeout,
+        metrics_prefix=options.metrics_prefix,
+        control=control_options.read(options),
+        limits=Limits(
+            body=options.max_body,
+            sequences=options.max_sequences,
+            stops=options.max_stops,
+            grammar=options.max_grammar,
+        ),
+    )
+
+
+def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
+    """The engine of the model, which compiles its programs from now on, and the front end around it."""
+    from ..engine import engine
+    from ..engine.options import EngineOptions
+    from ..http import served_model
+    from ..http.frontend import Frontend
+    from .warm_progress import WarmProgress
+
+    chosen: dict[str, Any] = {
+        "dtype": None if options.dtype == "auto" else options.dtype,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_model_len": options.max_model_len,
+        "block_size": options.block_size,
+        "kv_cache_bytes": options.kv_cache_bytes,
+        "scheduling_policy": "fcfs" if options.scheduling_policy == "fcfs" else "entropic",
+        "law": dict(settings.control.gains).get("law"),
+    }
+    try:
+        made = engine.start(
+            options.model,
+            EngineOptions(
+                **{name: value for name, value in chosen.items() if value is not None},
+                enable_prefix_caching=options.enable_prefix_caching,
+                max_queue=options.max_queue,
+                batch_invariant=options.batch_invariant,
+                warmup=options.warmup,
+                preset=settings.control.preset,
+            ),
+            told=WarmProgress(),
+        )
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    made.control.knobs(settings.control)  # refused now rather than at each request
+    model = served_model.describe(
+        made.model,
+        str(options.model),
+        names=options.served_model_name or (options.model.resolve().name,),
+        context=made.context,
+        template=_template(options.chat_template),
+        recommended=options.generation_config == "auto",
+    )
+    return Frontend(made, model, settings)
+
+
+def _template(given: str | None) -> str | None:
+    """The text of a chat template; one that is given as such has braces in it."""
+    if given is None or "{" in given:
+        return given
+    from .text_input import read_text
+
+    return read_text(given, "--chat-template")
+
+
+def _positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) < 65536:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 0 and below 65536")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if 0 <= value < 1e9:
+        return value
+    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number of at least 0")
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = text.split(",")
+    if isinstance(origins, list) and all(isinstance(origin, str) and origin for origin in origins):
+        return tuple(origins)
+    raise argparse.ArgumentTypeError(f'{text} is not accepted; give a JSON list, as ["https://example.org"]')

@@ -1,0 +1,43 @@
+"""Text from files and from standard input."""
+
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+
+from ..request import RequestError
+
+PATIENCE = 2.0  # seconds without an end of standard input, after which to say what is waited for
+
+
+def read_text(path: str, argument: str) -> str:
+    """The text of a file, or of standard input where `path` is "-"; RequestError names the `argument`."""
+    try:
+        return (_standard_input() if path == "-" else Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise RequestError(f"{argument} is {path}: {error.strerror}; accepted is a file to read") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{argument} is {path}: {error.reason} at byte {error.start}; accepted is text in UTF-8"
+        ) from None
+
+
+def has_standard_input() -> bool:
+    """Whether standard input is a file or a pipe: not a terminal, not the null device, not closed."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _standard_input() -> bytes:
+    tell = lambda: print("entropic: reading standard input, which has not ended yet …", file=sys.stderr)
+    timer = threading.Timer(PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        return sys.stdin.buffer.read()
+    finally:
+        timer.cancel()

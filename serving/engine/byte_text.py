@@ -1,0 +1,56 @@
+"""Text of byte-level tokens as they come, at the cost of a look-up: what most tokenizers' streams can do."""
+
+import codecs
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..transcript import Detokenizer
+
+INCREMENTAL = codecs.getincrementaldecoder("utf-8")
+
+
+def alphabet() -> dict[str, int]:
+    """The byte behind every character of the alphabet in which byte-level tokens are written (GPT-2's)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {chr(byte): byte for byte in printable}
+    return shown | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class ByteStream:
+    """The `Detokenizer` of one sequence over a table of the tokens' bytes."""
+
+    __slots__ = ("_bytes", "_decode")
+
+    def __init__(self, table: Mapping[int, bytes]) -> None:
+        self._bytes, self._decode = table, INCREMENTAL("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._bytes.get(token, b""))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+def streams(tokenizer: Any) -> Callable[[], Detokenizer]:
+    """What makes a stream for each sequence: a fast one if the tokenizer is byte-level, else its own.
+
+    Special tokens have no text.
+    """
+    if type(tokenizer.backend.decoder).__name__ != "ByteLevel":
+        return tokenizer.stream
+    byte_of = alphabet()
+    added = tokenizer.backend.get_added_tokens_decoder()
+    table = {}
+    for text, number in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+        if number in added and added[number].special:
+            continue
+        try:
+            table[number] = bytes(byte_of[character] for character in text)
+        except KeyError:  # an added token that is written as it reads
+            table[number] = text.encode()
+    return lambda: ByteStream(table)

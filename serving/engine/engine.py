@@ -1,0 +1,321 @@
+"""The engine that serves jobs: continuous batching in one thread, behind `JobEngine`.
+
+engine = start("models/embedded", EngineOptions(max_num_seqs=16))
+for delta in engine.submit(Job(id="1", request=Request(prompt="def add("))):
+    print("".join(token.text for token in delta.tokens), end="")
+engine.close()
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import models
+from entropic_jax import allocate, loop, parameters
+from entropic_jax.terms import MOST_ALTERNATIVES
+
+from ..control_options import calibration_of
+from ..generation import default_dtype
+from ..request import RequestError
+from ..transcript import Transcript
+from . import warm
+from .batcher import Batcher
+from .byte_text import streams
+from .commands import BIASES, STOPS, Edits
+from .job import Job, QueueFullError
+from .observer import Observer
+from .options import EngineOptions, Sizes, sizes
+from .pages import Pages
+from .prefix_cache import ROOT, PrefixCache, extend
+from .priority import Ranking
+from .programs import Board, Programs
+from .row_control import RowControl, gains_of
+from .sequence import DECODE, ENDED, PREFILL, Sequence
+from .ticket import QueuedTicket, wake
+
+log = logging.getLogger(__name__)
+IDLE, SOON = 0.2, 0.02  # seconds between looks at what may time out, when idle and when busy
+
+
+class ContinuousEngine:
+    """A `JobEngine` over one model. `start` makes one."""
+
+    def __init__(
+        self,
+        model: models.Model,
+        options: EngineOptions | None = None,
+        calibration: Any = None,
+        observer: Observer | None = None,
+        told: Callable[[int, int], None] = lambda done, all_: None,
+    ) -> None:
+        """`told(done, all)` is called after each program that is compiled ahead."""
+        if model.tokenizer is None:
+            raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
+        self.model, self.tokenizer = model, model.tokenizer
+        self.options = EngineOptions() if options is None else options
+        self.observer = Observer() if observer is None else observer
+        dtype = jax.tree.leaves(model.params)[0].dtype
+        self.sizes: Sizes = sizes(model, self.options, dtype.itemsize)
+        self.stream = streams(self.tokenizer)
+        self.control = RowControl(self.options.law, calibration, self.options.pruning)
+        self._told = told
+        self._belief = 1.0 if calibration is None else calibration.temperature
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued = 0  # jobs that were taken and have no row
+        self._service = 1.0  # seconds that a job takes, smoothed
+        self._open, self._stopping = True, threading.Event()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._live: dict[QueuedTicket, Sequence] = {}
+        self._timed: dict[Sequence, None] = {}  # those that may time out
+        self._looked = 0.0  # when they were looked through
+        self._warm = 0
+        board = self._board(dtype)
+        self.programs = Programs(model.decoder, model.params, board, self.control.prior, self.sizes.shapes)
+        prefix = PrefixCache() if self.options.enable_prefix_caching else None
+        rows, pages = self.sizes.rows, self.sizes.pages
+        vocabulary = model.decoder.shape.vocabulary
+        per_row = board.state.cache.table.shape[1]
+        edits = Edits(rows, pages, per_row, gains_of(board.controller), vocabulary)
+        self.batcher = Batcher(
+            self.programs,
+            board,
+            self.sizes,
+            Pages(rows, pages, self.sizes.page_size, prefix),
+            edits,
+            Ranking(self.options.scheduling_policy, self.control.prior),
+            self.observer,
+            self.tokenizer,
+            exact=self.options.batch_invariant,
+        )
+        self.batcher.finished, self.batcher.left_queue = self._finished, self._left_queue
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _board(self, dtype: Any) -> Board:
+        rows, context, decoder = self.sizes.rows, self.sizes.context, self.model.decoder
+        controller = self.control.controller(rows)
+        state = loop.start(
+            decoder,
+            self.model.params,
+            controller,
+            allocate(
+                decoder.shape,
+                rows,
+                context,
+                pages=self.sizes.pages,
+                page_size=self.sizes.page_size,
+                dtype=dtype,
+            ),
+            [[]] * rows,
+            key=jax.random.key(0),
+            max_tokens=0,
+            sample=parameters(rows, bias_slots=BIASES),
+            stop=[[-1] * STOPS],
+            belief_temperature=self._belief,
+        )
+        return Board(state, controller)
+
+    # What a front end calls, from any thread.
+
+    def submit(self, job: Job) -> QueuedTicket:
+        """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
+        sequence = self._sequence(job)
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(f"the engine has failed: {self._failure}")
+            if not self._open or self._queued >= self.options.max_queue:
+                rounds = self._queued / self.sizes.rows + 1
+                raise QueueFullError(min(60.0, max(1.0, rounds * self._service)))
+            self._queued += 1
+            self._inbox.put(sequence)
+        return sequence.ticket
+
+    def ready(self) -> bool:
+        """Whether the programs are compiled and jobs run at full speed."""
+        return self._ready.is_set() and self._failure is None and self._open
+
+    def failure(self) -> BaseException | None:
+        """What has ended the engine, if anything has."""
+        return self._failure
+
+    @property
+    def context(self) -> int:
+        """Most positions of a sequence, prompt and continuation."""
+        return min(self.sizes.context, self.sizes.pages * self.sizes.page_size)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled after the warm-up."""
+        return self.programs.compilations - self._warm if self._ready.is_set() else 0
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """What is going on, as `JobEngine` says."""
+        batcher, now = self.batcher, time.perf_counter()
+        sequences = [s for s in list(self._live.values()) if not s.ended]
+        running = [s for s in sequences if s.stage in (PREFILL, DECODE)]
+        prefix = batcher.pages.prefix
+        return {
+            "running": len(running),
+            "waiting": len(sequences) - len(running),
+            "rows": self.sizes.rows,
+            "kv_usage": batcher.pages.usage,
+            "pages": self.sizes.pages,
+            "pages_free": batcher.pages.free,
+            "page_size": self.sizes.page_size,
+            "preemptions": batcher.preemptions,
+            "prefix_queries": prefix.queries if prefix else 0,
+            "prefix_hits": prefix.hits if prefix else 0,
+            "prefix_pages": len(prefix) if prefix else 0,
+            "compilations": self.compilations,
+            "sequences": [s.describe(now) for s in sequences],
+        }
+
+    def close(self, drain: float | None = None) -> None:
+        """Take no more jobs, let those in flight run for up to `drain` seconds, then end them and stop."""
+        self._open = False
+        if drain:
+            end = time.perf_counter() + drain
+            while (self._live or self._queued) and self._thread.is_alive() and time.perf_counter() < end:
+                time.sleep(0.01)
+        self._stopping.set()
+        self._inbox.put(None)
+        self._thread.join()
+
+    # Taking a job in.
+
+    def _sequence(self, job: Job) -> Sequence:
+        request = job.request
+        prompt = self.prompt_tokens(request.prompt)
+        vocabulary = self.model.decoder.shape.vocabulary
+        eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
+        stops = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
+        for name, number, most in (
+            ("stop_token_ids", len(stops), STOPS),
+            ("logit_bias", len(request.logit_bias), BIASES),
+            ("alternatives", job.alternatives or 0, MOST_ALTERNATIVES),
+            ("prompt_alternatives", job.prompt_alternatives or 0, MOST_ALTERNATIVES),
+        ):
+            if number > most:
+                raise RequestError(f"{name} has {number} entries; accepted are up to {most}")
+        for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+            wrong = [t for t in tokens if t >= vocabulary]
+            if wrong:
+                raise RequestError(f"{name} holds the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+        knobs = self.control.knobs(job.control)
+        transcript = Transcript(request, self.stream(), len(prompt), self.model.stop_tokens, keep=False)
+        ticket = QueuedTicket(job, self._inbox.put)
+        sequence = Sequence(job, ticket, prompt, transcript, knobs)
+        sequence.stops = stops
+        if self.options.enable_prefix_caching:
+            sequence.prompt_keys = list(extend(ROOT, prompt, self.sizes.page_size))
+        return sequence
+
+    def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
+        """A prompt as token ids; RequestError if the model cannot take it."""
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not 0 < len(ids) < self.context:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, so that one is left"
+            )
+        if max(ids) >= self.model.decoder.shape.vocabulary:
+            last = self.model.decoder.shape.vocabulary - 1
+            raise RequestError(f"prompt holds the token {max(ids)}; accepted are 0 to {last}")
+        return ids
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            warm.compile_ahead(self.programs, self.batcher, self.options, self._told)
+            self._warm = self.programs.compilations
+            self._ready.set()
+            busy = False
+            while not self._stopping.is_set():
+                self._take_in(wait=not busy)
+                busy = self.batcher.turn()
+            self._end_all("abort", None)
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self._failure = error
+            self._end_all("error", f"the engine has failed: {error}")
+            if not isinstance(error, Exception):
+                raise
+
+    def _take_in(self, wait: bool) -> None:
+        """Take jobs and cancellations; when idle, wait for one."""
+        timeout = IDLE if self._timed else None
+        while True:
+            try:
+                item = self._inbox.get(block=wait, timeout=timeout)
+            except queue.Empty:
+                break
+            wait = False
+            if isinstance(item, Sequence):
+                item.arrival_round = self.batcher.rounds
+                self._live[item.ticket] = item
+                self.batcher.waiting.append(item)
+                if item.job.timeout is not None:
+                    self._timed[item] = None
+            elif item is not None and item in self._live:
+                self.batcher.end(self._live[item], "abort")
+        now = time.perf_counter()
+        if now - self._looked < SOON:
+            return
+        self._looked = now
+        for sequence in [s for s in self._timed if now - s.arrival > (s.job.timeout or 0)]:
+            message = f"the job took longer than its timeout of {sequence.job.timeout:g} s"
+            self.batcher.end(sequence, "error", message, timed_out=True)
+
+    def _finished(self, sequence: Sequence) -> None:
+        """A sequence has ended: forget it."""
+        self._live.pop(sequence.ticket, None)
+        self._timed.pop(sequence, None)
+        if sequence.admitted is not None:
+            self._service += 0.1 * (time.perf_counter() - sequence.admitted - self._service)
+
+    def _left_queue(self) -> None:
+        with self._lock:
+            self._queued -= 1
+
+    def _end_all(self, reason: Any, error: str | None) -> None:
+        """End every job there is, and all that still come."""
+        with self._lock:
+            self._open = False
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, Sequence):
+                self._live[item.ticket] = item
+        for sequence in list(self._live.values()):
+            if not sequence.ended:
+                tokens = sequence.transcript.finish(reason, error)
+                sequence.stage = ENDED
+                sequence.ticket.put(sequence.delta(tokens))
+        wake(list(self._live))
+        self._live.clear()
+
+
+def start(
+    path: str | Path,
+    options: EngineOptions | None = None,
+    observer: Observer | None = None,
+    told: Callable[[int, int], None] = lambda done, all_: None,
+) -> ContinuousEngine:
+    """The engine of a Hugging Face model directory, with the calibration that it has.
+
+    Raises ValueError, or OSError, which say what in the directory is at fault. It compiles in its own thread:
+    jobs may be submitted at once, and run when it is `ready`.
+    """
+    options = EngineOptions() if options is None else options
+    model = models.load(path, options.dtype or default_dtype())
+    return ContinuousEngine(model, options, calibration_of(Path(path)), observer, told)

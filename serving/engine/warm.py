@@ -1,0 +1,47 @@
+"""Compile what the engine will run before it takes work."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .batcher import Batcher
+from .launches import empty_chunk
+from .options import EngineOptions, cores
+from .programs import Programs
+
+
+def compile_ahead(
+    programs: Programs, batcher: Batcher, options: EngineOptions, told: Callable[[int, int], None]
+) -> None:
+    """Compile all programs (`full`), those that every job needs (`min`), or none.
+
+    `min` leaves out prompts that are scored, penalties, preemption, and the pruned steps unless the preset of
+    most jobs prunes; what is left out is compiled when it is first asked for, and counted.
+    """
+    if options.warmup == "none":
+        return
+    launches = batcher.launches
+    prunes = options.preset in ("meso", "full")
+    full, board, shapes = options.warmup == "full", batcher.board, programs.shapes
+    examples: list[tuple[tuple, tuple]] = [
+        (("apply", p), (programs.blank, board, batcher.edits.blank(p))) for p in (False, True)[: 1 + full]
+    ]
+    for prompts, size in shapes.chunks:
+        chunk = empty_chunk(prompts, size, batcher.sizes.rows)
+        for scored in (False, True)[: 1 + full]:
+            examples.append((("read", prompts, size + 1, scored), (programs.params, board, chunk)))
+    for width in shapes.widths:
+        for selection in shapes.selections if full or prunes else shapes.selections[:1]:
+            given = (
+                programs.params,
+                board,
+                np.int32(1),
+                launches.terms({}),
+                launches.unforced,
+                programs.prior,
+            )
+            examples.append((("decode", width, selection), given))
+    programs.compile_ahead(examples, options.compile_workers or cores(), told)
+    if full:
+        parked = programs.park(board, 0)
+        programs.compile_ahead([(("unpark",), (board, np.int32(0), parked))], 1, told)

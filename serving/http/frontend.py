@@ -1,0 +1,184 @@
+"""Between HTTP and the engine: admits requests as jobs, follows them to their end, and counts."""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..control_options import AUTO, calibration_of
+from ..engine.job import Delta, Job, JobEngine, QueueFullError, Ticket
+from ..request import RequestError
+from .grammar import Grammars
+from .metrics import Metrics
+from .served_model import ServedModel
+from .settings import Settings
+
+RETRY = 5.0  # seconds after which to come back to a server that is shutting down
+
+
+class FrontendError(Exception):
+    """A request that is not served: the HTTP status that fits, the field at fault, when to come back."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.retry_after = status, param, retry_after
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turn what the model refuses into a FrontendError that names the field."""
+    try:
+        yield
+    except RequestError as error:
+        words = str(error).split(maxsplit=1)
+        raise FrontendError(400, str(error), words[0] if words[0].isidentifier() else None) from error
+
+
+class Frontend:
+    """An engine with the text side of its model, and the state of the server around them."""
+
+    def __init__(
+        self, engine: JobEngine, model: ServedModel, settings: Settings, metrics: Metrics | None = None
+    ) -> None:
+        self.engine, self.model, self.settings = engine, model, settings
+        self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
+        self.grammars = Grammars(model, settings.limits.grammar)
+        self.started = int(time.time())
+        self.draining = False
+        self.tickets: set[Ticket] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are in flight."""
+        return bool(self.tickets)
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which the model answers; FrontendError for one that is not served."""
+        if name is None:
+            return self.model.names[0]
+        if name not in self.model.names:
+            known = ", ".join(self.model.names)
+            raise FrontendError(404, f"model is {name[:200]!r}; accepted are {known}", "model")
+        return name
+
+    def check_able(self) -> None:
+        """FrontendError while the server is shutting down."""
+        if self.draining:
+            raise FrontendError(503, "the server is shutting down", retry_after=RETRY)
+
+    def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
+        """Hand all jobs to the engine, or none of them."""
+        self.check_able()
+        tickets: list[Ticket] = []
+        try:
+            for job in jobs:
+                tickets.append(self.engine.submit(job))
+        except BaseException as error:
+            for ticket in tickets:
+                ticket.cancel()
+            if isinstance(error, QueueFullError):
+                self.metrics.refused()
+                raise FrontendError(429, str(error), retry_after=error.retry_after) from None
+            if isinstance(error, RuntimeError):  # the engine has stopped
+                raise FrontendError(503, f"the engine is not able: {error}", retry_after=RETRY) from error
+            raise
+        self.tickets.update(tickets)
+        return tickets
+
+    async def follow(self, ticket: Ticket) -> AsyncIterator[Delta]:
+        """The deltas of a job; who leaves before the last cancels it."""
+        watch = self.metrics.watch(ticket.job)
+        try:
+            async for delta in ticket:
+                watch.note(delta)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            if watch.ended:
+                self.tickets.discard(ticket)
+            else:
+                self.release((ticket,))
+
+    def release(self, tickets: Iterable[Ticket]) -> None:
+        """Cancel those of the jobs that nobody follows to their end."""
+        for ticket in tickets:
+            if ticket in self.tickets:
+                self.tickets.discard(ticket)
+                ticket.cancel()
+                self.metrics.abandoned()
+
+    def abandon(self) -> None:
+        """End all jobs in flight now; their readers get what there is."""
+        for ticket in tuple(self.tickets):
+            ticket.cancel()
+
+    @functools.cached_property
+    def target_entropy(self) -> float:
+        """Nats at which the law of temperature aims where a request does not say."""
+        from entropic_jax.control.presets import Gains
+
+        given = dict(self.settings.control.gains).get("target", AUTO)
+        if given != AUTO:
+            return float(given)
+        calibration = calibration_of(Path(self.model.path))
+        return Gains().target if calibration is None else calibration.target_entropy
+
+    def state(self) -> dict[str, Any]:
+        """What the dashboard shows of the engine."""
+        return {
+            "ready": self.engine.ready() and not self.draining,
+            "draining": self.draining,
+            "model": self.model.names[0],
+            "max_model_len": self.model.context,
+            "preset": self.settings.control.preset,
+            "target_entropy": self.target_entropy,
+            **self.engine.snapshot(),
+        }
+
+
+async def collected(deltas: AsyncIterator[Delta]) -> Delta:
+    """All deltas of a job as one."""
+    async with contextlib.aclosing(deltas) as source:  # type: ignore[type-var]
+        all_of_them = [delta async for delta in source]
+    last = all_of_them[-1]
+    return last._replace(
+        tokens=tuple(token for delta in all_of_them for token in delta.tokens),
+        prompt=tuple(token for delta in all_of_them for token in delta.prompt),
+    )
+
+
+async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """The deltas of several jobs as they come, each with the index of its job."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as source:  # type: ignore[type-var]
+            async for delta in source:
+                yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta | BaseException]] = asyncio.Queue()
+
+    async def pump(index: int, source: AsyncIterator[Delta]) -> None:
+        try:
+            async with contextlib.aclosing(source) as deltas:  # type: ignore[type-var]
+                async for delta in deltas:
+                    queue.put_nowait((index, delta))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    try:
+        left = len(tasks)
+        while left:
+            index, news = await queue.get()
+            if isinstance(news, BaseException):
+                raise news
+            left -= news.finish_reason is not None
+            yield index, news
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,181 @@
+"""Prometheus metrics: vLLM's names for what vLLM measures, `entropic_` for what it does not."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ..engine.job import Delta, Job, JobEngine
+
+LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+TOKENS = tuple(float(2**n) for n in range(18))
+NATS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+TEMPERATURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+COSTS = tuple(10.0**n for n in range(-8, 1))
+ERRORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# Of the engine's snapshot: key, name, what it is. Numbers now, and numbers since the start.
+NOW = (
+    ("running", "num_requests_running", "Sequences that run."),
+    ("waiting", "num_requests_waiting", "Sequences that wait."),
+    ("kv_usage", "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."),
+)
+SINCE = (
+    ("preemptions", "num_preemptions", "Sequences that lost their pages to others."),
+    ("prefix_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ("prefix_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
+)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, engine: JobEngine, model: str, prefix: str = "vllm") -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, model, prefix))
+        label = {"labelnames": ["model_name"], "registry": self.registry}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, **label).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, **label).labels(model)
+
+        own = f"{prefix}:"
+        self.prompt_tokens = counter(f"{own}prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter(f"{own}generation_tokens", "Tokens generated.")
+        self.first = histogram(
+            f"{own}time_to_first_token_seconds", "From a request to its first token.", LATENCY
+        )
+        self.between = histogram(f"{own}inter_token_latency_seconds", "From a token to the next.", BETWEEN)
+        self.whole = histogram(f"{own}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
+        self.queue = histogram(
+            f"{own}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
+        )
+        self.prefill = histogram(f"{own}request_prefill_time_seconds", "Reading a prompt.", LATENCY)
+        self.prompt_length = histogram(f"{own}request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.text_length = histogram(
+            f"{own}request_generation_tokens", "Tokens generated for a request.", TOKENS
+        )
+        reasons = Counter(
+            f"{own}request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.ended = {
+            reason: reasons.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+        }
+        self.refusals = counter("entropic_refused_requests", "Requests that found the queue full.")
+        self.timeouts = counter("entropic_timed_out_requests", "Requests that took longer than allowed.")
+        self.entropy = histogram("entropic_entropy_nats", "Entropy of the belief at each token.", NATS)
+        self.temperature = histogram("entropic_temperature", "Temperature of each token.", TEMPERATURES)
+        self.kept = histogram("entropic_kept_fraction", "Share of the KV pages that a token read.", SHARES)
+        self.time = counter("entropic_time_nats", "Entropic time; its rate is nats resolved a second.")
+        self.cost = histogram("entropic_token_cost_seconds", "Roofline cost of a token.", COSTS)
+        self.certificate = histogram(
+            "entropic_certificate", "Bound on what leaving pages unread changed, of a request.", ERRORS
+        )
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return exposition.generate_latest(self.registry)
+
+    def watch(self, job: Job) -> "Watch":
+        """What measures one job."""
+        return Watch(self, job)
+
+    def refused(self) -> None:
+        """Count a request that found the queue full."""
+        self.refusals.inc()
+
+    def abandoned(self) -> None:
+        """Count a job whose client has gone."""
+        self.ended["abort"].inc()
+
+
+class Watch:
+    """Measures one job from now to its end."""
+
+    def __init__(self, metrics: Metrics, job: Job) -> None:
+        self.metrics, self.job = metrics, job
+        self.start = time.perf_counter()
+        self.latest: float | None = None
+        self.tokens = 0
+        self.ended = False
+
+    def note(self, delta: Delta) -> None:
+        """Measure what a delta tells."""
+        m, now = self.metrics, time.perf_counter()
+        if delta.tokens:
+            count = len(delta.tokens)
+            if self.latest is None:
+                m.first.observe(now - self.start)
+            else:
+                for _ in range(count):
+                    m.between.observe((now - self.latest) / count)
+            self.latest = now
+            self.tokens += count
+            m.generation_tokens.inc(count)
+            for token in delta.tokens:
+                for histogram, name in (
+                    (m.entropy, "entropy"),
+                    (m.temperature, "temperature"),
+                    (m.kept, "kept_fraction"),
+                    (m.cost, "cost"),
+                ):
+                    value = token.measures.get(name)
+                    if value is not None and math.isfinite(value):
+                        histogram.observe(value)
+        if delta.finish_reason is not None:
+            self._end(delta, now)
+
+    def _end(self, delta: Delta, now: float) -> None:
+        m, self.ended = self.metrics, True
+        m.whole.observe(now - self.start)
+        m.ended[delta.finish_reason or "error"].inc()
+        m.timeouts.inc(delta.timed_out)
+        if delta.usage is not None:
+            m.prompt_tokens.inc(delta.usage.prompt_tokens)
+            m.prompt_length.observe(delta.usage.prompt_tokens)
+        m.text_length.observe(self.tokens)
+        m.time.inc(max(0.0, delta.summary.get("entropic_time", 0.0)))
+        for histogram, name in (
+            (m.queue, "queue_time"),
+            (m.prefill, "prefill_time"),
+            (m.certificate, "certificate"),
+        ):
+            if (value := delta.summary.get(name)) is not None:
+                histogram.observe(value)
+
+
+class EngineCollector(Collector):
+    """What the engine's snapshot says, read when Prometheus asks."""
+
+    def __init__(self, engine: JobEngine, model: str, prefix: str) -> None:
+        self.engine, self.model, self.prefix = engine, model, prefix
+
+    def collect(self) -> Iterator[Any]:
+        """The families of the engine."""
+        found = self.engine.snapshot()
+        for key, name, text in NOW:
+            yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
+        for key, name, text in SINCE:
+            yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
+        compiled = "Programs compiled after warm-up; each made someone wait."
+        yield self._one(
+            CounterMetricFamily, "entropic_compilations_after_warmup", compiled, found.get("compilations", 0)
+        )
+        yield self._one(
+            GaugeMetricFamily, "entropic_ready", "Whether all programs are compiled.", self.engine.ready()
+        )
+
+    def _one(self, family: type, name: str, text: str, value: float) -> Any:
+        made = family(name, text, labels=["model_name"])
+        made.add_metric([self.model], float(value))
+        return made

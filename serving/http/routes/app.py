@@ -1,0 +1,48 @@
+"""The application: every route around one `Frontend`."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ... import version
+from .. import tracing
+from ..frontend import Frontend
+from . import chat, completions, dashboard, errors, openapi, service, tokens
+from .gate import Gate
+
+
+def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
+    """The ASGI application that serves a front end; with a provider of tracers, each request has a span."""
+    settings = frontend.settings
+    app = FastAPI(
+        title="entropic_jax",
+        version=version(),
+        summary="Language models on entropic time, as OpenAI and vLLM speak",
+        root_path=settings.root_path,
+        docs_url=None,  # these pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=tracing.of_requests(tracer_provider),
+    )
+    errors.install(app)
+    for module in (completions, chat, tokens, service):
+        app.include_router(module.router(frontend))
+    dashboard.install(app)
+    openapi.install(app, frontend)
+    limits = settings.limits
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    gate: dict[str, Any] = {
+        "api_keys": settings.api_keys,
+        "most_bytes": limits.body,
+        "log_requests": settings.log_requests,
+    }
+    app.add_middleware(Gate, **gate)
+    return app

@@ -1,0 +1,118 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ...engine.job import Delta, Job
+from ...request import RequestError
+from ..frontend import Frontend
+from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
+from . import generation, logprobs
+from .errors import documented
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ChatCompletion,
+        "description": f"The answer, or where it streams events that each hold a {ChatChunk.__name__}",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+def router(frontend: Frontend) -> APIRouter:
+    """The route."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.post(
+        "/v1/chat/completions",
+        summary="Answer in a conversation",
+        responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
+    )
+    async def chat(body: ChatBody, http: Request) -> Response:
+        model = frontend.check_model(body.model)
+        name = generation.identifier("chatcmpl", body.request_id)
+        silent = limit(body) == 0
+        choices = await generation.start(frontend, lambda: prepare(frontend, body, name))
+        if body.stream:
+            head = generation.head_of(name, "chat.completion.chunk", model)
+            render = lambda choice, delta: pieces(frontend, body, choice, delta)
+            news = generation.arriving(frontend, choices, silent)
+            source = generation.events(choices, body, head, render, news)
+            return generation.EventStream(source, frontend, choices)
+        found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+        if found is None:
+            return Response(status_code=499)
+        head = generation.head_of(name, "chat.completion", model)
+        answers = [whole(frontend, body, c, delta) for c, delta in zip(choices, found, strict=True)]
+        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, found)})
+
+    return routes
+
+
+def limit(body: ChatBody) -> int | None:
+    """Most tokens of the answer, by either name."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def prepare(
+    frontend: Frontend, body: ChatBody, name: str
+) -> tuple[list[Job], list[tuple[Sequence[int], Job | None]]]:
+    """The jobs of a body, and for every text its prompt and its job; none where there is nothing to write."""
+    count, most = body.choices, limit(body)
+    if count > frontend.settings.limits.sequences:
+        raise RequestError(f"n is {count}; accepted are at most {frontend.settings.limits.sequences}")
+    text = frontend.model.chat(
+        [message.for_template() for message in body.messages],
+        continue_last=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+    )
+    tokens = tuple(frontend.model.encode(text, special=False))[-(body.truncate_prompt_tokens or 0) :]
+    most = frontend.model.context if most is None else most
+    requests = generation.requests_of(frontend, body, tokens, count, most)
+    if most == 0:
+        return [], [(tokens, None)] * count
+    alternatives = (body.top_logprobs or 0) if body.wants_logprobs else None
+    jobs = generation.jobs_of(frontend, body, requests, name, alternatives)
+    return jobs, [(tokens, job) for job in jobs]
+
+
+def whole(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> Mapping[str, Any]:
+    """A choice of the answer."""
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": "".join(token.text for token in delta.tokens)},
+        **said(frontend, body, choice, delta),
+    }
+
+
+def pieces(
+    frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
+) -> list[Mapping[str, Any]]:
+    """The next pieces of an answer; the first says whose it is."""
+    found: list[Mapping[str, Any]] = []
+    if not choice.begun:
+        choice.begun = True
+        opening = {"role": "assistant", "content": ""}
+        found.append({"index": choice.index, "delta": opening, "logprobs": None, "finish_reason": None})
+    text = "".join(token.text for token in delta.tokens)
+    if text or delta.tokens or delta.finish_reason is not None:
+        piece = {"content": text} if text or delta.tokens else {}
+        found.append({"index": choice.index, "delta": piece, **said(frontend, body, choice, delta)})
+    return found
+
+
+def said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
+    """What stands beside the text of a choice or piece."""
+    found: dict[str, Any] = {"logprobs": None}
+    if body.wants_logprobs and delta.tokens:
+        name = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)
+        found["logprobs"] = logprobs.of_chat(delta.tokens, body.top_logprobs or 0, name)
+    found |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    if body.return_token_ids:
+        found["token_ids"] = [token.id for token in delta.tokens]
+    return found | generation.entropic(body, delta, choice)

@@ -1,0 +1,140 @@
+"""`POST /v1/completions`."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ...engine.job import Delta, Job
+from ...request import RequestError
+from ..frontend import Frontend
+from ..protocol.completion import Completion, CompletionBody
+from . import generation, logprobs
+from .errors import documented
+
+DEFAULT_TOKENS = 16
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"model": Completion, "content": {"text/event-stream": {}}}}
+
+
+def router(frontend: Frontend) -> APIRouter:
+    """The route."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.post(
+        "/v1/completions",
+        summary="Continue text or tokens",
+        responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
+    )
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        model = frontend.check_model(body.model)
+        name = generation.identifier("cmpl", body.request_id)
+        silent = body.max_tokens == 0
+        choices = await generation.start(frontend, lambda: prepare(frontend, body, name))
+        head = generation.head_of(name, "text_completion", model)
+        render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
+        if body.stream:
+            news = generation.arriving(frontend, choices, silent)
+            if body.candidates > body.choices:
+                news = chosen(frontend, body, choices, silent)
+            source = generation.events(choices, body, head, render, news)
+            return generation.EventStream(source, frontend, choices)
+        found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+        if found is None:
+            return Response(status_code=499)
+        answers = [
+            rendered(frontend, body, choice, delta)
+            for choice, delta in best(body, list(zip(choices, found, strict=True)))
+        ]
+        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, found)})
+
+    return routes
+
+
+def prepare(
+    frontend: Frontend, body: CompletionBody, name: str
+) -> tuple[list[Job], list[tuple[Sequence[int], Job | None]]]:
+    """The jobs of a body, and for every text its prompt and its job; none where the prompt is all of it."""
+    limits = frontend.settings.limits
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    count = body.candidates
+    prompts = body.prompts()
+    if len(prompts) * count > limits.sequences:
+        raise RequestError(
+            f"prompt asks for {len(prompts) * count} texts; accepted are at most {limits.sequences} a request"
+        )
+    if not prompts[0] and not isinstance(prompts[0], str):
+        raise RequestError("prompt is []; accepted are lists that are not empty")
+    alternatives = body.logprobs if body.logprobs is not None or count == body.choices else 0
+    asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
+    of_prompt = max((number for number in asked if number is not None), default=None)
+    requests, places = [], []
+    for prompt in prompts:
+        special = body.add_special_tokens is not False
+        read = frontend.model.encode(prompt, special) or frontend.model.beginning()
+        tokens = tuple(read)[-(body.truncate_prompt_tokens or 0) :]
+        requests += generation.requests_of(frontend, body, tokens, count, most)
+        places += [tokens] * count
+    if most == 0 and of_prompt is None:
+        return [], [(tokens, None) for tokens in places]
+    jobs = generation.jobs_of(frontend, body, requests, name, alternatives, of_prompt)
+    return jobs, list(zip(places, jobs, strict=True))
+
+
+def rendered(
+    frontend: Frontend, body: CompletionBody, choice: generation.Choice, delta: Delta
+) -> Mapping[str, Any]:
+    """A choice of the answer, or the next piece of it."""
+    model, first = frontend.model, not choice.begun
+    choice.begun = True
+    name = logprobs.naming(model, body.return_tokens_as_token_ids)
+    text = "".join(token.text for token in delta.tokens)
+    if first and body.echo:
+        text = model.tokenizer.decode(choice.prompt) + text
+    answer: dict[str, Any] = {
+        "index": choice.index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+        **generation.entropic(body, delta, choice),
+    }
+    if body.logprobs is not None:
+        prompt = delta.prompt if body.echo else ()
+        answer["logprobs"] = logprobs.of_completion(prompt, delta.tokens, body.logprobs, choice.offset, name)
+    if body.prompt_logprobs is not None and delta.prompt:
+        answer["prompt_logprobs"] = logprobs.of_prompt(delta.prompt, body.prompt_logprobs, name)
+    if body.return_token_ids:
+        answer["token_ids"] = [token.id for token in delta.tokens]
+        answer["prompt_token_ids"] = list(choice.prompt) if first else None
+    choice.offset += len(text)
+    return answer
+
+
+async def chosen(
+    frontend: Frontend, body: CompletionBody, choices: Sequence[generation.Choice], silent: bool
+) -> AsyncIterator[tuple[generation.Choice, Delta]]:
+    """The best texts, each in one piece, once all are written."""
+    found = await generation.finished(frontend, choices, silent)
+    for pair in best(body, list(zip(choices, found, strict=True))):
+        yield pair
+
+
+def best(
+    body: CompletionBody, found: list[tuple[generation.Choice, Delta]]
+) -> list[tuple[generation.Choice, Delta]]:
+    """The `n` likeliest texts of each prompt, by the mean of their tokens, where `best_of` are more."""
+    count = body.candidates
+    if count == body.choices:
+        return found
+
+    def likelihood(pair: tuple[generation.Choice, Delta]) -> float:
+        tokens = pair[1].tokens
+        return sum(token.logprob or 0.0 for token in tokens) / max(1, len(tokens))
+
+    kept = []
+    for place in range(0, len(found), count):
+        kept += sorted(found[place : place + count], key=likelihood, reverse=True)[: body.choices]
+    for index, (choice, _) in enumerate(kept):
+        choice.index = index
+    return kept

@@ -1,0 +1,309 @@
+"""What completions and chat share: from a body to jobs, from deltas to choices and events."""
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic_core
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ...engine.job import Delta, Job, Ticket
+from ...request import Request, RequestError
+from ...transcript import Token, Usage
+from .. import grammar, log, tracing
+from ..frontend import Frontend, FrontendError, collected, merged, refusals
+from ..protocol.entropic import TRACED
+from ..protocol.fields import usage
+from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
+from . import errors
+
+SUMMARY = ("entropic_time", "mean_entropy", "kept_fraction", "certificate")
+T = TypeVar("T")
+
+
+class Choice:
+    """One text on its way: its job, and what has been handed out of it."""
+
+    def __init__(self, index: int, prompt: Sequence[int], ticket: Ticket | None) -> None:
+        self.index, self.prompt, self.ticket = index, prompt, ticket
+        self.begun = False  # whether anything was handed out
+        self.offset = 0  # characters handed out
+        self.tokens = 0
+        self.cached = 0
+
+    def take(self, delta: Delta) -> None:
+        """Count what a delta brings; FrontendError if it ends in an error."""
+        self.tokens += len(delta.tokens)
+        self.cached = max(self.cached, delta.cached_tokens)
+        if delta.finish_reason == "error":
+            status = 408 if delta.timed_out else 500
+            raise FrontendError(status, delta.error or "the request took longer than the server allows")
+
+
+def identifier(prefix: str, given: str | None) -> str:
+    """The id of an answer: after that of the request, whoever gave it."""
+    return f"{prefix}-{given or log.request_id.get() or uuid.uuid4().hex}"
+
+
+def requests_of(
+    frontend: Frontend, body: SamplingBody, prompt: Sequence[int], count: int, most: int
+) -> list[Request]:
+    """`count` requests for one prompt, which differ in their seed."""
+    limits, context = frontend.settings.limits, frontend.model.context
+    if len(body.stop or ()) > limits.stops and not isinstance(body.stop, str):
+        raise RequestError(f"stop has {len(body.stop or ())} strings; accepted are at most {limits.stops}")
+    if not 0 < len(prompt) < context:
+        raise RequestError(
+            f"prompt has {len(prompt)} tokens; accepted are 1 to {context - 1}, one less than the model's "
+            f"maximum context length of {context} tokens"
+        )
+    fields = body.sampling(dict(frontend.model.defaults))
+    wanted = max(1, min(most, context - len(prompt)))
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), wanted)
+    last = frontend.model.vocabulary - 1
+    for name in ("stop_token_ids", "logit_bias"):
+        if (wrong := max(fields[name], default=0)) > last:
+            raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {last}")
+    first = body.first_seed()
+    return [
+        Request(prompt=prompt, max_tokens=wanted, seed=(first + k) % 2**31, **fields) for k in range(count)
+    ]
+
+
+def jobs_of(
+    frontend: Frontend,
+    body: SamplingBody,
+    requests: Sequence[Request],
+    name: str,
+    alternatives: int | None,
+    prompt_alternatives: int | None = None,
+) -> list[Job]:
+    """The jobs of requests, each with a follower of the grammar that the body asks for."""
+    default = frontend.settings.control
+    constraint = constraint_of(body)
+    return [
+        Job(
+            id=f"{name}-{index}",
+            request=request,
+            control=default if body.entropic is None else body.entropic.control(default),
+            priority=body.priority or 0,
+            deadline=body.deadline,
+            timeout=frontend.settings.request_timeout,
+            alternatives=alternatives,
+            prompt_alternatives=prompt_alternatives,
+            grammar=None if constraint is None else frontend.grammars.compile(*constraint),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
+    """The field that constrains the text, and the grammar it stands for."""
+    form = body.response_format
+    if isinstance(form, ObjectFormat):
+        return "response_format", grammar.any_object()
+    if isinstance(form, SchemaFormat):
+        schema = form.json_schema.schema_
+        return "response_format.json_schema", grammar.from_schema("response_format.json_schema", schema)
+    given = body.structured_outputs
+    if given is None:
+        return None
+    if given.json_ is not None:
+        return "structured_outputs.json", grammar.from_schema("structured_outputs.json", given.json_)
+    if given.regex is not None:
+        return "structured_outputs.regex", grammar.from_regex(given.regex)
+    if given.choice is not None:
+        return "structured_outputs.choice", grammar.from_choices(given.choice)
+    if given.grammar is not None:
+        return "structured_outputs.grammar", grammar.from_text(given.grammar)
+    return ("structured_outputs.json_object", grammar.any_object()) if given.json_object else None
+
+
+async def start(
+    frontend: Frontend, prepare: Callable[[], tuple[list[Job], list[tuple[Sequence[int], Job | None]]]]
+) -> list[Choice]:
+    """Prepare jobs in a thread, since long prompts and grammars take their time, and hand them in."""
+    frontend.check_able()
+    with refusals():
+        jobs, plan = await asyncio.to_thread(prepare)
+        tickets = dict(zip((job.id for job in jobs), frontend.submit(jobs), strict=True))
+    return [
+        Choice(index, prompt, None if job is None else tickets[job.id])
+        for index, (prompt, job) in enumerate(plan)
+    ]
+
+
+async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIterator[Delta]:
+    """The deltas of a choice; where its prompt alone is wanted (`silent`), without the tokens after it."""
+    if choice.ticket is None:
+        yield Delta(finish_reason="length", usage=Usage(len(choice.prompt), 0))
+        return
+    async with contextlib.aclosing(frontend.follow(choice.ticket)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            if not silent or delta.finish_reason == "error":
+                yield delta
+            elif delta.finish_reason is None:
+                yield delta._replace(tokens=())
+            else:
+                yield delta._replace(tokens=(), finish_reason="length", stop_reason=None)
+
+
+async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) -> list[Delta]:
+    """Every choice as one delta, once all have ended; the first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(collected(deltas_of(frontend, choice, silent))) for choice in choices]
+    finally:
+        release(frontend, choices)
+    found = [task.result() for task in tasks]
+    for choice, delta in zip(choices, found, strict=True):
+        choice.take(delta)
+    return found
+
+
+def release(frontend: Frontend, choices: Sequence[Choice]) -> None:
+    """Cancel what has not ended: nobody reads it any more, or ever did."""
+    frontend.release([choice.ticket for choice in choices if choice.ticket is not None])
+
+
+async def arriving(
+    frontend: Frontend, choices: Sequence[Choice], silent: bool
+) -> AsyncIterator[tuple[Choice, Delta]]:
+    """The deltas of all choices as they come."""
+    sources = [deltas_of(frontend, choice, silent) for choice in choices]
+    async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
+        async for index, delta in news:
+            choices[index].take(delta)
+            yield choices[index], delta
+
+
+async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T | None:
+    """What the work comes to, or None, and the work is cancelled, if the client leaves before."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; the jobs behind them end as soon as the client has gone."""
+
+    def __init__(self, source: AsyncIterator[bytes], frontend: Frontend, choices: Sequence[Choice]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(source, headers=headers, media_type="text/event-stream")
+        self.release = lambda: release(frontend, choices)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the source ends or the client leaves, which it may do before the first event."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.release()
+
+
+async def events(
+    choices: Sequence[Choice],
+    body: SamplingBody,
+    head: Mapping[str, Any],
+    render: Callable[[Choice, Delta], list[Mapping[str, Any]]],
+    news: AsyncIterator[tuple[Choice, Delta]],
+) -> AsyncIterator[bytes]:
+    """The events of a stream: what `render` makes of each delta, the usage, the end."""
+    options = body.stream_options
+    include = bool(options and options.include_usage)
+    running = bool(options and options.continuous_usage_stats)
+    ends: list[Delta] = []
+    try:
+        async with contextlib.aclosing(news) as pieces:  # type: ignore[type-var]
+            async for choice, delta in pieces:
+                ends += [delta] if delta.finish_reason is not None else []
+                for rendered in render(choice, delta):
+                    event = {**head, "choices": [rendered]}
+                    if running:
+                        event["usage"] = usage(len(choice.prompt), choice.tokens, choice.cached)
+                    elif include:
+                        event["usage"] = None
+                    yield encoded(event)
+        used = finish(choices, ends)
+        if include:
+            yield encoded({**head, "choices": [], "usage": used})
+    except FrontendError as error:
+        yield encoded(errors.body(error.status, str(error), error.param))
+    yield b"data: [DONE]\n\n"
+
+
+def finish(choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, Any]:
+    """The usage of a request, told to its trace as well."""
+    found = total(choices)
+    tracing.note(
+        **{
+            "gen_ai.usage.input_tokens": found["prompt_tokens"],
+            "gen_ai.usage.output_tokens": found["completion_tokens"],
+            "entropic.time": sum(delta.summary.get("entropic_time", 0.0) for delta in deltas),
+        }
+    )
+    return found
+
+
+def total(choices: Sequence[Choice]) -> Mapping[str, Any]:
+    """The usage of a request: each prompt counts once, however many texts follow it."""
+    prompts = {id(choice.prompt): choice for choice in choices}.values()
+    return usage(
+        sum(len(choice.prompt) for choice in prompts),
+        sum(choice.tokens for choice in choices),
+        sum(choice.cached for choice in prompts),
+    )
+
+
+def head_of(name: str, kind: str, model: str) -> dict[str, Any]:
+    """What every answer begins with."""
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def entropic(body: SamplingBody, delta: Delta, choice: Choice) -> dict[str, Any]:
+    """What a choice tells of entropic time: the summary at its end, every token where that was asked for."""
+    found: dict[str, Any] = {}
+    if delta.finish_reason is not None:
+        found = {name: number(delta.summary.get(name)) for name in SUMMARY}
+    if body.entropic is not None and body.entropic.trace and (delta.tokens or found):
+        found["trace"] = {
+            "token_ids": [token.id for token in delta.tokens],
+            "text": [token.text for token in delta.tokens],
+            **{name: measured(delta.tokens, name) for name in TRACED},
+        }
+    return {"entropic": found} if found else {}
+
+
+def measured(tokens: Sequence[Token], name: str) -> list[float | None]:
+    """One measure of every token."""
+    return [number(token.measures.get(name)) for token in tokens]
+
+
+def number(value: float | None) -> float | None:
+    """A number that JSON can hold, or null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def encoded(event: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + pydantic_core.to_json(event, inf_nan_mode="null") + b"\n\n"
+
+
+def answered(answer: Mapping[str, Any]) -> Response:
+    """A whole answer."""
+    return Response(pydantic_core.to_json(answer, inf_nan_mode="null"), media_type="application/json")

@@ -1,0 +1,98 @@
+"""Logarithmic probabilities in the forms of the two endpoints."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...engine.job import PromptToken
+from ...transcript import Alternative, Token
+from ..served_model import ServedModel
+from .generation import measured, number
+
+Name = Callable[[int], str]
+
+
+def naming(model: ServedModel, as_ids: bool | None) -> Name:
+    """How tokens are named: by their text, or "token_id:17"."""
+    return (lambda token: f"token_id:{token}") if as_ids else model.token_text
+
+
+def of_completion(
+    prompt: Sequence[PromptToken], tokens: Sequence[Token], most: int, offset: int, name: Name
+) -> dict[str, Any]:
+    """The four lists of completions, and each token's measures beside them."""
+    offsets, position = [], offset
+    for text in [*(token.text for token in prompt), *(token.text for token in tokens)]:
+        offsets.append(position)
+        position += len(text)
+    entries = [*prompt, *tokens]
+    nothing: list[None] = [None] * len(prompt)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [number(token.logprob) for token in entries],
+        "tokens": [name(token.id) for token in entries],
+        "top_logprobs": [
+            None if token.logprob is None else listed(token.id, token.logprob, token.top, most, name)
+            for token in entries
+        ],
+        **{
+            measure: nothing + measured(tokens, measure)
+            for measure in ("entropy", "temperature", "kept_fraction", "surprisal")
+        },
+    }
+
+
+def listed(
+    token: int, logprob: float, top: Sequence[Alternative], most: int, name: Name
+) -> dict[str, float | None]:
+    """The likeliest tokens and the one that came, by name.
+
+    Different tokens may have one name, as parts of characters have: the likeliest of them counts, so that
+    the largest number here is that of the likeliest token.
+    """
+    found: dict[str, float | None] = {}
+    for alternative in [*top[:most], Alternative(token, logprob)]:
+        found.setdefault(name(alternative.id), number(alternative.logprob))
+    return found
+
+
+def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
+    """One entry a token."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = name(token)
+        value = number(logprob)
+        # Some clients want a number at any price; so improbable is what has none.
+        return {"token": text, "logprob": -9999.0 if value is None else value, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {
+                **entry(token.id, token.logprob),
+                "top_logprobs": [entry(*alternative) for alternative in token.top[:most]],
+                **{
+                    measure: number(token.measures.get(measure))
+                    for measure in ("entropy", "temperature", "kept_fraction", "surprisal")
+                },
+            }
+            for token in tokens
+        ]
+    }
+
+
+def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict[str, Any] | None]:
+    """VLLM's `prompt_logprobs`: for each token of the prompt but the first, the candidates by id."""
+    found: list[dict[str, Any] | None] = []
+    for token in prompt:
+        if token.logprob is None:
+            found.append(None)
+            continue
+        ranks = {alternative.id: rank for rank, alternative in enumerate(token.top, 1)}
+        entries = {alternative.id: alternative.logprob for alternative in token.top[:most]}
+        entries.setdefault(token.id, token.logprob)
+        found.append(
+            {
+                str(one): {"logprob": number(value), "rank": ranks.get(one), "decoded_token": name(one)}
+                for one, value in entries.items()
+            }
+        )
+    return found

@@ -1,0 +1,90 @@
+"""Whether the server is alive and ready, what it serves, and how it is doing."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from ... import version
+from ..frontend import Frontend, FrontendError
+from ..protocol.service import EngineState, Health, ModelCard, ModelList, Version
+from .errors import documented
+from .generation import answered
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def router(frontend: Frontend) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["service"])
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": frontend.started,
+            "owned_by": "entropic_jax",
+            "root": frontend.model.path,
+            "parent": None,
+            "max_model_len": frontend.model.context,
+            "permission": [],
+        }
+
+    @routes.get(
+        "/v1/models", summary="The models served", response_model=ModelList, responses=documented(401)
+    )
+    async def models() -> Any:
+        return answered({"object": "list", "data": [card(name) for name in frontend.model.names]})
+
+    @routes.get(
+        "/v1/models/{model:path}",
+        summary="One of the models served",
+        response_model=ModelCard,
+        responses=documented(401, 404),
+    )
+    async def model(model: str) -> Any:
+        return answered(card(frontend.check_model(model)))
+
+    @routes.get(
+        "/health", summary="Whether the server is alive", response_model=Health, responses=documented(503)
+    )
+    async def health() -> Any:
+        if (failure := frontend.engine.failure()) is not None:
+            raise FrontendError(503, f"the engine has failed: {failure}")
+        return answered({"status": "alive"})
+
+    @routes.get(
+        "/ready",
+        summary="Whether all programs are compiled and requests are taken",
+        response_model=Health,
+        responses=documented(503),
+    )
+    async def ready() -> Any:
+        frontend.check_able()
+        if not frontend.engine.ready():
+            raise FrontendError(503, "the programs are being compiled", retry_after=5.0)
+        return answered({"status": "ready"})
+
+    @routes.get("/version", summary="The version", response_model=Version)
+    async def the_version() -> Any:
+        return answered({"version": version()})
+
+    @routes.get(
+        "/metrics",
+        summary="Metrics for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        return Response(frontend.metrics.text(), headers={"Content-Type": PROMETHEUS})
+
+    @routes.get(
+        "/entropic/state",
+        summary="What the engine is doing now",
+        response_model=EngineState,
+        responses=documented(401),
+    )
+    async def state() -> Any:
+        return answered(frontend.state())
+
+    return routes

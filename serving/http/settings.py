@@ -1,0 +1,35 @@
+"""How a server is set up: where it listens, who may ask, and how much."""
+
+from typing import NamedTuple
+
+from ..control_options import Control
+
+
+class Limits(NamedTuple):
+    """The most that one request may hold."""
+
+    body: int = 16 * 2**20  # bytes
+    sequences: int = 1024  # prompts times texts for each
+    stops: int = 16  # stop strings
+    grammar: int = 64 * 1024  # characters of a schema, expression or grammar
+
+
+class Settings(NamedTuple):
+    """What the command line says of the server, apart from the engine's own."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    log_requests: bool = True
+    request_timeout: float | None = 600.0  # seconds
+    drain: float = 30.0  # seconds that requests in flight have after SIGTERM
+    metrics_prefix: str = "vllm"
+    control: Control = Control()
+    limits: Limits = Limits()
+
+    def __repr__(self) -> str:
+        """Without the keys."""
+        shown = {**self._asdict(), "api_keys": f"<{len(self.api_keys)}>"}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
