@@ -9,10 +9,8 @@ as when decoding.
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,20 +251,8 @@ def main() -> None:
         options.text = [Path(folder) / f"{name}.py" for name in LONG_TEXTS]
 
     console = Console()
-    if options.show:
-        results = json.loads(options.show.read_text())
-    else:
-        results = run(options, console)
-        name = f"entropy-{report.slug(results['cpu'])}.json"
-        folder = Path(tempfile.gettempdir()) if options.quick else ROOT / "benchmarks" / "results"
-        output = options.output or folder / name
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
-        console.print(f"results: {output}")
-    report.show_grids(grids(results), notes(results), console)
-    if options.document:
-        text = report.markdown(grids(results), notes(results))
-        report.write_section(ROOT / "docs" / "results.md", "entropy", text)
+    results = report.load_or_measure(options, "entropy", lambda: run(options, console), "cpu")
+    report.publish(options, "entropy", grids(results), notes(results), console)
 
 
 if __name__ == "__main__":

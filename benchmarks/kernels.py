@@ -8,9 +8,7 @@ small cases of its tests; `python -m tests.pallas.table --show` then enters that
 """
 
 import argparse
-import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from entropic_jax.pallas import self_test
 
 from . import kernels_attention, kernels_checks, kernels_choice, kernels_step, kernels_topk, report
 from .kernels_timing import copy_bandwidth, on_cpu
-from .worker import ROOT, pin
+from .worker import pin
 
 PARTS = {
     "attention": kernels_attention.measure,
@@ -140,22 +138,10 @@ def main() -> None:
     options = parser.parse_args()
     options.repeat = options.repeat or (2 if options.quick else 10)
     console = Console()
-    if options.show:
-        results = json.loads(options.show.read_text())
-    else:
-        if on_cpu():
-            pin(options.threads)
-        results = run(options, console)
-        name = f"kernels-{report.slug(results['device'])}.json"
-        folder = Path(tempfile.gettempdir()) if options.quick else ROOT / "benchmarks" / "results"
-        output = options.output or folder / name
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
-        console.print(f"results: {output}")
-    report.show_grids(grids(results), notes(results), console)
-    if options.document:
-        text = report.markdown(grids(results), notes(results))
-        report.write_section(ROOT / "docs" / "results.md", "kernels", text)
+    if on_cpu() and not options.show:
+        pin(options.threads)
+    results = report.load_or_measure(options, "kernels", lambda: run(options, console), "device")
+    report.publish(options, "kernels", grids(results), notes(results), console)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from entropic_jax.state import RUNNING, State
 from models.train.recall import Filler
 from serving.generation import EMBEDDED
 
-from . import long_context_report as report
+from . import long_context_report, report
 from .ablation_shape import random_model
 from .long_files import read_items, score
 from .long_tasks import TASKS, Case, make_case
@@ -125,7 +125,7 @@ class Quality:
     def make(self, context: int) -> list[Case]:
         """The cases of a context, the same for every method; each task is asked first in its turn."""
         names = list(TASKS)
-        return [
+        cases = [
             make_case(
                 np.random.default_rng((5, context, i)),
                 context - TAIL // 4,
@@ -134,6 +134,10 @@ class Quality:
             )
             for i in range(self.cases)
         ]
+        longest = max(len(case.prompt) for case in cases)
+        if longest > context:
+            raise ValueError(f"context is {context}; accepted are at least {longest}, to hold every task")
+        return cases
 
     def measure(self, name: str, context: int, budget: int | None) -> dict[str, Any]:
         """One cell: the answers, and what reading and writing cost."""
@@ -152,11 +156,10 @@ class Quality:
             spent = jax.device_get(state.lists.spent)
             state, surprisal = forced(self.subject, setting, state, tails)
             account = jax.device_get(state.ledger)
-            weights = shape.weights * 4 * TAIL / ROWS
             for row, case in enumerate(some):
                 products += float(spent.products[row])
                 positions += float(spent.positions[row])
-                kv_bytes += float(account.bytes_read[row]) - weights
+                kv_bytes += float(account.bytes_read[row]) - shape.weights * 4 * TAIL / ROWS
                 held += float(account.kv_bytes[row])
                 for task, places in case.answers.items():
                     if places.max() < TAIL:
@@ -282,9 +285,8 @@ def main() -> None:
         results = json.loads(options.show.read_text())
     else:
         results = measure(options, console)
-    report.show(results, console)
-    if options.document:
-        report.document(results)
+    tables = long_context_report.grids(results)
+    report.publish(options, "long_context", tables, long_context_report.notes(results), console)
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -3,17 +3,11 @@
 import statistics
 from typing import Any
 
-from rich.console import Console
-
 from entropic_jax.analysis.statistics import split
 from models.train.recall import interval
 
-from .report import Grid, machine, markdown, show_grids, slug, write_section
-from .worker import ROOT
+from .report import Grid
 
-__all__ = ["document", "machine", "show", "slug"]
-
-DOCUMENT = ROOT / "docs" / "results.md"
 Rows = list[dict[str, Any]]
 
 
@@ -121,8 +115,8 @@ An answer is right if every token of it has more than half of the probability, t
 Costs count attention: products with the keys read, and scoring of pages. What ranks the entries of a
 compression is not counted; H2O and the oracle compute the whole attention once more.
 
-`entropy-matched`, `criti-prefill`, `uniform-prefill` and `oracle-prefill` have the same budget; `entropy-
-prefill` grows beyond it where entropy rises.
+`entropy-matched`, `criti-prefill`, `uniform-prefill` and `oracle-prefill` have the same budget;
+`entropy-prefill` grows beyond it where entropy rises.
 
 Speed: published budgets; random weights attend evenly, which says nothing of quality.
 """
@@ -131,12 +125,3 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 def notes(results: dict[str, Any]) -> list[str]:
     here = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
     return [here, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
-
-
-def show(results: dict[str, Any], console: Console) -> None:
-    show_grids(grids(results), notes(results), console)
-
-
-def document(results: dict[str, Any]) -> None:
-    """Write the tables into docs/results.md."""
-    write_section(DOCUMENT, "long_context", markdown(grids(results), notes(results)))

@@ -1,9 +1,12 @@
 """Results as tables, in a terminal and in docs/results.md: in common, and of `benchmarks.decode`."""
 
+import argparse
 import datetime
+import json
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).resolve().parents[1]
 Grid = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 
@@ -206,6 +210,33 @@ def markdown(grids: list[Grid], notes: list[str]) -> str:
             parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
     parts.append("\n".join(f"- {line}" for line in notes))
     return "\n\n".join(parts)
+
+
+def load_or_measure(
+    options: argparse.Namespace, name: str, measure: Callable[[], dict[str, Any]], place: str
+) -> dict[str, Any]:
+    """The results that `options.show` names, or those that are measured now and stored, small ones elsewhere.
+
+    `place` is the entry of the results that says where it was measured.
+    """
+    if options.show:
+        return json.loads(options.show.read_text())
+    results = measure()
+    folder = Path(tempfile.gettempdir()) if options.quick else ROOT / "benchmarks" / "results"
+    output = options.output or folder / f"{name}-{slug(results[place])}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print(f"results: {output}")
+    return results
+
+
+def publish(
+    options: argparse.Namespace, name: str, grids: list[Grid], notes: list[str], console: Console
+) -> None:
+    """Print tables, and put them into docs/results.md if `options.document`."""
+    show_grids(grids, notes, console)
+    if options.document:
+        write_section(ROOT / "docs" / "results.md", name, markdown(grids, notes))
 
 
 def write_section(document: Path, name: str, text: str) -> None:

@@ -230,9 +230,8 @@ def main() -> None:
         results = json.loads(options.show.read_text())
     else:
         results = measure(options, console)
-    sampling_report.show(results, console)
-    if options.document:
-        sampling_report.document(results)
+    tables = sampling_report.grids(results)
+    report.publish(options, "sampling", tables, sampling_report.notes(results), console)
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from typing import Any
 
-from rich.console import Console
-
 from entropic_jax.analysis.statistics import split
 from models.train.recall import interval
 
-from .report import Grid, markdown, show_grids, write_section
-from .worker import ROOT
+from .report import Grid
 
-DOCUMENT = ROOT / "docs" / "results.md"
 Rows = list[dict[str, Any]]
 
 
@@ -78,12 +74,6 @@ Free text: after 128 tokens of held-out source; a loop repeats up to 40 tokens t
     return found.split("\n")
 
 
-def show(results: dict[str, Any], console: Console) -> None:
-    """Print the tables."""
-    if results["tasks"]:
-        show_grids([overall(results), by_kind(results)], notes(results), console)
-
-
-def document(results: dict[str, Any]) -> None:
-    """Write the tables into docs/results.md."""
-    write_section(DOCUMENT, "sampling", markdown([overall(results), by_kind(results)], notes(results)))
+def grids(results: dict[str, Any]) -> list[Grid]:
+    """The tables."""
+    return [overall(results), by_kind(results)]

@@ -173,12 +173,14 @@ def note(search: Search, trace: Trace, plan: Plan) -> Search:
 
 
 def rearrange(search: Search, plan: Plan) -> Search:
-    """Do what is due: judge branches, go back, branch; who was judged may branch again at once."""
+    """Do what is due: judge branches, branch, go back; who was judged may branch again at once.
+
+    To go back reads pages and to branch writes them. In this order the one depends on the other, so that XLA
+    writes in place; in the other, nothing says that the reading comes first, and it copies the pool.
+    """
     if plan.branches > 1:
-        search = judge(search, plan)
+        search = branch(judge(search, plan), plan)
     search = go_back(search, plan)
-    if plan.branches > 1:
-        search = branch(search, plan)
     return search._replace(due=jnp.full_like(search.due, NOTHING))
 
 

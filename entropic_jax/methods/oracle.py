@@ -5,31 +5,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from .method import Scene, Verdict
+from .method import Scene
+from .uniform_budget import UniformBudget
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Oracle:
+class Oracle(UniformBudget):
     """Read the pages that get most of a segment's attention, `base` tokens of them.
 
     It computes all of that attention first, so it saves nothing; what it looks at is not counted as read.
     """
 
-    base: int = 2048
-    segment: int = 512
-    dense_below: int = 4096
-    dense_layers: int = 1
-    page_size: int | None = 16
-
-    def begin(self, rows: int, kv_heads: int, pages: int) -> tuple[()]:
-        """See `Prefill`."""
-        return ()
-
-    def judge(self, scene: Scene, memory: tuple[()], below: None) -> tuple[Verdict, tuple[()], None]:
-        """See `Prefill`."""
-        mass = attention_of_pages(scene)
-        return Verdict(mass, jnp.full(mass.shape[:2], self.base, jnp.float32)), memory, None
+    def worth(self, scene: Scene) -> jax.Array:
+        """See `UniformBudget`."""
+        return attention_of_pages(scene)
 
 
 def attention_of_pages(scene: Scene) -> jax.Array:

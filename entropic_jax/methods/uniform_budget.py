@@ -26,5 +26,9 @@ class UniformBudget:
 
     def judge(self, scene: Scene, memory: tuple[()], below: None) -> tuple[Verdict, tuple[()], None]:
         """See `Prefill`."""
-        share = observation(scene)
-        return Verdict(share, jnp.full(share.shape[:2], self.base, jnp.float32)), memory, None
+        worth = self.worth(scene)
+        return Verdict(worth, jnp.full(worth.shape[:2], self.base, jnp.float32)), memory, None
+
+    def worth(self, scene: Scene) -> jax.Array:
+        """What the pages are ranked by, `[rows, kv_heads, pages]`."""
+        return observation(scene)

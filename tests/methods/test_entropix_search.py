@@ -227,7 +227,6 @@ def test_greedy_rows_do_not_search():
     assert not any(np.asarray(x).any() for x in search.tally)
 
 
-@pytest.mark.xfail(reason="XLA copies the pool around the conditionals of a search that forks", strict=True)
 def test_no_copy_of_the_cache_in_a_launch():
     controller = law(thresholds=forcing(EXPLORE))
     search = begin(tiny.prompts(9, 14), PLAN, controller)
