@@ -6,7 +6,9 @@ Starts a server with a small cache, so that sequences are preempted, and `--batc
 right answer to each request is known from when the server was alone with it. Long requests, and those that
 ask to go behind others, may be ended by the server's time limit if it says so. At the end every page must be
 free again, memory within 5 % of what it was after warm-up, and after kill -9 the server must come back.
-Exits with 1 where any of it does not hold.
+Exits with 1 where any of it does not hold. On the way it says how far it is, and keeps what came of the
+requests so far beside the results (`soak-CPU.partial.json`), in case it is broken off; it gives up where a
+hundred requests have failed.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from .worker import ROOT
 DOCUMENT = ROOT / "docs" / "results.md"
 GROWTH = 0.05  # of memory, allowed
 PATIENCE = 180.0  # seconds after which a request counts as hanging
+HOPELESS = 100  # failures after which no more requests are sent
 SERVER = (
     *("--max-num-seqs", "16", "--max-model-len", "1024", "--kv-cache-bytes", str(24 * 2**20)),
     *("--request-timeout", "30", "--batch-invariant", "--warmup", "full"),
@@ -60,9 +64,15 @@ async def state(pool: Pool) -> dict[str, Any]:
 
 
 async def soak(
-    server: ServerProcess, known: list[Known], count: int, concurrency: int, tokens: int, seed: int
+    server: ServerProcess,
+    known: list[Known],
+    count: int,
+    concurrency: int,
+    tokens: int,
+    seed: int,
+    told: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Send `count` requests, `concurrency` at a time; what came of them."""
+    """Send `count` requests, `concurrency` at a time; what came of them, also told a hundred times."""
     pool = Pool(server.url)
     requests = Requests(pool, tokens, known)
     kinds = requests.kinds()
@@ -73,9 +83,21 @@ async def soak(
     queue = iter(enumerate(order))
     begin = time.perf_counter()
 
+    def so_far() -> dict[str, Any]:
+        return {
+            "seconds": time.perf_counter() - begin,
+            "sent": dict(sent),
+            "refused": refused,
+            "timed_out": dict(timed_out),
+            "failures": failures,
+            "memory": memory,
+        }
+
     async def worker() -> None:
         nonlocal refused
         for index, kind in queue:
+            if len(failures) >= HOPELESS:
+                return
             name, (_, send) = list(kinds.items())[kind]
             random = np.random.default_rng((seed, index))
             while True:
@@ -96,26 +118,19 @@ async def soak(
             sent[name] += 1
             if sent.total() % max(1, count // 100) == 0:
                 memory.append((sent.total(), server.resident()))
+                told(so_far())
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(worker())
-    seconds = time.perf_counter() - begin
+    found = so_far()
     for _ in range(150):  # those whose clients have left need a moment
         after = await state(pool)
         if after["running"] + after["waiting"] == 0 and after["kv_usage"] == 0:
             break
         await asyncio.sleep(0.2)
     pool.close()
-    return {
-        "seconds": seconds,
-        "sent": dict(sent),
-        "refused": refused,
-        "timed_out": dict(timed_out),
-        "failures": failures,
-        "memory": memory,
-        "after": {name: value for name, value in after.items() if name != "sequences"},
-    }
+    return {**found, "after": {name: value for name, value in after.items() if name != "sequences"}}
 
 
 async def crash(server: ServerProcess, known: list[Known], tokens: int) -> dict[str, Any]:
@@ -201,6 +216,17 @@ def main() -> int:
     parser.add_argument("--document", action="store_true", help="put the tables into docs/results.md")
     options = parser.parse_args()
     console = Console(highlight=False)
+    out = options.out or ROOT / "benchmarks" / "results" / f"soak-{report.slug(report.processor())}.json"
+    partial = out.with_suffix(".partial.json")
+
+    def tell(run: dict[str, Any]) -> None:
+        partial.write_text(json.dumps(results | {"run": run}, indent=1) + "\n", "utf-8")
+        done, megabytes = run["memory"][-1]
+        console.print(
+            f"{done} of {options.requests} requests in {run['seconds']:.0f} s: {megabytes:.0f} MB, "
+            f"{len(run['failures'])} failed, {sum(run['timed_out'].values())} timed out"
+        )
+
     results = report.machine(console) | {"server": " ".join(SERVER)}
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(ours(options.model, *SERVER), Path(folder) / "server.log")
@@ -208,7 +234,15 @@ def main() -> int:
             results["ready"] = server.start()
             known = asyncio.run(learn(server, prompts(options.prompts), options.tokens))
             results["run"] = asyncio.run(
-                soak(server, known, options.requests, options.concurrency, options.tokens, options.seed)
+                soak(
+                    server,
+                    known,
+                    options.requests,
+                    options.concurrency,
+                    options.tokens,
+                    options.seed,
+                    tell,
+                )
             )
             results["growth"] = memory_growth(results["run"]["memory"], options.requests)
             results["crash"] = asyncio.run(crash(server, known, options.tokens))
@@ -219,8 +253,8 @@ def main() -> int:
     report.show_grids(grids(results), notes, console)
     for name, detail in results["run"]["failures"][:20]:
         console.print(f"{name}: {detail}", markup=False)
-    out = options.out or ROOT / "benchmarks" / "results" / f"soak-{report.slug(report.processor())}.json"
     out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    partial.unlink(missing_ok=True)
     if options.document:
         report.write_section(DOCUMENT, "soak", report.markdown(grids(results), notes))
     return int(not all(right for _, right, _ in verdicts(results)))
