@@ -41,6 +41,23 @@ class ServedModel:
             raise RequestError(f"prompt holds the token {wrong}; accepted are 0 to {self.vocabulary - 1}")
         return list(prompt)
 
+    def check_length(self, text: str) -> None:
+        """RequestError where a text cannot fit, however it is cut: to cut it would take time and memory."""
+        longest = self._longest
+        if longest is not None and len(text) > longest * self.context:
+            raise RequestError(
+                f"prompt has {len(text)} characters; accepted are at most {longest * self.context}: no token "
+                f"has more than {longest}, and the model's maximum context length is {self.context} tokens"
+            )
+
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """Characters of the longest token; None where cutting may shorten a text first."""
+        backend = self.tokenizer.backend
+        if backend.normalizer is not None:
+            return None
+        return max(map(len, backend.get_vocab(with_added_tokens=True)))
+
     def beginning(self) -> list[int]:
         """What an empty prompt is read as: the token that begins all texts, where the model has one."""
         begin = self.tokenizer.bos_token

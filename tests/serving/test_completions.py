@@ -232,6 +232,19 @@ def test_an_empty_prompt_is_the_beginning_of_a_text(live):
     assert live.engine.jobs[-1].request.prompt == (0,)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut(live, monkeypatch, chat):
+    monkeypatch.setattr(type(live.model.tokenizer), "encode", None)
+    most = live.model.context * max(map(len, live.model.tokenizer.backend.get_vocab()))
+    text = "a" * (most + 1)
+    path, body = "/v1/completions", {"prompt": text}
+    if chat:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+    answer = httpx2.post(live.url + path, json=body)
+    assert answer.status_code == 400
+    assert f"characters; accepted are at most {most}: no token" in answer.json()["error"]["message"]
+
+
 def test_stop_strings_and_their_reason(live):
     (choice,) = complete(live, seed=0, max_tokens=100, stop=["(a", "zz"])["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("def add", "stop", "(a")

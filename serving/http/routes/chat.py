@@ -71,6 +71,8 @@ def prepare(
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
     )
+    if body.truncate_prompt_tokens is None:
+        frontend.model.check_length(text)
     tokens = tuple(frontend.model.encode(text, special=False))[-(body.truncate_prompt_tokens or 0) :]
     most = frontend.model.context if most is None else most
     requests = generation.requests_of(frontend, body, tokens, count, most)

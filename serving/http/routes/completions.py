@@ -70,6 +70,8 @@ def prepare(
     of_prompt = max((number for number in asked if number is not None), default=None)
     requests, places = [], []
     for prompt in prompts:
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            frontend.model.check_length(prompt)
         special = body.add_special_tokens is not False
         read = frontend.model.encode(prompt, special) or frontend.model.beginning()
         tokens = tuple(read)[-(body.truncate_prompt_tokens or 0) :]
