@@ -1,7 +1,8 @@
 """The turns of the engine: who is placed, what is read, how far all decode, and what came of it.
 
 Everything here happens in the engine's thread. What is given to the device is remembered as a flight until
-its outcome is collected, one turn later, while the device works on the next.
+its outcome is collected: one turn later, while the device works on the next, where the two do not share their
+processors.
 """
 
 import time
@@ -15,7 +16,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..transcript import Token
 from .commands import Edits, Placement
-from .job import Grammar
+from .job import Delta, Grammar
 from .launches import Flight, Launches, Piece
 from .observer import Observer
 from .options import Sizes
@@ -26,7 +27,6 @@ from .programs import Board, Output, Programs, Read
 from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence, alternatives
 from .ticket import QueuedTicket, wake
 
-MOST_PUT_OFF = 3  # turns without steps for rows that run, while more of them read their prompts
 NOT_NUMBERS = "the model computed logits that are not numbers"
 
 
@@ -45,8 +45,14 @@ class Batcher:
         tokenizer: Any,
         *,
         exact: bool,
+        overlapped: bool,
     ) -> None:
-        """`exact`: what is read is read in pieces that begin at the same positions whatever came before."""
+        """`exact`: what is read is read in pieces that begin at the same positions whatever came before.
+
+        `overlapped`: the device is given its next work before the outcome of the last is looked at. Where it
+        shares its processors with this thread that gains nothing, and who ends or comes waits longer.
+        """
+        self.overlapped = overlapped
         self.programs, self.board, self.sizes, self.pages, self.edits = programs, board, sizes, pages, edits
         self.ranking, self.observer, self.tokenizer, self.exact = ranking, observer, tokenizer, exact
         rows = sizes.rows
@@ -58,11 +64,10 @@ class Batcher:
         self.ahead = np.zeros(rows, np.int64)  # steps under way since
         self.drops = np.full(rows, ranking.drop)
         self.rounds = 0.0
-        self.put_off = 0  # turns since the running rows had steps
         self.preemptions = 0
         self.collected = time.perf_counter()
-        self.launches = Launches(programs, sizes, exact)
-        self.told: list[QueuedTicket] = []
+        self.launches = Launches(programs, sizes, overlapped)
+        self.told: list[tuple[QueuedTicket, Delta]] = []
         self.left_queue: Callable[[], None] = lambda: None
         self.finished: Callable[[Sequence], None] = lambda sequence: None
 
@@ -82,25 +87,27 @@ class Batcher:
         if busy:
             placed = [(s, s.row, s.epoch) for s in running]
             self.flights.append(Flight(placed, steps, width, begun, output, pieces, read, scored))
-        while len(self.flights) > (busy and not careful):
+        self.deliver()  # while the device works: who is woken competes with this thread for the interpreter
+        while len(self.flights) > (busy and self.overlapped and not careful):
             self._collect(self.flights.popleft())
-        self._deliver()
         seated = any(s is not None for s in self.seats)
-        return bool(seated or self.flights or self.waiting or self.edits)
+        return bool(seated or self.flights or self.waiting or self.edits or self.told)
 
     def _flush(self) -> None:
         if self.edits:
             for commands in self.edits.take():
                 self.board = self.programs.apply(self.board, commands)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Hand out what there is to tell, all at once."""
         if self.told:
             told, self.told = self.told, []
-            wake(told)
+            for ticket, delta in told:
+                ticket.put(delta)
+            wake(ticket for ticket, _ in told)
 
-    def _tell(self, sequence: Sequence, delta: Any) -> None:
-        sequence.ticket.put(delta)
-        self.told.append(sequence.ticket)
+    def _tell(self, sequence: Sequence, delta: Delta) -> None:
+        self.told.append((sequence.ticket, delta))
 
     # Placing.
 
@@ -125,9 +132,10 @@ class Batcher:
         target = len(reading) - 1
         keys = sequence.prompt_keys if sequence.scored else []
         keys = keys[: target // self.sizes.page_size]
-        crowded = any(s is not None for s in self.seats)
+        held = self.pages.reserved * self.sizes.page_size
+        others = sum(s is not None and bool(held[s.row] < self.limit[s.row]) for s in self.seats)
         whole_chunks = self.sizes.chunk // self.sizes.page_size if self.exact else 1
-        shared = self.pages.take(row, keys, target + 1, crowded, self.edits, whole_chunks)
+        shared = self.pages.take(row, keys, target + 1, others, self.edits, whole_chunks)
         if shared is None:
             return False
         now = time.perf_counter()
@@ -184,9 +192,7 @@ class Batcher:
         reading = sum(s is not None and s.stage == PREFILL for s in self.seats)
         masks = self._masks() if careful else {}
         running, steps = self._running(), 0
-        # Rows that read will soon share the steps of those that run.
-        self.put_off = self.put_off + 1 if len(running) < reading and self.put_off < MOST_PUT_OFF else 0
-        if self.put_off and not careful:
+        if not careful and self.launches.puts_off(len(running), reading, bool(self.waiting)):
             return [], 0, 0, None
         while running:
             most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
@@ -238,8 +244,10 @@ class Batcher:
         """Take the row from the sequence of least priority; it comes back with all its tokens."""
         self._collect_all()
         seated = [s for s in self.seats if s is not None]
-        if len(seated) < 2:
-            return  # what was collected has ended; or one is left, and it has the whole pool
+        if len(seated) < 2:  # what was collected has ended; one alone has the whole pool
+            if (running := self._running()) and not self._reserve(running, 1):
+                raise RuntimeError("a sequence alone finds no page, in a pool that it was to fit into")
+            return
         victim = self.ranking.rank(seated, self.rounds, self.drops)[-1]
         if victim.stage == DECODE and not (self.exact or victim.knobs.pruning):
             victim.parked = self.programs.park(self.board, victim.row)

@@ -94,6 +94,7 @@ class ContinuousEngine:
             self.observer,
             self.tokenizer,
             exact=self.options.batch_invariant,
+            overlapped=jax.default_backend() != "cpu",
         )
         self.batcher.finished, self.batcher.left_queue = self._finished, self._left_queue
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -289,6 +290,7 @@ class ContinuousEngine:
         """End every job there is, and all that still come."""
         with self._lock:
             self._open = False
+        self.batcher.deliver()
         while True:
             try:
                 item = self._inbox.get_nowait()

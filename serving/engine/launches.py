@@ -1,5 +1,6 @@
 """What one launch is given: which pieces of prompts, how many steps, which tokens are known or allowed."""
 
+import time
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,13 @@ from .sequence import DECODE, Sequence
 # least of all for its prompt. When all are taken nobody can come, but a row that ends should not stand
 # idle for long while jobs wait.
 SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.04, 0.06
-OVERHEAD = 32  # positions that a chunk could read in the time that it takes to begin one
+# Where the device shares its processors with those who hand out texts, every launch takes time from it: when
+# all rows are taken, launches are longer by this.
+SHARED = 2.5
+MOST_PUT_OFF = 0.25  # seconds that rows that run may wait for others to read their prompts
+# Positions that could be read in the time that it takes to begin a chunk, and a piece of it: for each piece
+# the keys before it are read again, so prompts are best read in few.
+CHUNK, PIECE = 32, 16
 
 Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
 
@@ -36,13 +43,15 @@ class Flight(NamedTuple):
 class Launches:
     """Puts launches together, and learns how long a step takes."""
 
-    def __init__(self, programs: Programs, sizes: Sizes, exact: bool) -> None:
-        """`exact`: prompts are read in pieces that begin at the same positions whatever came before."""
-        self.sizes, self.exact = sizes, exact
+    def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool) -> None:
+        """`overlapped` as in `Batcher`."""
+        self.sizes = sizes
+        self.crowded, self.full = (aim * (1 if overlapped else SHARED) for aim in (CROWDED, FULL))
         self.least = np.zeros(sizes.rows, np.int32)
         self.reported = np.zeros(sizes.rows, bool)
         self._terms = no_terms(sizes.rows, programs.decoder.shape.vocabulary)
         self.unforced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
+        self.stepped = 0.0  # when rows last had steps, or there were none that could
         self._step_seconds: dict[int, float] = {}
 
     def chunk(self, reading: list[Sequence]) -> tuple[Chunk, list[Piece], bool]:
@@ -69,7 +78,7 @@ class Launches:
 
         def worth(shape: tuple[int, int]) -> float:
             prompts, size = shape
-            return sum(min(size, left) for left in rest[:prompts]) / (prompts * size + OVERHEAD)
+            return sum(min(size, left) for left in rest[:prompts]) / (prompts * (size + PIECE) + CHUNK)
 
         return max(self.sizes.shapes.chunks, key=worth)
 
@@ -84,9 +93,23 @@ class Launches:
                 return 1  # the first token of a sequence waits for no second
             aim = SOON if reading else OPEN
         else:
-            aim = CROWDED if waiting or reading else FULL
+            # The more prompts are being read, the sooner they should share the steps.
+            share = len(running) / (len(running) + reading)
+            aim = self.crowded * share if waiting or reading else self.full
         steps = int(aim / self._step_seconds.get(self.width(len(running)), aim))
         return max(1, min(steps, most, self.sizes.shapes.capacity))
+
+    def puts_off(self, running: int, reading: int, waiting: bool) -> bool:
+        """Whether rows that run wait a while for those that read, which will soon share their steps.
+
+        With all rows taken, a step costs as much however few of them run: it pays to wait for more.
+        """
+        now = time.perf_counter()
+        full = waiting or running + reading == self.sizes.rows
+        if 0 < running < (3 if full else 1) * reading and now - self.stepped < MOST_PUT_OFF:
+            return True
+        self.stepped = now
+        return False
 
     def took(self, width: int, steps: int, seconds: float) -> None:
         """A launch took so long."""

@@ -118,15 +118,14 @@ def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
 
 
 def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
-    """(prompts, positions): lengths from 16 to `chunk`, in steps of four for one prompt, of two for many.
+    """(prompts, positions): lengths from 16 to `chunk`, for one prompt and for as many as the budget allows.
 
     >>> chunk_shapes(128, 512)
-    ((1, 16), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
+    ((1, 16), (1, 32), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
     """
-    shortest = min(16, chunk)
-    one = {(1, length) for length in steps_up(shortest, chunk)}
-    many = {(max(1, min(16, budget // length)), length) for length in steps_up(shortest, chunk, 2)}
-    return tuple(sorted(one | many))
+    lengths = steps_up(min(16, chunk), chunk, 2)
+    many = {(max(1, min(16, budget // length)), length) for length in lengths}
+    return tuple(sorted({(1, length) for length in lengths} | many))
 
 
 def accelerator_room() -> int:

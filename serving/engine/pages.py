@@ -11,8 +11,6 @@ import numpy as np
 from .commands import Edits
 from .prefix_cache import Key, PrefixCache
 
-MARGIN = 0.01  # of the pool, left free when a sequence is placed beside others, so that they can grow
-
 
 class Pages:
     """Pages reserved for rows, and those of them that are in the prefix cache."""
@@ -44,11 +42,12 @@ class Pages:
             edits.dropped += self.prefix.give_up(pages - self.free)
 
     def take(
-        self, row: int, keys: Seq[Key], length: int, beside_others: bool, edits: Edits, multiple: int = 1
+        self, row: int, keys: Seq[Key], length: int, others: int, edits: Edits, multiple: int = 1
     ) -> list[int] | None:
         """Reserve `length` positions for a row; the pages it shares, or None where there is no room.
 
-        What it shares is a `multiple` of pages.
+        Room is left for `others`, rows that still grow, to grow by a page each; else one of them would soon
+        have to give way. What it shares is a `multiple` of pages.
         """
         shared = [] if self.prefix is None else self.prefix.find(keys)
         shared = shared[: len(shared) // multiple * multiple]
@@ -56,8 +55,7 @@ class Pages:
         if self.prefix is not None:
             self.prefix.use(known)
         need = -(-length // self.page_size) - len(shared)
-        margin = int(MARGIN * self.count) if beside_others else 0
-        if need + margin > self.free + self._idle:
+        if need + others > self.free + self._idle:
             if self.prefix is not None:
                 self.prefix.leave(known)
             return None

@@ -48,18 +48,17 @@ class QueuedTicket:
 
 def wake(tickets: Iterable[QueuedTicket]) -> None:
     """Wake the readers that wait in event loops, with one call for each loop."""
-    events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    waiting: dict[asyncio.AbstractEventLoop, dict[QueuedTicket, asyncio.Event]] = {}
     for ticket in tickets:
         if ticket.waiter is not None:
             loop, event = ticket.waiter
-            events.setdefault(loop, []).append(event)
-    for loop, waiting in events.items():
+            waiting.setdefault(loop, {})[ticket] = event
+    for loop, events in waiting.items():
         try:
-            loop.call_soon_threadsafe(_set_all, waiting)
+            loop.call_soon_threadsafe(_set_all, list(events.values()))
         except RuntimeError:  # the loop is closed: its readers are gone, and will be cancelled
-            for ticket in tickets:
-                if ticket.waiter is not None and ticket.waiter[0] is loop:
-                    ticket.cancel()
+            for ticket in events:
+                ticket.cancel()
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -318,6 +318,15 @@ def test_a_failure_ends_every_job(model, monkeypatch):
     engine.close()
 
 
+def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(model, monkeypatch):
+    engine = ContinuousEngine(model, EngineOptions(**EXACT))
+    monkeypatch.setattr(engine.batcher.pages, "reserve", lambda *given: False)
+    _, last = collect(engine.submit(job("one", prompt(5))))
+    assert last.finish_reason == "error" and "a sequence alone finds no page" in last.error
+    assert isinstance(engine.failure(), RuntimeError)
+    engine.close()
+
+
 @pytest.mark.slow
 def test_nothing_is_compiled_after_a_full_warm_up(model):
     for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):

@@ -48,25 +48,34 @@ def test_pages_without_a_user_are_given_up_oldest_and_latest_in_the_text_first()
 
 def test_what_rows_may_come_to_hold_is_reserved():
     pages, made, text = Pages(4, 16, PAGE, PrefixCache()), edits(), keys(*range(40))
-    assert pages.take(0, text, 40, False, made) == []
+    assert pages.take(0, text, 40, 0, made) == []
     assert pages.free == 6
-    assert pages.take(1, [], 28, False, made) is None  # seven pages
-    assert pages.take(1, [], 16, False, made) == []
+    assert pages.take(1, [], 28, 0, made) is None  # seven pages
+    assert pages.take(1, [], 16, 0, made) == []
     assert not pages.reserve(np.array([0, 1]), np.array([44, 28]), made)
     assert pages.free == 2  # nothing was done
     assert pages.reserve(np.array([0, 1]), np.array([44, 20]), made) and pages.free == 0
     pages.learn(0, text, np.arange(8, 18), made)
     assert made.retained == list(range(8, 18)) and pages.free == 0
     pages.leave(1)
-    assert pages.take(3, text, 44, True, made, multiple=4) == list(range(8, 16))
+    assert pages.take(3, text, 44, 1, made, multiple=4) == list(range(8, 16))
     pages.leave(3)
-    assert pages.take(2, text, 44, True, made) == list(range(8, 18))  # shared: one page is new
+    assert pages.take(2, text, 44, 1, made) == list(range(8, 18))  # shared: one page is new
     pages.leave(0)
-    assert pages.take(0, [], 28, False, made) is None  # the shared pages have a user still
+    assert pages.take(0, [], 28, 0, made) is None  # the shared pages have a user still
     pages.leave(2)
     assert pages.usage == 0 and pages.free == 6
-    assert pages.take(0, [], 32, False, made) == []
+    assert pages.take(0, [], 32, 0, made) == []
     assert made.dropped == [17, 16]  # the end of the text goes first
+
+
+def test_whoever_is_placed_leaves_others_a_page_each_to_grow():
+    pages, made = Pages(4, 8, PAGE, None), edits()
+    assert pages.take(0, [], 2 * PAGE, 0, made) == []
+    assert pages.take(1, [], 4 * PAGE, 3, made) is None  # six are free, and three others may want one
+    assert pages.free == 6  # nothing was done
+    assert pages.take(1, [], 4 * PAGE, 2, made) == []
+    assert pages.reserve(np.array([0, 1]), np.array([3 * PAGE, 5 * PAGE]), made) and pages.free == 0
 
 
 def test_edits_keep_pages_before_rows_end_and_end_rows_before_jobs_are_placed():
