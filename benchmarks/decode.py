@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="file of the results (benchmarks/results/decode-CPU.json)"
     )
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", metavar="RESULTS", help="print stored runs, measure nothing"
+    )
     parser.add_argument("--document", action="store_true", help="write the tables into docs/results.md")
     options = parser.parse_args()
     options.contexts = options.contexts or ([64, 256] if options.quick else [512, 4096, 16384])
@@ -226,18 +228,19 @@ def main() -> None:
 
     console = Console()
     if options.show:
-        results = json.loads(options.show.read_text())
+        runs = [json.loads(path.read_text()) for path in options.show]
     else:
-        results = run(options, console)
+        runs = [results := run(options, console)]
         stored = ROOT / "benchmarks" / "results" / f"decode-{report.slug(results['cpu'])}.json"
         output = options.output or (options.work / "quick.json" if options.quick else stored)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=1) + "\n")
         console.print(f"results: {output}")
-    report.show(results, console)
+    for results in runs:
+        report.show(results, console)
     if options.document:
-        text = report.markdown(report.grids(results), report.notes(results))
-        report.write_section(ROOT / "docs" / "results.md", "decode", text)
+        texts = [report.markdown(report.grids(results), report.notes(results)) for results in runs]
+        report.write_section(ROOT / "docs" / "results.md", "decode", "\n\n".join(texts))
 
 
 if __name__ == "__main__":

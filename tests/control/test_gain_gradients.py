@@ -1,0 +1,118 @@
+"""`replay` differentiated with respect to every gain of every law, against difference quotients."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.control import pruning, scheduling, temperature
+from entropic_jax.control.scheduling import Moments
+from tests.control.test_replay_gradients import STEPS, outside_of_traces, run, slopes_agree
+
+assert outside_of_traces  # used as a fixture
+
+WEIGHTS = jnp.linspace(0.5, 1.5, STEPS)[:, None]
+PRIOR = {"mean": 2.0, "scale": 1.5, "correlation": 0.2}
+
+
+class Case(NamedTuple):
+    """A law where it is smooth, and the gains that must matter there: all that are given, but for `idle`."""
+
+    law: type
+    gains: dict[str, float]
+    fixed: dict[str, Any] = {}
+    idle: frozenset[str] = frozenset()
+
+
+# Where a clip or a limit acts, what it limits does not: such gains are seen in a case of their own.
+CASES = {
+    "paper": Case(temperature.Paper, {"target": 2.0, "rate": 0.02}),
+    "paper, clipped": Case(temperature.Paper, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 2.0}),
+    "integral": Case(temperature.Integral, {"target": 2.0, "rate": 0.1}),
+    "integral, clipped": Case(
+        temperature.Integral, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 2.0}
+    ),
+    "normalised": Case(temperature.Normalised, {"target": 3.0, "rate": 0.1}, {"least": 0.1, "most": 1.0}),
+    "normalised, limited": Case(
+        temperature.Normalised, {"target": 3.0, "rate": 1.0, "least": 50.0}, {"most": 9.0, "highest": 9.0}
+    ),
+    "normalised, slow": Case(temperature.Normalised, {"most": 0.02}, {"target": 8.0, "rate": 50.0}),
+    "normalised, clipped": Case(
+        temperature.Normalised, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 50.0, "most": 3.0}
+    ),
+    "exact": Case(temperature.Exact, {"target": 2.0}, {"lowest": 0.01, "highest": 9.0}),
+    "exact, clipped": Case(temperature.Exact, {"lowest": 0.9, "highest": 1.1}, {"target": 2.0}),
+    "mirostat": Case(temperature.Mirostat, {"target": 2.0, "rate": 0.1}),
+    "edt": Case(temperature.EDT, {"base": 1.0, "theta": 1.0}, {"lowest": 0.01}),
+    "edt, clipped": Case(temperature.EDT, {"lowest": 0.9}),
+    "dynatemp": Case(temperature.DynaTemp, {"lowest": 0.4, "highest": 1.6, "exponent": 1.2}),
+    "pruning": Case(
+        pruning.Pruning,
+        {"most": 0.4, "least": 0.1, "low": -1.0, "high": 6.0, "error": 0.3, "smoothing": 0.4},
+        {"rate": 1.0, "patience": 1},
+    ),
+    "pruning, slow": Case(pruning.Pruning, {"rate": 0.01}, {"most": 0.9, "low": 4.0, "high": 6.0}),
+    "pruning, floor": Case(pruning.Pruning, {"floor": 5.0}, {"low": 1.0, "high": 9.0, "rate": 1.0}),
+    "fixed": Case(pruning.FixedPruning, {"drop": 0.3}),
+    "as printed": Case(pruning.PaperPruning, {"most": 0.3, "threshold": 8.0}),
+    "scheduling": Case(
+        scheduling.Scheduling,
+        {"cost": 0.5, "memory": 0.25, "slack": 0.25, "ageing": 0.05, **PRIOR},
+        {"bound": 40.0},
+        frozenset({"memory"}),  # a pool without limit: no page of it is dear
+    ),
+    "scheduling, bound": Case(scheduling.Scheduling, {"bound": 0.5}, {"ageing": 5.0}),
+    "scheduling as printed": Case(
+        scheduling.PaperScheduling,
+        {"cost": 0.5, "memory": 0.25, "urgency": 0.25, **PRIOR},
+        {},
+        frozenset({"memory"}),
+    ),
+}
+# Counts of steps have no derivative; a hysteresis decides and is never part of what it lets through.
+WITHOUT = {"patience", "hysteresis", "drafts"}
+
+
+def acts(case: Case, given: dict[str, Any]) -> jax.Array:
+    """What the law does to two sequences whose tokens are given, as one number."""
+    gains = {**case.fixed, **given}
+    if set(PRIOR) <= set(gains):
+        gains["prior"] = Moments(*(gains.pop(name) for name in PRIOR))
+    if issubclass(case.law, scheduling.Scheduling | scheduling.PaperScheduling):
+        law = case.law(2, **gains)
+        state, trace = run(law)
+        early = state.control._replace(
+            predictor=state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32)),
+            wait=jnp.array([3, 7], jnp.int32),
+        )
+        return law.score(None, early).mean()
+    state, trace = run(case.law(**gains))
+    if case.law is temperature.Mirostat:
+        return state.action.surprisal_limit.mean()
+    return (WEIGHTS * (trace.temperature + trace.tempered_entropy + 10 * trace.drop)).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_slope_of_every_gain(name):
+    case = CASES[name]
+    found = slopes_agree(lambda given: acts(case, given), case.gains, width=0.004, rtol=0.05)
+    still = {gain for gain, slope in found.items() if abs(slope) < 1e-4}
+    assert still == case.idle, found
+
+
+def test_no_gain_is_left_out():
+    laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.PaperPruning}
+    for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
+        seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
+        fields = {field.name for field in dataclasses.fields(law)} - {"width", "most_quota", "prior"} - WITHOUT
+        assert fields <= seen, (law.__name__, fields - seen)
+
+
+def test_patience_and_hysteresis_have_slope_zero():
+    for gain in ("patience", "hysteresis"):
+        slope = jax.grad(lambda value, gain=gain: run(pruning.Pruning(**{gain: value}))[1].drop.mean())
+        assert np.asarray(slope(jnp.float32(0.01))) == 0
