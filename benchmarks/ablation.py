@@ -115,10 +115,10 @@ class Run:
                 make = lambda c=context, s=seed: studies.quality(material, c, s, **small)
                 yield "quality", {"context": context, "seed": seed}, make
         filler = filler_of(self.texts, self.options.model)
-        far: dict[int, tuple[float, ...]] = {} if quick else {2048: (0.01, 0.1), 7500: (0.01, 0.1)}
-        for distance, drops in {512: (), **far}.items():
+        for distance in (512,) if quick else (512, 2048, 7500):
+            more: dict[str, Any] = dict(drops=(0.01, 0.1), refreshes=(2, 4)) if distance > 512 else {}
             for seed in seeds:
-                make = lambda d=distance, s=seed, e=drops: asked(material, filler, d, s, e)
+                make = lambda d=distance, s=seed, m=more: asked(material, filler, d, s, **m)
                 yield "recall", {"distance": distance, "seed": seed}, make
         for seed in range(1 if quick else 2):
             distance = 512 if quick else 7500

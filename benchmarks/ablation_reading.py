@@ -61,14 +61,21 @@ def filler_of(texts: list[str], model: Path) -> recall.Filler:
 
 
 def asked(
-    material: Material, filler: recall.Filler, distance: int, seed: int, drops: tuple[float, ...] = ()
+    material: Material,
+    filler: recall.Filler,
+    distance: int,
+    seed: int,
+    drops: tuple[float, ...] = (),
+    refreshes: tuple[int, ...] = (),
 ) -> list[Row]:
-    """Questions answered at a distance, under the presets and at other values of ε_max."""
+    """Questions answered at a distance: under the presets, at other ε_max, with lists kept for some steps."""
     windows = Windows(material, filler, distance, seed)
     ways = {name: material.preset(name) for name in READING}
     for drop in drops:
         gains = material.gains._replace(drop=drop, least_drop=0.4 * drop)
         ways[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
+    for steps in refreshes:
+        ways[f"meso, every {steps}"] = ways["meso"]._replace(selection=replace(FINE, refresh=steps))
     rows = []
     for name, setting in ways.items():
         answers, kept = windows.ask(material, setting)

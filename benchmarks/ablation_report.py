@@ -35,6 +35,7 @@ NOTES = (
     "dτ/dC: nats of entropic time per roofline second (25 GB/s). Kept: share of keys and values read.",
     "The certificate bounds the change of any head's output; median over tokens.",
     "A question counts as answered when every token of the answer has more than half of the probability.",
+    "`meso, every n`: the lists of pages are kept for n steps; the presets choose at every step.",
     "Latency: launches of 8 steps, the configurations taking turns; p95 is over launches.",
     "Under load prompts have been read beforehand; 16 sequences come as a Poisson process for 4 places.",
     "They come at the rate that `off` can write; without the macro scale it is first come, first served.",

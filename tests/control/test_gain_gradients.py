@@ -1,11 +1,12 @@
 """`replay` differentiated with respect to every gain of every law, against difference quotients."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from entropic_jax.control import pruning, scheduling, temperature
@@ -19,18 +20,18 @@ PRIOR = {"mean": 2.0, "scale": 1.5, "correlation": 0.2}
 
 
 class Case(NamedTuple):
-    """A law where it is smooth, and the gains that must matter there: all that are given, but for `idle`."""
+    """A law, gains where it is smooth, each of which must matter there, and what else is set."""
 
     law: type
     gains: dict[str, float]
-    fixed: dict[str, Any] = {}
-    idle: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = MappingProxyType({})
 
 
 # Where a clip or a limit acts, what it limits does not: such gains are seen in a case of their own.
 CASES = {
     "paper": Case(temperature.Paper, {"target": 2.0, "rate": 0.02}),
-    "paper, clipped": Case(temperature.Paper, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 2.0}),
+    "paper, run down": Case(temperature.Paper, {"lowest": 0.9}, {"target": 9.0, "rate": 2.0}),
+    "paper, run up": Case(temperature.Paper, {"highest": 1.1}, {"target": 0.01, "rate": 2.0}),
     "integral": Case(temperature.Integral, {"target": 2.0, "rate": 0.1}),
     "integral, clipped": Case(
         temperature.Integral, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 2.0}
@@ -62,14 +63,10 @@ CASES = {
         scheduling.Scheduling,
         {"cost": 0.5, "memory": 0.25, "slack": 0.25, "ageing": 0.05, **PRIOR},
         {"bound": 40.0},
-        frozenset({"memory"}),  # a pool without limit: no page of it is dear
     ),
     "scheduling, bound": Case(scheduling.Scheduling, {"bound": 0.5}, {"ageing": 5.0}),
     "scheduling as printed": Case(
-        scheduling.PaperScheduling,
-        {"cost": 0.5, "memory": 0.25, "urgency": 0.25, **PRIOR},
-        {},
-        frozenset({"memory"}),
+        scheduling.PaperScheduling, {"cost": 0.5, "memory": 0.25, "urgency": 0.25, **PRIOR}
     ),
 }
 # Counts of steps have no derivative; a hysteresis decides and is never part of what it lets through.
@@ -83,11 +80,12 @@ def acts(case: Case, given: dict[str, Any]) -> jax.Array:
         gains["prior"] = Moments(*(gains.pop(name) for name in PRIOR))
     if issubclass(case.law, scheduling.Scheduling | scheduling.PaperScheduling):
         law = case.law(2, **gains)
-        state, trace = run(law)
-        early = state.control._replace(
-            predictor=state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32)),
-            wait=jnp.array([3, 7], jnp.int32),
-        )
+        state, _ = run(law)
+        # Of a shorter memory the prior speaks as well; and a demand in which every weight has its share.
+        shorter = state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32))
+        shares = dict(cost=[0.4, 0.8], memory=[0.3, 0.2], slack=[0.5, 0.7])
+        demand = state.control.demand._replace(**{name: jnp.array(x) for name, x in shares.items()})
+        early = state.control._replace(predictor=shorter, wait=jnp.array([3, 7], jnp.int32), demand=demand)
         return law.score(None, early).mean()
     state, trace = run(case.law(**gains))
     if case.law is temperature.Mirostat:
@@ -100,19 +98,19 @@ def acts(case: Case, given: dict[str, Any]) -> jax.Array:
 def test_slope_of_every_gain(name):
     case = CASES[name]
     found = slopes_agree(lambda given: acts(case, given), case.gains, width=0.004, rtol=0.05)
-    still = {gain for gain, slope in found.items() if abs(slope) < 1e-4}
-    assert still == case.idle, found
+    assert min(map(abs, found.values())) > 1e-4, found
 
 
 def test_no_gain_is_left_out():
     laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.PaperPruning}
     for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
         seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
-        fields = {field.name for field in dataclasses.fields(law)} - {"width", "most_quota", "prior"} - WITHOUT
+        fields = (
+            {field.name for field in dataclasses.fields(law)} - {"width", "most_quota", "prior"} - WITHOUT
+        )
         assert fields <= seen, (law.__name__, fields - seen)
 
 
-def test_patience_and_hysteresis_have_slope_zero():
-    for gain in ("patience", "hysteresis"):
-        slope = jax.grad(lambda value, gain=gain: run(pruning.Pruning(**{gain: value}))[1].drop.mean())
-        assert np.asarray(slope(jnp.float32(0.01))) == 0
+def test_a_hysteresis_has_slope_zero():
+    loss = lambda width: run(pruning.Pruning(hysteresis=width))[1].drop.mean()
+    assert jax.grad(loss)(jnp.float32(0.01)) == 0

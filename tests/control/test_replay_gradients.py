@@ -12,7 +12,6 @@ import pytest
 from entropic_jax import allocate, parameters, replay, start
 from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
-from entropic_jax.control.scheduling import Moments, Scheduling, predicted_drop, priority
 from entropic_jax.control.temperature import Integral, Normalised
 from entropic_jax.pallas.paged_attention import Rules
 from entropic_jax.selection import Selection
@@ -72,18 +71,6 @@ def slopes_agree(
 
 
 @pytest.mark.slow
-def test_gains_of_temperature():
-    weights = jnp.linspace(0.5, 1.5, STEPS)[:, None]
-
-    def loss(given):
-        _, trace = run(Integral(**given))
-        return (weights * (trace.temperature + trace.tempered_entropy)).mean()
-
-    found = slopes_agree(loss, {"target": 2.0, "rate": 0.1, "lowest": 0.3, "highest": 3.0}, rtol=0.05)
-    assert min(abs(found["target"]), abs(found["rate"])) > 1e-3
-
-
-@pytest.mark.slow
 def test_at_a_clip_the_clip_is_what_acts():
     loss = lambda given: run(Integral(**given, rate=5.0))[1].temperature[4:].mean()
     found = slopes_agree(loss, {"target": 0.01, "lowest": 0.9, "highest": 1.1})
@@ -98,25 +85,6 @@ def test_the_gain_of_pruning_through_the_soft_relaxation():
 
     found = slopes_agree(loss, {"drop": 0.4}, rtol=0.1)
     assert abs(found["drop"]) > 1e-3
-
-
-@pytest.mark.slow
-def test_gains_of_the_schedule_where_it_is_smooth():
-    gains = {"cost": 0.5, "memory": 0.25, "slack": 0.25, "ageing": 0.05, "bound": 40.0}
-    prior = {"mean": 2.0, "scale": 1.5, "correlation": 0.2}
-    ages = jnp.array([3, 7], jnp.int32)
-
-    def loss(given):
-        moments = Moments(*(given[n] for n in prior))
-        law = Scheduling(2, prior=moments, **{n: given[n] for n in gains})
-        state, _ = run(law)
-        # Of a shorter memory the prior speaks as well.
-        seen = state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32))
-        drop = predicted_drop(seen, moments)
-        return priority(drop, state.control.demand, ages, **{n: given[n] for n in gains}).mean()
-
-    found = slopes_agree(loss, {**gains, **prior}, rtol=0.05)
-    assert {n for n, slope in found.items() if abs(slope) > 1e-4} >= {"cost", "slack", "ageing", *prior}
 
 
 def test_the_hard_choice_of_pages_has_gradient_zero():
