@@ -17,6 +17,7 @@ from .attention import Step, attend_to
 from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
 from .observation import Observer
+from .randomness import row_keys
 from .selection import Reading, Reads
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 from .terms import Terms, hold, likeliest
@@ -237,7 +238,7 @@ def step(
         runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
         length=state.length,
         logits=cut.spread(adjusted, 0.0),
-        key=random_keys(state.key, state.seed, state.length + 1),
+        key=row_keys(state.key, state.seed, state.length + 1),
         focus=jax.tree.map(lambda x: cut.spread(x, 0.0), observer.total()) if observer else None,
     )
     undecided = state.action._replace(token=jnp.full_like(state.token, -1))
@@ -341,11 +342,6 @@ class Cut:
             return x
         old = jnp.broadcast_to(jnp.asarray(old, x.dtype), (self.all, *x.shape[1:]))
         return old.at[self.chosen].set(x, mode="drop")
-
-
-def random_keys(key: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
-    """The random key of each row, by seed and position `[rows]`; a law folds something of its own in."""
-    return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(key, s), p))(seed, position)
 
 
 def dense(shape: ModelShape, step: Step) -> Reading:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .randomness import random_bits, row_keys
 from .state import History, Sampling
 from .truncation import SMALLEST, truncate
 
@@ -263,11 +264,7 @@ def sample(
             top_n_sigma=jnp.where(warm, sampling.top_n_sigma, 0.0),
         )
 
-        def bits(seed, position):
-            own = jax.random.fold_in(jax.random.fold_in(key, seed), position)
-            return jax.random.bits(own, logits.shape[-1:], jnp.uint32)
-
-        noise = gumbel(jax.vmap(bits)(seed, position))
+        noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
         return _first_largest(jnp.where(warm[:, None], truncate(scaled, asked) + noise, logits))
 
     return lax.cond(jnp.any(warm), draw, lambda: _first_largest(logits))

@@ -16,6 +16,7 @@ LAYERS = (
         "entropic_jax.observation",
         "entropic_jax.selection",
         "entropic_jax.attention",
+        "entropic_jax.randomness",
         "entropic_jax.sampling",
         "entropic_jax.terms",
         "entropic_jax.truncation",

@@ -197,6 +197,6 @@ def test_what_is_not_asked_for_costs_nothing(monkeypatch):
         return re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text, flags=re.M)
 
     as_it_is = program()
-    monkeypatch.setattr(loop, "random_keys", lambda key, seed, position: None)
+    monkeypatch.setattr(loop, "row_keys", lambda key, seed, position: None)
     monkeypatch.setattr(loop, "Observer", None)
     assert program() == as_it_is

@@ -33,6 +33,7 @@ from jax.scipy.special import digamma, gammaln
 from .. import entropy, sampling
 from ..control.controller import STATIC, pytree
 from ..control.temperature import matching_temperature
+from ..randomness import random_bits
 from ..state import Action, Signal
 from .entropix import Gain, needed
 
@@ -228,7 +229,7 @@ class DSlider:
         adapted = tuned.at[:, : self.size].set(mixed + mass)
 
         drawn_from = jnp.where(outlier[:, None], adapted, head_logits)
-        bits = jax.vmap(lambda k: jax.random.bits(k, (self.vocabulary,), jnp.uint32))(key)
+        bits = random_bits(key, self.vocabulary)
         drawn = jnp.argmax(drawn_from + sampling.gumbel(bits), -1)
         likeliest = jnp.argmax(logits, -1)
         token = jnp.where(~outlier & certain, likeliest, drawn).astype(jnp.int32)

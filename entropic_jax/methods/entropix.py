@@ -26,6 +26,7 @@ from .. import sampling
 from ..calibration import LEVELS, Calibration
 from ..control.controller import STATIC, pytree
 from ..observation import Observation
+from ..randomness import random_bits
 from ..state import Action, Signal
 from ..truncation import truncate
 
@@ -213,7 +214,7 @@ def draw(key: jax.Array, logits: jax.Array, how: Setting, count: int) -> jax.Arr
     limits = sampling.parameters(rows)._replace(
         top_k=how.top_k.astype(jnp.int32), top_p=how.top_p, min_p=how.min_p
     )
-    bits = jax.vmap(lambda k: jax.random.bits(k, (vocabulary,), jnp.uint32))(key)
+    bits = random_bits(key, vocabulary)
     value, token = jax.lax.top_k(truncate(scaled, limits) + sampling.gumbel(bits), min(count, vocabulary))
     offered = (value > -jnp.inf) | (jnp.arange(token.shape[1]) == 0)
     return jnp.pad(jnp.where(offered, token, -1), ((0, 0), (0, count - token.shape[1])), constant_values=-1)

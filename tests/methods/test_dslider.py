@@ -91,7 +91,7 @@ def signal(logits: np.ndarray, step: int = 0):
     return quiet_signal(rows)._replace(
         emitting=jnp.ones(rows, bool),
         logits=jnp.asarray(logits, jnp.float32),
-        key=loop.random_keys(jax.random.key(0), jnp.arange(rows), jnp.full(rows, step)),
+        key=loop.row_keys(jax.random.key(0), jnp.arange(rows), jnp.full(rows, step)),
     )
 
 

@@ -96,7 +96,7 @@ def at(logits: np.ndarray, seed: int = 0, **focus: float):
         varentropy=belief.varentropy,
         emitting=jnp.ones(rows, bool),
         logits=jnp.asarray(logits),
-        key=loop.random_keys(jax.random.key(seed), jnp.arange(rows), jnp.full(rows, 9)),
+        key=loop.row_keys(jax.random.key(seed), jnp.arange(rows), jnp.full(rows, 9)),
         focus=Focus(**{k: jnp.full(rows, v, jnp.float32) for k, v in values.items()}),
     )
 
