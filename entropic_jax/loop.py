@@ -279,7 +279,7 @@ def step(
         active=active,
         positions_read=cut.spread(reading.positions + reading.summaries, 0.0),
         length=length,
-        bytes_per_weight=jax.tree.leaves(params)[0].dtype.itemsize,
+        bytes_per_weight=min(x.dtype.itemsize for x in jax.tree.leaves(params)),
         bytes_per_cache=cache.layers[0].keys.dtype.itemsize,
         hardware=state.hardware,
     )

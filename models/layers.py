@@ -3,7 +3,7 @@
 Attribute names are those of Hugging Face, so one rule finds the tensor of a weight (see `weights.py`). A
 matrix is a `kernel` of shape [in, out]: with the other order, a matrix–vector product on XLA's CPU backend
 runs at a small part of the memory's speed. Norms, softmax and rotation compute in float32, the rest in the
-dtype of the weights.
+dtype of the embedding; a kernel may be narrower, and is widened as it is multiplied.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from entropic_jax.pallas.few_rows import project
 
 from .config import Config
 from .rope import Rotation, frequencies, rotate, rotation
@@ -37,8 +39,15 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
+        return together(x, self)[0]
+
+
+def together(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
+    """What each of the layers makes of x: one pass where x has few rows."""
+    products = project(x, *(layer.kernel[...] for layer in layers))
+    return tuple(
+        y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
+    )
 
 
 class Embedding(nnx.Module):
@@ -71,7 +80,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Attention(nnx.Module):
@@ -98,8 +108,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, turn: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
         rows, length, _ = x.shape
         query, key, value = (
-            projection(x).reshape(rows, length, -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projected.reshape(rows, length, -1, self.head_dim)
+            for projected in together(x, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -150,7 +160,10 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocabulary]` of hidden states `[..., hidden]`."""
-        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        kernel = self.lm_head.kernel[...]
+        if hidden.dtype == jnp.float32:
+            return project(hidden, kernel)[0]
+        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
 
     def frequencies(self) -> np.ndarray:
         return frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)

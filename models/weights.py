@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from entropic_jax.pallas import few_rows
+
 from .config import Config, ModelError, read_json
 from .decoder import FAMILIES, Params, structure
 
@@ -141,19 +143,33 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def read(directory: Path, config: Config, dtype: np.dtype, advance: Callable[[int], None]) -> Params:
-    """Params of a model directory in `dtype`; `advance` hears of every tensor's bytes. Raises ModelError."""
+def read(
+    directory: Path, config: Config, dtype: np.dtype, advance: Callable[[int], None], as_stored: bool = False
+) -> Params:
+    """Params of a model directory in `dtype`; `advance` hears of every tensor's bytes. Raises ModelError.
+
+    With `as_stored`, a matrix that is bfloat16 on disk stays so where products widen it at no cost.
+    """
     tensors, wanted = Tensors(directory), entries(config)
     tensors.check(wanted, config)
     arrays = []
     for entry in wanted:
-        host = np.empty(entry.shape, dtype)
+        narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
+        host = np.empty(entry.shape, jnp.bfloat16 if narrow else dtype)
         parts = host if len(entry.shape) == 3 else host[None]
         for name, part in zip(entry.names, parts, strict=True):
             copy(tensors[name], part, entry.transposed)
         arrays.append(jax.block_until_ready(jnp.asarray(host)))
-        advance(host.nbytes)
+        advance(host.size * dtype.itemsize)
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+
+
+def stays_narrow(entry: Entry, tensors: Tensors) -> bool:
+    """Whether an array is a matrix of bfloat16 on disk that float32 rows are multiplied by as it is."""
+    matrix = entry.transposed and len(entry.shape) == 2
+    return (
+        matrix and tensors[entry.names[0]].get_dtype() == "BF16" and few_rows.serves(entry.shape, "bfloat16")
+    )
 
 
 def copy(tensor: Any, out: np.ndarray, transposed: bool) -> None:

@@ -28,7 +28,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # A model does not know that it is controlled.
-A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache")
+A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.pallas")
 
 
 def layer(module: str) -> str | None:

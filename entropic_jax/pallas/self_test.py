@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import paged_attention, topk_entropy
+from . import few_rows, paged_attention, topk_entropy
 from .dispatch import Operation, device
 from .paged_attention import Rules, Summary
 from .paged_attention import cases as paged_cases
@@ -87,6 +87,7 @@ def trials() -> list[Trial]:
         _choose(),
         _topk_entropy(dtype),
         _project(dtype),
+        _few_rows(dtype),
     ]
 
 
@@ -217,3 +218,13 @@ def _project(dtype: str) -> Trial:
     arguments = tuple(map(jnp.asarray, (hidden, weight, temperature, calibration)))
     error = lambda found: difference(found, expected)
     return Trial(topk_entropy.PROJECT, (*arguments[:2], K, *arguments[2:]), (2,), error, FLOAT32)
+
+
+def _few_rows(dtype: str) -> Trial:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((3, 256)).astype(jnp.dtype(dtype))
+    weights = tuple(rng.standard_normal((256, n)).astype(jnp.bfloat16) / 16 for n in (192, 64))
+    expected = tuple(x.astype(np.float64) @ weight.astype(np.float64) for weight in weights)
+    arguments = jax.tree.map(jnp.asarray, (x, weights))
+    error = lambda found: difference(found, expected)
+    return Trial(few_rows.PROJECT, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16)

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from entropic_jax.pallas import native
 from models import Config, ModelError, RopeScaling
 from tests.models.dense import run
 
@@ -277,3 +278,18 @@ def test_other_dtypes_are_refused(directory, dtype):
 def test_experts_need_numbers():
     with pytest.raises(ModelError, match="num_local_experts"):
         models.initialise(Config("MixtralForCausalLM", 61, 16, 24, 2, 4, 2), seed=0)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no kernels for this CPU")
+def test_matrices_stay_as_narrow_as_they_are_stored(tmp_path):
+    config = Config("LlamaForCausalLM", 128, 64, 192, 2, 1, 1, tie_word_embeddings=True)
+    models.save(models.initialise(config, seed=0), tmp_path, dtype="bfloat16")
+    narrow, wide = models.load(tmp_path), models.load(tmp_path, as_stored=False)
+    is_kernel = lambda path: path[-1].key == "kernel"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(narrow.params):
+        assert leaf.dtype == (jnp.bfloat16 if is_kernel(path) else jnp.float32)
+    same(jax.tree.map(lambda x: x.astype(jnp.float32), narrow.params), wide.params)
+    for length in (2, 48):  # of few rows alone, and with more than the kernel takes
+        tokens = jnp.arange(2 * length, dtype=jnp.int32).reshape(2, length)
+        found, expected = (run(m.decoder, m.params, tokens, length - 1) for m in (narrow, wide))
+        np.testing.assert_allclose(found, expected, atol=1e-4)

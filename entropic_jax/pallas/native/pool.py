@@ -19,7 +19,7 @@ from .call import symbol
 from .threads import ARGUMENT, BOARD, BUSY, DONE, FUNCTION, JOB, THREADS
 from .vector import intrinsic_of
 
-SPINS = 2_000
+SPINS = 20_000
 NAP, LONGEST_NAP, NAPS = 10, 2000, 2000  # µs, µs, and how many short ones
 TIMER_SLACK = 29  # of prctl: without, Linux adds 50 µs to every nap
 

@@ -68,12 +68,15 @@ def _declared(builder: Any, name: str, kind: Any) -> Any:
 
 
 def prefetch(builder: Any, place: Any, offset: Any) -> None:
-    """Ask for the cache line at a place that is read soon."""
+    """Ask for the cache line at a place that is read soon, in the second-level cache.
+
+    Asked for in the first, it would hold one of that cache's few line buffers until memory has answered.
+    """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, NARROW, NARROW, NARROW])
     function = _declared(builder, "llvm.prefetch.p0", kind)
     target = builder.bitcast(at(builder, place, offset), byte)
-    builder.call(function, [target, NARROW(0), NARROW(3), NARROW(1)])
+    builder.call(function, [target, NARROW(0), NARROW(1), NARROW(1)])
 
 
 def total(builder: Any, value: Any) -> Any:
@@ -234,6 +237,52 @@ def page_scores(group: int, head_dim: int, stride: int) -> Any:
             loop(builder, WORD(0), pages, 1, [], row)
 
     return intrinsic_of(8, emit)
+
+
+@cache
+def tile(rows: int, vectors: int, kind: str) -> Any:
+    """`tile(x, weight, out, inputs, columns)`: out[r, c] = Σ x[r, i] weight[i, c], i ascending, 0 ≤ r < rows.
+
+    c goes over `vectors` vectors; a row of x has `inputs` numbers, one of weight and out has `columns`. Of
+    kind bfloat16, the weight is widened as it is read.
+    """
+    ahead = WORD(16)  # rows of the weight
+    width = vectors * LANES
+
+    def emit(builder, values):
+        x, weight, out, inputs, columns = values
+        size = WORD(2 if kind == "float32" else 1)  # log2 of a number's bytes
+
+        def read(place, j):
+            begin = builder.add(weight, builder.shl(builder.add(place, WORD(j * LANES)), size))
+            if kind == "float32":
+                return builder.load(builder.inttoptr(begin, VECTOR.as_pointer()), align=4)
+            halves, words = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(NARROW, LANES)
+            bits = builder.zext(builder.load(builder.inttoptr(begin, halves.as_pointer()), align=2), words)
+            return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), VECTOR)
+
+        def row(i, sums):
+            place = builder.mul(i, columns)
+            later = builder.mul(builder.add(i, ahead), columns)
+            start = builder.add(weight, builder.shl(later, size))
+            for line in range(0, width * (4 if kind == "float32" else 2), 64):
+                prefetch(builder, builder.add(start, WORD(line)), WORD(0))
+            value = [read(place, j) for j in range(vectors)]
+            after = []
+            for r in range(rows):
+                where = builder.add(builder.mul(inputs, WORD(r)), i)
+                factor = spread(builder, load(builder, x, where, FLOAT))
+                mine = sums[r * vectors : (r + 1) * vectors]
+                after += [multiply_add(builder, v, factor, s) for v, s in zip(value, mine, strict=True)]
+            return after
+
+        zero = ir.Constant(VECTOR, [0.0] * LANES)
+        sums = loop(builder, WORD(0), inputs, 1, [zero] * (rows * vectors), row)
+        for number, value in enumerate(sums):
+            r, j = divmod(number, vectors)
+            store(builder, value, out, builder.add(builder.mul(columns, WORD(r)), WORD(j * LANES)))
+
+    return intrinsic_of(5, emit)
 
 
 @cache
