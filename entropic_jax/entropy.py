@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .pallas.moments import moments
+
 LOWEST_TEMPERATURE = 1e-9  # above 0; what is colder counts as this, so that gradients stay finite
 
 
@@ -28,20 +30,10 @@ class Entropy(NamedTuple):
 
 
 def _measure(logits: jax.Array, inverse_temperature: jax.Array | float) -> Entropy:
-    logits = logits.astype(jnp.float32)
-    highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    # Masked tokens are replaced before and after the exponential: 0 · ln 0 = 0, in gradients too.
-    masked = logits == -jnp.inf
-    scaled = jnp.where(masked, 0.0, logits - highest) * inverse_temperature
-    ratio = jnp.where(masked, 0.0, jnp.exp(scaled))
-    scaled = jnp.where(ratio > 0, scaled, 0.0)
-    total = jnp.sum(ratio, axis=-1)
-    mean = jnp.sum(ratio * scaled, axis=-1) / total
-    square = jnp.sum(ratio * scaled * scaled, axis=-1) / total
-    log_total = jnp.log(total)
+    scale = jnp.broadcast_to(jnp.float32(inverse_temperature), logits.shape[:-1])
+    highest, log_total, mean, square = moments(logits.astype(jnp.float32), scale)
     return Entropy(
-        log_normaliser=(highest * inverse_temperature)[..., 0] + log_total,
+        log_normaliser=highest * scale + log_total,
         entropy=log_total - mean,
         varentropy=jnp.maximum(square - mean * mean, 0.0),
     )
@@ -80,7 +72,7 @@ def at_temperature(logits: jax.Array, temperature: jax.Array | float) -> Entropy
     temperature = jnp.asarray(temperature, jnp.float32)
     warm = temperature > 0
     divisor = jnp.maximum(jnp.where(warm, temperature, 1.0), LOWEST_TEMPERATURE)
-    tempered = _measure(logits, (1 / divisor)[..., None])
+    tempered = _measure(logits, 1 / divisor)
     return jax.tree.map(lambda value: jnp.where(warm | jnp.isnan(tempered.entropy), value, 0.0), tempered)
 
 

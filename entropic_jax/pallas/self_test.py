@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import few_rows, paged_attention, topk_entropy
+from . import few_rows, moments, paged_attention, topk_entropy
 from .dispatch import Operation, device
 from .paged_attention import Rules, Summary
 from .paged_attention import cases as paged_cases
@@ -88,6 +88,7 @@ def trials() -> list[Trial]:
         _topk_entropy(dtype),
         _project(dtype),
         _few_rows(dtype),
+        _moments(),
     ]
 
 
@@ -228,3 +229,15 @@ def _few_rows(dtype: str) -> Trial:
     arguments = jax.tree.map(jnp.asarray, (x, weights))
     error = lambda found: difference(found, expected)
     return Trial(few_rows.PROJECT, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+def _moments() -> Trial:
+    logits = (3 * np.random.default_rng(6).standard_normal((4, 5003))).astype(np.float32)
+    inverse = np.array([0.5, 1, 2, 1e9], np.float32)
+    highest = logits.max(-1)
+    distance = (logits.astype(np.float64) - highest[:, None]) * inverse[:, None]
+    weight = np.exp(distance)
+    share = weight / weight.sum(-1, keepdims=True)
+    expected = (highest, np.log(weight.sum(-1)), (share * distance).sum(-1), (share * distance**2).sum(-1))
+    error = lambda found: difference(tuple(found), expected)
+    return Trial(moments.MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32)

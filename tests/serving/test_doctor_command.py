@@ -38,6 +38,7 @@ def test_a_sound_machine(capsys):
         "topk_entropy",
         "topk_entropy.project",
         "few_rows.project",
+        "moments",
     }
     for operation in named.values():
         assert operation["error"] <= operation["tolerance"]

@@ -1,0 +1,31 @@
+"""The moments as XLA computes them, pass by pass; differentiable."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Moments(NamedTuple):
+    """Each `[rows]`; see the package."""
+
+    highest: jax.Array  # max z, 0 where that is not finite
+    log_total: jax.Array
+    mean: jax.Array
+    square: jax.Array
+
+
+def moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
+    """See the package."""
+    highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    # Masked tokens are replaced before and after the exponential: 0 · ln 0 = 0, in gradients too.
+    masked = logits == -jnp.inf
+    scaled = jnp.where(masked, 0.0, logits - highest) * inverse_temperature[:, None]
+    ratio = jnp.where(masked, 0.0, jnp.exp(scaled))
+    scaled = jnp.where(ratio > 0, scaled, 0.0)
+    total = jnp.sum(ratio, axis=-1)
+    mean = jnp.sum(ratio * scaled, axis=-1) / total
+    square = jnp.sum(ratio * scaled * scaled, axis=-1) / total
+    return Moments(highest[:, 0], jnp.log(total), mean, square)
