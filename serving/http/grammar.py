@@ -15,6 +15,9 @@ from . import grammar_check
 from .served_model import ServedModel
 
 REMEMBERED = 64  # compiled grammars
+# Between the parts of JSON, unless a schema says otherwise (`x-guidance`): enough for a line and its indent.
+# Without a bound, a model that likes line breaks writes nothing else until its tokens are spent.
+WHITESPACE = r"\n? {0,16}"
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000
 )
@@ -81,7 +84,8 @@ def from_schema(name: str, schema: dict[str, Any] | bool | str) -> str:
     """The grammar of JSON after a schema."""
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            schema if isinstance(schema, str) else json.dumps(schema)
+            schema if isinstance(schema, str) else json.dumps(schema),
+            defaults={"whitespace_pattern": WHITESPACE},
         )
     except ValueError as error:
         raise RequestError(f"{name} is not a JSON schema: {error}") from None

@@ -33,12 +33,12 @@ class ServedModel:
     stop_tokens: tuple[int, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self, prompt: str | Sequence[int], special: bool = True) -> list[int]:
-        """Token ids of a text, or those given; RequestError where the model does not know one."""
+    def encode(self, prompt: str | Sequence[int], special: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids of a text, or those given; RequestError, by `name`, where the model does not know one."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special)
         if (wrong := max(prompt, default=0)) >= self.vocabulary:
-            raise RequestError(f"prompt holds the token {wrong}; accepted are 0 to {self.vocabulary - 1}")
+            raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {self.vocabulary - 1}")
         return list(prompt)
 
     def check_length(self, text: str) -> None:

@@ -5,6 +5,8 @@ import json
 import httpx2
 import pytest
 
+from serving.http.grammar import Grammars, from_schema
+
 from .scripted_engine import SCRIPT
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -288,10 +290,22 @@ def test_traces(live):
             lambda text: json.loads(text) == {"a": 1},
         ),
         ({"structured_outputs": {"json": {"const": [1, "b"]}}}, lambda text: json.loads(text) == [1, "b"]),
+        ({"guided_json": {"const": [1, "b"]}}, lambda text: json.loads(text) == [1, "b"]),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
     ],
-    ids=["regex", "choice", "lark", "gbnf", "response_format", "json"],
+    ids=["regex", "choice", "lark", "gbnf", "response_format", "json", "guided_json", "guided_choice"],
 )
 def test_a_text_is_what_it_must_be(live, constraint, test):
     (choice,) = complete(live, max_tokens=200, **constraint)["choices"]
     assert choice["finish_reason"] == "stop"
     assert test(choice["text"]), choice["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [('{"a": 1}', True), ('{\n    "a": 1\n}', True), ("{\n\n", False), ("{" + 20 * " ", False)],
+)
+def test_white_space_in_json_has_an_end(live, text, allowed):
+    follower = Grammars(live.model, 10_000).compile("schema", from_schema("schema", {"type": "object"}))
+    tokens = live.model.tokenizer.encode(text, special=False)
+    assert (follower.matcher.try_consume_tokens(tokens) == len(tokens)) == allowed

@@ -129,9 +129,19 @@ def test_models(live):
 def test_no_such_path_and_no_such_method(live):
     refused(httpx2.get(f"{live.url}/v2"), 404)
     answer = httpx2.get(live.url + PATH)
-    refused(answer, 405)
+    assert "method is GET; accepted by" in refused(answer, 405)["message"]
+    assert "path is /v1/nothing" in refused(httpx2.get(f"{live.url}/v1/nothing"), 404)["message"]
     assert answer.headers["allow"] == "POST"
     refused(httpx2.delete(f"{live.url}/"), 405)
+
+
+def test_the_field_at_fault_is_named(live):
+    answer = httpx2.post(f"{live.url}/detokenize", json={"tokens": [10**6]})
+    assert refused(answer, 400)["param"] == "tokens"
+    answer = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "suffix": "y"})
+    assert refused(answer, 400)["message"] == "suffix is 'y': input should be null"
+    body = {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}
+    assert refused(httpx2.post(f"{live.url}/v1/completions", json=body), 400)["param"] == "structured_outputs"
 
 
 def test_alive_ready_and_warming_up(live):

@@ -70,6 +70,9 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
 class SamplingBody(Body):
     """What completions and chat have in common. A field that is missing or null has the model's default."""
 
@@ -112,6 +115,17 @@ class SamplingBody(Body):
     entropic: Entropic | None = None
 
     _unicode = model_validator(mode="before")(unicode)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, body: Any) -> Any:
+        """What vLLM called `guided_json` and the like is taken as `structured_outputs`, never left alone."""
+        if not isinstance(body, dict):
+            return body
+        given = {name: body[f"guided_{name}"] for name in GUIDED if body.get(f"guided_{name}") is not None}
+        if given and body.get("structured_outputs") is not None:
+            raise ValueError("structured_outputs stands beside guided_* fields; accepted is one of the two")
+        return {**body, "structured_outputs": given} if given else body
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -74,7 +75,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
-        return answer(error.status_code, str(error.detail), headers=error.headers)
+        message, path, headers = str(error.detail), request.url.path[:200], error.headers
+        if message == HTTPStatus.NOT_FOUND.phrase:
+            message = f"path is {path}; accepted are those that /openapi.json lists"
+        elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
+            message = f"method is {request.method}; accepted by {path} is {headers.get('Allow')}"
+        return answer(error.status_code, message, headers=headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
@@ -97,7 +103,8 @@ def in_words(error: RequestValidationError) -> tuple[str, str | None]:
     same = [one for one in errors if _place(one)[:1] == path[:1]]
     if all(one["type"] == "missing" for one in same):
         return f"{'.'.join(path)} is missing; accepted are bodies that have it", path[0]
-    reasons = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same)
+    said = (one["msg"].replace("be None", "be null") for one in same)
+    reasons = dict.fromkeys(message[:1].lower() + message[1:] for message in said)
     inputs = [one["input"] for one in same if len(_place(one)) <= 2] or [first["input"]]
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     return f"{name} is {_short(inputs[0])}: {' or '.join(list(reasons)[:4])}", path[0]

@@ -63,7 +63,7 @@ def router(frontend: Frontend) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> Any:
         frontend.check_model(body.model)
         with refusals():
-            tokens = model.encode(body.tokens)
+            tokens = model.encode(body.tokens, name="tokens")
         text = await asyncio.to_thread(model.tokenizer.decode, tokens, False)
         return answered({"prompt": text})
 
