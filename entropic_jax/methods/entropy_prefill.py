@@ -43,7 +43,7 @@ class EntropyPrefill:
     growth: float = 0.5
     tolerance: float = 0.4
     most: float = 3.0  # times `base`
-    rigid_below: float = 0.5
+    rigid_below: float = 0.84  # `heads.rigid_threshold` of the embedded model
     scaled: bool = True
     relative: bool = True
     per_head: bool = True

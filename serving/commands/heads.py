@@ -17,7 +17,7 @@ from .text_input import read_text
 if TYPE_CHECKING:
     from entropic_jax.methods.heads import Heads
 
-SEGMENT, RIGID = 512, 0.5
+SEGMENT, RIGID, BASE, TOLERANCE = 512, 0.84, 2048, 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a head is rigid whose entropy, relative to its greatest possible value, stays below this "
         f"(default: {RIGID})",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="find that value for this model: the highest at which rigid heads, with the base budget, leave "
+        f"at most {TOLERANCE:.0%} of their attention unread",
+    )
+    parser.add_argument(
+        "--prefill-budget",
+        type=_positive,
+        default=BASE,
+        metavar="INT",
+        help=f"the base budget, in tokens, for --calibrate (default: {BASE})",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,8 +75,24 @@ def run(options: argparse.Namespace) -> int:
         import matplotlib
     except ImportError:
         raise RequestError("heads needs matplotlib; accepted is an installation with '.[train]'") from None
+    import numpy as np
+
     matplotlib.use("agg")
     found, length = _measure(options)
+    if options.calibrate:
+        from entropic_jax.methods.heads import Heads, rigid_threshold
+
+        assert found.unread is not None
+        # The first layer is read densely.
+        sparse, unread = Heads(found.entropy[1:], found.rigid[1:], found.unread[1:]), found.unread[1:]
+        threshold = rigid_threshold(sparse, TOLERANCE)
+        found = found._replace(rigid=np.nanmax(found.entropy, -1) < threshold)
+        low, unread = found.rigid[1:], np.nanmean(unread, -1)
+        print(
+            f"rigid below {threshold:.2f}: with {options.prefill_budget} tokens, rigid heads leave "
+            f"{unread[low].mean() if low.any() else 0:.2%} unread, dynamic ones "
+            f"{unread[~low].mean() if not low.all() else 0:.2%}"
+        )
     draw(found, options.segment, options.out, f"{options.model.name}, {length} tokens")
     rigid = int(found.rigid.sum())
     print(f"{found.rigid.size} KV heads: {rigid} rigid, {found.rigid.size - rigid} dynamic; {options.out}")
@@ -87,9 +116,12 @@ def _measure(options: argparse.Namespace) -> "tuple[Heads, int]":
         raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
     context = model.config.max_position_embeddings
     tokens = model.tokenizer.encode(text)[: min(options.tokens or context, context)]
-    policy = EntropyPrefill(segment=options.segment, rigid_below=options.rigid_below)
+    policy = EntropyPrefill(
+        segment=options.segment, rigid_below=options.rigid_below, base=options.prefill_budget
+    )
     try:
-        return measure(model.decoder, model.params, tokens, policy), len(tokens)
+        found = measure(model.decoder, model.params, tokens, policy, unread=options.calibrate)
+        return found, len(tokens)
     except ValueError as error:
         raise RequestError(f"--text is {options.text}: {error}") from error
 

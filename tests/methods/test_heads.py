@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.methods.entropy_prefill import EntropyPrefill
-from entropic_jax.methods.heads import Heads, measure
+from entropic_jax.methods.heads import Heads, measure, rigid_threshold
 from tests import tiny
 
 
@@ -20,6 +20,41 @@ def test_heads_are_measured_per_layer_and_segment():
     np.testing.assert_allclose(shorter.entropy[..., 1], found.entropy[..., 1], atol=1e-4)
     with pytest.raises(ValueError, match="tokens has 16; accepted are more than 16"):
         measure(model.decoder, model.params, list(range(16)), policy)
+
+
+def test_what_the_base_budget_leaves_unread():
+    model, tokens = tiny.model(), tiny.prompts(70)[0]
+    found = {
+        base: measure(
+            model.decoder,
+            model.params,
+            tokens,
+            EntropyPrefill(segment=16, page_size=4, base=base),
+            unread=True,
+        )
+        for base in (0, 16, 64)
+    }
+    plain = measure(model.decoder, model.params, tokens, EntropyPrefill(segment=16, page_size=4))
+    np.testing.assert_allclose(found[16].entropy, plain.entropy, atol=1e-6)
+    none, some, all_ = (np.nan_to_num(found[base].unread) for base in (0, 16, 64))
+    assert (all_ == 0).all() and (some <= none).all() and some.sum() < none.sum() and (none <= 1).all()
+    # In the second segment, 16 queries attend to 16 earlier positions and to themselves.
+    assert (none[..., 1] > 0.1).all()
+
+
+def test_the_threshold_parts_the_heads_that_need_more():
+    rng = np.random.default_rng(0)
+    entropy = rng.random((4, 3, 1))
+    unread = np.where(entropy < 0.37, 0.001, 0.2)
+    found = Heads(entropy, entropy[..., 0] > 9, unread)
+    threshold = rigid_threshold(found, 0.01)
+    rigid = entropy[..., 0] < threshold
+    assert unread[rigid].mean() <= 0.01
+    closest = np.where(rigid, 9, entropy[..., 0]).argmin()  # one head more would be too many
+    assert np.append(unread[rigid], unread.reshape(-1)[closest]).mean() > 0.01
+    assert rigid_threshold(found, 1.0) == 1.0
+    with pytest.raises(ValueError, match=r"found\.unread is None"):
+        rigid_threshold(Heads(entropy, rigid))
 
 
 def test_the_picture_marks_every_head(tmp_path):
