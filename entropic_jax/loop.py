@@ -238,7 +238,7 @@ def step(
         runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
         length=state.length,
         logits=cut.spread(adjusted, 0.0),
-        key=row_keys(state.key, state.seed, state.length + 1),
+        key=row_keys(state.key, state.seed, state.length + state.evicted + 1),
         focus=jax.tree.map(lambda x: cut.spread(x, 0.0), observer.total()) if observer else None,
     )
     undecided = state.action._replace(token=jnp.full_like(state.token, -1))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from entropic_jax.control.presets import Gains, Preset
 
 NAMES = ("off", "micro", "meso", "macro", "full", "paper")
-SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # whole samplers: `entropic generate` runs them
+SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # whole samplers: `samplers` makes them
+SAMPLER_OPTIONS = ("branches", "clarification")  # of entropix
 METHODS = (
     "dense",
     "entropyinfer",
@@ -109,7 +110,7 @@ def read(options: argparse.Namespace) -> Control:
     """What the options say."""
     given = {name: getattr(options, name) for name in ("law", "schedule")}
     given |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
-    given |= {name: getattr(options, name, None) for name in ("branches", "clarification")}
+    given |= {name: getattr(options, name, None) for name in SAMPLER_OPTIONS}
     budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
     some = lambda values: tuple((k, v) for k, v in values.items() if v is not None)
     named, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
@@ -148,7 +149,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     given = dict(control.gains)
     if control.preset in SAMPLERS:
         raise RequestError(f"preset is {control.preset!r}; accepted here are {', '.join(NAMES)}")
-    if misplaced := [name for name in ("branches", "clarification") if name in given]:
+    if misplaced := [name for name in SAMPLER_OPTIONS if name in given]:
         raise RequestError(f"{misplaced[0]} is given; accepted with the preset entropix")
     asked = [name for name, value in given.items() if value == AUTO]
     if asked and calibration is None:

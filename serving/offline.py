@@ -199,8 +199,6 @@ def load(path: str | Path, dtype: str = "float32", control: Control | None = Non
     if control.preset in SAMPLERS:
         from . import samplers
 
-        if control.method != "dense":
-            raise RequestError(f"method is {control.method!r}; accepted with {control.preset} is dense")
         return samplers.engine(control, calibration, models.load(path, dtype))
     preset = build(control, calibration, MOST_ROWS)
     belief = 1.0 if calibration is None else calibration.temperature

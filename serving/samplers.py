@@ -1,4 +1,4 @@
-"""The samplers of `entropic_jax.methods` in `entropic generate`: Entropix, with branches or not, dslider."""
+"""The samplers of `entropic_jax.methods` by name: Entropix, with branches or not, and dslider."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
-from .control_options import Control
+from .control_options import SAMPLER_OPTIONS, Control
 from .offline import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
 from .request import Request, RequestError
 from .transcript import Token, Transcript
@@ -28,16 +28,31 @@ ROOM = 2  # pages that each branch may hold for itself
 
 def engine(control: Control, calibration: "Calibration | None", model: models.Model) -> Engine:
     """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be."""
+    setting = Preset(chain(law(control, calibration, model)), None, None)
+    belief = 1.0 if calibration is None else calibration.temperature
+    branches = dict(control.gains).get("branches", Plan().branches)
+    if control.preset != "entropix" or branches == 1:
+        return Engine(model, setting, belief)
+    return Searching(model, setting, belief, Plan(branches=branches))
+
+
+def law(
+    control: Control, calibration: "Calibration | None", model: models.Model, together: bool = True
+) -> entropix.Entropix | AsReleased | DSlider:
+    """The law of what `control.preset` names. RequestError where it cannot be.
+
+    Of `together` see `AsReleased`, whose rows decide as one unless they must not depend on each other.
+    """
     options = dict(control.gains)
-    accepted = {"branches", "clarification"} if control.preset == "entropix" else set()
+    accepted = set(SAMPLER_OPTIONS) if control.preset == "entropix" else set()
     if wrong := set(options) - accepted:
         raise RequestError(f"{min(wrong)} is given; accepted with other presets than {control.preset}")
-    belief = 1.0 if calibration is None else calibration.temperature
-    alone = lambda law: Preset(chain(law), None, None)
+    if control.method != "dense":
+        raise RequestError(f"method is {control.method!r}; accepted with {control.preset} is dense")
     if control.preset == "dslider":
-        return Engine(model, alone(DSlider(vocabulary=model.decoder.shape.vocabulary)), belief)
+        return DSlider(vocabulary=model.decoder.shape.vocabulary)
     if control.preset == "entropix-as-released":
-        return Engine(model, alone(AsReleased()), belief)
+        return AsReleased(together=together)
     if calibration is None:
         raise RequestError(
             "preset is 'entropix', whose thresholds are the model's own; accepted with a calibration.json in "
@@ -45,11 +60,7 @@ def engine(control: Control, calibration: "Calibration | None", model: models.Mo
         )
     said = options.get("clarification", "")
     words = tuple(model.tokenizer.encode(said, special=False)) if said and model.tokenizer else ()
-    setting = alone(entropix.calibrated(calibration, clarification=words))
-    branches = options.get("branches", Plan().branches)
-    if branches == 1:
-        return Engine(model, setting, belief)
-    return Searching(model, setting, belief, Plan(branches=branches))
+    return entropix.calibrated(calibration, clarification=words)
 
 
 class Searching(Engine):

@@ -260,6 +260,8 @@ class Entropix:
         vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         allowed = jnp.where(vocabulary == state.barred[:, None], -jnp.inf, logits)
         state, said = speak(state, where == CLARIFY, self.clarification, self.patience)
+        permitted = jnp.take_along_axis(logits, jnp.maximum(said, 0)[:, None], 1)[:, 0] > -jnp.inf
+        said = jnp.where(permitted, said, -1)  # a grammar, or a bias, may forbid it
         flows = where == FLOW
         token = draw(key, allowed, how, self.candidates)
         likeliest = jnp.argmax(allowed, -1).astype(jnp.int32)

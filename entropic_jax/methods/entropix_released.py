@@ -57,8 +57,8 @@ class Last(NamedTuple):
     quadrant: jax.Array  # int32
 
 
-def measures(signal: Signal, logits: jax.Array) -> Measures:
-    """In bits, bits² and the scores' own unit; the mean over the rows that emit, in every row."""
+def measures(signal: Signal, logits: jax.Array, together: bool = True) -> Measures:
+    """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
     if signal.focus is None:
         raise ValueError("signal.focus is None; accepted is that of a step of a controller that `observes`")
     plain, focus = entropy.measure(logits), signal.focus
@@ -70,6 +70,8 @@ def measures(signal: Signal, logits: jax.Array) -> Measures:
         focus.agreement,
         focus.interaction,
     )
+    if not together:
+        return each
     some = jnp.maximum(signal.emitting.sum(), 1).astype(jnp.float32)
     whole = lambda x: jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / some, x.shape)
     return jax.tree.map(whole, each)
@@ -109,13 +111,15 @@ def drawn(share: jax.Array, count: int) -> jax.Array:
 class AsReleased:
     """The sampler of the release. `pause` is its token for a clarification (2564 of Llama 3), −1 for none.
 
-    The request's temperature says only whether a row is greedy.
+    Without `together` every row is a batch of its own. The request's temperature says only whether a row is
+    greedy.
     """
 
     thresholds: Thresholds = BITS
     constants: Constants = Constants()
     pause: Annotated[int, STATIC] = -1
     candidates: Annotated[int, STATIC] = 5
+    together: Annotated[bool, STATIC] = True
     observes: Annotated[Observation, STATIC] = Observation(padded=CONTEXT)
 
     def init(self, action: Action) -> Last:
@@ -124,7 +128,7 @@ class AsReleased:
 
     def update(self, signal: Signal, action: Action, state: Last) -> tuple[Action, Last]:
         logits, _, warm = needed(signal, action)
-        m = measures(signal, logits)
+        m = measures(signal, logits, self.together)
         where = quadrant(m.entropy, m.varentropy, self.thresholds)
         how = clipped(where, setting(where, m, self.constants))
         token, share = shares(logits, how)
@@ -137,7 +141,8 @@ class AsReleased:
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
         chosen = jnp.select([where == FLOW, where == ADAPT], [likeliest, best], once)
         if self.pause >= 0:
-            said = (signal.emitting & (state.token == self.pause)).any()
+            said = signal.emitting & (state.token == self.pause)
+            said = said.any() if self.together else said
             chosen = jnp.where((where == CLARIFY) & ~said, self.pause, chosen)
         temperature = jnp.where(warm & (where != FLOW), how.temperature, action.temperature)
         action = action._replace(token=jnp.where(warm, chosen, -1), temperature=temperature)

@@ -234,6 +234,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 batch_invariant=options.batch_invariant,
                 warmup=options.warmup,
                 preset=settings.control.preset,
+                clarification=dict(settings.control.gains).get("clarification", ""),
             ),
             told=WarmProgress(),
         )

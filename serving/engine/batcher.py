@@ -207,10 +207,12 @@ class Batcher:
             return [], 0, 0, None
         self._flush()
         width = self.launches.width(len(running))
-        selections = self.sizes.shapes.selections
-        selection = selections[-1 if any(s.knobs.pruning for s in running) else 0]
+        shapes = self.sizes.shapes
+        selection = shapes.selections[-1 if any(s.knobs.pruning for s in running) else 0]
+        samples = shapes.samplers[-1 if any(s.knobs.sampler for s in running) else 0]
+        kind = width, selection, samples
         terms, forced = self.launches.terms(masks), self.launches.forced(running, steps)
-        self.board, output = self.programs.decode(self.board, steps, terms, forced, width, selection)
+        self.board, output = self.programs.decode(self.board, steps, terms, forced, kind)
         for s in running:
             s.told += steps
             self.ahead[s.row] += steps

@@ -20,7 +20,8 @@ import models
 from entropic_jax import allocate, loop, parameters
 from entropic_jax.terms import MOST_ALTERNATIVES
 
-from ..control_options import calibration_of
+from .. import samplers
+from ..control_options import SAMPLERS, Control, calibration_of
 from ..generation import default_dtype
 from ..request import RequestError
 from ..transcript import Transcript
@@ -63,7 +64,9 @@ class ContinuousEngine:
         dtype = jax.tree.leaves(model.params)[0].dtype
         self.sizes: Sizes = sizes(model, self.options, dtype.itemsize)
         self.stream = streams(self.tokenizer)
-        self.control = RowControl(self.options.law, calibration, self.options.pruning)
+        self.control = RowControl(
+            self.options.law, calibration, self.options.pruning, *self._sampler(calibration)
+        )
         self._told = told
         self._belief = 1.0 if calibration is None else calibration.temperature
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -99,6 +102,14 @@ class ContinuousEngine:
         self.batcher.finished, self.batcher.left_queue = self._finished, self._left_queue
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _sampler(self, calibration: Any) -> tuple[str | None, Any]:
+        """The name of the sampler and its law; RequestError where the model cannot have it."""
+        name, said = self.options.preset, self.options.clarification
+        if name not in SAMPLERS:
+            return None, None
+        gains = (("clarification", said),) if said else ()
+        return name, samplers.law(Control(name, gains), calibration, self.model, together=False)
 
     def _board(self, dtype: Any) -> Board:
         rows, context, decoder = self.sizes.rows, self.sizes.context, self.model.decoder

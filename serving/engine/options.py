@@ -11,6 +11,7 @@ import models
 from entropic_jax import cache
 from entropic_jax.control.presets import FINE
 
+from ..control_options import SAMPLERS
 from .programs import Shapes
 
 # The lists of a step are for that step: kept for several, they would be made anew at steps that the sequence
@@ -43,7 +44,8 @@ class EngineOptions:
     law: str = "normalised"  # of temperature, for jobs that ask for micro or full
     batch_invariant: bool = False  # one shape of each program: a job's bits do not depend on its neighbours
     warmup: Warmup = "min"
-    preset: str = "off"  # of most jobs: `min` compiles the pruned steps if it prunes
+    preset: str = "off"  # of most jobs: `min` compiles what it needs; a sampler is there if it is one
+    clarification: str = ""  # of entropix
     compile_workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,16 +92,22 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
                 f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
             )
     selections = (None, SELECTION) if options.pruning else (None,)
+    samplers = (False, True) if options.preset in SAMPLERS else (False,)
     if options.batch_invariant:
         shapes = Shapes(
             (options.max_num_seqs,),
             ((min(4, max(1, budget // chunk)), chunk),),
             options.max_steps,
             selections[-1:],
+            samplers[-1:],
         )
     else:
         shapes = Shapes(
-            steps_up(1, options.max_num_seqs), chunk_shapes(chunk, budget), options.max_steps, selections
+            steps_up(1, options.max_num_seqs),
+            chunk_shapes(chunk, budget),
+            options.max_steps,
+            selections,
+            samplers,
         )
     return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
 

@@ -24,7 +24,7 @@ from entropic_jax.state import FULL, RUNNING
 from entropic_jax.terms import Likeliest, Terms, likeliest
 
 from ..transcript import MEASURES
-from .row_control import turn_knobs
+from .row_control import for_launch, turn_knobs
 
 # Columns of `Commands.integers` and `.numbers`.
 ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, TOP_K = range(7)
@@ -203,9 +203,13 @@ def decode(
     *,
     width: int,
     selection: Selection | None,
+    samples: bool,
 ) -> tuple[Board, Output]:
-    """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`."""
-    controller, capacity = board.controller, forced.shape[0]
+    """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`.
+
+    `samples`: the engine's sampler draws for some of them.
+    """
+    controller, capacity = for_launch(board.controller, samples, width), forced.shape[0]
     state = board.state._replace(selection=selection)
 
     def step(state: State, now: jax.Array) -> tuple[State, Trace]:
@@ -248,6 +252,7 @@ class Shapes:
     chunks: tuple[tuple[int, int], ...]  # (prompts, positions of each), by what they hold
     capacity: int  # most steps of a launch
     selections: tuple[Selection | None, ...]
+    samplers: tuple[bool, ...] = (False,)  # whether rows are drawn by the engine's sampler
 
 
 class Programs:
@@ -278,11 +283,11 @@ class Programs:
         return self._program(key, self.params, board, chunk)(self.params, board, chunk)
 
     def decode(
-        self, board: Board, steps: int, terms: Terms, forced: Any, width: int, selection: Selection | None
+        self, board: Board, steps: int, terms: Terms, forced: Any, kind: tuple[int, Selection | None, bool]
     ) -> tuple[Board, Output]:
-        """`decode`."""
+        """`decode`, of a kind: width, selection, and whether some rows are drawn by the sampler."""
         given = (self.params, board, np.int32(steps), terms, forced, self.prior)
-        return self._program(("decode", width, selection), *given)(*given)
+        return self._program(("decode", *kind), *given)(*given)
 
     def park(self, board: Board, row: int) -> dict[str, Any]:
         """`park`."""
@@ -302,7 +307,10 @@ class Programs:
             "park": lambda: (park, ()),
             "unpark": lambda: (unpark, 0),
             "read": lambda: (partial(read_prompts, self.decoder, scored=key[-1]), 1),
-            "decode": lambda: (partial(decode, self.decoder, width=key[1], selection=key[2]), 1),
+            "decode": lambda: (
+                partial(decode, self.decoder, width=key[1], selection=key[2], samples=key[3]),
+                1,
+            ),
         }[key[0]]()
         compiled = jax.jit(program, donate_argnums=donated).lower(*given).compile()
         with self._lock:

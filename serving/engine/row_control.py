@@ -1,7 +1,8 @@
 """One controller for all rows of the engine, each with its own preset: gains and switches are `[rows]`."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import numpy as np
 
 from entropic_jax import Action, Signal
 from entropic_jax.control import Chain, chain, pytree
+from entropic_jax.control.controller import STATIC
 from entropic_jax.control.presets import Gains, temperature
 from entropic_jax.control.pruning import Pruning
 from entropic_jax.control.scheduling import PRIOR, Moments, Predictor, new_predictor, observe
 
 from .. import control_options
-from ..control_options import Control
+from ..control_options import NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
 from ..request import RequestError
 
 
@@ -35,6 +37,60 @@ class Switched:
 
 
 @pytree
+class Sampler:
+    """A law that draws the tokens itself, for those rows that are switched on; the same for all of them.
+
+    It is the one law that works through the vocabulary, so that it computes the rows of the step alone.
+    """
+
+    on: Any  # bool [rows]
+    law: Annotated[Any, STATIC]
+    width: Annotated[int | None, STATIC] = None  # rows of a step, at most; None is all
+
+    @property
+    def observes(self) -> Any:
+        """What the law asks to be observed."""
+        return getattr(self.law, "observes", None)
+
+    def init(self, action: Action) -> Any:
+        return self.law.init(action)
+
+    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        on = jnp.asarray(self.on) & signal.emitting
+        rows = on.shape[0]
+        place = jnp.nonzero(on, size=min(self.width or rows, rows), fill_value=rows)[0]
+        mine = jnp.minimum(place, rows - 1)  # past the last of them, any row: nobody sees what becomes of it
+        changed, after = self.law.update(*jax.tree.map(lambda x: x[mine], (signal, action, state)))
+        put = lambda old, new: old.at[place].set(new, mode="drop")
+        return jax.tree.map(put, action, changed), jax.tree.map(put, state, after)
+
+
+@pytree
+class Resting:
+    """A sampler where no row of a launch asks for it: its state stands, and nothing is computed."""
+
+    on: Any
+    law: Annotated[Any, STATIC]
+
+    def init(self, action: Action) -> Any:
+        return self.law.init(action)
+
+    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        return action, state
+
+
+def for_launch(controller: Chain, samples: bool, width: int) -> Chain:
+    """The controller of a launch of `width` rows: its sampler draws for some of them, or for none."""
+
+    def one(law: Any) -> Any:
+        if not isinstance(law, Sampler):
+            return law
+        return dataclasses.replace(law, width=width) if samples else Resting(law.on, law.law)
+
+    return chain(*map(one, controller.controllers))
+
+
+@pytree
 class Forecast:
     """Changes nothing; observes the entropy of every row, from which its priority follows."""
 
@@ -50,14 +106,21 @@ class Knobs(NamedTuple):
 
     gains: np.ndarray  # float32 [n], every gain and switch in the order of the controller's leaves
     pruning: bool  # pages may be left unread
+    sampler: bool = False  # its tokens are drawn by the engine's sampler
 
 
 class RowControl:
     """Turns the control that a job asks for into the numbers that the rows' common controller takes."""
 
-    def __init__(self, law: str, calibration: Any, pruning: bool) -> None:
-        """`law` of temperature is what the programs are compiled for; `pruning`, whether meso is allowed."""
+    def __init__(
+        self, law: str, calibration: Any, pruning: bool, sampler: str | None = None, drawing: Any = None
+    ) -> None:
+        """What the programs are compiled for: a `law` of temperature, whether pages may be left unread.
+
+        `sampler` is the name of the one whose law is `drawing`, None where there is none.
+        """
         self.law, self.calibration, self.pruning = law, calibration, pruning
+        self.sampler, self.drawing = sampler, drawing
         self.knobs = functools.lru_cache(maxsize=1024)(self._knobs)
 
     @property
@@ -68,20 +131,32 @@ class RowControl:
 
     def controller(self, rows: int) -> Chain:
         """The controller of all rows, every one of them switched off."""
-        own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning())
+        own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), False)
         return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own)
 
     def _knobs(self, control: Control) -> Knobs:
         """The numbers of one row. RequestError where the programs are not compiled for what is asked."""
-        if control.preset == "paper":
-            raise RequestError("preset is 'paper'; accepted by a server are off, micro, meso, macro and full")
+        accepted = [name for name in NAMES if name != "paper"] + ([self.sampler] if self.sampler else [])
+        if control.preset not in accepted:
+            raise RequestError(
+                f"preset is {control.preset!r}; accepted by this server are {', '.join(accepted)}"
+                + (" (it was not started with that --preset)" if control.preset in SAMPLERS else "")
+            )
         if control.method != "dense":
             raise RequestError(f"method is {control.method!r}; accepted by a server is dense")
-        given = dict(control.gains)
+        given = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
+        if control.preset == self.sampler:
+            if dict(control.gains).get("branches", 1) > 1:
+                raise RequestError(
+                    f"branches is {dict(control.gains)['branches']}; accepted by a server is 1: branches "
+                    "take rows and pages that nothing accounts for when a sequence is placed"
+                )
+            own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), True)
+            return Knobs(_numbers(own), pruning=False, sampler=True)
         if given.get("law", self.law) != self.law:
             raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")
         laws = control_options.build(
-            control._replace(gains=(*control.gains, ("law", self.law))), self.calibration, None
+            control._replace(gains=(*given.items(), ("law", self.law))), self.calibration, None
         ).controller.controllers
         prunes = [law for law in laws if isinstance(law, Pruning)]
         heats = [law for law in laws if not isinstance(law, Pruning)]
@@ -91,12 +166,16 @@ class RowControl:
                 "micro and macro"
             )
         heat = heats[0] if heats else temperature(Gains(law=self.law))
-        own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning())
-        return Knobs(np.array([float(x) for x in jax.tree.leaves(own)], np.float32), bool(prunes))
+        own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning(), False)
+        return Knobs(_numbers(own), bool(prunes))
 
-    @staticmethod
-    def _chain(heated: bool, law: Any, pruned: bool, pruning: Pruning) -> Chain:
-        return chain(Switched(heated, law), Switched(pruned, pruning), Forecast())
+    def _chain(self, heated: bool, law: Any, pruned: bool, pruning: Pruning, drawn: bool) -> Chain:
+        sampler = () if self.sampler is None else (Sampler(drawn, self.drawing),)
+        return chain(Switched(heated, law), Switched(pruned, pruning), *sampler, Forecast())
+
+
+def _numbers(controller: Chain) -> np.ndarray:
+    return np.array([float(x) for x in jax.tree.leaves(controller)], np.float32)
 
 
 def turn_knobs(controller: Any, rows: jax.Array, gains: jax.Array) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -19,7 +20,8 @@ def compile_ahead(
     """Compile all programs (`full`), those that every job needs (`min`), or none.
 
     `min` leaves out prompts that are scored, penalties, preemption, and the pruned steps unless the preset of
-    most jobs prunes; what is left out is compiled when it is first asked for, and counted.
+    most jobs prunes, and steps without the sampler if the preset is one; what is left out is compiled when it
+    is first asked for, and counted.
     """
     if options.warmup == "none":
         return
@@ -41,7 +43,9 @@ def _compile(
         for scored in (False, True)[: 1 + full]:
             examples.append((("read", prompts, size + 1, scored), (programs.params, board, chunk)))
     for width in shapes.widths:
-        for selection in shapes.selections if full or prunes else shapes.selections[:1]:
+        selections = shapes.selections if full or prunes else shapes.selections[:1]
+        samplers = shapes.samplers if full else shapes.samplers[-1:]
+        for selection, samples in itertools.product(selections, samplers):
             given = (
                 programs.params,
                 board,
@@ -50,7 +54,7 @@ def _compile(
                 launches.unforced,
                 programs.prior,
             )
-            examples.append((("decode", width, selection), given))
+            examples.append((("decode", width, selection, samples), given))
     programs.compile_ahead(examples, options.compile_workers or cores(), told)
     if full:
         parked = programs.park(board, 0)

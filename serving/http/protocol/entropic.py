@@ -7,7 +7,7 @@ from pydantic import Field
 from ...control_options import Control
 from .fields import Answer, Body
 
-PresetName = Literal["off", "micro", "meso", "macro", "full"]
+PresetName = Literal["off", "micro", "meso", "macro", "full", "entropix", "entropix-as-released", "dslider"]
 LawName = Literal["paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp"]
 Nats = Annotated[float, Field(ge=0, le=100)]
 NatsOrAuto = Nats | Literal["auto"]
@@ -32,7 +32,9 @@ class Entropic(Body):
     Entropies are in nats; "auto" takes what the calibration of the model found.
     """
 
-    preset: PresetName | None = Field(None, description="which scales of control are on")
+    preset: PresetName | None = Field(
+        None, description="which scales of control are on, or the sampler of a server that has it"
+    )
     law: LawName | None = Field(None, description="of temperature")
     target_entropy: NatsOrAuto | None = Field(None, description="held by the law of temperature")
     lowest_temperature: Clip | None = Field(None, description="no law goes below")

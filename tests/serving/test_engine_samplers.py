@@ -1,0 +1,116 @@
+"""Samplers in the engine: a matter of each sequence, the same in a crowd, and nothing is left behind."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import models
+from entropic_jax.calibration import load_calibration
+from serving.control_options import Control
+from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.generation import EMBEDDED
+from serving.request import Request, RequestError
+from serving.samplers import engine as offline_engine
+from tests.serving.test_engine import EXACT, WARM, collect, job, nothing_is_left, prompt, run
+
+SAMPLERS = ("entropix", "entropix-as-released", "dslider")
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> models.Model:
+    """Sharp enough that it does not draw everything alike."""
+    loaded = models.load(directory, "float32")
+    params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
+    return dataclasses.replace(loaded, params=params)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    """One whose quadrants the untrained model visits."""
+    entropy = (1.0, 1.5, 2.5, 3.0, 3.5, 4.0, 4.5)
+    varentropy = (0.2, 0.5, 1.0, 2.0, 2.5, 3.0, 4.0)
+    return load_calibration(EMBEDDED)._replace(quantiles=entropy, varentropy_quantiles=varentropy)
+
+
+def engine_of(model, calibration, name: str, **options):
+    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, "preset": name, **options}), calibration)
+    yield engine
+    engine.close()
+    nothing_is_left(engine)
+
+
+def sampled(control: Control, seed: int = 1):
+    lengths = (5, 31, 1, 17, 40)
+    return [job(f"s{seed}-{i}", prompt(n, seed + i), control, seed=i, **WARM) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
+    control = Control(name)
+    for engine in engine_of(model, calibration, name):
+        mine = job("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
+        plain = dataclasses.replace(mine, control=Control())
+        ((alone, last),) = run(engine, mine)
+        ((other, _),) = run(engine, plain)
+        assert last.finish_reason == "length" and alone != other
+        left = engine.submit(job("leaves", prompt(9, 3), control, max_tokens=60, **WARM))
+        next(iter(left))
+        left.cancel()
+        mixed = run(engine, *sampled(control), mine, plain, *sampled(Control("micro"), 20))
+        assert (mixed[5][0], mixed[6][0]) == (alone, other)
+        greedy = dataclasses.replace(mine.request, temperature=0.0)
+        answers = [
+            run(engine, dataclasses.replace(mine, request=greedy, control=c))[0][0]
+            for c in (control, Control())
+        ]
+        assert answers[0] == answers[1]
+    reference = offline_engine(
+        Control(name, (("branches", 1),) if name == "entropix" else ()), calibration, model
+    )
+    request = Request(prompt=mine.request.prompt, seed=5, max_tokens=24, ignore_eos=True, **WARM)
+    assert list(next(reference.batch([request])).token_ids) == alone
+
+
+def test_preemption_keeps_what_a_law_remembers(model, calibration):
+    control = Control("dslider")
+    jobs = [job(f"j{i}", prompt(30, i), control, seed=i, max_tokens=40, **WARM) for i in range(6)]
+    found = []
+    for pages in (200, 40):
+        for engine in engine_of(model, calibration, "dslider", num_pages=pages):
+            found.append([tokens for tokens, _ in run(engine, *jobs)])
+            assert (engine.snapshot()["preemptions"] > 0) == (pages == 40)
+    assert found[0] == found[1]
+
+
+def test_steps_without_it_do_not_pay_for_it(model, calibration):
+    given = dict(batch_invariant=False, max_num_seqs=2)
+    for engine in engine_of(model, calibration, "entropix", **given):
+        run(engine, job("plain", prompt(9)), job("drawn", prompt(9, 1), Control("entropix"), **WARM))
+        kinds = {key[3]: program for key, program in engine.programs._compiled.items() if key[0] == "decode"}
+        cost = {samples: program.cost_analysis()["flops"] for samples, program in kinds.items()}
+        assert cost[False] < cost[True]
+
+
+def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
+    always = calibration._replace(quantiles=(0.0,) * 7, varentropy_quantiles=(90.0,) * 7)
+    for engine in engine_of(model, always, "entropix", clarification="hm"):
+        words = engine.tokenizer.encode("hm", special=False)
+        mine = job("mine", prompt(7), Control("entropix"), **WARM)
+        assert run(engine, mine)[0][0][: len(words)] == words
+        never = dataclasses.replace(mine.request, logit_bias={words[0]: -np.inf})
+        assert words[0] not in run(engine, dataclasses.replace(mine, request=never))[0][0]
+
+
+def test_what_a_server_refuses(model, calibration):
+    for engine in engine_of(model, calibration, "entropix"):
+        with pytest.raises(
+            RequestError, match="accepted by this server are off, micro, meso, macro, full, entropix"
+        ):
+            engine.submit(job("x", (1,), Control("dslider")))
+        with pytest.raises(RequestError, match="branches is 3; accepted by a server is 1"):
+            engine.submit(job("x", (1,), Control("entropix", (("branches", 3),))))
+        ticket = engine.submit(job("x", (1,), Control("micro", (("clarification", "hm"),))))
+        assert collect(ticket)[1].finish_reason == "length"
+    with pytest.raises(RequestError, match=r"accepted with a calibration\.json"):
+        ContinuousEngine(model, EngineOptions(**{**EXACT, "preset": "entropix"}))
