@@ -61,6 +61,26 @@ def waiting(state: State) -> jax.Array:
     return state.lists.pending & (state.status == RUNNING)
 
 
+def compress_row(state: State, row: jax.Array) -> State:
+    """`compress` for one row, int32 `[]`, at the cost of one row: the others are not looked at."""
+    cache, only = state.cache, lambda x: x[row][None]
+    own = ("status", "length", "evicted", "limit")
+    alone = state._replace(
+        **{name: only(getattr(state, name)) for name in own},
+        lists=jax.tree.map(only, state.lists),
+        cache=cache._replace(table=only(cache.table), granted=only(cache.granted)),
+    )
+    after = compress.__wrapped__(alone, jnp.ones(1, bool))
+    put = lambda all_, x: all_.at[row].set(x[0])
+    return state._replace(
+        **{name: put(getattr(state, name), getattr(after, name)) for name in own},
+        lists=jax.tree.map(put, state.lists, after.lists),
+        cache=after.cache._replace(
+            table=put(cache.table, after.cache.table), granted=put(cache.granted, after.cache.granted)
+        ),
+    )
+
+
 @partial(jax.jit, donate_argnames="state")
 def compress(state: State, rows: jax.Array) -> State:
     """Keep what the method of the state keeps in the flagged rows (bool `[rows]`), and no more.

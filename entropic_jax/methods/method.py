@@ -141,6 +141,12 @@ class Method:
         """Tokens of a prompt that are read at once."""
         return 512 if self.prefill is None else self.prefill.segment
 
+    def alters(self, positions: int) -> bool:
+        """Whether the cache of a prompt of so many positions is not what reading it densely makes of it."""
+        prefill, compression = self.prefill, self.compression
+        sparse = prefill is not None and positions > prefill.dense_below
+        return sparse or (compression is not None and positions + compression.after > compression.budget)
+
     def memory(self, shape: ModelShape, cache: Cache) -> Memory:
         """See `selection.Reads`."""
         rows, pages = cache.table.shape

@@ -214,6 +214,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
     from ..http.frontend import Frontend
     from .warm_progress import WarmProgress
 
+    control_options.build(settings.control._replace(preset="off", gains=()), None, None)  # says what is wrong
     chosen: dict[str, Any] = {
         "dtype": None if options.dtype == "auto" else options.dtype,
         "max_num_seqs": options.max_num_seqs,
@@ -234,6 +235,8 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 batch_invariant=options.batch_invariant,
                 warmup=options.warmup,
                 preset=settings.control.preset,
+                method=settings.control.method,
+                budgets=settings.control.budgets,
                 clarification=dict(settings.control.gains).get("clarification", ""),
             ),
             told=WarmProgress(),

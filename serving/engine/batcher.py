@@ -25,6 +25,7 @@ from .prefix_cache import ROOT, extend
 from .priority import Ranking
 from .programs import Board, Output, Programs, Read
 from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence, alternatives
+from .shrinking import Shrinking
 from .ticket import QueuedTicket, wake
 
 NOT_NUMBERS = "the model computed logits that are not numbers"
@@ -62,6 +63,7 @@ class Batcher:
         self.limit = np.zeros(rows, np.int64)
         self.known = np.zeros(rows, np.int64)  # length of a running row when it was last heard of
         self.ahead = np.zeros(rows, np.int64)  # steps under way since
+        self.shrinking = Shrinking(rows, sizes.shapes.compression)
         self.drops = np.full(rows, ranking.drop)
         self.rounds = 0.0
         self.preemptions = 0
@@ -127,7 +129,7 @@ class Batcher:
 
     def _place(self, sequence: Sequence, row: int) -> bool:
         request = sequence.job.request
-        replays = bool(sequence.generated) and (self.exact or sequence.knobs.pruning)
+        replays = bool(sequence.generated) and sequence.replays(self.exact)
         reading = sequence.prompt if replays else (*sequence.prompt, *sequence.generated)
         target = len(reading) - 1
         keys = sequence.prompt_keys if sequence.scored else []
@@ -152,6 +154,7 @@ class Batcher:
         limit = min(len(sequence.prompt) - 1 + request.max_tokens, self.sizes.context, whole)
         self.seats[row], self.limit[row] = sequence, limit
         self.known[row], self.ahead[row] = target, 0
+        self.shrinking.place(sequence)
         self.launches.least[row] = len(sequence.prompt) + request.min_tokens if request.min_tokens else 0
         self.launches.reported[row] = sequence.job.alternatives is not None
         self.drops[row] = self.ranking.drop
@@ -190,6 +193,10 @@ class Batcher:
 
     def _decode(self, careful: bool) -> tuple[list[Sequence], int, int, Output | None]:
         reading = sum(s is not None and s.stage == PREFILL for s in self.seats)
+        if self.shrinking.due(self.seats):
+            self._collect_all()  # some may end
+            self._flush()
+            self.board = self.shrinking.compress(self.programs, self.board, self.seats, self.pages)
         masks = self._masks() if careful else {}
         running, steps = self._running(), 0
         if not careful and self.launches.puts_off(len(running), reading, bool(self.waiting)):
@@ -197,6 +204,7 @@ class Batcher:
         while running:
             most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
             steps = 1 if careful else self.launches.steps(running, most, reading, bool(self.waiting))
+            steps = self.shrinking.steps(running, steps)
             while not (enough := self._reserve(running, steps)) and steps > 1:
                 steps //= 2
             if enough:
@@ -206,17 +214,13 @@ class Batcher:
         if not running:
             return [], 0, 0, None
         self._flush()
-        width = self.launches.width(len(running))
-        shapes = self.sizes.shapes
-        selection = shapes.selections[-1 if any(s.knobs.pruning for s in running) else 0]
-        samples = shapes.samplers[-1 if any(s.knobs.sampler for s in running) else 0]
-        kind = width, selection, samples
+        kind = self.launches.kind(running)
         terms, forced = self.launches.terms(masks), self.launches.forced(running, steps)
         self.board, output = self.programs.decode(self.board, steps, terms, forced, kind)
         for s in running:
             s.told += steps
             self.ahead[s.row] += steps
-        return running, steps, width, output
+        return running, steps, kind[0], output
 
     def _masks(self) -> dict[int, np.ndarray]:
         """What the grammars allow next, by row; a job whose grammar fails ends, and no other."""
@@ -238,6 +242,7 @@ class Batcher:
         """Make sure of the pages that the steps need."""
         rows = np.array([s.row for s in running])
         length = np.minimum(self.limit[rows], self.known[rows] + self.ahead[rows] + steps)
+        length -= self.shrinking.evicted[rows]
         return self.pages.reserve(rows, length, self.edits)
 
     # Giving way.
@@ -251,7 +256,7 @@ class Batcher:
                 raise RuntimeError("a sequence alone finds no page, in a pool that it was to fit into")
             return
         victim = self.ranking.rank(seated, self.rounds, self.drops)[-1]
-        if victim.stage == DECODE and not (self.exact or victim.knobs.pruning):
+        if victim.stage == DECODE and not victim.replays(self.exact):
             victim.parked = self.programs.park(self.board, victim.row)
         victim.preemptions += 1
         self.preemptions += 1
@@ -386,7 +391,7 @@ class Batcher:
 
     def _remember(self, sequence: Sequence, output: Output) -> None:
         """Let the prefix cache keep what was generated, for a prompt that continues this text."""
-        if self.exact or sequence.knobs.pruning or self.pages.prefix is None:
+        if sequence.replays(self.exact) or self.pages.prefix is None:
             return  # these pages are not what reading the text would make of it
         size = self.sizes.page_size
         text = (*sequence.prompt, *sequence.generated)[:-1]

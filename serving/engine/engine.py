@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import models
 from entropic_jax import allocate, loop, parameters
+from entropic_jax.control.presets import preset
+from entropic_jax.methods import registry
 from entropic_jax.terms import MOST_ALTERNATIVES
 
 from .. import samplers
@@ -31,7 +34,7 @@ from .byte_text import streams
 from .commands import BIASES, STOPS, Edits
 from .job import Job, QueueFullError
 from .observer import Observer
-from .options import EngineOptions, Sizes, sizes
+from .options import EngineOptions, Sizes, may_prune, sizes
 from .pages import Pages
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
@@ -64,8 +67,15 @@ class ContinuousEngine:
         dtype = jax.tree.leaves(model.params)[0].dtype
         self.sizes: Sizes = sizes(model, self.options, dtype.itemsize)
         self.stream = streams(self.tokenizer)
+        self.method = self.sizes.shapes.method
+        always = registry.method(self.options.method, preset("off"), **dict(self.options.budgets)).controller
         self.control = RowControl(
-            self.options.law, calibration, self.options.pruning, *self._sampler(calibration)
+            self.options.law,
+            calibration,
+            may_prune(self.options, self.method),
+            *self._sampler(calibration),
+            self.options.method,
+            always.controllers,
         )
         self._told = told
         self._belief = 1.0 if calibration is None else calibration.temperature
@@ -133,6 +143,11 @@ class ContinuousEngine:
             stop=[[-1] * STOPS],
             belief_temperature=self._belief,
         )
+        if self.method is not None:
+            # Launches consume the state: no two leaves may share a buffer.
+            state = state._replace(
+                lists=jax.tree.map(jnp.copy, self.method.memory(decoder.shape, state.cache))
+            )
         return Board(state, controller)
 
     # What a front end calls, from any thread.
@@ -226,7 +241,8 @@ class ContinuousEngine:
         ticket = QueuedTicket(job, self._inbox.put)
         sequence = Sequence(job, ticket, prompt, transcript, knobs)
         sequence.stops = stops
-        if self.options.enable_prefix_caching:
+        sequence.private = self.method is not None and self.method.alters(len(prompt) - 1)
+        if self.options.enable_prefix_caching and not sequence.private:
             sequence.prompt_keys = list(extend(ROOT, prompt, self.sizes.page_size))
         return sequence
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from entropic_jax.selection import Reads
 from entropic_jax.terms import Terms, no_terms
 
 from .options import Sizes
@@ -70,21 +71,35 @@ class Launches:
             if end == len(sequence.reading) - 1:
                 chunk.last[place] = True
                 sequence.stage = DECODE
+            chunk.total[place] = len(sequence.reading) - 1
             pieces.append((sequence, sequence.epoch, begin, end))
         return chunk, pieces, scored
 
     def _shape(self, rest: list[int]) -> tuple[int, int]:
-        """The compiled shape that reads most for its size; the first prompt is always in it."""
+        """The compiled shape that reads most for its size; the first prompt is always in it.
+
+        Where pieces have a length of their own, none is cut shorter.
+        """
+        segment = self.sizes.shapes.segment
+        whole = [min(left, segment or 0) for left in rest]
 
         def worth(shape: tuple[int, int]) -> float:
             prompts, size = shape
             return sum(min(size, left) for left in rest[:prompts]) / (prompts * (size + PIECE) + CHUNK)
 
-        return max(self.sizes.shapes.chunks, key=worth)
+        fit = [shape for shape in self.sizes.shapes.chunks if max(whole[: shape[0]]) <= shape[1]]
+        return max(fit, key=worth)
 
     def width(self, running: int) -> int:
         """The narrowest program that so many rows fit into."""
         return next(width for width in self.sizes.shapes.widths if width >= running)
+
+    def kind(self, running: list[Sequence]) -> tuple[int, Reads | None, bool]:
+        """What decodes them: its width, what its steps read, and whether its sampler draws for some."""
+        shapes = self.sizes.shapes
+        selection = shapes.selections[-1 if any(s.knobs.pruning for s in running) else 0]
+        samples = shapes.samplers[-1 if any(s.knobs.sampler for s in running) else 0]
+        return self.width(len(running)), selection, samples
 
     def steps(self, running: list[Sequence], most: int, reading: int, waiting: bool) -> int:
         """How many steps to run, `most` at most, beside so many prompts that are being read."""
@@ -149,4 +164,5 @@ def empty_chunk(prompts: int, size: int, rows: int) -> Chunk:
         np.zeros((prompts, size + 1), np.int32),
         np.zeros(prompts, np.int32),
         np.zeros(prompts, bool),
+        np.zeros(prompts, np.int32),
     )

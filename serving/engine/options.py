@@ -9,7 +9,10 @@ import jax
 
 import models
 from entropic_jax import cache
-from entropic_jax.control.presets import FINE
+from entropic_jax.control.presets import FINE, preset
+from entropic_jax.methods import registry
+from entropic_jax.methods.method import Method
+from entropic_jax.selection import Reads
 
 from ..control_options import SAMPLERS
 from .programs import Shapes
@@ -46,6 +49,8 @@ class EngineOptions:
     warmup: Warmup = "min"
     preset: str = "off"  # of most jobs: `min` compiles what it needs; a sampler is there if it is one
     clarification: str = ""  # of entropix
+    method: str = "dense"  # of reading less of prompts, or keeping less of them, for all jobs
+    budgets: tuple[tuple[str, int], ...] = ()  # of the method
     compile_workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,11 +81,17 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
     shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
     longest = model.config.max_position_embeddings
     context: int = min(options.max_model_len or longest, longest)
-    fine = FINE.page_size if options.pruning else None
-    page_size: int = options.block_size or fine or cache.default_page_size()
+    method = method_of(options, model)
+    asked = FINE.page_size if options.pruning else None
+    if method is not None:
+        asked = asked or method.page_size
+    page_size: int = options.block_size or asked or cache.default_page_size()
     context = max(page_size, context // page_size * page_size)
     budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
+    if method is not None and method.prefill is not None:
+        widest = method.segment
+        budget = max(budget, widest)
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = options.num_pages
     if pages is None:
@@ -91,7 +102,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
             raise ValueError(
                 f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
             )
-    selections = (None, SELECTION) if options.pruning else (None,)
+    selections = selections_of(options, method)
     samplers = (False, True) if options.preset in SAMPLERS else (False,)
     if options.batch_invariant:
         shapes = Shapes(
@@ -100,6 +111,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
             options.max_steps,
             selections[-1:],
             samplers[-1:],
+            method,
         )
     else:
         shapes = Shapes(
@@ -108,8 +120,40 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
             options.max_steps,
             selections,
             samplers,
+            method,
         )
     return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
+
+
+def method_of(options: EngineOptions, model: models.Model) -> Method | None:
+    """The method of the options. ValueError where it is not known, or not for this model."""
+    found = registry.method(options.method, preset("off"), **dict(options.budgets)).selection
+    if found is None:
+        return None
+    made = found if isinstance(found, Method) else Method(steps=found)
+    window = model.config.sliding_window
+    if made.compression is not None and window is not None:
+        raise ValueError(
+            f"method is {options.method!r}; accepted for a model with a sliding_window (of {window}) are "
+            "those that compress nothing"
+        )
+    return made
+
+
+def may_prune(options: EngineOptions, method: Method | None) -> bool:
+    """Whether a job may leave pages unread: not beside a method that says what steps read, or heads hold."""
+    taken = method is not None and (method.steps is not None or getattr(method.compression, "ragged", False))
+    return options.pruning and not taken
+
+
+def selections_of(options: EngineOptions, method: Method | None) -> tuple[Reads | None, ...]:
+    """What a step reads: for rows that read all, and last for those that may leave pages unread."""
+    pruned: tuple[Reads | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
+    if method is None:
+        return pruned
+    if method.steps is not None:
+        return (method,)
+    return tuple(dataclasses.replace(method, steps=steps) for steps in pruned)
 
 
 def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:

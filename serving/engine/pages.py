@@ -91,6 +91,10 @@ class Pages:
                 self.cached[row] += 1
         self.learned[row] = max(self.learned[row], len(keys))
 
+    def shrink(self, row: int, pages: int) -> None:
+        """The row, which shares nothing, has given up all but so many pages."""
+        self.reserved[row] = pages
+
     def leave(self, row: int) -> None:
         """The row has ended; the device is told by whoever calls."""
         if self.prefix is not None:

@@ -19,7 +19,9 @@ import numpy as np
 from entropic_jax import State, Trace, cache, loop
 from entropic_jax.attention import Step, attend_to
 from entropic_jax.control.scheduling import Moments, predicted_drop
-from entropic_jax.selection import Selection
+from entropic_jax.methods import compaction
+from entropic_jax.methods.method import Compression, Method
+from entropic_jax.selection import Reads
 from entropic_jax.state import FULL, RUNNING
 from entropic_jax.terms import Likeliest, Terms, likeliest
 
@@ -75,6 +77,7 @@ class Chunk(NamedTuple):
     tokens: Array  # int32 [p, n + 1]: the piece, and the token that follows it
     count: Array  # int32 [p], how many of the n
     last: Array  # bool [p]: the prompt is complete, the row runs from now on
+    total: Array  # int32 [p], positions of the whole prompt
 
 
 class Read(NamedTuple):
@@ -92,7 +95,7 @@ class Output(NamedTuple):
     token: jax.Array  # int32 [capacity, rows]
     measures: jax.Array  # float32 [len(MEASURES), capacity, rows]
     status: jax.Array  # int32 [rows]
-    length: jax.Array  # int32 [rows]
+    length: jax.Array  # int32 [rows], of the text: what was taken out of the cache counts
     table: jax.Array  # int32 [rows, most pages of a row]
     forecast: jax.Array  # float32 [rows], E[ΔH⁺] of the next token, nats
     steps: jax.Array  # int32 [], that were run
@@ -160,8 +163,13 @@ def unpark(board: Board, row: jax.Array, parked: dict[str, Any]) -> Board:
     )
 
 
-def read_prompts(decoder, params: Any, board: Board, chunk: Chunk, *, scored: bool) -> tuple[Board, Read]:
-    """Append a piece to the cache of some rows; scored, with how likely each token of it was."""
+def read_prompts(
+    decoder, params: Any, board: Board, chunk: Chunk, *, scored: bool, method: Method | None
+) -> tuple[Board, Read]:
+    """Append a piece to the cache of some rows; scored, with how likely each token of it was.
+
+    A `method` says what the piece reads of those before it, and remembers what it saw.
+    """
     state, rows = board.state, board.state.status.shape[0]
     start = state.length.at[chunk.rows].get(mode="fill", fill_value=0)
     wanted = jnp.where(chunk.count > 0, start + chunk.count, 0)
@@ -172,7 +180,11 @@ def read_prompts(decoder, params: Any, board: Board, chunk: Chunk, *, scored: bo
     count = jnp.where(enough, chunk.count, 0)
     table = pool.table.at[chunk.rows].get(mode="fill", fill_value=pool.pages)
     piece, following = chunk.tokens[:, :-1], chunk.tokens[:, 1:]
-    attend = attend_to(pool._replace(table=table), Step(start, count))
+    view, reader = pool._replace(table=table), None
+    if method is not None:
+        memory = jax.tree.map(lambda x: x.at[chunk.rows].get(mode="fill", fill_value=0), state.lists)
+        reader = method.prompt_reader(view, memory, Step(start, count), chunk.total)
+    attend = attend_to(view, Step(start, count), reader)
     hidden, layers = decoder.hidden(
         params, piece, start[:, None] + jnp.arange(piece.shape[1]), pool.layers, attend
     )
@@ -189,7 +201,17 @@ def read_prompts(decoder, params: Any, board: Board, chunk: Chunk, *, scored: bo
         status=state.status.at[runs].set(RUNNING, mode="drop"),
         cache=pool._replace(layers=layers),
     )
+    if reader is not None:
+        put = lambda all_, x: all_.at[chunk.rows].set(x, mode="drop")
+        state = state._replace(lists=jax.tree.map(put, state.lists, reader.memory()))
     return board._replace(state=state), Read(enough, table, scores)
+
+
+def compress(board: Board, row: jax.Array, *, method: Method) -> tuple[Board, jax.Array]:
+    """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
+    state = compaction.compress_row(board.state._replace(selection=method), row)
+    found = jnp.stack([state.cache.granted[row], state.evicted[row]])
+    return board._replace(state=state._replace(selection=board.state.selection)), found
 
 
 def decode(
@@ -202,7 +224,7 @@ def decode(
     prior: Moments,
     *,
     width: int,
-    selection: Selection | None,
+    selection: Reads | None,
     samples: bool,
 ) -> tuple[Board, Output]:
     """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`.
@@ -235,7 +257,7 @@ def decode(
         token=trace.token,
         measures=jnp.stack([getattr(trace, name) for name in MEASURES]),
         status=jnp.copy(state.status),
-        length=jnp.copy(state.length),
+        length=state.length + state.evicted,
         table=jnp.copy(state.cache.table),
         forecast=predicted_drop(state.control[-1], prior),
         steps=done,
@@ -251,8 +273,19 @@ class Shapes:
     widths: tuple[int, ...]  # rows of a step, ascending
     chunks: tuple[tuple[int, int], ...]  # (prompts, positions of each), by what they hold
     capacity: int  # most steps of a launch
-    selections: tuple[Selection | None, ...]
+    selections: tuple[Reads | None, ...]
     samplers: tuple[bool, ...] = (False,)  # whether rows are drawn by the engine's sampler
+    method: Method | None = None  # of reading prompts and keeping what was read
+
+    @property
+    def segment(self) -> int | None:
+        """Positions of a piece of a prompt, if it must have so many unless it is the last."""
+        return None if self.method is None or self.method.prefill is None else self.method.segment
+
+    @property
+    def compression(self) -> Compression | None:
+        """What the rows keep of their prompts."""
+        return None if self.method is None else self.method.compression
 
 
 class Programs:
@@ -282,8 +315,12 @@ class Programs:
         key = ("read", *chunk.tokens.shape, scored)
         return self._program(key, self.params, board, chunk)(self.params, board, chunk)
 
+    def compress(self, board: Board, row: int) -> tuple[Board, jax.Array]:
+        """`compress`."""
+        return self._program(("compress",), board, np.int32(row))(board, np.int32(row))
+
     def decode(
-        self, board: Board, steps: int, terms: Terms, forced: Any, kind: tuple[int, Selection | None, bool]
+        self, board: Board, steps: int, terms: Terms, forced: Any, kind: tuple[int, Reads | None, bool]
     ) -> tuple[Board, Output]:
         """`decode`, of a kind: width, selection, and whether some rows are drawn by the sampler."""
         given = (self.params, board, np.int32(steps), terms, forced, self.prior)
@@ -306,7 +343,11 @@ class Programs:
             "apply": lambda: (apply_commands, 1),
             "park": lambda: (park, ()),
             "unpark": lambda: (unpark, 0),
-            "read": lambda: (partial(read_prompts, self.decoder, scored=key[-1]), 1),
+            "compress": lambda: (partial(compress, method=self.shapes.method), 0),
+            "read": lambda: (
+                partial(read_prompts, self.decoder, scored=key[-1], method=self.shapes.method),
+                1,
+            ),
             "decode": lambda: (
                 partial(decode, self.decoder, width=key[1], selection=key[2], samples=key[3]),
                 1,

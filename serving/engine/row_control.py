@@ -113,12 +113,21 @@ class RowControl:
     """Turns the control that a job asks for into the numbers that the rows' common controller takes."""
 
     def __init__(
-        self, law: str, calibration: Any, pruning: bool, sampler: str | None = None, drawing: Any = None
+        self,
+        law: str,
+        calibration: Any,
+        pruning: bool,
+        sampler: str | None = None,
+        drawing: Any = None,
+        method: str = "dense",
+        always: tuple[Any, ...] = (),
     ) -> None:
         """What the programs are compiled for: a `law` of temperature, whether pages may be left unread.
 
-        `sampler` is the name of the one whose law is `drawing`, None where there is none.
+        `sampler` is the name of the one whose law is `drawing`, None where there is none; `method` that of
+        all jobs, with the laws that it has `always`.
         """
+        self.method, self.always = method, always
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.sampler, self.drawing = sampler, drawing
         self.knobs = functools.lru_cache(maxsize=1024)(self._knobs)
@@ -142,8 +151,9 @@ class RowControl:
                 f"preset is {control.preset!r}; accepted by this server are {', '.join(accepted)}"
                 + (" (it was not started with that --preset)" if control.preset in SAMPLERS else "")
             )
-        if control.method != "dense":
-            raise RequestError(f"method is {control.method!r}; accepted by a server is dense")
+        if control.method not in ("dense", self.method):
+            raise RequestError(f"method is {control.method!r}; accepted by this server is {self.method}")
+        control = control._replace(method="dense", budgets=())  # what all jobs have need not be asked for
         given = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
         if control.preset == self.sampler:
             if dict(control.gains).get("branches", 1) > 1:
@@ -152,7 +162,7 @@ class RowControl:
                     "take rows and pages that nothing accounts for when a sequence is placed"
                 )
             own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), True)
-            return Knobs(_numbers(own), pruning=False, sampler=True)
+            return Knobs(_numbers(own), pruning=bool(self.always), sampler=True)
         if given.get("law", self.law) != self.law:
             raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")
         laws = control_options.build(
@@ -162,16 +172,16 @@ class RowControl:
         heats = [law for law in laws if not isinstance(law, Pruning)]
         if prunes and not self.pruning:
             raise RequestError(
-                f"preset is {control.preset!r}; accepted by this server, which reads all pages, are off, "
-                "micro and macro"
+                f"preset is {control.preset!r}; accepted by this server, where no job may leave pages "
+                "unread, are off, micro and macro"
             )
         heat = heats[0] if heats else temperature(Gains(law=self.law))
         own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning(), False)
-        return Knobs(_numbers(own), bool(prunes))
+        return Knobs(_numbers(own), bool(prunes or self.always))
 
     def _chain(self, heated: bool, law: Any, pruned: bool, pruning: Pruning, drawn: bool) -> Chain:
         sampler = () if self.sampler is None else (Sampler(drawn, self.drawing),)
-        return chain(Switched(heated, law), Switched(pruned, pruning), *sampler, Forecast())
+        return chain(Switched(heated, law), Switched(pruned, pruning), *self.always, *sampler, Forecast())
 
 
 def _numbers(controller: Chain) -> np.ndarray:

@@ -81,6 +81,8 @@ class Sequence:
         self.priority = 0.0  # π when it was last looked at
 
         self.stops: tuple[int, ...] = ()
+        self.private = False  # its pages are not what others would make of the same text
+        self.pending = False  # its prompt is still to be compressed
 
     @property
     def left(self) -> int:
@@ -100,6 +102,10 @@ class Sequence:
     def waited(self, rounds: float) -> float:
         """Rounds of admissions since it began to wait."""
         return rounds - self.arrival_round if self.row < 0 else 0.0
+
+    def replays(self, exact: bool) -> bool:
+        """Whether reading its text would not make of it what its steps made: it is told its tokens again."""
+        return exact or self.knobs.pruning or self.private
 
     @property
     def ended(self) -> bool:

@@ -42,6 +42,8 @@ def _compile(
         chunk = empty_chunk(prompts, size, batcher.sizes.rows)
         for scored in (False, True)[: 1 + full]:
             examples.append((("read", prompts, size + 1, scored), (programs.params, board, chunk)))
+    if shapes.compression is not None:
+        examples.append((("compress",), (board, np.int32(0))))
     for width in shapes.widths:
         selections = shapes.selections if full or prunes else shapes.selections[:1]
         samplers = shapes.samplers if full else shapes.samplers[-1:]

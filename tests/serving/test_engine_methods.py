@@ -1,0 +1,129 @@
+"""Methods in the engine: what a job gets is what it gets offline, in a crowd too, and pages come back."""
+
+from functools import partial
+
+import pytest
+
+import models
+from entropic_jax import cache
+from entropic_jax.control.presets import preset
+from entropic_jax.methods import registry
+from entropic_jax.methods.criti_prefill import CritiPrefill
+from entropic_jax.methods.entropy_prefill import EntropyPrefill
+from entropic_jax.methods.latent_compression import LatentCompression
+from entropic_jax.methods.registry import METHODS, Entry
+from entropic_jax.methods.snapkv import SnapKV
+from serving import offline
+from serving.control_options import Control
+from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.request import Request, RequestError
+from tests.serving.test_engine import EXACT, WARM, job, nothing_is_left, prompt, run
+
+SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0)
+OPTIONS = {**EXACT, "batch_invariant": False, "pruning": False}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Methods for texts of 128 positions."""
+    prefill = partial(EntropyPrefill, page_size=4, **SMALL)
+    for name, parts in {
+        "entropy-prefill": (prefill,),
+        "entropyinfer": (prefill, partial(LatentCompression, budget=24, window=8, after=5)),
+        "criti-prefill": (partial(CritiPrefill, **SMALL),),
+        "snapkv": (None, partial(SnapKV, budget=24, window=8)),
+    }.items():
+        monkeypatch.setitem(METHODS, name, Entry("for a test", *parts))
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> models.Model:
+    """The untrained one."""
+    return models.load(directory, "float32")
+
+
+def engine_of(model, name: str, **options):
+    engine = ContinuousEngine(model, EngineOptions(**{**OPTIONS, "method": name, **options}))
+    yield engine
+    engine.close()
+    nothing_is_left(engine)
+
+
+def crowd(seed: int = 1):
+    lengths = (5, 80, 1, 37, 90, 61)
+    return [job(f"c{i}", prompt(n, seed + i), seed=i, max_tokens=16, **WARM) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    "name", ["entropy-prefill", "criti-prefill", "entropyinfer", "snapkv", "adakv", "quest"]
+)
+def test_as_offline_alone_and_in_a_crowd(model, name):
+    mine = job("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
+    budgets = (("budget", 64),) if name in ("adakv", "quest") else ()
+    for engine in engine_of(model, name, budgets=budgets, block_size=16 if name == "quest" else 4):
+        ((alone, last),) = run(engine, mine)
+        assert last.finish_reason == "length"
+        left = engine.submit(job("leaves", prompt(90, 3), max_tokens=30, **WARM))
+        next(iter(left))
+        left.cancel()
+        results = run(engine, *crowd(), mine, *crowd(20))
+        assert results[6][0] == alone
+    given = registry.method(name, preset("off"), **dict(budgets))
+    reference = offline.Engine(model, given)
+    request = Request(prompt=mine.request.prompt, seed=5, max_tokens=30, ignore_eos=True, **WARM)
+    assert list(next(reference.batch([request])).token_ids) == alone
+
+
+@pytest.mark.parametrize(("name", "together"), [("entropyinfer", True), ("dense", False)])
+def test_pages_emptied_serve_others(model, name, together):
+    """Two long prompts do not fit beside one another, unless the first is compressed."""
+    for engine in engine_of(model, name, num_pages=40, enable_prefix_caching=False):
+        tickets = [engine.submit(job(f"j{i}", prompt(100, i), max_tokens=25, **WARM)) for i in range(2)]
+        most = 0
+        for _ in tickets[0]:
+            most = max(most, engine.snapshot()["running"])
+        assert (most == 2) == together
+        assert list(tickets[1])[-1].finish_reason == "length"
+        assert engine.snapshot()["preemptions"] == 0
+
+
+def test_what_a_method_made_is_not_shared(model):
+    for engine in engine_of(model, "entropyinfer"):
+        long, short = prompt(90, 7), prompt(16, 8)
+        for ids, found in ((long, 0), (short, 12)):
+            run(engine, job("first", ids))
+            assert run(engine, job("again", ids))[0][1].cached_tokens == found
+        cache.check(engine.batcher.board.state.cache, engine.batcher.pages.prefix.pages())
+
+
+def test_preemption_tells_a_compressed_row_its_tokens_again(model):
+    jobs = [job(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)]
+    found = []
+    for pages in (400, 34):
+        for engine in engine_of(model, "snapkv", num_pages=pages):
+            found.append([tokens for tokens, _ in run(engine, *jobs)])
+            assert (engine.snapshot()["preemptions"] > 0) == (pages == 34)
+    assert found[0] == found[1]
+
+
+def test_no_program_copies_the_pool(model):
+    for engine in engine_of(model, "entropyinfer"):
+        run(engine, *crowd())
+        shape = f"f32[{','.join(map(str, engine.batcher.board.state.cache.layers[0].keys.shape))}]"
+        seen = set()
+        for key, program in engine.programs._compiled.items():
+            if key[0] in ("read", "decode", "compress"):
+                text = program.as_text()
+                assert shape in text, "the test looks for the wrong thing"
+                copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+                assert not copies, (key, copies)
+                seen.add(key[0])
+        assert seen == {"read", "decode", "compress"}
+
+
+def test_what_a_server_refuses(model):
+    for engine in engine_of(model, "snapkv"):
+        with pytest.raises(RequestError, match="method is 'h2o'; accepted by this server is snapkv"):
+            engine.submit(job("x", (1,), Control(method="h2o")))
+    with pytest.raises(ValueError, match="budget is 3; accepted are integers of at least 64"):
+        ContinuousEngine(model, EngineOptions(**OPTIONS, method="h2o", budgets=(("budget", 3),)))
