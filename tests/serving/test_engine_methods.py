@@ -16,17 +16,19 @@ from entropic_jax.methods.snapkv import SnapKV
 from serving import offline
 from serving.control_options import Control
 from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.engine.observer import Observer
 from serving.request import Request, RequestError
 from tests.serving.test_engine import EXACT, WARM, job, nothing_is_left, prompt, run
 
-SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0)
+SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0, page_size=4)
 OPTIONS = {**EXACT, "batch_invariant": False, "pruning": False}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Methods for texts of 128 positions."""
-    prefill = partial(EntropyPrefill, page_size=4, **SMALL)
+    """Methods for texts of 128 positions, and pages as small offline as in the engine."""
+    monkeypatch.setattr(cache, "default_page_size", lambda: 4)
+    prefill = partial(EntropyPrefill, **SMALL)
     for name, parts in {
         "entropy-prefill": (prefill,),
         "entropyinfer": (prefill, partial(LatentCompression, budget=24, window=8, after=5)),
@@ -74,16 +76,28 @@ def test_as_offline_alone_and_in_a_crowd(model, name):
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
+class Events(Observer):
+    """Who came and went."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def admitted(self, sequence) -> None:
+        self.seen.append(("admitted", sequence.job.id))
+
+    def finished(self, sequence, delta) -> None:
+        self.seen.append(("finished", sequence.job.id))
+
+
 @pytest.mark.parametrize(("name", "together"), [("entropyinfer", True), ("dense", False)])
 def test_pages_emptied_serve_others(model, name, together):
     """Two long prompts do not fit beside one another, unless the first is compressed."""
     for engine in engine_of(model, name, num_pages=40, enable_prefix_caching=False):
-        tickets = [engine.submit(job(f"j{i}", prompt(100, i), max_tokens=25, **WARM)) for i in range(2)]
-        most = 0
-        for _ in tickets[0]:
-            most = max(most, engine.snapshot()["running"])
-        assert (most == 2) == together
-        assert list(tickets[1])[-1].finish_reason == "length"
+        engine.batcher.observer = events = Events()
+        results = run(engine, *(job(f"j{i}", prompt(100, i), max_tokens=25, **WARM) for i in range(2)))
+        assert [last.finish_reason for _, last in results] == ["length"] * 2
+        first, then = ("admitted", "finished") if together else ("finished", "admitted")
+        assert [what for what, _ in events.seen] == ["admitted", first, then, "finished"]
         assert engine.snapshot()["preemptions"] == 0
 
 

@@ -48,7 +48,7 @@ def sampled(control: Control, seed: int = 1):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
-    for engine in engine_of(model, calibration, name):
+    for engine in engine_of(model, calibration, name, block_size=64):  # as offline: agreement is over pages
         mine = job("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
         plain = dataclasses.replace(mine, control=Control())
         ((alone, last),) = run(engine, mine)
