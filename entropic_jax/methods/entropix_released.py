@@ -100,10 +100,14 @@ def shares(logits: jax.Array, how: Setting) -> tuple[jax.Array, jax.Array]:
     return token, share / share.sum(-1, keepdims=True)
 
 
-def drawn(share: jax.Array, count: int) -> jax.Array:
-    """Places `[rows, count]` in the list, by noise that is the same at every step."""
+def drawn(share: jax.Array, count: int, together: bool = True) -> jax.Array:
+    """Places `[rows, count]` in the list, by noise that is the same at every step.
+
+    `together`, every row of the batch has noise of its own; else all have that of a batch of one.
+    """
+    shape = share.shape if together else (1, share.shape[1])
     keys = jax.random.split(jax.random.key(KEY), count)
-    noise = jax.vmap(lambda key: jax.random.exponential(key, share.shape))(keys)
+    noise = jax.vmap(lambda key: jax.random.exponential(key, shape))(keys)
     return jnp.argmax(share / noise, -1).T
 
 
@@ -132,7 +136,7 @@ class AsReleased:
         where = quadrant(m.entropy, m.varentropy, self.thresholds)
         how = clipped(where, setting(where, m, self.constants))
         token, share = shares(logits, how)
-        place = drawn(share, self.candidates)
+        place = drawn(share, self.candidates, self.together)
         log_probability = jax.nn.log_softmax(logits, -1)
         offered = jnp.take_along_axis(token, place, 1)
         score = jnp.take_along_axis(log_probability, offered, 1)  # plus the same for all
