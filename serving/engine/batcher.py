@@ -15,8 +15,9 @@ import numpy as np
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..transcript import Token
+from . import grammars
 from .commands import Edits, Placement
-from .job import Delta, Grammar
+from .job import Delta
 from .launches import Flight, Launches, Piece
 from .observer import Observer
 from .options import Sizes
@@ -197,7 +198,7 @@ class Batcher:
             self._collect_all()  # some may end
             self._flush()
             self.board = self.shrinking.compress(self.programs, self.board, self.seats, self.pages)
-        masks = self._masks() if careful else {}
+        masks = grammars.masks(self._running(), self.end) if careful else {}
         running, steps = self._running(), 0
         if not careful and self.launches.puts_off(len(running), reading, bool(self.waiting)):
             return [], 0, 0, None
@@ -221,17 +222,6 @@ class Batcher:
             s.told += steps
             self.ahead[s.row] += steps
         return running, steps, kind[0], output
-
-    def _masks(self) -> dict[int, np.ndarray]:
-        """What the grammars allow next, by row; a job whose grammar fails ends, and no other."""
-        masks = {}
-        for s in self._running():
-            if s.job.grammar is not None and s.told >= s.replay:
-                try:
-                    masks[s.row] = np.asarray(s.job.grammar.mask()).reshape(-1).view(np.int32)
-                except Exception as error:  # a grammar is a program that came with a request
-                    self.end(s, "error", f"the grammar failed: {error}")
-        return masks
 
     def _running(self) -> list[Sequence]:
         """Those that decode and may get a token more than those under way."""
@@ -368,7 +358,7 @@ class Batcher:
         """A sequence has new tokens: hand out those that are settled, and see whether it has ended."""
         grammar, transcript = sequence.job.grammar, sequence.transcript
         if grammar is not None and transcript.finish_reason is None:
-            settled += self._follow(sequence, grammar, tokens[0])
+            settled += grammars.follow(sequence, grammar, tokens[0])
         if sequence.first_token is None:
             sequence.first_token = now
         self.observer.emitted(sequence, len(tokens), now)
@@ -379,15 +369,6 @@ class Batcher:
             self._close(sequence, settled)
         elif settled:
             self._tell(sequence, sequence.delta(settled, cached_tokens=sequence.cached_tokens))
-
-    @staticmethod
-    def _follow(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
-        """Tell a grammar the token; what was held back is handed out if nothing may follow it."""
-        try:
-            goes_on = grammar.accept(token)
-        except Exception as error:
-            return sequence.transcript.finish("error", f"the grammar failed: {error}")
-        return [] if goes_on else sequence.transcript.finish("stop")
 
     def _remember(self, sequence: Sequence, output: Output) -> None:
         """Let the prefix cache keep what was generated, for a prompt that continues this text."""
