@@ -62,7 +62,7 @@ def waiting(state: State) -> jax.Array:
 
 
 def compress_row(state: State, row: jax.Array) -> State:
-    """`compress` for one row, int32 `[]`, at the cost of one row: the others are not looked at."""
+    """`compressed` for one row, int32 `[]`, at the cost of one row: the others are not looked at."""
     cache, only = state.cache, lambda x: x[row][None]
     own = ("status", "length", "evicted", "limit")
     alone = state._replace(
@@ -70,7 +70,7 @@ def compress_row(state: State, row: jax.Array) -> State:
         lists=jax.tree.map(only, state.lists),
         cache=cache._replace(table=only(cache.table), granted=only(cache.granted)),
     )
-    after = compress.__wrapped__(alone, jnp.ones(1, bool))
+    after = compressed(alone, jnp.ones(1, bool))
     put = lambda all_, x: all_.at[row].set(x[0])
     return state._replace(
         **{name: put(getattr(state, name), getattr(after, name)) for name in own},
@@ -83,6 +83,11 @@ def compress_row(state: State, row: jax.Array) -> State:
 
 @partial(jax.jit, donate_argnames="state")
 def compress(state: State, rows: jax.Array) -> State:
+    """`compressed`, at once; the state is consumed."""
+    return compressed(state, rows)
+
+
+def compressed(state: State, rows: jax.Array) -> State:
     """Keep what the method of the state keeps in the flagged rows (bool `[rows]`), and no more.
 
     Kept entries move to the front of the row's pages, in the order they had, each KV head its own; keys are
