@@ -207,8 +207,9 @@ def read_prompts(
     return board._replace(state=state), Read(enough, table, scores)
 
 
-def compress(board: Board, row: jax.Array, *, method: Method) -> tuple[Board, jax.Array]:
+def compress(board: Board, row: jax.Array, *, method: Method | None) -> tuple[Board, jax.Array]:
     """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
+    assert method is not None  # who asks for it has looked
     state = compaction.compress_row(board.state._replace(selection=method), row)
     found = jnp.stack([state.cache.granted[row], state.evicted[row]])
     return board._replace(state=state._replace(selection=board.state.selection)), found
