@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from serving.control_options import NAMES, Control
-from serving.generation import EMBEDDED
-from serving.offline import load
+from serving.generation import EMBEDDED, load
 from serving.request import Request
 
 PROMPT = '''class Stack:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from serving.commands.terminal import legend, tint
-from serving.generation import EMBEDDED
-from serving.offline import load
+from serving.generation import EMBEDDED, load
 from serving.request import Request
 
 PROMPT = '''class Stack:

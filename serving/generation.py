@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from .control_options import Control
+from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request
 from .transcript import Completion, Token
 
@@ -38,13 +38,21 @@ class Generator(Protocol):
 def load(path: Path, dtype: str | None = None, control: Control | None = None) -> Generator:
     """The model of a directory, in float32 on a CPU and bfloat16 elsewhere unless a dtype is given.
 
-    `control` names a preset; without, sampling is plain.
+    `control` names a preset; without, sampling is plain. The calibration that the model has is used.
 
     Raises ValueError, or OSError, which say what in the directory is at fault.
     """
-    from . import offline
+    import models
 
-    return offline.load(path, dtype or default_dtype(), control)
+    from . import offline, samplers
+
+    control, dtype = control or Control(), dtype or default_dtype()
+    calibration = calibration_of(path)
+    if control.preset in SAMPLERS:
+        return samplers.engine(control, calibration, models.load(path, dtype))
+    belief = 1.0 if calibration is None else calibration.temperature
+    preset = build(control, calibration, offline.MOST_ROWS)
+    return offline.Engine(models.load(path, dtype), preset, belief)
 
 
 def default_dtype() -> str:

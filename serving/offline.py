@@ -1,7 +1,6 @@
 """Requests in, tokens out: the host's side of the decode loop."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from entropic_jax.control import presets
 from entropic_jax.methods import compaction
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
-from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request, RequestError
 from .transcript import MEASURES, Completion, Token, Transcript
 
@@ -190,16 +188,3 @@ def drawing(requests: Sequence[Request]) -> sampling.Sampling:
 def power_of_two(value: int) -> int:
     """The smallest power of two that is not below `value`."""
     return 1 << max(0, value - 1).bit_length()
-
-
-def load(path: str | Path, dtype: str = "float32", control: Control | None = None) -> Engine:
-    """The engine of a Hugging Face model directory, computing in `dtype`, with the calibration it has."""
-    control = Control() if control is None else control
-    calibration = calibration_of(Path(path))
-    if control.preset in SAMPLERS:
-        from . import samplers
-
-        return samplers.engine(control, calibration, models.load(path, dtype))
-    preset = build(control, calibration, MOST_ROWS)
-    belief = 1.0 if calibration is None else calibration.temperature
-    return Engine(models.load(path, dtype), preset, belief)
