@@ -1,19 +1,46 @@
 """The ablation runs from end to end, goes on where it stopped, and fills every table."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import ablation, ablation_report
+from serving.generation import EMBEDDED
+
+LAYERS = 2
+
+
+@pytest.fixture
+def shallow(tmp_path) -> Path:
+    """The first layers of the embedded model: as fast to compile as they are bad at writing."""
+    import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16
+    from safetensors.numpy import load_file, save_file
+
+    folder = tmp_path / "shallow"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "calibration.json"):
+        shutil.copy(EMBEDDED / name, folder)
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
+    weights = load_file(EMBEDDED / "model.safetensors")
+    layer = lambda name: int(found[1]) if (found := re.search(r"layers\.(\d+)\.", name)) else 0
+    kept = {name: np.ascontiguousarray(x) for name, x in weights.items() if layer(name) < LAYERS}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-def test_a_quick_run_fills_every_table(tmp_path, monkeypatch, capsys):
+def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
     file = tmp_path / "found.jsonl"
 
     def run(*arguments: str) -> list[dict]:
-        monkeypatch.setattr("sys.argv", ["ablation", "--quick", "--output", str(file), *arguments])
+        given = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
+        monkeypatch.setattr("sys.argv", given)
         ablation.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -27,12 +27,12 @@ def test_presets_are_compared(entropic, directory, text):
         "--presets",
         "full,micro",
     )
-    status, out, err = entropic("ablate", *given, "--studies", "quality,speed,writing,load", "--json")
+    status, out, err = entropic("ablate", *given, "--studies", "quality,speed,writing", "--json")
     assert status == 0, err
     found = json.loads(out)
     presets = {study: {r["preset"] for r in rows} for study, rows in found.items()}
     assert presets.pop("quality") == {"off", "meso"}  # what reads differently under teacher forcing
-    assert presets == {key: {"off", "full", "micro"} for key in ("speed", "writing", "load")}
+    assert presets == {key: {"off", "full", "micro"} for key in ("speed", "writing")}
     assert {r["seed"] for r in found["quality"]} == {0, 1}
 
     status, out, err = entropic("ablate", *given, "--studies", "quality")

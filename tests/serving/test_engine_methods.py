@@ -56,12 +56,11 @@ def crowd(seed: int = 1):
     return [job(f"c{i}", prompt(n, seed + i), seed=i, max_tokens=16, **WARM) for i, n in enumerate(lengths)]
 
 
-RARELY = [
-    pytest.param(n, marks=pytest.mark.exhaustive) for n in ("entropy-prefill", "criti-prefill", "snapkv")
-]
+OTHERS = ("entropy-prefill", "criti-prefill", "snapkv", "adakv", "quest")
+RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
 
 
-@pytest.mark.parametrize("name", ["entropyinfer", "adakv", "quest", *RARELY])
+@pytest.mark.parametrize("name", ["entropyinfer", *RARELY])
 def test_as_offline_alone_and_in_a_crowd(model, name):
     mine = job("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()
