@@ -207,7 +207,8 @@ def markdown(grids: list[Grid], notes: list[str]) -> str:
     for title, header, rows in grids:
         if rows:
             lines = [header, ["---:"] * len(header), *rows]
-            parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+            cells = ((cell.replace("|", "\\|") for cell in line) for line in lines)
+            parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells))
     parts.append("\n".join(f"- {line}" for line in notes))
     return "\n\n".join(parts)
 
