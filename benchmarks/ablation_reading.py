@@ -137,7 +137,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
         made += [
             (name, share, fixed._replace(selection=replace(FINE, information="mass", rules=r)))
             for name, r in rules.items()
-            if not quick or name in ("quest", "random")
+            if not quick or name == "quest"
         ]
     return made
 
