@@ -124,7 +124,7 @@ def parallel(function, argument, chunks):
 
 
 def worker() -> Any:
-    """What a thread does: `void *worker(void *)`, which never returns."""
+    """What a thread does: `void *worker(void *)`, which returns once the board says that it is alone."""
     nap = external("usleep")
     be_punctual = external("prctl", TIMER_SLACK, 1000) if sys.platform == "linux" else njit(lambda: None)
 
@@ -133,7 +133,7 @@ def worker() -> Any:
         be_punctual()
         board = place_of_board()
         idle, rest = 0, NAP
-        while True:
+        while load(board + THREADS) > 1:
             if work(board) > 0:
                 idle, rest = 0, NAP
                 continue

@@ -1,5 +1,6 @@
 """The threads that help a kernel, and the board on which it publishes its work; `pool` is what they do."""
 
+import atexit
 import ctypes
 import os
 from typing import Any
@@ -26,11 +27,22 @@ def start() -> None:
     if count < 2:
         return
     worker = compiled("entropic_worker", _worker)
-    create = ctypes.CDLL(None).pthread_create
+    library = ctypes.CDLL(None)
+    create, join = library.pthread_create, library.pthread_join
     create.argtypes, create.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-    for _ in range(count - 1):
-        handle = ctypes.c_size_t()
-        create(ctypes.byref(handle), None, worker, None)
+    join.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
+    handles = [ctypes.c_size_t() for _ in range(count - 1)]
+    running = [handle for handle in handles if create(ctypes.byref(handle), None, worker, None) == 0]
+    mine = os.getpid()
+
+    def stop() -> None:
+        """Let the threads end: the interpreter is about to take their code and the board from under them."""
+        memory[THREADS // 8] = 1
+        if os.getpid() == mine:  # a fork has none of the threads
+            for handle in running:
+                join(handle, None)
+
+    atexit.register(stop)
 
 
 def _worker() -> Any:

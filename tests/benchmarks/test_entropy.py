@@ -1,0 +1,18 @@
+"""The benchmark of estimators runs as a command, and ends as quietly as it should."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_a_quick_run_ends_well():
+    """A process in which kernels ran on several threads must not lose it when the interpreter goes."""
+    command = [sys.executable, "-m", "benchmarks.entropy", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ms" in done.stdout
