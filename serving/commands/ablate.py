@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import control_options
-from ..generation import default_dtype
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text
@@ -138,23 +137,14 @@ def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:
 def _material(options: argparse.Namespace) -> "Material":
     import numpy as np
 
-    import models
     from entropic_jax.analysis.ablation import Subject
     from entropic_jax.analysis.studies import Material
-
-    from ..compilation import remember_compilations
 
     texts = [read_text(path, "--text") for path in options.text]
     calibration = control_options.calibration_of(options.model)
     gains = control_options.gains(control_options.read(options), calibration)
-    remember_compilations()
-    try:
-        model = models.load(options.model, options.dtype or default_dtype())
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
-    if model.tokenizer is None:
-        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
-    stream = [token for text in texts for token in model.tokenizer.encode(text)]
+    model, tokenizer = model_options.load_model(options)
+    stream = [token for text in texts for token in tokenizer.encode(text)]
     belief = 1.0 if calibration is None else calibration.temperature
     size = sum(len(text.encode()) for text in texts)
     return Material(

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..generation import default_dtype
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.model.is_dir():
         raise RequestError(f"--model is {options.model}: it is not a directory; accepted is one with a model")
     _check_writable(file)
-    found = _calibrate(_load(options), texts, options.tokens)
+    found = _calibrate(*model_options.load_model(options), texts, options.tokens)
     try:
         save_calibration(found, file)
     except OSError as error:
@@ -62,29 +61,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(options: argparse.Namespace) -> "models.Model":
-    import models
-
-    from ..compilation import remember_compilations
-
-    remember_compilations()
-    try:
-        model = models.load(options.model, options.dtype or default_dtype())
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
-    if model.tokenizer is None:
-        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
-    return model
-
-
-def _calibrate(model: "models.Model", texts: list[str], tokens: int) -> "Calibration":
+def _calibrate(
+    model: "models.Model", tokenizer: "models.Tokenizer", texts: list[str], tokens: int
+) -> "Calibration":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from entropic_jax.calibration import calibrate, pieces
 
-    assert model.tokenizer is not None
-    sequences = [model.tokenizer.encode(text) for text in texts]
+    sequences = [tokenizer.encode(text) for text in texts]
     context = model.config.max_position_embeddings
     total = 2 * sum(len(piece) - 1 for piece in pieces(sequences, context, tokens))  # read twice
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()

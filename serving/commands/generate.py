@@ -8,12 +8,12 @@ import json
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import control_options
 from ..generation import EMBEDDED
 from ..request import FIELDS, LIMITS, Request, RequestError
+from . import model_options
 from .text_input import has_standard_input, read_text
 
 if TYPE_CHECKING:
@@ -45,12 +45,7 @@ HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic generate` takes."""
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: what suits the device)",
-    )
+    model_options.add_model(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(

@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..generation import default_dtype
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text
@@ -100,22 +99,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> "tuple[Heads, int]":
-    import models
     from entropic_jax.methods.entropy_prefill import EntropyPrefill
     from entropic_jax.methods.heads import measure
 
-    from ..compilation import remember_compilations
-
     text = read_text(options.text, "--text")
-    remember_compilations()
-    try:
-        model = models.load(options.model, options.dtype or default_dtype())
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
-    if model.tokenizer is None:
-        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    model, tokenizer = model_options.load_model(options)
     context = model.config.max_position_embeddings
-    tokens = model.tokenizer.encode(text)[: min(options.tokens or context, context)]
+    tokens = tokenizer.encode(text)[: min(options.tokens or context, context)]
     policy = EntropyPrefill(
         segment=options.segment, rigid_below=options.rigid_below, base=options.prefill_budget
     )

@@ -2,8 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..generation import EMBEDDED
+from ..generation import EMBEDDED, default_dtype
+from ..request import RequestError
+
+if TYPE_CHECKING:
+    import models
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -26,3 +31,19 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="held-out text, each file a text of its own; - is standard input",
     )
+
+
+def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Tokenizer]":
+    """The model that `--model` and `--dtype` ask for, and its tokenizer; RequestError where it has none."""
+    import models
+
+    from ..compilation import remember_compilations
+
+    remember_compilations()
+    try:
+        model = models.load(options.model, options.dtype or default_dtype())
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RequestError(f"--model is {options.model}: {error}") from error
+    if model.tokenizer is None:
+        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+    return model, model.tokenizer

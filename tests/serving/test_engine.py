@@ -358,15 +358,20 @@ def test_snapshot_says_what_is_in_flight(exact):
     collect(ticket)
 
 
-def test_no_program_copies_the_pool(exact):
-    run(exact, job("one", prompt(20)), job("two", prompt(90, 1), Control("full"), presence_penalty=0.5))
-    shape = f"f32[{','.join(map(str, exact.batcher.board.state.cache.layers[0].keys.shape))}]"
+def copies_no_pool(engine: ContinuousEngine, *kinds: str) -> None:
+    """Check that programs of these kinds have been compiled, and that none of them copies the pool."""
+    shape = f"f32[{','.join(map(str, engine.batcher.board.state.cache.layers[0].keys.shape))}]"
     seen = set()
-    for key, program in exact.programs._compiled.items():
-        if key[0] in ("apply", "read", "decode"):
+    for key, program in engine.programs._compiled.items():
+        if key[0] in kinds:
             text = program.as_text()
             assert shape in text, "the test looks for the wrong thing"
             copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
             assert not copies, (key, copies)
             seen.add(key[0])
-    assert seen == {"apply", "read", "decode"}
+    assert seen == {*kinds}
+
+
+def test_no_program_copies_the_pool(exact):
+    run(exact, job("one", prompt(20)), job("two", prompt(90, 1), Control("full"), presence_penalty=0.5))
+    copies_no_pool(exact, "apply", "read", "decode")

@@ -18,7 +18,7 @@ from serving.control_options import Control
 from serving.engine.engine import ContinuousEngine, EngineOptions
 from serving.engine.observer import Observer
 from serving.request import Request, RequestError
-from tests.serving.test_engine import EXACT, WARM, job, nothing_is_left, prompt, run
+from tests.serving.test_engine import EXACT, WARM, copies_no_pool, job, nothing_is_left, prompt, run
 
 SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0, page_size=4)
 OPTIONS = {**EXACT, "batch_invariant": False, "pruning": False}
@@ -125,16 +125,7 @@ def test_preemption_tells_a_compressed_row_its_tokens_again(model):
 def test_no_program_copies_the_pool(model):
     for engine in engine_of(model, "entropyinfer"):
         run(engine, *crowd())
-        shape = f"f32[{','.join(map(str, engine.batcher.board.state.cache.layers[0].keys.shape))}]"
-        seen = set()
-        for key, program in engine.programs._compiled.items():
-            if key[0] in ("read", "decode", "compress"):
-                text = program.as_text()
-                assert shape in text, "the test looks for the wrong thing"
-                copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
-                assert not copies, (key, copies)
-                seen.add(key[0])
-        assert seen == {"read", "decode", "compress"}
+        copies_no_pool(engine, "read", "decode", "compress")
 
 
 def test_what_a_server_refuses(model):
