@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .cache import Cache, Layer
 from .observation import Observer
 from .pallas import paged_attention
+from .pallas.paged_attention.quantised import put_pages, stored
 from .pallas.paged_attention.reference import fold
 
 
@@ -63,10 +64,11 @@ def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.
 def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
     """One key and value per row into a slot of a page, which starts the page if it is 0."""
     summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
-    tiles, summaries = paged_attention.write(layer[:2], summaries, k, v, page, slot)
+    pools = (layer.keys, layer.values)
+    tiles, summaries = paged_attention.write(pools, summaries, k, v, page, slot)
     moments = {}
     if layer.value_sum is not None:
-        value = v.astype(jnp.float32)
+        value = stored(v, layer.values)
         moments["value_sum"] = fold(layer.value_sum, value, page, slot, jnp.add)
         moments["value_square"] = fold(layer.value_square, value * value, page, slot, jnp.add)
     return Layer(*tiles, *summaries, **moments)
@@ -87,11 +89,10 @@ def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax
     page = jnp.where(new.any(2), page, bin_page)
     source = jnp.clip(token, 0, n - 1).reshape(rows, -1)
 
-    def merge(pages, x):
+    def merge(pool, x):
         fresh = jnp.take_along_axis(x, source[:, :, None, None], 1)
         fresh = fresh.reshape(rows, touched, size, kv_heads, head_dim).swapaxes(2, 3)
-        merged = jnp.where(new[:, :, None, :, None], fresh.astype(pages.dtype), pages[page])
-        return pages.at[page].set(merged), merged.astype(jnp.float32)
+        return put_pages(pool, page, fresh, new)
 
     keys, key = merge(layer.keys, k)
     values, value = merge(layer.values, v)

@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .pallas.paged_attention import quantised
+from .pallas.paged_attention.quantised import Pool
+
 
 class ModelShape(NamedTuple):
     """What the cache and the ledger need to know of a model."""
@@ -43,8 +46,8 @@ class Layer(NamedTuple):
     happens in place.
     """
 
-    keys: jax.Array  # [pages + 1, kv_heads, page_size, head_dim], rotated
-    values: jax.Array  # [pages + 1, kv_heads, page_size, head_dim]
+    keys: Pool  # [pages + 1, kv_heads, page_size, head_dim], rotated
+    values: Pool  # [pages + 1, kv_heads, page_size, head_dim]
     key_min: jax.Array  # [pages + 1, kv_heads, head_dim], element-wise over the page
     key_max: jax.Array  # [pages + 1, kv_heads, head_dim]
     key_sum: jax.Array  # [pages + 1, kv_heads, head_dim]
@@ -90,7 +93,8 @@ def allocate(
     """An empty cache for `rows` sequences of at most `context` positions.
 
     `pages` is the size of the pool, by default enough for every row to reach `context`. Memory that no
-    sequence owns is never read into a result: it may hold anything, NaN included. `moments` keeps sums of
+    sequence owns is never read into a result: it may hold anything, NaN included. With the dtype int8 or
+    float8_e4m3fn every key and value has a scale of its own per KV head. `moments` keeps sums of
     v and v² per page, `surprisal` that of the tokens: what some kinds of page selection ask for.
     """
     page_size = default_page_size() if page_size is None else page_size
@@ -106,8 +110,8 @@ def allocate(
 
     def layer() -> Layer:
         return Layer(
-            jnp.zeros(tile, dtype),
-            jnp.zeros(tile, dtype),
+            quantised.zeros(tile, dtype),
+            quantised.zeros(tile, dtype),
             jnp.zeros(summary, jnp.float32),
             jnp.zeros(summary, jnp.float32),
             jnp.zeros(summary, jnp.float32),
@@ -279,7 +283,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array) -> Cache:
     held = (jnp.arange(size) < (length % size)[:, None])[:, None, :, None]
 
     def summarised(layer: Layer) -> Layer:
-        key, value = (x[page].astype(jnp.float32) for x in (layer.keys, layer.values))
+        key, value = (quantised.gather(x, page, jnp.float32) for x in (layer.keys, layer.values))
         value = jnp.where(held, value, 0.0)
         moments = {}
         if layer.value_sum is not None and layer.value_square is not None:

@@ -18,6 +18,7 @@ from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
 from .observation import Observer
 from .randomness import row_keys
+from .pallas.paged_attention.quantised import bytes_per_number
 from .selection import Reading, Reads
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
 from .terms import Terms, hold, likeliest
@@ -280,7 +281,7 @@ def step(
         positions_read=cut.spread(reading.positions + reading.summaries, 0.0),
         length=length,
         bytes_per_weight=min(x.dtype.itemsize for x in jax.tree.leaves(params)),
-        bytes_per_cache=cache.layers[0].keys.dtype.itemsize,
+        bytes_per_cache=bytes_per_number(cache.layers[0].keys.dtype, decoder.shape.head_dim),
         hardware=state.hardware,
     )
     account = ledger.post(state.ledger, state.signal.entropy, signal.entropy, emits, cost)

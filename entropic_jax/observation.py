@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .cache import Cache, Layer
 from .pallas import paged_attention
+from .pallas.paged_attention.quantised import gather
 from .state import Focus
 
 
@@ -135,7 +136,7 @@ def scores(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> tuple[j
     size = layer.keys.shape[2]
     position = jnp.arange(table.shape[1] * size)
     seen = ((position >= first[:, None]) & (position < last[:, None]))[:, None]
-    keys = layer.keys[table].astype(jnp.float32).swapaxes(2, 3)
+    keys = gather(layer.keys, table, jnp.float32).swapaxes(2, 3)
     keys = keys.reshape(keys.shape[0], -1, *keys.shape[3:])  # [rows, positions, kv_heads, head_dim]
     keys = jnp.where(seen[:, 0, :, None, None], keys, 0.0)
     score = jnp.einsum("rkgd,rpkd->rkgp", q.astype(jnp.float32), keys)

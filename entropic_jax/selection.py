@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .cache import Cache, Layer, ModelShape
 from .pallas import paged_attention
 from .pallas.paged_attention import Choice, Partial, Rules, Summary
+from .pallas.paged_attention.quantised import bytes_per_number
 from .pallas.paged_attention.reference import estimate, gates, gathered
 
 RULES = Rules()
@@ -279,7 +280,7 @@ class Reader:
         held = (last * choice.count.shape[1]).astype(jnp.float32)
         left_out = (choice.count < pages)[..., None]
         # Three vectors a page, of float32; `bounded` says that this layer has just chosen.
-        worth = 3 * 4 / (2 * layer.keys.dtype.itemsize) * choice.count.shape[1]
+        worth = 3 * 4 / (2 * bytes_per_number(layer.keys.dtype, layer.keys.shape[-1])) * choice.count.shape[1]
         rules = self.selection.rules
         looked = bounded & (self.drop > 0) & (pages[:, 0] > max(rules.least, rules.sink + rules.recent))
         summaries = jnp.where(looked, worth * pages[:, 0].astype(jnp.float32), 0.0)

@@ -17,6 +17,7 @@ from ..cache import Cache, Layer, allocate
 from ..control import Controller, chain
 from ..control.presets import Preset
 from ..control.scheduling import no_demand, with_demand
+from ..pallas.paged_attention.quantised import Quantised
 from ..sampling import parameters
 from ..selection import Selection, no_lists
 from ..state import FULL, RUNNING, State, plain_action
@@ -83,8 +84,10 @@ def resume(
 def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     """The same contents in larger pages, all of them granted: the row of a page is the row of its parts.
 
-    Raises ValueError unless `page_size` is a multiple of the cache's.
+    Raises ValueError unless `page_size` is a multiple of the cache's, and where that holds 8 bits.
     """
+    if isinstance(cache.layers[0].keys, Quantised):
+        raise ValueError(f"cache is of {cache.layers[0].keys.dtype}; accepted are float32 and bfloat16")
     many, odd = divmod(page_size, cache.page_size)
     if odd or not many:
         raise ValueError(

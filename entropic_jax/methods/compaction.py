@@ -10,6 +10,7 @@ import numpy as np
 from .. import loop
 from ..cache import Cache, Layer, shrink
 from ..control import Controller
+from ..pallas.paged_attention.quantised import Pool, gather, put_pages, reads_as
 from ..state import RUNNING, State, Trace
 from .method import Memory, Method, best
 
@@ -152,9 +153,9 @@ def _positions(cache: Cache) -> int:
     return cache.table.shape[1] * cache.page_size
 
 
-def _unpaged(pages: jax.Array, table: jax.Array) -> jax.Array:
+def _unpaged(pool: Pool, table: jax.Array) -> jax.Array:
     """`[rows, kv_heads, positions, head_dim]` of what rows hold, and of anything behind it."""
-    x = pages[table].swapaxes(1, 2)
+    x = gather(pool, table, reads_as(pool)).swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -183,9 +184,11 @@ def _rewrite(
     wide = v.astype(jnp.float32)
     page = jnp.where(chosen[:, None], cache.table[:, :pages], cache.pages)
     put = lambda x, new: x.at[page].set(new.swapaxes(1, 2).astype(x.dtype))
+    every = jnp.ones((*page.shape, size), bool)
+    put_tiles = lambda pool, new: put_pages(pool, page, new.swapaxes(1, 2), every)[0]
     return Layer(
-        put(layer.keys, k),
-        put(layer.values, v),
+        put_tiles(layer.keys, k),
+        put_tiles(layer.values, v),
         put(layer.key_min, low),
         put(layer.key_max, high),
         put(layer.key_sum, k.astype(jnp.float32).sum(3)),

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ..pallas.paged_attention.quantised import gather
 from .method import Scene
 from .uniform_budget import UniformBudget
 
@@ -40,7 +41,7 @@ def received(scene: Scene) -> jax.Array:
 
     def one(operands):
         q, table, head, start, asked = operands
-        keys = scene.layer.keys[table, head].reshape(positions, head_dim)
+        keys = gather(scene.layer.keys, (table, head), q.dtype).reshape(positions, head_dim)
         own = start + jnp.arange(n)
         seen = (jnp.arange(positions) <= own[:, None]) & asked[:, None]
         last = jnp.where(asked, own, -1).max()

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 
 from ..cache import Cache, ModelShape
+from ..pallas.paged_attention.quantised import reads_as
 from .method import Scene
 from .window import Window, attention, empty, newest, pooled, slide
 
@@ -31,7 +32,7 @@ class SnapKV:
 
     def begin(self, shape: ModelShape, cache: Cache) -> Window:
         """See `Compression`."""
-        return empty(shape, cache.table.shape[0], self.window, cache.layers[0].keys.dtype)
+        return empty(shape, cache.table.shape[0], self.window, reads_as(cache.layers[0].keys))
 
     def observe(self, scene: Scene, memory: Window) -> Window:
         """See `Compression`."""

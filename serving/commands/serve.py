@@ -108,6 +108,12 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=_positive, metavar="INT", help="tokens of prompts read at once"
     )
     group.add_argument("--block-size", type=_positive, metavar="INT", help="tokens of a page of the cache")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
+        default="auto",
+        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
+    )
     group.add_argument("--kv-cache-bytes", type=_positive, metavar="INT", help="size of the KV cache")
     group.add_argument(
         "--enable-prefix-caching",
@@ -221,6 +227,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": options.max_model_len,
         "block_size": options.block_size,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_bytes": options.kv_cache_bytes,
         "scheduling_policy": "fcfs" if options.scheduling_policy == "fcfs" else "entropic",
         "law": dict(settings.control.gains).get("law"),

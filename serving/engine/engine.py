@@ -21,6 +21,7 @@ import models
 from entropic_jax import allocate, loop, parameters
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
+from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.terms import MOST_ALTERNATIVES
 
 from .. import samplers
@@ -34,7 +35,7 @@ from .byte_text import streams
 from .commands import BIASES, STOPS, Edits
 from .job import Job, QueueFullError
 from .observer import Observer
-from .options import EngineOptions, Sizes, may_prune, sizes
+from .options import EngineOptions, Sizes, may_prune, sizes, stored_as
 from .pages import Pages
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
@@ -65,7 +66,9 @@ class ContinuousEngine:
         self.options = EngineOptions() if options is None else options
         self.observer = Observer() if observer is None else observer
         dtype = jax.tree.leaves(model.params)[0].dtype
-        self.sizes: Sizes = sizes(model, self.options, dtype.itemsize)
+        stored = stored_as(self.options.kv_cache_dtype, dtype)
+        itemsize = bytes_per_number(stored, model.decoder.shape.head_dim)
+        self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.stream = streams(self.tokenizer)
         self.method = self.sizes.shapes.method
         always = registry.method(self.options.method, preset("off"), **dict(self.options.budgets)).controller
@@ -90,7 +93,7 @@ class ContinuousEngine:
         self._timed: dict[Sequence, None] = {}  # those that may time out
         self._looked = 0.0  # when they were looked through
         self._warm = 0
-        board = self._board(dtype)
+        board = self._board(stored)
         self.programs = Programs(model.decoder, model.params, board, self.control.prior, self.sizes.shapes)
         prefix = PrefixCache() if self.options.enable_prefix_caching else None
         rows, pages = self.sizes.rows, self.sizes.pages

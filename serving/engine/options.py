@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -22,6 +22,8 @@ from .programs import Shapes
 SELECTION = dataclasses.replace(FINE, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
+# Named as in vLLM; whatever of 8 bits is named has a scale for each token and KV head.
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
 EXACT_CHUNK = 64  # positions of a piece of a prompt where all pieces have one shape, short prompts too
@@ -32,7 +34,8 @@ SHARE = 0.9  # of an accelerator's memory, less what is in use when the cache is
 class EngineOptions:
     """Sizes and policies of an engine; None is what suits the model and the device."""
 
-    dtype: str | None = None  # of weights, keys and values
+    dtype: str | None = None  # of weights, and of keys and values with `kv_cache_dtype` auto
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_num_seqs: int = 64  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
     max_num_batched_tokens: int | None = None  # positions of prompts read between two launches
@@ -60,7 +63,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}; accepted are integers of at least 1")
-        for name, accepted in (("warmup", get_args(Warmup)), ("scheduling_policy", get_args(Policy))):
+        choices = {"warmup": Warmup, "scheduling_policy": Policy, "kv_cache_dtype": KvCacheDtype}
+        for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted are {', '.join(accepted)}")
 
@@ -76,7 +80,14 @@ class Sizes(NamedTuple):
     shapes: Shapes
 
 
-def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
+def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
+    """The dtype of the pages of a model that computes in `dtype`."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return "int8" if kv_cache_dtype.startswith("int8") else "float8_e4m3fn"
+
+
+def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes:
     """The sizes for a model whose keys and values take `itemsize` bytes a number."""
     shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
     longest = model.config.max_position_embeddings
@@ -95,7 +106,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: int) -> Sizes:
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = options.num_pages
     if pages is None:
-        position = 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+        position = int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize)
         room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
         pages = min(options.max_num_seqs * context // page_size, room // (position * page_size))
         if pages < 1:

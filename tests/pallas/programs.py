@@ -16,6 +16,7 @@ from entropic_jax.pallas.paged_attention import Rules, Summary, prefill_tpu, ref
 from entropic_jax.pallas.paged_attention import cases as paged_cases
 from entropic_jax.pallas.paged_attention import gpu as paged_gpu
 from entropic_jax.pallas.paged_attention import tpu as paged_tpu
+from entropic_jax.pallas.paged_attention.quantised import LARGEST, Quantised
 from entropic_jax.pallas.topk_entropy import cases as topk_cases
 from entropic_jax.pallas.topk_entropy import gpu as topk_gpu
 from entropic_jax.pallas.topk_entropy import tpu as topk_tpu
@@ -24,9 +25,15 @@ from .compilers import like
 
 QUERIES = 512  # of a row that is prefilled
 integers = partial(like, dtype=jnp.int32)
-size = lambda x: x.size * x.dtype.itemsize
+size = lambda x: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
-WRITES = ((8, "bfloat16"), (1, "bfloat16"), (2, "float32"))  # KV heads, type
+WRITES = (  # KV heads, page, type, type of the pages
+    (8, 64, "bfloat16", "bfloat16"),
+    (1, 64, "bfloat16", "bfloat16"),
+    (2, 64, "float32", "float32"),
+    (8, 128, "bfloat16", "int8"),
+    (8, 128, "bfloat16", "float8_e4m3fn"),
+)
 PROJECTIONS = (  # rows, hidden, vocabulary, k
     (64, 4096, 128256, 64),
     (1, 8192, 151936, 128),
@@ -55,10 +62,10 @@ def programs(platform: str) -> Iterator[Program]:
     if on_tpu:
         for case in paged_cases.LARGE:
             yield prefill(case)
-    for kv_heads, dtype in WRITES:
-        yield write(kv_heads, dtype, write_tpu.write if on_tpu else reference.write)
+    for shape in WRITES:
+        yield write(*shape, write_tpu.write if on_tpu else reference.write)
     for case in paged_cases.LARGE:
-        if case.kept is not None:
+        if case.kept is not None and case.pages is None:
             yield choose(case)
     for case in topk_cases.LARGE:
         yield topk_entropy(case, topk_tpu if on_tpu else topk_gpu)
@@ -66,8 +73,16 @@ def programs(platform: str) -> Iterator[Program]:
         yield project(*shape, topk_tpu if on_tpu else topk_gpu)
 
 
-def _pool(case) -> jax.ShapeDtypeStruct:
-    return like(case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, dtype=case.dtype)
+def _pool(case) -> Any:
+    return pool_like(
+        case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, case.pages or case.dtype
+    )
+
+
+def pool_like(pages: int, kv_heads: int, page: int, head_dim: int, dtype: str) -> Any:
+    """An abstract pool."""
+    tiles = like(pages, kv_heads, page, head_dim, dtype=dtype)
+    return Quantised(tiles, like(pages, kv_heads, 1, page)) if dtype in LARGEST else tiles
 
 
 def _lists(case) -> tuple[Any, Any]:
@@ -92,13 +107,13 @@ def prefill(case) -> Program:
     return Program("prefill", case.name, prefill_tpu.prefill, arguments, limit)
 
 
-def write(kv_heads: int, dtype: str, function) -> Program:
-    rows, pages, page = 64, 2049, 64
-    pool = like(pages, kv_heads, page, 128, dtype=dtype)
+def write(kv_heads: int, page: int, dtype: str, stored: str, function) -> Program:
+    rows, pages = 64, 2049
+    pool = pool_like(pages, kv_heads, page, 128, stored)
     summary, norm = like(pages, kv_heads, 128), like(pages, kv_heads)
     new, row = like(rows, kv_heads, 128, dtype=dtype), integers(rows)
     arguments = ((pool, pool), (summary, summary, summary, norm), new, new, row, row)
-    name = f"{rows}x{kv_heads}x128-page{page}x{pages}-{dtype}"
+    name = "-".join([f"{rows}x{kv_heads}x128-page{page}x{pages}", *dict.fromkeys((dtype, stored))])
     return Program("write", name, function, arguments, size(pool) // 12, {"donate_argnums": (0, 1)})
 
 

@@ -88,6 +88,9 @@ def interpreted() -> Iterator[Trial]:
     for dtype in ("float32", "bfloat16"):
         check = lambda mode, d=dtype: prefill_tests.check_write(paged_tests.jnp.dtype(d), mode)
         yield "write", f"5x2x128-page32x9-{dtype}", TPU[0], in_both_modes(check)
+    for dtype in ("int8", "float8_e4m3fn"):
+        check = lambda mode, d=dtype: prefill_tests.check_quantised_write(d, mode)
+        yield "write", f"5x2x128-page128x9-bfloat16-{dtype}", TPU[0], in_both_modes(check)
     for case in topk_cases.SMALL:
         yield "topk_entropy", case.name, TPU[0], in_both_modes(lambda mode, c=case: _topk_on_tpu(c, mode))
         yield "topk_entropy", case.name, GPU[0], lambda c=case: _topk_on_gpu(c)

@@ -219,6 +219,7 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
         (tpu, {"head_dim": 64}, "head_dim 64"),
         (tpu, {"page": 24}, "page_size 24"),
         (tpu, {"dtype": "float16"}, "float16"),
+        (tpu, {"page": 64, "pages": "int8"}, "page_size 64"),
         (gpu, {"dtype": "float32"}, "float32"),
         (gpu, {"head_dim": 96}, "head_dim 96"),
         (gpu, {"page": 24}, "page_size 24"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas.paged_attention import cases, prefill_tpu, write_tpu
+from entropic_jax.pallas.paged_attention import cases, prefill_tpu, reference, write_tpu
 
 from .compilers import interpreted_on_tpu
 
@@ -15,6 +15,8 @@ SMALL = (
     cases.Case(3, 2, 2, 128, 16, 7, window=True),
     cases.Case(3, 2, 2, 128, 16, 7, kept=0.6),
     cases.Case(2, 1, 4, 128, 32, 4, kept=0.6, window=True, dtype="bfloat16"),
+    cases.Case(2, 1, 2, 128, 128, 3, kept=0.6, window=True, dtype="bfloat16", pages="int8"),
+    cases.Case(2, 1, 2, 128, 128, 3, dtype="bfloat16", pages="float8_e4m3fn"),
 )
 
 
@@ -50,12 +52,13 @@ def exact(q, keys, values, table, index, count, first, query, last):
     """Its definition, in float64."""
     out = np.zeros(q.shape)
     size = keys.shape[2]
+    keys, values = cases.floats(keys), cases.floats(values)
     for row, head in np.ndindex(q.shape[:2]):
         listed = np.arange(table.shape[1]) if index is None else index[row, head, : count[row, head]]
         if len(listed) == 0:
             continue
         position = (listed[:, None] * size + np.arange(size)).reshape(-1)
-        flat = lambda x: x[table[row, listed], head].reshape(-1, q.shape[-1]).astype(np.float64)
+        flat = lambda x: x[table[row, listed], head].reshape(-1, q.shape[-1])
         k, v = flat(keys), flat(values)
         for i in range(q.shape[3]):
             seen = (position >= first[row, i]) & (position <= query[row] + i) & (position < last[row])
@@ -125,6 +128,26 @@ def check_write(dtype, mode):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_write_in_the_interpreter(dtype, mode):
     check_write(dtype, mode)
+
+
+def check_quantised_write(dtype, mode):
+    tiles, summaries, k, v, page, slot = write_case(jnp.bfloat16, size=128)
+    every = np.ones(tiles[0].shape[:3], bool)
+    tiles = tuple(cases.poisoned(dtype, np.nan_to_num(x.astype(np.float32)), every) for x in tiles)
+    for pool in tiles:
+        pool.scale[3] = np.nan
+    arguments = (tiles, summaries, k, v, page, slot)
+    expected = jax.jit(reference.write)(*jax.tree.map(jnp.asarray, arguments))
+    written = run(write_tpu.write, mode, *arguments)
+    for ours, theirs in zip(*map(jax.tree.leaves, (written, expected)), strict=True):
+        ours, theirs = (np.asarray(x, np.float32)[:-1] for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_write_of_quantised_pages_is_that_of_the_reference(dtype, mode):
+    check_quantised_write(dtype, mode)
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])

@@ -12,9 +12,9 @@ from .programs import programs
 
 # By operation, the places among its programs: on one generation, on every one, and on a GPU.
 ON_V5E = {
-    "decode": (0, 2, 8),
-    "prefill": (1,),
-    "write": (0,),
+    "decode": (0, 2, 8, 9, 10),
+    "prefill": (1, 10),
+    "write": (0, 3),
     "choose": (0,),
     "topk_entropy": (1,),
     "project": (2,),

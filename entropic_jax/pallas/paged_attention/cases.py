@@ -1,13 +1,15 @@
 """The cases that every back end of paged attention is checked on.
 
 What no result may depend on is NaN: pages that no row owns, pages that are not listed, and the slots of a
-page outside of `first` and `last`.
+page outside of `first` and `last`. Of pages of int8, which has no NaN, the scales are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from .quantised import LARGEST, Quantised
 
 
 class Case(NamedTuple):
@@ -23,6 +25,7 @@ class Case(NamedTuple):
     window: bool = False  # half of the rows see only their newest positions
     dtype: str = "float32"
     soft_cap: float | None = None
+    pages: str | None = None  # dtype of the pages, if they are quantised
 
     @property
     def name(self) -> str:
@@ -31,7 +34,8 @@ class Case(NamedTuple):
             f"{self.rows}x{self.kv_heads}x{self.group}x{self.head_dim}",
             f"page{self.page}x{self.per_row}",
         ]
-        parts += [listed, self.dtype] + ["window"] * self.window + ["cap"] * (self.soft_cap is not None)
+        parts += [listed, self.dtype] + [self.pages] * (self.pages is not None)
+        parts += ["window"] * self.window + ["cap"] * (self.soft_cap is not None)
         return "-".join(parts)
 
 
@@ -39,8 +43,8 @@ class Arguments(NamedTuple):
     """Those of `decode`, as NumPy arrays."""
 
     q: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
+    keys: Any  # an array or Quantised
+    values: Any
     table: np.ndarray
     index: np.ndarray | None
     count: np.ndarray | None
@@ -58,12 +62,15 @@ SMALL = (
     Case(3, 2, 2, 64, 16, 4, kept=0.5, dtype="bfloat16"),
     Case(2, 2, 2, 128, 16, 4, kept=0.6, soft_cap=2.0),
     Case(2, 1, 3, 128, 256, 3, kept=0.7, dtype="bfloat16"),
+    Case(3, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16", pages="int8"),
+    Case(2, 1, 4, 128, 128, 4, window=True, dtype="bfloat16", pages="float8_e4m3fn"),
+    Case(2, 2, 1, 128, 128, 3, kept=0.7, dtype="float32", pages="int8"),
 )
 
 # What models have; too large for an interpreter, for compilers and hardware.
 LARGE = tuple(
-    Case(rows, kv_heads, group, head_dim, page, context // page, kept, dtype=dtype)
-    for rows, kv_heads, group, head_dim, page, context, kept, dtype in (
+    Case(rows, kv_heads, group, head_dim, page, context // page, kept, dtype=dtype, pages=(*pages, None)[0])
+    for rows, kv_heads, group, head_dim, page, context, kept, dtype, *pages in (
         (64, 8, 4, 128, 128, 8192, None, "bfloat16"),
         (64, 8, 4, 128, 128, 8192, 0.25, "bfloat16"),
         (4, 8, 4, 128, 128, 131072, 0.25, "bfloat16"),
@@ -73,6 +80,8 @@ LARGE = tuple(
         (8, 2, 8, 256, 256, 32768, 0.25, "bfloat16"),
         (8, 8, 4, 64, 64, 8192, 0.25, "bfloat16"),
         (8, 4, 2, 128, 64, 16384, 0.25, "float32"),
+        (64, 8, 4, 128, 128, 8192, None, "bfloat16", "int8"),
+        (4, 8, 4, 128, 128, 131072, 0.25, "bfloat16", "float8_e4m3fn"),
     )
 )
 
@@ -104,9 +113,27 @@ def build(case: Case, seed: int = 0) -> Arguments:
                 count[row, head] = kept.size
                 index[row, head] = np.pad(kept, (0, most - kept.size))
     read = seen(case, table, index, count, first, last)
-    keys[~read], values[~read] = np.nan, np.nan
-    q, keys, values = (x.astype(jnp.dtype(case.dtype)) for x in (q, keys, values))
-    return Arguments(q, keys, values, table, index, count, first.astype(np.int32), last.astype(np.int32))
+    pools = (poisoned(case.pages or case.dtype, x, read) for x in (keys, values))
+    q = q.astype(jnp.dtype(case.dtype))
+    return Arguments(q, *pools, table, index, count, first.astype(np.int32), last.astype(np.int32))
+
+
+def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:
+    """The pool of x in a dtype, NaN where it is not read."""
+    if dtype not in LARGEST:
+        return np.where(read[..., None], x, np.nan).astype(jnp.dtype(dtype))
+    scale = np.abs(x).max(-1) / LARGEST[dtype]
+    tiles = x / scale[..., None]
+    tiles = np.rint(tiles) if dtype == "int8" else np.where(read[..., None], tiles, np.nan)
+    scale = np.where(read, scale, np.nan).astype(np.float32)
+    return Quantised(tiles.astype(jnp.dtype(dtype)), scale[:, :, None])
+
+
+def floats(pool: Any) -> np.ndarray:
+    """What a pool holds, float64."""
+    if isinstance(pool, Quantised):
+        return pool.tiles.astype(np.float64) * np.swapaxes(pool.scale, 2, 3)
+    return pool.astype(np.float64)
 
 
 def seen(case: Case, table, index, count, first, last) -> np.ndarray:
@@ -126,6 +153,7 @@ def seen(case: Case, table, index, count, first, last) -> np.ndarray:
 def exact(case: Case, arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
     """The output and the log-sum-exp in float64, by their definition."""
     q, keys, values, table, index, count, first, last = arguments
+    keys, values = floats(keys), floats(values)
     out = np.zeros(q.shape)
     log_sum = np.full(q.shape[:3], -np.inf)
     read = seen(case, table, index, count, first, last)
@@ -134,7 +162,7 @@ def exact(case: Case, arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
             mask = read[table[row], head]  # of one row's own pages: no two rows share one here
             if not mask.any():
                 continue
-            k, v = (x[table[row], head][mask].astype(np.float64) for x in (keys, values))
+            k, v = (x[table[row], head][mask] for x in (keys, values))
             score = q[row, head].astype(np.float64) @ k.T
             if case.soft_cap is not None:
                 score = case.soft_cap * np.tanh(score / case.soft_cap)

@@ -3,17 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from . import quantised
+from .quantised import gather
 from .reference import CHUNK_POSITIONS, NEGATIVE
 
 FAR = 2**30  # a position that nobody sees
-
-
-def tiles(pool: jax.Array) -> jax.Array:
-    """The tiles of a pool in a row, that of a page and KV head at page · KV heads + KV head.
-
-    Tiles are gathered by one number: by two, XLA's CPU backend takes several times as long.
-    """
-    return pool.reshape(-1, *pool.shape[2:])
 
 
 def of_all(q, keys, values, table, first, query, last):
@@ -24,7 +18,7 @@ def of_all(q, keys, values, table, first, query, last):
     Scores are kept as `[kv_heads, positions, queries]`: reductions over positions then vectorise.
     """
     rows, kv_heads, group, n, head_dim = q.shape
-    size = keys.shape[2]
+    size, dtype = keys.shape[2], q.dtype
     pages = max(1, CHUNK_POSITIONS // size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)), constant_values=keys.shape[0] - 1)
     q = q.reshape(rows, kv_heads, group * n, head_dim).swapaxes(2, 3)
@@ -38,7 +32,7 @@ def of_all(q, keys, values, table, first, query, last):
             page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages)
             position = i * pages * size + jnp.arange(pages * size)[:, None]
             place = page * kv_heads + jnp.arange(kv_heads)[:, None]
-            flat = lambda x: tiles(x)[place].reshape(kv_heads, pages * size, head_dim)
+            flat = lambda x: gather(quantised.flat(x), place, dtype).reshape(kv_heads, pages * size, head_dim)
             # Slots at or past `last` may hold anything: they must not reach a product as NaN.
             k, v = flat(keys), jnp.where(position < last, flat(values), 0)
             score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
@@ -52,7 +46,7 @@ def of_all(q, keys, values, table, first, query, last):
         start = (blank + NEGATIVE, blank, jnp.zeros((kv_heads, head_dim, group * n)))
         stop = jnp.where(last > first.min(), -(-last // (pages * size)), 0)
         _, total, out = jax.lax.fori_loop(first.min() // (pages * size), stop, chunk, start)
-        return (out / jnp.maximum(total, 1e-30)).swapaxes(1, 2).astype(keys.dtype)
+        return (out / jnp.maximum(total, 1e-30)).swapaxes(1, 2).astype(dtype)
 
     out = jax.lax.map(row, (q, table, first, query, last))
     return out.reshape(rows, kv_heads, group, n, head_dim)
@@ -68,7 +62,7 @@ def prefill(q, keys, values, table, index, count, first, query, last):
 def of_listed(q, keys, values, table, index, count, first, query, last):
     """The same of listed pages: each (row, KV head) reads its own list, and no more."""
     rows, kv_heads, group, n, head_dim = q.shape
-    size = keys.shape[2]
+    size, dtype = keys.shape[2], q.dtype
     pages = max(1, CHUNK_POSITIONS // size)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[2] % pages)))
     q = q.reshape(rows * kv_heads, group * n, head_dim).swapaxes(1, 2)
@@ -86,7 +80,7 @@ def of_listed(q, keys, values, table, index, count, first, query, last):
             page = jnp.where(listed, mine[entry], keys.shape[0] - 1)
             position = entry[:, None] * size + jnp.arange(size)
             position = jnp.where(listed[:, None] & (position < end), position, FAR).reshape(-1, 1)
-            flat = lambda x: tiles(x)[page * kv_heads + head].reshape(pages * size, head_dim)
+            flat = lambda x: gather(quantised.flat(x), page * kv_heads + head, dtype).reshape(-1, head_dim)
             # Slots that are not seen may hold anything: they must not reach a product as NaN.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
             score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
@@ -102,7 +96,7 @@ def of_listed(q, keys, values, table, index, count, first, query, last):
         top, total, out = jax.lax.fori_loop(0, stop, chunk, start)
         # A query that has seen nothing has weighed masked slots: its top is still that of a mask.
         out = jnp.where(top > NEGATIVE, out / jnp.maximum(total, 1e-30), 0.0)
-        return out.T.astype(keys.dtype)
+        return out.T.astype(dtype)
 
     owner = jnp.arange(rows * kv_heads)
     out = jax.lax.map(one, (owner, q, index.reshape(rows * kv_heads, -1), count.reshape(-1)))

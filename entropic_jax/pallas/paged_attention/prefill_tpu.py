@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
-from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, check, product, sublanes_of
+from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, check, product, scaled, sublanes_of, tiles_of
 
 QUERIES = 512  # rows of a product: queries of a block times heads of a group
 
@@ -51,7 +51,7 @@ def prefill(q, keys, values, table, index, count, first, query, last, *, soft_ca
     blocks = -(-n // queries)
     most = table.shape[1] if index is None else index.shape[2]
     block = max(1, min(BLOCK // size, most))
-    chunk = CHUNK_BYTES // (2 * size * head_dim * q.dtype.itemsize)
+    chunk = CHUNK_BYTES // (2 * size * head_dim * keys.dtype.itemsize)
     pages = max(1, min(chunk, most) // block) * block
     shape = Shape(
         kv_heads,
@@ -108,7 +108,8 @@ def _call(shape: Shape, q, keys, values, where):
     tile = pl.BlockSpec((1, group, shape.queries, head_dim), lambda i, block, *_: (i, 0, block, 0))
     column = pl.BlockSpec((1, shape.queries, LANES), lambda i, block, *_: (i // kv_heads, block, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = (2, shape.pages, shape.page, head_dim)
+    each = lambda pool, what: jax.tree.map(what, pool)
+    buffer = lambda x: pltpu.VMEM((2, shape.pages, 1, *x.shape[2:]), x.dtype)
     height = group * shape.queries
     work = rows * kv_heads * group * n * shape.most * shape.page
     out = pl.pallas_call(
@@ -117,11 +118,11 @@ def _call(shape: Shape, q, keys, values, where):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(rows * kv_heads, shape.blocks),
-            in_specs=[tile, column, anywhere, anywhere],
+            in_specs=[tile, column, each(keys, lambda _: anywhere), each(values, lambda _: anywhere)],
             out_specs=tile,
             scratch_shapes=[
-                pltpu.VMEM(buffer, keys.dtype),
-                pltpu.VMEM(buffer, values.dtype),
+                each(keys, buffer),
+                each(values, buffer),
                 pltpu.VMEM((height, LANES), jnp.float32),
                 pltpu.VMEM((height, LANES), jnp.float32),
                 pltpu.VMEM((height, head_dim), jnp.float32),
@@ -164,9 +165,10 @@ def _kernel(
     def copies(chunk, slot, page):
         place = table[row * shape.per_row + _entry(shape, entries, base, chunk * shape.pages + page)]
         copy = lambda pool, buffer: pltpu.make_async_copy(
-            pool.at[place, head], buffer.at[slot, page], arrived.at[slot]
+            pool.at[place, head], buffer.at[slot, page, 0], arrived.at[slot]
         )
-        return copy(keys, k_buffer), copy(values, v_buffer)
+        pairs = zip(jax.tree.leaves((keys, values)), jax.tree.leaves((k_buffer, v_buffer)), strict=True)
+        return [copy(pool, buffer) for pool, buffer in pairs]
 
     def ends(chunk):
         """Of the pages of a chunk that are read."""
@@ -209,12 +211,15 @@ def _kernel(
             here = pl.ds(step * shape.block, shape.block)
             at = chunk * shape.pages + step * shape.block  # first entry
             position = _position(shape, entries, base, at, begin, stop)
-            _clear(shape, entries, base, at, begin, stop, last, v_buffer.at[slot, here])
-            flat = lambda x: x[slot, here].reshape(shape.block * shape.page, shape.head_dim)
-            score = product(q[0].reshape(height, shape.head_dim), flat(k_buffer), 1)
+            _clear(shape, entries, base, at, begin, stop, last, tiles_of(v_buffer).at[slot, here])
+            k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (k_buffer, v_buffer))
+            flat = lambda x: tiles_of(x)[here].reshape(-1, shape.head_dim).astype(q.dtype)
+            score = product(q[0].reshape(height, shape.head_dim), flat(k), 1)
+            seen = (position >= since) & (position <= own) & (position < last)
+            scale = partial(scaled, seen=seen, start=step * shape.block, pages=shape.block, head=0)
+            score = scale(score, k)
             if shape.soft_cap is not None:
                 score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
-            seen = (position >= since) & (position <= own) & (position < last)
             score = jnp.where(seen, score, NEGATIVE)
             before = top[...]
             after = jnp.maximum(before, score.max(1, keepdims=True))
@@ -222,7 +227,7 @@ def _kernel(
             shrink = jnp.exp(before - after)
             top[...] = after
             total[...] = total[...] * shrink + weight.sum(1, keepdims=True)
-            part = product(weight.astype(values.dtype), flat(v_buffer), 0)
+            part = product(scale(weight, v).astype(q.dtype), flat(v), 0)
             sum_of[...] = sum_of[...] * shrink[:, :1] + part
 
     divisor = total[...][:, :1]
@@ -261,6 +266,8 @@ def _position(shape: Shape, entries, base, at, begin, stop):
 
 def _clear(shape: Shape, entries, base, at, begin, stop, last, v):
     """Zero what was not read, or lies past the end: zero times it must not be NaN."""
+    if v.dtype == jnp.int8:
+        return
 
     @pl.loop(0, shape.block)
     def _(i):
@@ -270,4 +277,4 @@ def _clear(shape: Shape, entries, base, at, begin, stop, last, v):
         @pl.when(held < shape.page)
         def _():
             seen = jax.lax.broadcasted_iota(jnp.int32, (shape.page, shape.head_dim), 0) < held
-            v[i] = jnp.where(seen, v[i].astype(jnp.float32), 0.0).astype(v.dtype)
+            v[i, 0] = jnp.where(seen, v[i, 0].astype(jnp.float32), 0.0).astype(v.dtype)

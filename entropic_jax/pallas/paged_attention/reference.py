@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dispatch import device
+from .quantised import Quantised, gather, quantise, stored
 
 CHUNK_POSITIONS = 256  # read at once
 UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
@@ -77,7 +78,7 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
             position = (entry[:, :, None] * size + jnp.arange(size)).reshape(kv_heads, 1, -1)
             seen = jnp.repeat(listed, size, 1)[:, None] & (position >= first) & (position < last)
             page = jnp.where(listed, table[entry], keys.shape[0] - 1)
-            flat = lambda x: x[page, heads].reshape(kv_heads, pages * size, head_dim)
+            flat = lambda x: gather(x, (page, heads), q.dtype).reshape(kv_heads, pages * size, head_dim)
             # Slots that are not seen may hold anything: they must not reach a product as NaN.
             score = jnp.einsum("kgd,ksd->kgs", q, flat(keys), preferred_element_type=jnp.float32)
             score = jnp.where(seen, score, NEGATIVE)
@@ -236,7 +237,7 @@ def prefill_gathered(q, keys, values, table, index, count, first, query, last, g
     """
     rows, kv_heads, _, n, head_dim = q.shape
     size, most = keys.shape[2], table.shape[1]
-    flat = lambda x: jnp.swapaxes(x[table], 2, 3).reshape(rows, -1, kv_heads, head_dim)
+    flat = lambda x: jnp.swapaxes(gather(x, table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
     position = jnp.arange(most * size)
     held = (position < last[:, None])[:, None]  # [rows, kv_heads, positions]
     if index is not None:
@@ -268,7 +269,7 @@ def gathered(q, keys, values, table, index, count, first, last, gate=None) -> Pa
 
 def write(tiles, summaries, k, v, page, slot):
     """See the package; every pool in place."""
-    key, value = k.astype(jnp.float32), v.astype(jnp.float32)
+    key, value = (stored(x, pool) for pool, x in zip(tiles, (k, v), strict=True))
     tiles = tuple(_put(pool, x, page, slot) for pool, x in zip(tiles, (k, v), strict=True))
     joins = (jnp.minimum, jnp.maximum, jnp.add, jnp.maximum)
     new = (key, key, key, jnp.linalg.norm(value, axis=-1))
@@ -291,6 +292,11 @@ def fold(pool, x, page, slot, join):
 
 
 def _put(pool, x, page, slot):
+    if isinstance(pool, Quantised):
+        tile, scale = quantise(x, pool.dtype)
+        column = pool.scale.swapaxes(2, 3)  # as a tile of one number a position
+        scales = _put(column, scale[..., None], page, slot).swapaxes(2, 3)
+        return Quantised(_put(pool.tiles, tile, page, slot), scales)
     x = x.astype(pool.dtype)
     if device().platform != "cpu":
         return pool.at[page, :, slot].set(x)

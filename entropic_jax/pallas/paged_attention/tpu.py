@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .quantised import Quantised
 from .reference import NEGATIVE, Partial
 from .split import lists_of, merge
 
@@ -55,7 +56,7 @@ def decode(q, keys, values, table, index, count, first, last, *, soft_cap: float
     lists = lists_of(table, index, count, first, last, size)
     _, per_row, most = lists.pages.shape
     heads = kv_heads // per_row
-    tile = 2 * size * head_dim * q.dtype.itemsize  # of one page and head
+    tile = 2 * size * head_dim * keys.dtype.itemsize  # of one page and head
     if heads * tile > CHUNK_BYTES:  # too many heads to fetch at once: each has a list of its own
         lists = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, 1), lists)
         per_row, heads = kv_heads, 1
@@ -79,15 +80,23 @@ def decode(q, keys, values, table, index, count, first, last, *, soft_cap: float
 
 def check(q, keys, values) -> None:
     """Decline what the kernels for TPU do not serve."""
-    if {q.dtype, keys.dtype, values.dtype} not in ({jnp.dtype("float32")}, {jnp.dtype("bfloat16")}):
-        raise NotImplementedError(f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: one of float32, bfloat16")
     size, head_dim = keys.shape[2:]
+    quantised = isinstance(keys, Quantised)
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or {keys.dtype, values.dtype} != {
+        keys.dtype if quantised else q.dtype
+    }:
+        raise NotImplementedError(
+            f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: one of float32, bfloat16, or of pages of 8 bits"
+        )
+    if quantised and size % LANES:
+        raise NotImplementedError(f"page_size {size} is no multiple of {LANES}: {keys.dtype}")
     if head_dim % LANES:
         raise NotImplementedError(
             f"head_dim {head_dim} is no multiple of {LANES}: each call would copy the whole pool"
         )
-    if size % sublanes_of(q.dtype):
-        raise NotImplementedError(f"page_size {size} is no multiple of {sublanes_of(q.dtype)}: {q.dtype}")
+    if size % sublanes_of(keys.dtype):
+        least = sublanes_of(keys.dtype)
+        raise NotImplementedError(f"page_size {size} is no multiple of {least}: {keys.dtype}")
 
 
 def sublanes_of(dtype) -> int:
@@ -103,7 +112,8 @@ def _call(shape: Shape, q, keys, values, lists):
     q = q.reshape(shape.lists, heads, group, head_dim)
     ends = jnp.stack([lists.begin, lists.stop, lists.low, lists.high])
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = (2, shape.pages, heads, shape.page, head_dim)
+    each = lambda pool, what: jax.tree.map(what, pool)
+    buffer = lambda x: pltpu.VMEM((2, shape.pages, heads, *x.shape[2:]), x.dtype)
     length = shape.pages * shape.page
     work = rows * kv_heads * shape.most * shape.page * head_dim
     out, log_sum = pl.pallas_call(
@@ -115,11 +125,11 @@ def _call(shape: Shape, q, keys, values, lists):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(SHARES,),
-            in_specs=[anywhere] * 3,
+            in_specs=[anywhere, each(keys, lambda _: anywhere), each(values, lambda _: anywhere)],
             out_specs=(anywhere, anywhere),
             scratch_shapes=[
-                pltpu.VMEM(buffer, keys.dtype),
-                pltpu.VMEM(buffer, values.dtype),
+                each(keys, buffer),
+                each(values, buffer),
                 pltpu.VMEM((2, heads, group, head_dim), q.dtype),
                 pltpu.VMEM((heads, group, LANES), jnp.float32),
                 pltpu.VMEM((heads, group, LANES), jnp.float32),
@@ -172,13 +182,14 @@ def _kernel(
         return jax.lax.while_loop(absent, lambda item: first_of(item.list + 1), item)
 
     def copies(item: Item, slot, page):
-        """The copies of one page of a chunk: K and V of the heads of the list."""
+        """The copies of one page of a chunk: K and V of the heads of the list, and their scales."""
         place = pages[item.list * shape.most + begin(item.list) + item.chunk * shape.pages + page]
         head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
         copy = lambda pool, buffer: pltpu.make_async_copy(
             pool.at[place, head], buffer.at[slot, page], arrived.at[slot]
         )
-        return copy(keys, k_buffer), copy(values, v_buffer)
+        pairs = zip(jax.tree.leaves((keys, values)), jax.tree.leaves((k_buffer, v_buffer)), strict=True)
+        return [copy(pool, buffer) for pool, buffer in pairs]
 
     def query(item: Item, slot):
         return pltpu.make_async_copy(q.at[item.list], q_buffer.at[slot], arrived.at[slot])
@@ -225,8 +236,8 @@ def _kernel(
             total[...] = jnp.zeros_like(total)
             sum_of[...] = jnp.zeros_like(sum_of)
 
-        _attend(shape, lowest, highest, q_buffer.at[slot], k_buffer.at[slot], v_buffer.at[slot],
-                top, total, sum_of)  # fmt: skip
+        here = lambda buffer: jax.tree.map(lambda x: x.at[slot], buffer)
+        _attend(shape, lowest, highest, q_buffer.at[slot], here(k_buffer), here(v_buffer), top, total, sum_of)
         done = coming.list != item.list
 
         @pl.when(done)
@@ -278,20 +289,26 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
         edge = (start < low) | (start + positions > high)
         here = pl.ds(step * block, block)
 
-        @pl.when(edge)
-        def _():
-            # Zero times what lies there must not be NaN.
-            at = start + _positions((block, 1, page, shape.head_dim), 0, 2, page)
-            seen = (at >= low) & (at < high)
-            v[here] = jnp.where(seen, v[here].astype(jnp.float32), 0.0).astype(v.dtype)
+        if v.dtype != jnp.int8:
+
+            @pl.when(edge)
+            def _():
+                # Zero times what lies there must not be NaN.
+                at = start + _positions((block, 1, page, shape.head_dim), 0, 2, page)
+                seen = (at >= low) & (at < high)
+                tiles = tiles_of(v)
+                tiles[here] = jnp.where(seen, tiles[here].astype(jnp.float32), 0.0).astype(tiles.dtype)
 
         for head in range(shape.heads):
-            flat = lambda x, head=head: x[here, head].reshape(positions, shape.head_dim)
+            wide = lambda x, head=head: tiles_of(x)[here, head].astype(q.dtype)
+            flat = lambda x: wide(x).reshape(positions, shape.head_dim)
             score = product(q[head], flat(k), 1)
-            if shape.soft_cap is not None:
-                score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
             at = start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
             seen = (at >= low) & (at < high)
+            scale = partial(scaled, seen=seen, start=step * block, pages=block, head=head)
+            score = scale(score, k)
+            if shape.soft_cap is not None:
+                score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
             score = jnp.where(seen, score, NEGATIVE)
             before = top[head]
             after = jnp.maximum(before, score.max(1, keepdims=True))
@@ -299,8 +316,20 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             shrink = jnp.exp(before - after)
             top[head] = after
             total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
-            part = product(weight.astype(v.dtype), flat(v), 0)
+            part = product(scale(weight, v).astype(q.dtype), flat(v), 0)
             sum_of[head] = sum_of[head] * shrink[:, :1] + part
+
+
+def tiles_of(pool):
+    """The tiles of a buffer of pages, without their scales."""
+    return pool.tiles if isinstance(pool, Quantised) else pool
+
+
+def scaled(x, pool, seen, start, pages: int, head: int):
+    """`x` `[…, positions]` times the scales of pages of a buffer from `start` on; 0 where not seen."""
+    if not isinstance(pool, Quantised):
+        return x
+    return jnp.where(seen, x * jnp.concatenate([pool.scale[start + i, head] for i in range(pages)], 1), 0.0)
 
 
 def _positions(shape, block_axis: int, slot_axis: int, page: int):

@@ -1,0 +1,147 @@
+"""A cache of 8 bits: how far what is read from it may be from float32, and what nothing may change."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import allocate, cache, chain, generate, loop, parameters, replay, start
+from entropic_jax.control.presets import FINE
+from entropic_jax.pallas import paged_attention
+from entropic_jax.pallas.paged_attention import quantised
+from tests import tiny
+
+DTYPES = ("int8", "float8_e4m3fn")
+RELATIVE = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}  # of the largest number, and of each
+
+
+def begin(texts, dtype, selection=None, **given):
+    m = tiny.model()
+    pool = allocate(m.decoder.shape, len(texts), 128, page_size=8, dtype=dtype)
+    sample = parameters(len(texts), temperature=0.0)
+    settings = dict(max_tokens=40, key=jax.random.key(0), sample=sample, selection=selection, **given)
+    return start(m.decoder, m.params, chain(), pool, texts, **settings)
+
+
+def teacher_forced(dtype, selection=None):
+    (text,) = tiny.prompts(60)
+    m = tiny.model()
+    state = begin([text[:30]], dtype, selection)
+    return replay(m.decoder, m.params, chain(), state, jnp.array([text[30:]], jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_stored_is_as_near_as_eight_bits_allow(dtype):
+    x = jax.random.normal(jax.random.key(0), (64, 3, 32)) * jnp.geomspace(1e-6, 1e6, 64)[:, None, None]
+    tile, scale = quantised.quantise(x, dtype)
+    error = np.abs(tile.astype(jnp.float32) * scale[..., None] - x)
+    extent = np.abs(x).max(-1, keepdims=True)
+    # Below its normal numbers, 2⁻⁶ of 448, the steps of float8_e4m3fn are even.
+    allowed = RELATIVE[dtype] * (extent if dtype == "int8" else np.maximum(np.abs(x), extent * 2**-6 / 448))
+    assert (error <= allowed * (1 + 1e-5)).all()
+    assert (error > 0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_and_what_is_no_number(dtype):
+    x = jnp.zeros((3, 16)).at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf)
+    tile, scale = quantised.quantise(x, dtype)
+    read = np.asarray(tile.astype(jnp.float32) * scale[:, None])
+    assert not read[0].any()
+    assert not np.isfinite(read[1:]).any()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.05), ("float8_e4m3fn", 0.4)])
+def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
+    exact, found = (teacher_forced(name)[1] for name in ("float32", dtype))
+    error = np.abs(exact.surprisal - found.surprisal)
+    assert 0 < error.max() < bound
+    assert np.abs(exact.entropy - found.entropy).max() < bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_pages_kept_is_dense(dtype):
+    dense, listed = (teacher_forced(dtype, selection)[1] for selection in (None, FINE))
+    np.testing.assert_allclose(dense.surprisal, listed.surprisal, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_hold_the_same_bits_however_a_text_comes(dtype, monkeypatch):
+    """Of the first layer: what others store depends on the attention, whose rounding a chunk may change."""
+    (text,) = tiny.prompts(45)
+    at_once = begin([text], dtype)
+    monkeypatch.setattr(loop, "PREFILL_CHUNK", 8)
+    jax.clear_caches()
+    in_chunks = begin([text], dtype)
+    m = tiny.model()
+    one_by_one, _ = replay(
+        m.decoder, m.params, chain(), begin([text[:1]], dtype), jnp.array([text[1:]], jnp.int32)
+    )
+
+    def held(state):
+        layer = state.cache.layers[0]
+        pages = state.cache.table[0, :5]  # 40 positions
+        whole = lambda x: np.asarray(x[pages]).astype(np.float32)
+        return jax.tree.map(whole, (layer.keys, layer.values, layer.key_min, layer.key_max, layer.value_norm))
+
+    for other in (in_chunks, one_by_one):
+        for ours, theirs in zip(*(jax.tree.leaves(held(x)) for x in (at_once, other)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_summaries_bound_the_keys_that_are_read(dtype):
+    (text,) = tiny.prompts(40)
+    state = begin([text], dtype)
+    layer, pages = state.cache.layers[0], state.cache.table[0, :4]
+    keys, values = (quantised.gather(x, pages, jnp.float32) for x in (layer.keys, layer.values))
+    np.testing.assert_array_equal(layer.key_min[pages], keys.min(2))
+    np.testing.assert_array_equal(layer.key_max[pages], keys.max(2))
+    np.testing.assert_allclose(layer.value_norm[pages], jnp.linalg.norm(values, axis=-1).max(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fork_and_a_rewind_keep_what_was_stored(dtype):
+    text, _ = tiny.prompts(37, 5)
+    state = begin([text, []], dtype)
+    forked, enough = cache.fork(state.cache, jnp.array([0]), jnp.array([1]), jnp.array([29]))
+    assert enough.all()
+    back = cache.rewind(forked, jnp.array([True, False]), jnp.array([29, 0]))
+    layer, table = back.layers[1], back.table
+    for pool in (layer.keys, layer.values):
+        ours, copied = (quantised.gather(pool, table[row, :4], jnp.float32) for row in (0, 1))
+        flat = lambda x: np.asarray(x.swapaxes(1, 2).reshape(-1, *x.shape[1:2], x.shape[-1]))[:29]
+        np.testing.assert_array_equal(flat(ours), flat(copied))
+    np.testing.assert_array_equal(layer.key_max[table[0, 3]], layer.key_max[table[1, 3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_copy_of_the_pool_in_a_launch(dtype):
+    m = tiny.model()
+    state = begin(tiny.prompts(20, 9), dtype)
+    pool = ",".join(map(str, state.cache.layers[0].keys.shape))
+    text = generate.lower(m.decoder, m.params, chain(), state, 5, capacity=64).compile().as_text()
+    assert f"[{pool}]" in text, "the shape of the pool does not occur: the test looks for the wrong thing"
+    copies = re.findall(rf"= \w+\[{pool}\]\S* (?:copy|select|scatter|transpose|convert|copy-start)\(.*", text)
+    assert not copies, copies
+
+
+def test_gradients_reach_the_queries_through_quantised_pages():
+    keys, values = (
+        quantised.put_pages(
+            quantised.zeros((4, 1, 8, 16), "int8"),
+            jnp.arange(3),
+            jax.random.normal(jax.random.key(n), (3, 1, 8, 16)),
+            jnp.ones((3, 8), bool),
+        )[0]
+        for n in (0, 1)
+    )
+    q = jax.random.normal(jax.random.key(2), (1, 1, 2, 16))
+    where = (jnp.arange(3)[None], None, None, jnp.zeros(1, jnp.int32), jnp.full(1, 20))
+    plain = [quantised.gather(x, jnp.arange(4), jnp.float32) for x in (keys, values)]
+    total = lambda q, keys, values: paged_attention.decode(q, keys, values, *where).out.sum()
+    ours, theirs = (jax.grad(total)(q, *pools) for pools in ((keys, values), plain))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(theirs).max() > 0
