@@ -70,6 +70,12 @@ class Cache(NamedTuple):
         return self.layers[0].keys.shape[2]
 
     @property
+    def bytes_per_number(self) -> float:
+        """Of a key or value, its share of a scale included."""
+        keys = self.layers[0].keys
+        return quantised.bytes_per_number(keys.dtype, keys.shape[-1])
+
+    @property
     def pages(self) -> int:
         return self.free.shape[0]
 

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import entropy, ledger, sampling
+from . import entropy, ledger, measures, sampling
 from .attention import Step, attend_to
 from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
+from .cut import Cut
 from .observation import Observer
 from .randomness import row_keys
-from .pallas.paged_attention.quantised import bytes_per_number
 from .selection import Reading, Reads
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
-from .terms import Terms, hold, likeliest
+from .terms import Terms, bind, hold, likeliest
 
 PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of two
 
@@ -219,12 +219,14 @@ def step(
     lists = jax.tree.map(cut.spread, reader.memory(), state.lists) if reader else ()
 
     # Entropy, then control.
-    adjusted = sampling.penalise(logits, *jax.tree.map(cut.pick, (state.sampling, state.history)))
+    sample, history = jax.tree.map(cut.pick, (state.sampling, state.history))
+    adjusted, changed = sampling.penalise(logits, sample, history), sampling.adjusts(sample)
     if terms is not None:
         terms = jax.tree.map(cut.pick, terms)
         adjusted = hold(adjusted, terms, cut.pick(state.stop, -1), position + where.count)
-    belief = entropy.measure(logits / state.belief_temperature)
-    tempered = entropy.at_temperature(adjusted, cut.pick(state.action.temperature))
+        changed |= bind(terms, position + where.count)
+    before = cut.pick(state.action.temperature)
+    belief, tempered = measures.of_step(logits, adjusted, changed, before, state.belief_temperature)
     broken = cut.spread(runs & ~jnp.isfinite(belief.entropy), False)
     emits = active & ~broken
     keep = lambda new, old: jnp.where(emits, cut.spread(new, old), old)
@@ -252,7 +254,7 @@ def step(
     if forced is None:
         token = sampling.sample(
             adjusted,
-            jax.tree.map(cut.pick, state.sampling),
+            sample,
             jnp.where(chosen < 0, temperature, 0.0),  # nothing is drawn where the law has chosen
             state.key,
             cut.pick(state.seed),
@@ -264,7 +266,7 @@ def step(
         token = cut.pick(forced)
     if terms is not None:
         token = jnp.where(terms.forced >= 0, terms.forced, token)
-    sampled = entropy.at_temperature(adjusted, temperature)  # the same as `tempered` if T stands
+    sampled = measures.anew(adjusted, temperature, before, tempered)
     surprisal = entropy.surprisal(logits / state.belief_temperature, token, belief.log_normaliser)
     token = keep(token, state.token)
     signal = signal._replace(
@@ -281,7 +283,7 @@ def step(
         positions_read=cut.spread(reading.positions + reading.summaries, 0.0),
         length=length,
         bytes_per_weight=min(x.dtype.itemsize for x in jax.tree.leaves(params)),
-        bytes_per_cache=bytes_per_number(cache.layers[0].keys.dtype, decoder.shape.head_dim),
+        bytes_per_cache=cache.bytes_per_number,
         hardware=state.hardware,
     )
     account = ledger.post(state.ledger, state.signal.entropy, signal.entropy, emits, cost)
@@ -323,26 +325,6 @@ def step(
     return after, trace
 
 
-class Cut:
-    """The rows that a step computes: all, or the first `width` of the flagged ones."""
-
-    def __init__(self, flag: jax.Array, width: int | None) -> None:
-        self.all = flag.shape[0]
-        self.rows = self.all if width is None else min(width, self.all)
-        self.chosen = None
-        if self.rows < self.all:
-            self.chosen = jnp.nonzero(flag, size=self.rows, fill_value=self.all)[0]
-
-    def pick(self, x: Any, fill: Any = 0) -> jax.Array:
-        """The chosen rows of `[all, …]`; `fill` where there are fewer than fit."""
-        return x if self.chosen is None else x.at[self.chosen].get(mode="fill", fill_value=fill)
-
-    def spread(self, x: jax.Array, old: Any) -> jax.Array:
-        """`old` `[all, …]` with the chosen rows replaced by `x`."""
-        if self.chosen is None:
-            return x
-        old = jnp.broadcast_to(jnp.asarray(old, x.dtype), (self.all, *x.shape[1:]))
-        return old.at[self.chosen].set(x, mode="drop")
 
 
 def dense(shape: ModelShape, step: Step) -> Reading:

@@ -155,6 +155,20 @@ def forget(history: History, rows: jax.Array) -> History:
     return History(history.prompt & keep, jnp.where(keep, history.generated, 0))
 
 
+def adjusts(sampling: Sampling) -> jax.Array:
+    """Whether any row penalises or biases, bool `[]`: `penalise` changes nothing otherwise.
+
+    >>> bool(adjusts(parameters(2))), bool(adjusts(parameters(2, presence_penalty=[0.0, 0.5])))
+    (False, True)
+    """
+    return jnp.any(_penalising(sampling) | jnp.any(sampling.bias_tokens >= 0, axis=-1))
+
+
+def _penalising(sampling: Sampling) -> jax.Array:
+    penalties = sampling.presence_penalty, sampling.frequency_penalty
+    return (sampling.repetition_penalty != 1) | (penalties[0] != 0) | (penalties[1] != 0)
+
+
 def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Array:
     """Logits after repetition, presence and frequency penalty and bias, in this order.
 
@@ -173,8 +187,7 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
     """
     logits = logits.astype(jnp.float32)
     repeating = sampling.repetition_penalty != 1
-    penalising = repeating | (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)
-    biased = jnp.any(sampling.bias_tokens >= 0, axis=-1)
+    penalising = _penalising(sampling)
 
     def apply(logits):
         count = history.generated
@@ -189,7 +202,7 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
         where = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
         return changed.at[where].add(sampling.bias_values, mode="drop")
 
-    return lax.cond(jnp.any(penalising | biased), apply, lambda logits: logits, logits)
+    return lax.cond(adjusts(sampling), apply, lambda logits: logits, logits)
 
 
 def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:

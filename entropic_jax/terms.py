@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import entropy, measures
+from .pallas.topk_entropy import topk_entropy
+
 MOST_ALTERNATIVES = 20
 
 
@@ -71,6 +74,11 @@ def hold(logits: jax.Array, terms: Terms, stop: jax.Array, length: jax.Array) ->
     return lax.cond(early.any(), postpone, lambda z: z, logits)
 
 
+def bind(terms: Terms, length: jax.Array) -> jax.Array:
+    """Whether `hold` may change any logit, bool `[]`; length as there."""
+    return terms.constrained.any() | (length < terms.least).any()
+
+
 def likeliest(logits: jax.Array, token: jax.Array, reported: jax.Array) -> Likeliest:
     """The likeliest tokens of softmax(z), z `[rows, vocabulary]`, and how likely `token` `[rows]` was.
 
@@ -84,6 +92,11 @@ def likeliest(logits: jax.Array, token: jax.Array, reported: jax.Array) -> Likel
     most = min(MOST_ALTERNATIVES, vocabulary)
 
     def find():
+        if measures.kernel(logits, most) is not None:
+            found = topk_entropy(logits, most)
+            total = found.calibrated.log_normaliser
+            chosen = -entropy.surprisal(logits, token, total)
+            return Likeliest(chosen, found.indices, found.values - total[:, None])
         logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
         largest, index = lax.top_k(logprobs, most)
         chosen = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]

@@ -16,6 +16,8 @@ LAYERS = (
         "entropic_jax.observation",
         "entropic_jax.selection",
         "entropic_jax.attention",
+        "entropic_jax.cut",
+        "entropic_jax.measures",
         "entropic_jax.randomness",
         "entropic_jax.sampling",
         "entropic_jax.terms",

@@ -8,6 +8,7 @@ the logger `entropic_jax.kernels`.
 """
 
 import importlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import jax
 LOG = logging.getLogger("entropic_jax.kernels")
 VARIABLE = "ENTROPIC_KERNELS"
 NAMES = ("xla", "cpu", "tpu", "gpu", "interpret")
+PLAIN = "xla"
 ONLY_BY_NAME = ("interpret",)
 CAPABILITY = "9.0"  # of the GPUs that the kernels are written for: Hopper
 _said: set[str] = set()
@@ -97,6 +99,11 @@ class Operation(NamedTuple):
             return [wanted]
         return [name for name in self.back_ends if name not in ONLY_BY_NAME]
 
+    def kernel(self, *arguments: Any) -> str | None:
+        """The name of the back end that serves these arguments, or None if it is plain JAX; nothing runs."""
+        before = itertools.takewhile(lambda name: name != PLAIN, self.candidates())
+        return next((name for name in before if self._why_not(name, arguments) is None), None)
+
     def verdicts(self, *arguments: Any) -> dict[str, str | None]:
         """For each back end the reason why it declines these arguments; None where it accepts them.
 
@@ -104,16 +111,19 @@ class Operation(NamedTuple):
         out unless they are named.
         """
         found: dict[str, str | None] = {}
-        for name, back_end in self.back_ends.items():
+        for name in self.back_ends:
             if name in ONLY_BY_NAME and name not in self.candidates():
                 continue
-            try:
-                # Without parameters, so that what is static may be among the arguments.
-                jax.eval_shape(lambda back_end=back_end: back_end(*arguments))
-                found[name] = None
-            except NotImplementedError as declined:
-                found[name] = str(declined)
+            found[name] = self._why_not(name, arguments)
         return found
+
+    def _why_not(self, name: str, arguments: tuple[Any, ...]) -> str | None:
+        try:
+            # Without parameters, so that what is static may be among the arguments.
+            jax.eval_shape(lambda: self.back_ends[name](*arguments))
+        except NotImplementedError as declined:
+            return str(declined)
+        return None
 
 
 def _say_once(text: str) -> None:
