@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.pallas import paged_attention
+from entropic_jax.pallas.paged_attention.quantised import Quantised, bytes_per_number, quantise
 
 from .kernels_timing import on_cpu, seconds
 
 FRACTIONS = (1.0, 0.5, 0.25, 0.0625)  # of the pages of a row
+EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 
 class Shape(NamedTuple):
@@ -76,6 +78,14 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
         programs[name] = partial(decode, q, keys, values, table, None, None, first, lengths)
         share = float(lengths.sum()) / (shape.rows * shape.context)
         entries[name] = {"engine": f"{back_end}, ragged", "kept": share}
+    for dtype in EIGHT_BITS:
+        pools = [in_eight_bits(pool, dtype) for pool in (keys, values)]
+        back_end = accepted(q, *pools, table, first, last)[0]
+        decode = jax.jit(partial(paged_attention.decode, back_end=back_end))
+        name = f"{back_end}, {dtype}"
+        programs[name] = partial(decode, q, *pools, table, None, None, first, last)
+        smaller = bytes_per_number(dtype, shape.head_dim) / jnp.dtype(shape.dtype).itemsize
+        entries[name] = {"engine": name, "kept": 1.0, "bytes": shape.bytes * smaller}
     for name, other in others(shape, q, keys, values, table, last).items():
         entries[name] = {"engine": name, "kept": 1.0}
         try:
@@ -85,8 +95,8 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
             entries[name]["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
     measured = seconds(programs, repeat)
     for name, entry in entries.items():
-        read = shape.bytes * entry["kept"]
-        yield {"shape": shape._asdict(), **entry, "bytes": read, "seconds": measured.get(name, [])}
+        read = {"bytes": shape.bytes * entry["kept"]}
+        yield {"shape": shape._asdict(), **read, **entry, "seconds": measured.get(name, [])}
 
 
 def accepted(q, keys, values, table, first, last) -> list[str]:
@@ -105,6 +115,13 @@ def arrays(shape: Shape) -> tuple[jax.Array, ...]:
     order = np.random.default_rng(0).permutation(shape.rows * shape.pages).astype(np.int32)
     table = jnp.asarray(order.reshape(shape.rows, shape.pages))
     return q.astype(shape.dtype), normal(keys[1], pool), normal(keys[2], pool), table
+
+
+@partial(jax.jit, static_argnames="dtype")
+def in_eight_bits(pool: jax.Array, dtype: str) -> Quantised:
+    """The same pool, quantised."""
+    tiles, scale = quantise(pool, dtype)
+    return Quantised(tiles, scale[:, :, None])
 
 
 def listed(shape: Shape, fraction: float) -> tuple[Any, Any]:

@@ -18,6 +18,8 @@ TILE_32 = cases.Case(3, 2, 2, 128, 32, 6, kept=0.6, window=True)  # a tile of K 
 GPU_CASES = (
     cases.Case(2, 1, 3, 64, 32, 10, window=True, dtype="bfloat16", soft_cap=2.0),
     cases.Case(2, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16"),
+    cases.Case(2, 1, 2, 128, 64, 5, kept=0.7, dtype="bfloat16", pages="int8"),
+    cases.Case(2, 1, 2, 64, 128, 3, window=True, dtype="bfloat16", pages="float8_e4m3fn"),
     pytest.param(cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"), marks=pytest.mark.exhaustive),
 )
 
@@ -223,6 +225,7 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
         (gpu, {"dtype": "float32"}, "float32"),
         (gpu, {"head_dim": 96}, "head_dim 96"),
         (gpu, {"page": 24}, "page_size 24"),
+        (gpu, {"page": 32, "pages": "int8"}, "page_size 32"),
     ],
 )
 def test_what_is_declined_has_a_reason(back_end, change, reason):

@@ -20,7 +20,14 @@ ON_V5E = {
     "project": (2,),
 }
 ON_EACH = {"decode": (1,), "topk_entropy": (4,), "project": (0,)}
-ON_GPU = {"decode": (0, 1, 7), "write": (0,), "choose": (0,), "topk_entropy": (1, 4), "project": (0,)}
+ON_GPU = {
+    "decode": (0, 1, 7, 9, 10),
+    "prefill": (1, 6, 9),
+    "write": (0,),
+    "choose": (0,),
+    "topk_entropy": (1, 4),
+    "project": (0,),
+}
 IN_XLA = ("write", "choose")  # on a GPU, where plain JAX serves
 REGISTERS = {"topk_entropy": 65536 // 5 // 128 // 8 * 8}  # of float32 segments five share a multiprocessor
 

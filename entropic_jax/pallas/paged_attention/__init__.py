@@ -3,7 +3,7 @@
 Contract of every back end of `decode(q, keys, values, table, index, count, first, last)`:
 
 * q `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim,
-* keys, values `[pool, kv_heads, page_size, head_dim]`,
+* keys, values `[pool, kv_heads, page_size, head_dim]`, or `Quantised` pools of that shape,
 * table int32 `[rows, most pages of a row]`: where the pages of a row, in order of position, lie in the pool,
 * index int32 `[rows, kv_heads, most listed]`: which pages of the row to read, as entries of its table row,
   ascending and distinct; of them the first count[row, head] (int32 `[rows, kv_heads]`) are listed.
@@ -65,6 +65,7 @@ PREFILL = Operation(
     "paged_attention.prefill",
     {
         "tpu": on("tpu", f"{__name__}.prefill_tpu", "prefill"),
+        "gpu": on("gpu", f"{__name__}.prefill_gpu", "prefill"),
         "xla": prefill_reference.prefill,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },

@@ -5,29 +5,40 @@ turn. In a block one warpgroup does nothing but copy tiles of listed pages into 
 ahead as there are slots; the others each take every other tile of the chunk into a softmax of their own
 (wgmma, the heads of a group padded to 64 rows: it waits for memory all the same). Their results, one per
 chunk and warpgroup, are merged outside. Where a chunk ends depends on the shapes alone, so a row has the
-same bits whatever its neighbours.
+same bits whatever its neighbours. Tiles of 8 bits are copied as they are and widened by whoever
+computes, in shared memory; scales multiply scores and weights.
 """
 
-import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .reference import NEGATIVE, Partial
+from .gpu_tile import (
+    COLUMNS,
+    LOG2_E,
+    ROWS,
+    TILE,
+    TILED,
+    attend,
+    check,
+    crews_of,
+    nothing,
+    pools_of,
+    positions,
+    quantised,
+    slots_of,
+    tile_buffers,
+)
+from .reference import Partial
 from .split import lists_of, merge
 
 BLOCKS = 132  # multiprocessors of an H100 or H200
-TILE = 64  # positions that are copied at once, K and V
-ROWS = 64  # of a wgmma; the heads of a group are as many or fewer
 CHUNK = 512  # positions, at least
 LISTED_CHUNK = 1024  # positions, at most, where most of a list may be empty
-SHARED_BYTES = 200 * 1024  # of a thread block, of the 227 KiB that there are
-LOG2_E = math.log2(math.e)
-COLUMNS = 64  # that are changed or on their way out of shared memory at once
 FIELDS = 6  # of a chunk: see `_chunks`
 
 
@@ -41,6 +52,7 @@ class Shape(NamedTuple):
     slots: int  # tiles of each that are in shared memory or on their way
     kv_heads: int
     soft_cap: float | None
+    dtype: Any  # of the tiles in the pools
     plain: bool  # products and layouts as the interpreter knows them
 
 
@@ -53,20 +65,13 @@ def decode(
     """
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
-    if {q.dtype, keys.dtype, values.dtype} != {jnp.dtype("bfloat16")}:
-        raise NotImplementedError(f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: bfloat16 is served")
-    if head_dim not in (64, 128, 256):
-        raise NotImplementedError(f"head_dim {head_dim}: 64, 128 and 256 are served")
-    if size not in (8, 16, 32) and size % 64:
-        raise NotImplementedError(f"page_size {size}: 8, 16, 32 and multiples of 64 are served")
-    if group > ROWS:
-        raise NotImplementedError(f"{group} heads per KV head: at most {ROWS} are served")
-
+    check(q, keys, values)
     lists = lists_of(table, index, count, first, last, size)
-    crews = 1 if head_dim > 128 else 2  # a thread holds `head_dim / 2` numbers of the output
+    crews = crews_of(head_dim)
     fixed = crews * (ROWS * head_dim * 2 + ROWS * COLUMNS * 4)
-    slots = (SHARED_BYTES - fixed) // (crews * TILE * head_dim * 2 * 2)
-    shape = Shape(group, head_dim, size, crews, slots, kv_heads, soft_cap, interpret is not None)
+    slots = slots_of(keys, crews, fixed) // crews
+    plain = interpret is not None
+    shape = Shape(group, head_dim, size, crews, slots, kv_heads, soft_cap, keys.dtype, plain)
 
     step = max(crews * TILE, size)
     span = lists.pages.shape[2] * size
@@ -90,7 +95,7 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="paged_decode",
-    )(chunks.reshape(-1), total, lists.pages.reshape(-1), q, keys, values)
+    )(chunks.reshape(-1), total, lists.pages.reshape(-1), q, *pools_of(keys, values))
     parts = (rows, kv_heads, most * crews)
     out = out.reshape(*parts, group, head_dim)
     log_sum = log_sum.reshape(*parts, ROWS)[..., :group]
@@ -126,25 +131,24 @@ def _chunks(lists, kv_heads: int, pages: int, most: int, size: int):
 
 
 def _scratch(shape: Shape) -> list:
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     tiles = shape.crews * shape.slots
-    copies = 2 * max(1, TILE // shape.page)
+    kept, wide = tile_buffers(shape, tiles)
     return [
-        plgpu.SMEM((tiles, TILE, shape.head_dim), jnp.bfloat16, transforms=tiled),  # K
-        plgpu.SMEM((tiles, TILE, shape.head_dim), jnp.bfloat16, transforms=tiled),  # V
-        plgpu.SMEM((shape.crews, ROWS, shape.head_dim), jnp.bfloat16, transforms=tiled),  # queries
+        *kept,
+        plgpu.SMEM((shape.crews, ROWS, shape.head_dim), jnp.bfloat16, transforms=TILED),  # queries
         plgpu.SMEM((shape.crews, ROWS, COLUMNS), jnp.float32),  # output
         plgpu.SMEM((shape.crews, ROWS), jnp.float32),  # its log_sum
-        plgpu.Barrier(num_arrivals=copies, num_barriers=tiles),
+        plgpu.Barrier(num_arrivals=len(kept) * max(1, TILE // shape.page), num_barriers=tiles),
         plgpu.Barrier(num_barriers=tiles),
         plgpu.Barrier(num_barriers=shape.crews),
+        *wide,
     ]
 
 
-def _kernel(
-    shape: Shape, chunks, total, pages, q, keys, values, out, log_sum,
-    k_tiles, v_tiles, q_tiles, staged, staged_log, full, empty, q_full,
-):  # fmt: skip
+def _kernel(shape: Shape, chunks, total, pages, q, *refs):
+    many = 4 if quantised(shape) else 2
+    pools, (out, log_sum), tiles = refs[:many], refs[many : many + 2], refs[many + 2 : 2 * many + 2]
+    q_tiles, staged, staged_log, full, empty, q_full, *wide = refs[2 * many + 2 :]
     crew = jax.lax.axis_index("warpgroup")
     block = jax.lax.axis_index("block")
     blocks = jax.lax.axis_size("block")
@@ -177,8 +181,8 @@ def _kernel(
                         size = min(TILE, shape.page)
                         source = (pages[start + page], head, pl.ds(offset, size))
                         target = (tile, pl.ds(to, size))
-                        plgpu.copy_gmem_to_smem(keys.at[source], k_tiles.at[target], full.at[tile])
-                        plgpu.copy_gmem_to_smem(values.at[source], v_tiles.at[target], full.at[tile])
+                        for pool, buffer in zip(pools, tiles, strict=True):
+                            plgpu.copy_gmem_to_smem(pool.at[source], buffer.at[target], full.at[tile])
                 return done + 1
 
             return jax.lax.fori_loop(begin, end, step, done)
@@ -209,13 +213,12 @@ def _kernel(
                 tile = crew * shape.slots + jax.lax.rem(done, shape.slots)
                 _await(full.at[tile])
                 start = (s * shape.crews + crew) * TILE
-                softmax = _attend(
-                    shape, low - start, high - start, query, k_tiles.at[tile], v_tiles.at[tile], softmax
-                )
+                here = [x.at[tile] for x in tiles], [x.at[crew] for x in wide]
+                softmax = attend(shape, query, *here, softmax, **_between(shape, low - start, high - start))
                 plgpu.barrier_arrive(empty.at[tile])
                 return done + 1, *softmax
 
-            done, top, sum_of, weighted = jax.lax.fori_loop(begin, end, step, (done, *_nothing(shape)))
+            done, top, sum_of, weighted = jax.lax.fori_loop(begin, end, step, (done, *nothing(shape)))
             some = sum_of == 0.0  # false for NaN: it must reach the result
             scale = jnp.where(some, 0.0, 1.0 / sum_of)
             weighted = weighted * jax.lax.broadcast_in_dim(scale, weighted.shape, [0])
@@ -251,64 +254,11 @@ def _sources(shape: Shape, start, length):
     return [(jnp.minimum(jax.lax.div(start, shape.page) + i, length - 1), 0, i * shape.page) for i in pages]
 
 
-def _nothing(shape: Shape):
-    """The softmax of nothing: highest score and sum of weights of each row, and the weighted sum."""
-    row, whole = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
-    return (
-        _laid_out(shape, jnp.full((ROWS,), NEGATIVE, jnp.float32), row),
-        _laid_out(shape, jnp.zeros((ROWS,), jnp.float32), row),
-        _laid_out(shape, jnp.zeros((ROWS, shape.head_dim), jnp.float32), whole),
-    )
+def _between(shape: Shape, low, high):
+    """Of a tile, which positions are attended to: `low ≤ p < high`; the others may hold NaN."""
 
+    def seen(size, axis):
+        at = positions(shape, size, axis)
+        return (at >= low) & (at < high)
 
-def _attend(shape: Shape, low, high, q, k, v, softmax):
-    """Take positions `low ≤ p < high` of a tile into the softmax; scores are in units of ln 2."""
-    top, total, weighted = softmax
-
-    @pl.when((low > 0) | (high < TILE))
-    def _():
-        # Zero times what lies there must not be NaN.
-        at = _laid_out(shape, jax.lax.broadcasted_iota(jnp.int32, (TILE, COLUMNS), 0), plgpu.Layout.WGMMA)
-        seen = (at >= low) & (at < high)
-        for column in range(0, shape.head_dim, COLUMNS):
-            part = v.at[:, pl.ds(column, COLUMNS)]
-            part[...] = jnp.where(seen, part[...], jnp.zeros(at.shape, v.dtype))
-        plgpu.commit_smem()
-
-    score = _scores(shape, q, k)
-    if shape.soft_cap is not None:
-        # The tanh of the machine is coarse.
-        score = shape.soft_cap - 2 * shape.soft_cap / (1.0 + jnp.exp2(score * (2 * LOG2_E / shape.soft_cap)))
-    at = _laid_out(shape, jax.lax.broadcasted_iota(jnp.int32, score.shape, 1), plgpu.Layout.WGMMA)
-    seen = (at >= low) & (at < high)
-    score = jnp.where(seen, score * LOG2_E, NEGATIVE)
-    wide = lambda x, like: jax.lax.broadcast_in_dim(x, like.shape, [0])
-    new = jnp.maximum(top, score.max(axis=1))
-    weight = jnp.where(seen, jnp.exp2(score - wide(new, score)), 0.0)
-    shrink = jnp.exp2(top - new)
-    total = total * shrink + weight.sum(axis=1)
-    weighted = weighted * wide(shrink, weighted)
-    return new, total, _add_product(shape, weighted, weight.astype(jnp.bfloat16), v)
-
-
-def _laid_out(shape: Shape, x, layout):
-    return x if shape.plain else plgpu.layout_cast(x, layout)
-
-
-def _scores(shape: Shape, q, k):
-    """The product of q and the transpose of k, both in shared memory."""
-    if shape.plain:
-        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
-
-    def multiply(result):
-        plgpu.wgmma(result, q, plgpu.transpose_ref(k, (1, 0)))
-        return result[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, TILE), jnp.float32))
-
-
-def _add_product(shape: Shape, weighted, weight, v):
-    """The sum and the product of weight, in registers, with v, in shared memory."""
-    if shape.plain:
-        return weighted + jnp.dot(weight, v[...], preferred_element_type=jnp.float32)
-    return pl.run_state(lambda result: plgpu.wgmma(result, weight, v))(plgpu.ACC.init(weighted))
+    return {"seen": seen, "held": seen, "edge": (low > 0) | (high < TILE)}

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
+from .split import ends_of
 from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, check, product, scaled, sublanes_of, tiles_of
 
 QUERIES = 512  # rows of a product: queries of a block times heads of a group
@@ -83,27 +84,10 @@ def prefill(q, keys, values, table, index, count, first, query, last, *, soft_ca
     return out[..., :n, :]
 
 
-def _ends(shape: Shape, index, count, first, query, last):
-    """For each block of queries, the first entry of its list to read and one past the last."""
-    rows = last.shape[0]
-    own = query[:, None] + (jnp.arange(shape.blocks) + 1) * shape.queries  # one past the last of a block
-    until = jnp.minimum(own, last[:, None])[:, None]  # [rows, 1, blocks]
-    since = first.reshape(rows, shape.blocks, shape.queries).min(-1)[:, None]
-    if index is None:
-        begin, stop = since // shape.page, -(-until // shape.page)
-        begin, stop = (jnp.broadcast_to(x, (rows, shape.kv_heads, shape.blocks)) for x in (begin, stop))
-    else:
-        listed = (jnp.arange(shape.most) < count[..., None])[:, :, None]
-        start = (index * shape.page)[:, :, None]
-        begin = (listed & (start + shape.page <= since[..., None])).sum(-1, dtype=jnp.int32)
-        stop = (listed & (start < until[..., None])).sum(-1, dtype=jnp.int32)
-    return begin, jnp.where(until > since, stop, 0)
-
-
 def _call(shape: Shape, q, keys, values, where):
     table, index, count, first, query, last = where
     rows, kv_heads, group, n, head_dim = q.shape
-    begin, stop = _ends(shape, index, count, first, query, last)
+    begin, stop = ends_of(shape, index, count, first, query, last)
     entries = jnp.zeros(1, jnp.int32) if index is None else index
     tile = pl.BlockSpec((1, group, shape.queries, head_dim), lambda i, block, *_: (i, 0, block, 0))
     column = pl.BlockSpec((1, shape.queries, LANES), lambda i, block, *_: (i // kv_heads, block, 0))

@@ -1,6 +1,6 @@
 """What the kernels of both accelerators share: lists of pages as they read them, and the merge of parts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,27 @@ def lists_of(table, index, count, first, last, size: int) -> Lists:
     high = jnp.minimum(last - last_page * size, size)
     stop = jnp.where(last > first, stop, 0)
     return Lists(pages, begin, stop, low, high)
+
+
+def ends_of(shape: Any, index, count, first, query, last):
+    """For each block of queries, the first entry of its list to read and one past the last.
+
+    The shape says how many `queries` a block has and how many `blocks` there are, to which first
+    `[rows, blocks · queries]` is padded. Returns int32 `[rows, kv_heads, blocks]` twice.
+    """
+    rows = last.shape[0]
+    own = query[:, None] + (jnp.arange(shape.blocks) + 1) * shape.queries  # one past the last of a block
+    until = jnp.minimum(own, last[:, None])[:, None]  # [rows, 1, blocks]
+    since = first.reshape(rows, shape.blocks, shape.queries).min(-1)[:, None]
+    if index is None:
+        begin, stop = since // shape.page, -(-until // shape.page)
+        begin, stop = (jnp.broadcast_to(x, (rows, shape.kv_heads, shape.blocks)) for x in (begin, stop))
+    else:
+        listed = (jnp.arange(shape.most) < count[..., None])[:, :, None]
+        start = (index * shape.page)[:, :, None]
+        begin = (listed & (start + shape.page <= since[..., None])).sum(-1, dtype=jnp.int32)
+        stop = (listed & (start < until[..., None])).sum(-1, dtype=jnp.int32)
+    return begin, jnp.where(until > since, stop, 0)
 
 
 def merge(out, log_sum, held) -> Partial:
