@@ -325,8 +325,6 @@ def step(
     return after, trace
 
 
-
-
 def dense(shape: ModelShape, step: Step) -> Reading:
     """What a step reads that reads everything."""
     positions = jnp.where(step.count > 0, step.start + step.count, 0) * shape.kv_heads * shape.layers
