@@ -160,7 +160,7 @@ def test_write_in_the_interpreter(dtype, mode):
 def check_quantised_write(dtype, mode):
     tiles, summaries, k, v, page, slot = write_case(jnp.bfloat16, size=128)
     every = np.ones(tiles[0].shape[:3], bool)
-    tiles = tuple(cases.poisoned(dtype, np.nan_to_num(x.astype(np.float32)), every) for x in tiles)
+    tiles = tuple(cases.poisoned(dtype, np.nan_to_num(x.astype(np.float32), nan=1.0), every) for x in tiles)
     for pool in tiles:
         pool.scale[3] = np.nan
     arguments = (tiles, summaries, k, v, page, slot)

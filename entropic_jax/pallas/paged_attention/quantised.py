@@ -77,8 +77,8 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     A vector with NaN or infinity has one in its scale, too.
     """
-    x = x.astype(jnp.float32)
-    largest = LARGEST[jnp.dtype(dtype).name]
+    x, dtype = x.astype(jnp.float32), jnp.dtype(dtype)
+    largest = LARGEST[dtype.name]
     extent = jnp.abs(x).max(-1)
     scale = jnp.where(extent == 0, 1.0, extent / largest)
     scaled = jnp.clip(x / scale[..., None], -largest, largest)
