@@ -5,8 +5,7 @@ import pytest
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from serving.engine.engine import EngineOptions
 from serving.engine.options import sizes, stored_as
-
-from .test_engine import WARM, engine_of, job, model, prompt, run
+from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
 
 __all__ = ["model"]
 
