@@ -240,6 +240,24 @@ def page_scores(group: int, head_dim: int, stride: int) -> Any:
 
 
 @cache
+def peaks() -> Any:
+    """`peaks(x, out, vectors)`: out[lane] = the largest x[lane + LANES i], i < vectors, NaN apart."""
+    lowest = ir.Constant(VECTOR, [float(np.finfo(np.float32).min)] * LANES)
+
+    def emit(builder, values):
+        x, out, vectors = values
+
+        def row(i, carried):
+            value = load(builder, x, i)
+            return [builder.select(builder.fcmp_ordered(">", value, carried[0]), value, carried[0])]
+
+        count = builder.mul(vectors, WORD(LANES))
+        store(builder, loop(builder, WORD(0), count, LANES, [lowest], row)[0], out, WORD(0))
+
+    return intrinsic_of(3, emit)
+
+
+@cache
 def tile(rows: int, vectors: int, kind: str) -> Any:
     """`tile(x, weight, out, inputs, columns)`: out[r, c] = Σ x[r, i] weight[i, c], i ascending, 0 ≤ r < rows.
 

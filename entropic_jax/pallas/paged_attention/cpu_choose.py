@@ -10,7 +10,7 @@ import numpy as np
 from ..native import library
 from ..native.once import once
 from .cpu import LOW, declines
-from .reference import LEAST_WEIGHT, PASSES, Choice, Rules, Summary
+from .reference import LEAST_WEIGHT, Choice, Rules, Summary
 
 
 def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
@@ -48,23 +48,30 @@ def _compile(
     from ..native import vector
     from ..native.call import allocate, floats, handler, operand, pointer, release, result, symbol, task
     from ..native.pool import parallel
+    from ..native.threshold import BINS, thresholds
 
-    exponentials = vector.exponentials()
+    exponentials, peaks = vector.exponentials(), vector.peaks()
     page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
-    guard, rest, zero, least_weight = (np.float32(x) for x in (rules.guard, 1 - rules.guard, 0, LEAST_WEIGHT))
+    threshold = thresholds(LEAST_WEIGHT)
+    guard, rest, zero = (np.float32(x) for x in (rules.guard, 1 - rules.guard, 0))
     sink, recent, least = rules.sink, rules.recent, rules.least
+    lanes, one_page, full = vector.LANES, np.float32(1 / page_size), np.float32(np.log(page_size))
+    fast = dict(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
 
-    @njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
-    def kept_at(weight, pages, floor):
-        """Mass and number of the pages that a floor keeps."""
-        mass, count = zero, 0
-        for b in range(pages):
-            if weight[b] >= floor:
-                mass += weight[b]
-                count += 1
-        return mass, count
+    @njit(**fast)
+    def exponents(x, size, power):
+        """x[:size] ← exp(x − its peak) in place; the sum and the peak."""
+        place, at_once = x.ctypes.data, size // lanes
+        found = power[:lanes].view(np.float32)
+        peaks(place, found.ctypes.data, at_once)
+        peak = LOW
+        for lane in range(lanes):
+            peak = max(peak, found[lane])
+        for b in range(at_once * lanes, size):
+            peak = max(peak, x[b])
+        return exponentials(x[:size], peak, power), peak
 
-    @njit(nogil=True, error_model="numpy")
+    @njit(**fast)
     def one(frame, owner):
         row, head = owner // kv_heads, owner % kv_heads
         q_data, shape = operand(frame, 0)
@@ -88,12 +95,16 @@ def _compile(
         query = carray(pointer(q_data), (grid[0], kv_heads, group, head_dim), np.float32)[row, head]
         low_data, pool_shape = operand(frame, 1)
         information = carray(pointer(operand(frame, 4)[0]), (pool_shape[0], kv_heads), np.float32)
-        memory = allocate(4 * ((2 * group + 2) * pages + 3 * group * head_dim))
+        memory = allocate(4 * ((2 * group + 3) * pages + lanes + 2 * BINS + 3 * group * head_dim))
         bound = floats(memory, (group, pages))
         score = floats(memory + 4 * group * pages, (group, pages))
         mass = floats(memory + 8 * group * pages, (pages,))
-        power = carray(pointer(memory + (8 * group + 4) * pages), (pages,), np.int32)
-        split_data = memory + (8 * group + 8) * pages
+        left = floats(memory + (8 * group + 4) * pages, (pages,))
+        power = carray(pointer(memory + (8 * group + 8) * pages), (pages + lanes,), np.int32)
+        tally_data = memory + (8 * group + 12) * pages + 4 * lanes
+        tally = floats(tally_data, (BINS,))
+        number = carray(pointer(tally_data + 4 * BINS), (BINS,), np.int32)
+        split_data = tally_data + 8 * BINS
         split = floats(split_data, (3, group, head_dim))
         for g in range(group):
             for d in range(head_dim):
@@ -110,65 +121,50 @@ def _compile(
             memory,
             pages,
         )
-        part = last - (pages - 1) * page_size
-        full, log_part = np.float32(np.log(page_size)), np.float32(np.log(np.float32(part)))
-        for g in range(group):
-            for b in range(pages):
-                filled, log_filled = np.float32(page_size), full
-                if b == pages - 1:
-                    filled, log_filled = np.float32(part), log_part
-                score[g, b] = rest * score[g, b] / filled + guard * bound[g, b] + log_filled
-                bound[g, b] += log_filled
         mass[:] = zero
+        part = np.float32(last - (pages - 1) * page_size)
         for g in range(group):
-            peak = LOW
+            partly = rest * score[g, pages - 1] / part + guard * bound[g, pages - 1] + np.log(part)
             for b in range(pages):
-                peak = max(peak, score[g, b])
-            scale = np.float32(1) / (exponentials(score[g], peak, power) * group)
+                score[g, b] = rest * one_page * score[g, b] + guard * bound[g, b] + full
+                bound[g, b] += full
+            score[g, pages - 1] = partly
+            bound[g, pages - 1] += np.log(part) - full
+            scale = np.float32(1) / (exponents(score[g], pages, power)[0] * group)
             for b in range(pages):
                 mass[b] += score[g, b] * scale
         weight = score[0]
+        for b in range(pages):
+            weight[b] = information[table[b], head]
         sum_of_weights = zero
         for b in range(pages):
-            weight[b] = mass[b] * information[table[b], head]
+            weight[b] *= mass[b]
             sum_of_weights += weight[b]
         inverse = np.float32(1) / max(sum_of_weights, np.float32(1e-30))
-        always, forced = zero, 0  # what is kept in any case counts, and is taken out of the search
         for b in range(pages):
             weight[b] *= inverse
+        always, forced = zero, 0  # what is kept in any case counts, and is taken out of the search
+        for b in range(pages):
             if b < sink or b >= pages - recent:
                 always += weight[b]
-                forced += 1
                 weight[b] = np.float32(-1)
-        need, floor, above = np.float32(1) - drop - always, least_weight, np.float32(2)
-        reached, count = kept_at(weight, pages, floor)
-        everything, at_least = reached < need, min(least, count + forced)
-        for _ in range(PASSES):
-            middle = np.sqrt(floor * above)
-            reached, count = kept_at(weight, pages, middle)
-            if reached >= need and count + forced >= at_least:
-                floor = middle
-            else:
-                above = middle
-        count, left_out = 0, 0
+                forced += 1
+        floor = threshold(weight, np.float32(1) - drop - always, least - forced, left, tally, number)
+        count, left_out, lost = 0, 0, zero
         for b in range(pages):
-            if everything or weight[b] >= floor or weight[b] < 0:
-                index[count] = b
-                count += 1
-            else:
-                dropped[row, head] += mass[b]
-                for g in range(group):
-                    bound[g, left_out] = bound[g, b]
-                left_out += 1
-        counts[row, head] = count
-        for b in range(count, most):
-            index[b] = 0
+            index[count] = b
+            kept = floor < 0 or weight[b] >= floor or weight[b] < 0
+            count += np.int64(kept)
+            lost += zero if kept else mass[b]
+            for g in range(group):
+                bound[g, left_out] = bound[g, b]
+            left_out += np.int64(not kept)
+        counts[row, head], dropped[row, head] = count, lost
+        index[count:] = 0
         if left_out > 0:
             for g in range(group):
-                reach, peak = bound[g, :left_out], LOW
-                for b in range(left_out):
-                    peak = max(peak, reach[b])
-                log_bound[g] = peak + np.log(exponentials(reach, peak, power))
+                total, peak = exponents(bound[g], left_out, power)
+                log_bound[g] = peak + np.log(total)
         release(memory)
 
     yield f"{name}_one", task(one)
