@@ -35,7 +35,7 @@ from .byte_text import streams
 from .commands import BIASES, STOPS, Edits
 from .job import Job, QueueFullError
 from .observer import Observer
-from .options import EngineOptions, Sizes, may_prune, sizes, stored_as
+from .options import EngineOptions, Sizes, check_pages, may_prune, sizes, stored_as
 from .pages import Pages
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
@@ -67,6 +67,7 @@ class ContinuousEngine:
         self.observer = Observer() if observer is None else observer
         dtype = jax.tree.leaves(model.params)[0].dtype
         stored = stored_as(self.options.kv_cache_dtype, dtype)
+        check_pages(stored, jax.default_backend())
         itemsize = bytes_per_number(stored, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.stream = streams(self.tokenizer)

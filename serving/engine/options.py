@@ -23,6 +23,7 @@ SELECTION = dataclasses.replace(FINE, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
 # Named as in vLLM; whatever of 8 bits is named has a scale for each token and KV head.
+FLOAT8 = "float8_e4m3fn"
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
@@ -84,7 +85,16 @@ def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
     """The dtype of the pages of a model that computes in `dtype`."""
     if kv_cache_dtype == "auto":
         return dtype
-    return "int8" if kv_cache_dtype.startswith("int8") else "float8_e4m3fn"
+    return "int8" if kv_cache_dtype.startswith("int8") else FLOAT8
+
+
+def check_pages(dtype: Any, platform: str) -> None:
+    """Raise ValueError where pages of a dtype would be copied at every step."""
+    if dtype == FLOAT8 and platform == "cpu":
+        raise ValueError(
+            "kv_cache_dtype is fp8 on a CPU, where every step would widen the whole cache; accepted there "
+            "are auto and int8_per_token_head"
+        )
 
 
 def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes:

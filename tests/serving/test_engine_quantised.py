@@ -3,8 +3,8 @@
 import pytest
 
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from serving.engine.engine import EngineOptions
-from serving.engine.options import sizes, stored_as
+from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.engine.options import check_pages, sizes, stored_as
 from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
 
 __all__ = ["model"]
@@ -33,3 +33,9 @@ def test_a_cache_of_eight_bits_holds_more_pages(model):
     assert pages["fp8"] / pages["auto"] == pytest.approx(4 / (1 + 4 / head_dim), rel=0.02)
     with pytest.raises(ValueError, match="kv_cache_dtype is 'nvfp4'"):
         EngineOptions(kv_cache_dtype="nvfp4")
+
+
+def test_fp8_is_declined_where_it_would_copy_the_cache(model):
+    check_pages("float8_e4m3fn", "gpu")
+    with pytest.raises(ValueError, match="kv_cache_dtype is fp8 on a CPU"):
+        ContinuousEngine(model, EngineOptions(kv_cache_dtype="fp8"))

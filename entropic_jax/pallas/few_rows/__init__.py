@@ -22,7 +22,7 @@ from . import cpu, reference
 
 __all__ = ["MOST_ROWS", "project", "serves"]
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 PROJECT = Operation("few_rows.project", {"cpu": cpu.project, "xla": reference.project})
 
 

@@ -2,8 +2,8 @@
 
     x ≈ scale · tile,   scale = max |x| / largest,   largest = 127 (int8), 448 (float8_e4m3fn)
 
-The scale depends on the vector that is stored alone: pages hold the same bits whether a text comes at once,
-in chunks or token by token, and nothing is quantised twice. In the attention it multiplies a score and a
+The scale depends on the vector that is stored alone: it does not matter whether a text comes at once, in
+chunks or token by token, and nothing is quantised twice. In the attention it multiplies a score and a
 weight, not a tile. It adds 4 bytes to head_dim.
 """
 
