@@ -105,7 +105,7 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     def with_bin(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
-    def tiles(x: jax.Array) -> jax.Array:
+    def tiles(x: Any) -> jax.Array:
         return with_bin(parts(x).swapaxes(1, 2).reshape(rows * per_row, x.shape[1], page_size, x.shape[3]))
 
     def summary(x: jax.Array, reduce: Any, blank: float) -> jax.Array:

@@ -34,7 +34,8 @@ class Case(NamedTuple):
             f"{self.rows}x{self.kv_heads}x{self.group}x{self.head_dim}",
             f"page{self.page}x{self.per_row}",
         ]
-        parts += [listed, self.dtype] + [self.pages] * (self.pages is not None)
+        parts += [listed, self.dtype]
+        parts += [self.pages] if self.pages else []
         parts += ["window"] * self.window + ["cap"] * (self.soft_cap is not None)
         return "-".join(parts)
 
@@ -113,9 +114,9 @@ def build(case: Case, seed: int = 0) -> Arguments:
                 count[row, head] = kept.size
                 index[row, head] = np.pad(kept, (0, most - kept.size))
     read = seen(case, table, index, count, first, last)
-    pools = (poisoned(case.pages or case.dtype, x, read) for x in (keys, values))
+    keys, values = (poisoned(case.pages or case.dtype, x, read) for x in (keys, values))
     q = q.astype(jnp.dtype(case.dtype))
-    return Arguments(q, *pools, table, index, count, first.astype(np.int32), last.astype(np.int32))
+    return Arguments(q, keys, values, table, index, count, first.astype(np.int32), last.astype(np.int32))
 
 
 def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:

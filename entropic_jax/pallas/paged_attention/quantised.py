@@ -18,8 +18,8 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 class Quantised(NamedTuple):
     """A pool of pages in 8 bits; it stands wherever a plain array of the shape of its tiles can."""
 
-    tiles: jax.Array  # int8 or float8_e4m3fn [pool, kv_heads, page_size, head_dim]
-    scale: jax.Array  # float32 [pool, kv_heads, 1, page_size]
+    tiles: Any  # int8 or float8_e4m3fn [pool, kv_heads, page_size, head_dim]
+    scale: Any  # float32 [pool, kv_heads, 1, page_size]
 
     @property
     def shape(self) -> tuple[int, ...]:

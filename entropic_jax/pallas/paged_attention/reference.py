@@ -1,7 +1,7 @@
 """Paged attention in plain JAX: the oracle of the kernels, and what runs where none accepts."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -291,7 +291,7 @@ def fold(pool, x, page, slot, join):
     return _over_rows(x.shape[0], row, pool)
 
 
-def _put(pool, x, page, slot):
+def _put(pool: Any, x, page, slot) -> Any:
     if isinstance(pool, Quantised):
         tile, scale = quantise(x, pool.dtype)
         column = pool.scale.swapaxes(2, 3)  # as a tile of one number a position
