@@ -40,7 +40,7 @@ PATIENCE = 180.0  # seconds after which a request counts as hanging
 HOPELESS = 100  # failures after which no more requests are sent
 SERVER = (
     *("--max-num-seqs", "16", "--max-model-len", "1024", "--kv-cache-bytes", str(18 * 2**20)),
-    *("--request-timeout", "30", "--batch-invariant", "--warmup", "full"),
+    *("--request-timeout", "60", "--batch-invariant", "--warmup", "full"),
 )
 
 
