@@ -19,6 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,12 @@ def drive(
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0].error}: {failed[0].detail}")
     return outcomes
+
+
+def told(url: str) -> dict[str, Any]:
+    """What a server of ours says of its engine."""
+    with urllib.request.urlopen(f"{url}/entropic/state", timeout=10) as response:
+        return json.load(response)
 
 
 class Bench:
@@ -267,6 +274,8 @@ class Bench:
                                 "p95": found["e2e"]["p95"],
                                 "first": found["ttft"]["mean"],
                                 "longest_wait": found["ttft"]["max"],
+                                "rounds": (now := told(server.url))["longest_wait"],
+                                "allowed": now["longest_wait_allowed"],
                                 "goodput": found["goodput"],
                                 "within": found["within_slo"],
                             }

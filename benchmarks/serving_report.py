@@ -74,11 +74,13 @@ def load(rows: Rows) -> Grid:
                     over,
                     column("p95", 1e-3),
                     column("longest_wait", 1e-3),
+                    f"{max(row['rounds'] for row in mine):.1f} ({min(row['allowed'] for row in mine):.0f})",
                     column("within", 100),
                 ]
             )
     head = ["trace", "requests/s", "schedule", "mean, s", "÷ fcfs", "p95, s", "longest to first token, s"]
-    return "Under load: more sequences than rows", [*head, "within SLO, %"], lines
+    head += ["longest wait, rounds (bound)", "within SLO, %"]
+    return "Under load: more sequences than rows", head, lines
 
 
 GRIDS = {"throughput": throughput, "latency": latency, "load": load}

@@ -142,6 +142,8 @@ class Batcher:
         if shared is None:
             return False
         now = time.perf_counter()
+        if sequence.admitted is None:
+            self.ranking.first_row(sequence, self.rounds, len(self.waiting))
         sequence.row, sequence.reading, sequence.epoch = row, reading, sequence.epoch + 1
         sequence.read = len(shared) * self.sizes.page_size
         sequence.replay, sequence.told = (len(sequence.generated) if replays else 0), 0

@@ -202,6 +202,8 @@ class ContinuousEngine:
             "pages_free": batcher.pages.free,
             "page_size": self.sizes.page_size,
             "preemptions": batcher.preemptions,
+            "longest_wait": batcher.ranking.longest,
+            "longest_wait_allowed": batcher.ranking.longest_allowed(self.sizes.rows),
             "prefix_queries": prefix.queries if prefix else 0,
             "prefix_hits": prefix.hits if prefix else 0,
             "prefix_pages": len(prefix) if prefix else 0,

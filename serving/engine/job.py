@@ -98,7 +98,8 @@ class JobEngine(Protocol):
         """What is going on, as numbers and lists that JSON can hold.
 
         `running` and `waiting` jobs, `kv_usage` in [0, 1], and since the start `preemptions`,
-        `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up). `sequences` are those in
+        `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), `longest_wait` for a
+        first row and `longest_wait_allowed`, both in rounds of admissions. `sequences` are those in
         flight, each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`,
         `priority` (the scheduler's π), `entropy`, `entropic_time`, `waited` (seconds).
         """

@@ -1,6 +1,7 @@
 """Macro: in which order sequences are served, and which gives way, by entropic priority or by arrival."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterable
 
@@ -27,6 +28,8 @@ class Ranking:
     def __init__(self, policy: str, prior: Moments) -> None:
         self.policy, self.law = policy, Scheduling(width=1)
         self.drop = float(predicted_drop(new_predictor(1), prior)[0])  # of a sequence without a token
+        self.longest = 0.0  # rounds that a sequence has waited for its first row, at most
+        self.crowd = 0  # sequences that have waited at once, at most
 
     def rank(self, sequences: Iterable[Sequence], rounds: float, drops: np.ndarray) -> list[Sequence]:
         """The sequences, the first to be served first; each is told its π. `drops` are E[ΔH⁺] of the rows."""
@@ -40,6 +43,15 @@ class Ranking:
         if self.policy == "fcfs":
             return sorted(ordered, key=lambda s: (risen(s), s.arrival))
         return sorted(ordered, key=lambda s: (risen(s), -s.priority, s.arrival))
+
+    def first_row(self, sequence: Sequence, rounds: float, waiting: int) -> None:
+        """A sequence, one of so many that wait, gets its first row: note how long it has waited."""
+        self.longest = max(self.longest, sequence.waited(rounds))
+        self.crowd = max(self.crowd, waiting)
+
+    def longest_allowed(self, rows: int) -> float:
+        """Rounds that no sequence may have waited longer than: B/a + ⌈n/c⌉."""
+        return self.law.bound / self.law.ageing + math.ceil(self.crowd / rows)
 
     def priorities(self, sequences: list[Sequence], rounds: float, drops: np.ndarray) -> np.ndarray:
         """π of each, in nats per unit of load."""

@@ -141,7 +141,7 @@ def check_quantised_write(dtype, mode):
     written = run(write_tpu.write, mode, *arguments)
     for ours, theirs in zip(*map(jax.tree.leaves, (written, expected)), strict=True):
         ours, theirs = (np.asarray(x, np.float32)[:-1] for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])

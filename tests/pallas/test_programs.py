@@ -5,6 +5,7 @@ Compilers are in the extra `kernels`. What is always compiled is a sample; `-m e
 
 from itertools import groupby
 
+import jax
 import pytest
 
 from .compilers import GENERATIONS, compile_for_gpu, compile_for_tpu
@@ -54,7 +55,7 @@ def on_tpu(program, generation):
 
 
 def in_place(program, compiled):
-    pools = (*program.arguments[0], *program.arguments[1][:3])
+    pools = jax.tree.leaves((program.arguments[0], program.arguments[1][:3]))
     aliased = compiled.memory_analysis().alias_size_in_bytes
     assert aliased >= sum(x.size * x.dtype.itemsize for x in pools)
 

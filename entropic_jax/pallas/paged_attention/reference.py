@@ -67,6 +67,7 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
     pages = max(1, CHUNK_POSITIONS // size)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[2] % pages)))
     heads = jnp.arange(kv_heads)[:, None]
+    wide = jnp.float32 if isinstance(keys, Quantised) else q.dtype  # a tile times its scale is not rounded
 
     def row(operands):
         q, table, index, count, first, last = operands
@@ -78,9 +79,9 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
             position = (entry[:, :, None] * size + jnp.arange(size)).reshape(kv_heads, 1, -1)
             seen = jnp.repeat(listed, size, 1)[:, None] & (position >= first) & (position < last)
             page = jnp.where(listed, table[entry], keys.shape[0] - 1)
-            flat = lambda x: gather(x, (page, heads), q.dtype).reshape(kv_heads, pages * size, head_dim)
+            flat = lambda x: gather(x, (page, heads), wide).reshape(kv_heads, pages * size, head_dim)
             # Slots that are not seen may hold anything: they must not reach a product as NaN.
-            score = jnp.einsum("kgd,ksd->kgs", q, flat(keys), preferred_element_type=jnp.float32)
+            score = jnp.einsum("kgd,ksd->kgs", q.astype(wide), flat(keys), preferred_element_type=jnp.float32)
             score = jnp.where(seen, score, NEGATIVE)
             v = jnp.where(seen[:, 0, :, None], flat(values), 0)
             new = jnp.maximum(top, score.max(-1))
