@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .cut import Cut
 from .pallas.paged_attention import quantised
 from .pallas.paged_attention.quantised import Pool
 
@@ -270,8 +271,10 @@ def fork(
     return cache._replace(layers=layers, surprisal=surprisal), enough | ~real
 
 
-def rewind(cache: Cache, rows: jax.Array, length: jax.Array) -> Cache:
+def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = None) -> Cache:
     """Give up what the flagged rows (bool `[rows]`) hold past their first `length` positions, int32 `[rows]`.
+
+    At most `most` rows are flagged (static; None for all), and so many pages are looked at.
 
     Pages that then hold nothing become free, if no one else owns them. Of the page that is left partly
     filled, which must have no other owner, the summaries are made anew. Surprisals cannot be taken back:
@@ -286,7 +289,9 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array) -> Cache:
     entry = jnp.minimum(length // size, per_row - 1)
     last = jnp.take_along_axis(cache.table, entry[:, None], 1)[:, 0]
     page = jnp.where(rows & (length % size > 0), last, cache.pages)
-    held = (jnp.arange(size) < (length % size)[:, None])[:, None, :, None]
+    flagged = Cut(rows, most)
+    page, kept_of = flagged.pick(page, cache.pages), flagged.pick(length % size)
+    held = (jnp.arange(size) < kept_of[:, None])[:, None, :, None]
 
     def summarised(layer: Layer) -> Layer:
         key, value = (quantised.gather(x, page, jnp.float32) for x in (layer.keys, layer.values))

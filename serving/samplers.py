@@ -89,7 +89,8 @@ class Searching(Engine):
             search = entropix_search.generate(
                 self.model.decoder, self.model.params, self.preset.controller, search, steps, plan=plan
             )
-            texts, last = entropix_search.texts(search, plan), entropix_search.settled(search, plan)
+            texts = entropix_search.texts(search, plan)
+            last = np.asarray(entropix_search.settled(search, plan))
             status, branching = np.asarray(search.state.status)[::k], np.asarray(search.left) > 0
             for number, row in enumerate(rows):
                 if row not in open_rows:
@@ -130,6 +131,11 @@ class Searching(Engine):
             max_tokens=[r.max_tokens for r in requests],
             seeds=[r.seed for r in requests],
             sample=drawing(spread),
-            stop=[() if r.ignore_eos else self.model.stop_tokens for r in spread],
+            stop=[self._stops(request) for request in spread],
             belief_temperature=self.belief_temperature,
         )
+
+    def _stops(self, request: Request) -> tuple[int, ...]:
+        """Tokens that end a branch, too."""
+        eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
+        return (*eos, *(() if request.min_tokens else request.stop_token_ids))

@@ -10,13 +10,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("entropic_jax", "models", "serving", "benchmarks", "examples")
 LAYERS = (
     ("entropic_jax.pallas",),
-    ("entropic_jax.entropy", "entropic_jax.state", "entropic_jax.cache", "entropic_jax.ledger"),
+    (
+        "entropic_jax.entropy",
+        "entropic_jax.state",
+        "entropic_jax.cache",
+        "entropic_jax.cut",
+        "entropic_jax.ledger",
+    ),
     (
         "entropic_jax.control",
         "entropic_jax.observation",
         "entropic_jax.selection",
         "entropic_jax.attention",
-        "entropic_jax.cut",
         "entropic_jax.measures",
         "entropic_jax.randomness",
         "entropic_jax.sampling",

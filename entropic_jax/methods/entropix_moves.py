@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import fork, release, rewind
+from ..cut import Cut
 from ..state import FAILED, FULL, RUNNING, STOPPED, State, Trace
+from ..terms import Likeliest
 from .entropix import ADAPT, EXPLORE, RESAMPLE, Memory
 
 NOTHING, LOOK, BRANCH, RETURN, JUDGE = range(5)
@@ -49,7 +51,7 @@ class Search(NamedTuple):
     """Sequences that search: `[rows]` is sequences × branches, sequence by sequence."""
 
     state: State
-    text: Trace  # of every row, by position: [rows, context], the prompt not included
+    text: Trace  # of every row, by position modulo n: [rows, n], the prompt not included
     alive: jax.Array  # bool [rows]: the row takes part in its group
     first: jax.Array  # [rows], log-probability of the token at the fork
     score: jax.Array  # [rows], sum of log-probabilities since then, that one included
@@ -63,6 +65,7 @@ class Search(NamedTuple):
     calm: jax.Array  # int32 [sequences], tokens since the last exploration
     turned: jax.Array  # int32 [sequences], positions at which the sequence last went back
     due: jax.Array  # int32 [sequences]: what is to be done before the next step
+    most: jax.Array  # int32 [sequences], branches that it may have; 0: it neither branches nor goes back
     tally: Tally
 
 
@@ -89,8 +92,10 @@ def wishes(search: Search, fresh: jax.Array, plan: Plan) -> jax.Array:
     lead = lambda x: x[:: plan.branches]
     said = jax.tree.map(lead, said_of(search))
     length, earlier = lead(state.length), lead(search.earlier)
-    ready = fresh & (lead(state.status) == RUNNING) & (lead(state.action.temperature) > 0)
-    choice = ready & (said.candidates[:, 1 : plan.branches] >= 0).any(1)
+    ready = fresh & (search.most > 0) & (lead(state.status) == RUNNING) & (lead(state.action.temperature) > 0)
+    others = said.candidates[:, 1 : plan.branches]
+    within = jnp.arange(others.shape[1]) + 1 < search.most[:, None]
+    choice = ready & ((others >= 0) & within).any(1)
     explore = choice & (said.quadrant == EXPLORE) & (search.calm >= plan.rest)
     look = choice & (said.quadrant == ADAPT) & plan.look
     # The token at hand is uncertain itself: it is the one before that led here.
@@ -166,8 +171,11 @@ def judge(search: Search, plan: Plan) -> Search:
     return search._replace(due=jnp.where(due, wishes(search, advanced, plan), search.due))
 
 
-def go_back(search: Search, plan: Plan) -> Search:
-    """Take tokens back as far as the earlier uncertain one, which the next step draws anew."""
+def go_back(search: Search, plan: Plan, most: int | None = None) -> Search:
+    """Take tokens back as far as the earlier uncertain one, which the next step draws anew.
+
+    Of at most `most` sequences (static; None for all), which is how many pages are looked at.
+    """
     state, rows, k = search.state, search.alive.shape[0], plan.branches
     leads = jnp.arange(rows) % k == 0
     row, to = jnp.arange(rows), jnp.maximum(search.earlier, 0)
@@ -175,14 +183,15 @@ def go_back(search: Search, plan: Plan) -> Search:
     entry = jnp.minimum(to // cache.page_size, cache.table.shape[1] - 1)
     shared = cache.references[cache.table[row, entry]] > 1  # what others read stays as it is
     back = jnp.repeat(search.due == RETURN, k) & leads & ~shared
-    at = lambda x: x[row, to]
     said, text, length = said_of(search), search.text, state.length
+    held = text.token.shape[1]
+    at = lambda x: x[row, to % held]
     taken = to[:, None] + 1 + jnp.arange(plan.window)
     gone = back[:, None] & (taken <= length[:, None])
-    token = text.token[row[:, None], jnp.minimum(taken, text.token.shape[1] - 1)]
+    token = text.token[row[:, None], taken % held]
     vocabulary = state.history.generated.shape[1]
     where = (row[:, None], jnp.where(gone, token, vocabulary))
-    first = text.token[row, jnp.minimum(to + 1, text.token.shape[1] - 1)]
+    first = text.token[row, (to + 1) % held]
     keep = lambda new, old: jnp.where(back, new, old)
     state = state._replace(
         length=keep(to, length),
@@ -191,7 +200,7 @@ def go_back(search: Search, plan: Plan) -> Search:
         signal=state.signal._replace(entropy=keep(at(text.entropy), state.signal.entropy)),
         ledger=state.ledger._replace(entropic_time=keep(at(text.entropic_time), state.ledger.entropic_time)),
         control=_with_memory(state.control, said._replace(barred=keep(first, said.barred))),
-        cache=rewind(cache, back, to),
+        cache=rewind(cache, back, to, most),
     )
     by_sequence = lambda x: x[::k]
     turns, tally = by_sequence(back), search.tally
@@ -207,8 +216,29 @@ def go_back(search: Search, plan: Plan) -> Search:
     )
 
 
-def branch(search: Search, plan: Plan) -> Search:
-    """Give each candidate of the sequences that branch a row of its own."""
+def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, score: jax.Array) -> Trace:
+    """The texts with another token, of log-probability `score`, at the end of those flagged; all `[rows]`."""
+    rows, held = text.token.shape
+    row, place = jnp.arange(rows), jnp.where(new, length % held, held)
+    text = text._replace(
+        token=text.token.at[row, place].set(token, mode="drop"),
+        surprisal=text.surprisal.at[row, place].set(-score, mode="drop"),
+    )
+    if not isinstance(text.likeliest, Likeliest):
+        return text
+    shown = jax.tree.map(lambda x: x[row, length % held], text.likeliest)
+    same = shown.token == token[:, None]
+    known = jnp.where(same, shown.token_logprob, -jnp.inf).max(1)
+    logprob = jnp.where(same.any(1), known, score)  # of what is not among them, penalties included
+    put = text.likeliest.logprob.at[row, place].set(logprob, mode="drop")
+    return text._replace(likeliest=text.likeliest._replace(logprob=put))
+
+
+def branch(search: Search, plan: Plan, most: int | None = None) -> Search:
+    """Give each candidate of the sequences that branch a row of its own.
+
+    At most `most` sequences do (static; None for all), which is for how many pages are copied.
+    """
     sequences, k = search.left.shape[0], plan.branches
     rows, slot = sequences * k, jnp.arange(k)
     wanted = (search.due == BRANCH) | (search.due == LOOK)
@@ -218,13 +248,14 @@ def branch(search: Search, plan: Plan) -> Search:
     pad = ((0, 0), (0, max(0, k - offered)))
     candidate = jnp.pad(said.candidates[leader, :k], pad, constant_values=-1)
     likely = jnp.pad(said.log_probability[leader, :k], pad)
-    real = wanted[:, None] & (candidate >= 0) & (slot > 0)
+    real = wanted[:, None] & (candidate >= 0) & (slot > 0) & (slot < search.most[:, None])
     own = leader[:, None] + slot
-    sources = jnp.repeat(leader, k - 1)
-    places = jnp.where(real, own, rows)[:, 1:].reshape(-1)
     state = search.state
+    forks = Cut(real[:, 1:].reshape(-1), None if most is None else most * (k - 1))
+    sources = forks.pick(jnp.repeat(leader, k - 1))
+    places = forks.pick(jnp.where(real, own, rows)[:, 1:].reshape(-1), rows)
     cache, enough = fork(state.cache, sources, places, state.length[sources])
-    made = real & jnp.pad(enough.reshape(sequences, k - 1), ((0, 0), (1, 0)))
+    made = real & jnp.pad(forks.spread(enough, False).reshape(sequences, k - 1), ((0, 0), (1, 0)))
     some = made.any(1)
     new = made.reshape(-1)
 
@@ -250,12 +281,7 @@ def branch(search: Search, plan: Plan) -> Search:
         ),
         cache=cache,
     )
-    text = jax.tree.map(lambda x: x[source], search.text)
-    place = jnp.where(new, state.length, text.token.shape[1])
-    text = text._replace(
-        token=text.token.at[row, place].set(token, mode="drop"),
-        surprisal=text.surprisal.at[row, place].set(-score, mode="drop"),
-    )
+    text = _drawn(jax.tree.map(lambda x: x[source], search.text), new, state.length, token, score)
     whole = jnp.repeat(some, k)
     begin = lambda value, old: jnp.where(whole, value, old)
     exploring, tally = some & (search.due == BRANCH), search.tally

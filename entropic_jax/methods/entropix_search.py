@@ -17,7 +17,7 @@ is no page is left out.
 Source: xjdr-alt/entropix (2024), which describes this and does none of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from .. import loop
 from ..cache import Cache
-from ..state import FULL, RUNNING, Trace
+from ..state import FULL, RUNNING, State, Trace
 from .entropix_moves import (
     JUDGE,
     NOTHING,
@@ -84,10 +84,21 @@ def begin(
     if memory(state.control) is None:
         raise ValueError(f"controller is {type(controller).__name__}; accepted is one that holds an Entropix")
     context = cache.table.shape[1] * cache.page_size
-    blank = jax.eval_shape(lambda s: loop.step(decoder, params, controller, s)[1], state)
-    text = jax.tree.map(lambda x: jnp.zeros((rows, context + 1), x.dtype), blank)
+    trace = jax.eval_shape(lambda s: loop.step(decoder, params, controller, s)[1], state)
+    return begun(state, trace, plan, context + 1)
+
+
+def begun(state: State, trace: Trace, plan: Plan, held: int) -> Search:
+    """The search of sequences whose prompts are in the cache; it keeps the last `held` positions of a text.
+
+    `trace` has the shapes of that of a step. `held` is at least what may still change, `unsettled(plan)`, and
+    what a launch adds; nothing of a text is lost where it is more than a row can have.
+    """
+    rows = state.status.shape[0]
+    count = rows // plan.branches
+    text = jax.tree.map(lambda x: jnp.zeros((rows, held, *x.shape[1:]), x.dtype), trace)
     # The last token of a prompt is what the first one drawn may be taken back to.
-    text = text._replace(token=text.token.at[jnp.arange(rows), state.length].set(state.token))
+    text = text._replace(token=text.token + state.token[:, None])
     whole = lambda size, value=0: jnp.full(size, value, jnp.int32)
     real = lambda: jnp.zeros(rows, jnp.float32)
     return Search(
@@ -106,6 +117,7 @@ def begin(
         calm=whole(count, plan.rest),
         turned=whole(count),
         due=whole(count, NOTHING),
+        most=whole(count, plan.branches),
         tally=Tally(*(whole(count) for _ in Tally._fields)),
     )
 
@@ -118,35 +130,57 @@ def generate(
 
     A step advances the leaders, or, while any sequence branches, every row that lives.
     """
-    sequences = search.left.shape[0]
 
-    def stepping(wide: bool):
+    def step(state: State, done: jax.Array, width: int | None) -> tuple[State, Trace]:
+        return loop.step(decoder, params, controller, state, width=width)
+
+    return advance(step, search, steps, plan, search.left.shape[0], None)[0]
+
+
+def advance(
+    step: Callable[[State, jax.Array, int | None], tuple[State, Trace]],
+    search: Search,
+    steps: jax.Array | int,
+    plan: Plan,
+    narrow: int | None,
+    wide: int | None,
+) -> tuple[Search, jax.Array]:
+    """As `generate`, by steps of one's own; also returns how many there were, int32 `[]`.
+
+    `step(state, done, width)` is one of the loop after `done` others, which computes `width` rows: `narrow`
+    while no sequence branches, unless that is None, else `wide`.
+    """
+
+    def stepping(width: int | None, fits: Callable[[jax.Array], Any]):
         def running(carry):
             done, search = carry
-            busy = (search.left > 0).any()
             go = (done < steps) & (search.due == NOTHING).all() & (search.state.status == RUNNING).any()
-            return go & (busy if wide else ~busy)
+            return go & fits((search.left > 0).any())
 
-        def advance(carry):
+        def body(carry):
             done, search = carry
-            width = None if wide else sequences
-            state, trace = loop.step(decoder, params, controller, search.state, width=width)
+            state, trace = step(search.state, done, width)
             return done + 1, note(search._replace(state=state), trace, plan)
 
-        return lambda carry: jax.lax.while_loop(running, advance, carry)
+        return lambda carry: jax.lax.while_loop(running, body, carry)
 
     def going(carry):
         done, search = carry
         return (done < steps) & (search.state.status == RUNNING).any()
 
     def turn(carry):
-        carry = stepping(wide=False)(carry)
-        if plan.branches > 1:
-            carry = stepping(wide=True)(carry)
+        if narrow is None:
+            carry = stepping(wide, lambda _: True)(carry)
+        else:
+            carry = stepping(narrow, jnp.logical_not)(carry)
+            if plan.branches > 1:
+                carry = stepping(wide, lambda busy: busy)(carry)
         done, search = carry
-        return done, rearrange(search, plan)
+        due = lambda search: (search.due != NOTHING).any()
+        return done, jax.lax.while_loop(due, lambda search: rearrange(search, plan, narrow), search)
 
-    return jax.lax.while_loop(going, turn, (jnp.int32(0), search))[1]
+    done, search = jax.lax.while_loop(going, turn, (jnp.int32(0), search))
+    return search, done
 
 
 def note(search: Search, trace: Trace, plan: Plan) -> Search:
@@ -154,9 +188,11 @@ def note(search: Search, trace: Trace, plan: Plan) -> Search:
     state, rows = search.state, search.alive.shape[0]
     groups = lambda x: x.reshape(-1, plan.branches)
     emitted, said = trace.emitted, said_of(search)
-    place = jnp.where(emitted, state.length, search.text.token.shape[1])
+    held = search.text.token.shape[1]
+    place = jnp.where(emitted, state.length % held, held)
     enter = lambda all_, x: all_.at[jnp.arange(rows), place].set(x, mode="drop")
     uncertain = emitted & said.uncertain & (said.since > 0)  # what is said is not taken back
+    uncertain &= jnp.repeat(search.most > 0, plan.branches)
     branching, left = search.left > 0, jnp.maximum(search.left - 1, 0)
     over = ~(groups(search.alive) & (groups(state.status) == RUNNING)).any(1)
     search = search._replace(
@@ -172,15 +208,17 @@ def note(search: Search, trace: Trace, plan: Plan) -> Search:
     return search._replace(due=jnp.where(branching & ((left == 0) | over), JUDGE, wished))
 
 
-def rearrange(search: Search, plan: Plan) -> Search:
+def rearrange(search: Search, plan: Plan, most: int | None = None) -> Search:
     """Do what is due: judge branches, branch, go back; who was judged may branch again at once.
+
+    It is due for at most `most` sequences (static; None for all).
 
     To go back reads pages and to branch writes them. In this order the one depends on the other, so that XLA
     writes in place; in the other, nothing says that the reading comes first, and it copies the pool.
     """
     if plan.branches > 1:
-        search = branch(judge(search, plan), plan)
-    search = go_back(search, plan)
+        search = branch(judge(search, plan), plan, most)
+    search = go_back(search, plan, most)
     return search._replace(due=jnp.full_like(search.due, NOTHING))
 
 
@@ -193,18 +231,21 @@ def close(search: Search, plan: Plan, ended: np.ndarray) -> Search:
     )
 
 
-def settled(search: Search, plan: Plan) -> np.ndarray:
-    """The last position of each sequence's text that nothing can change any more, int `[sequences]`."""
-    state, k = search.state, plan.branches
-    found = jax.device_get((state.length, state.status, search.alive, search.mark, search.base, search.left))
-    length, status, alive, mark, base, left = found
-    open_ = alive & (mark >= 0) & (length + 1 - mark <= plan.window)
-    earliest = (
-        np.where(open_, mark, length).reshape(-1, k).min(1, where=alive.reshape(-1, k), initial=2**31 - 1)
-    )
-    length, status = length[::k], status[::k]
-    last = np.minimum(np.where(left > 0, base - 1, length), earliest)
-    return np.where((status != RUNNING) & (left == 0), length, last)
+def unsettled(plan: Plan) -> int:
+    """How many of the last tokens of a text may still change, at most."""
+    return plan.window + plan.length + 1
+
+
+def settled(search: Search, plan: Plan) -> jax.Array:
+    """The last position of each sequence's text that nothing can change any more, int32 `[sequences]`."""
+    state, mark = search.state, search.mark
+    lead = lambda x: x[:: plan.branches]
+    open_ = (mark >= 0) & (state.length + 1 - mark <= plan.window)
+    earliest = jnp.where(search.alive, jnp.where(open_, mark, state.length), jnp.iinfo(jnp.int32).max)
+    earliest = earliest.reshape(-1, plan.branches).min(1)
+    length, branching = lead(state.length), search.left > 0
+    last = jnp.minimum(jnp.where(branching, search.base - 1, length), earliest)
+    return jnp.where((lead(state.status) != RUNNING) & ~branching, length, last)
 
 
 def texts(search: Search, plan: Plan) -> list[Trace]:

@@ -245,6 +245,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 method=settings.control.method,
                 budgets=settings.control.budgets,
                 clarification=dict(settings.control.gains).get("clarification", ""),
+                branches=dict(settings.control.gains).get("branches"),
             ),
             told=WarmProgress(),
         )

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from entropic_jax.methods.entropix_moves import Tally
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..transcript import Token
 from . import grammars
+from .board import Board, Output, Read
 from .commands import Edits, Placement
 from .job import Delta
 from .launches import Flight, Launches, Piece
@@ -24,7 +26,7 @@ from .options import Sizes
 from .pages import Pages
 from .prefix_cache import ROOT, extend
 from .priority import Ranking
-from .programs import Board, Output, Programs, Read
+from .programs import Programs
 from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence, alternatives
 from .shrinking import Shrinking
 from .ticket import QueuedTicket, wake
@@ -68,6 +70,7 @@ class Batcher:
         self.drops = np.full(rows, ranking.drop)
         self.rounds = 0.0
         self.preemptions = 0
+        self.tally = np.zeros(len(Tally._fields), np.int64)  # of searches
         self.collected = time.perf_counter()
         self.launches = Launches(programs, sizes, overlapped)
         self.told: list[tuple[QueuedTicket, Delta]] = []
@@ -138,7 +141,9 @@ class Batcher:
         held = self.pages.reserved * self.sizes.page_size
         others = sum(s is not None and bool(held[s.row] < self.limit[s.row]) for s in self.seats)
         whole_chunks = self.sizes.chunk // self.sizes.page_size if self.exact else 1
-        shared = self.pages.take(row, keys, target + 1, others, self.edits, whole_chunks)
+        limit = min(len(sequence.prompt) - 1 + request.max_tokens, self.sizes.context, self.sizes.longest)
+        spare = self.sizes.spare(sequence.branches, target + 1, limit)
+        shared = self.pages.take(row, keys, target + 1, others, self.edits, whole_chunks, spare)
         if shared is None:
             return False
         now = time.perf_counter()
@@ -153,8 +158,6 @@ class Batcher:
             sequence.admitted, sequence.cached_tokens = now, sequence.read
             self.left_queue()
             self.observer.admitted(sequence)
-        whole = self.pages.count * self.sizes.page_size
-        limit = min(len(sequence.prompt) - 1 + request.max_tokens, self.sizes.context, whole)
         self.seats[row], self.limit[row] = sequence, limit
         self.known[row], self.ahead[row] = target, 0
         self.shrinking.place(sequence)
@@ -175,6 +178,7 @@ class Batcher:
                 sequence.stage == DECODE,
                 sequence.knobs.gains,
                 history,
+                sequence.branches,
             )
         )
         if sequence.parked is not None and not replays:
@@ -226,9 +230,9 @@ class Batcher:
         return running, steps, kind[0], output
 
     def _running(self) -> list[Sequence]:
-        """Those that decode and may get a token more than those under way."""
-        decoding = [s for s in self.seats if s is not None and s.stage == DECODE]
-        return [s for s in decoding if self.known[s.row] + self.ahead[s.row] < self.limit[s.row]]
+        """Those that decode and may get a token more than those under way, which a search may take back."""
+        more = self.known + self.ahead < self.limit
+        return [s for s in self.seats if s is not None and s.stage == DECODE and (s.branches or more[s.row])]
 
     def _reserve(self, running: list[Sequence], steps: int) -> bool:
         """Make sure of the pages that the steps need."""
@@ -247,7 +251,10 @@ class Batcher:
             if (running := self._running()) and not self._reserve(running, 1):
                 raise RuntimeError("a sequence alone finds no page, in a pool that it was to fit into")
             return
-        victim = self.ranking.rank(seated, self.rounds, self.drops)[-1]
+        yielding = [s for s in seated if not s.branches]
+        if not yielding:
+            return  # the others had all that they need, and who had not has ended
+        victim = self.ranking.rank(yielding, self.rounds, self.drops)[-1]
         if victim.stage == DECODE and not victim.replays(self.exact):
             victim.parked = self.programs.park(self.board, victim.row)
         victim.preemptions += 1
@@ -328,6 +335,8 @@ class Batcher:
         ran = np.arange(measures.shape[1])[:, None] < counts
         sums = np.where(ran, measures, 0.0).sum(1)
         self.drops[:] = np.asarray(output.forecast)
+        spent_on = np.asarray(output.seconds).tolist()
+        self.tally += np.asarray(output.tally)
         tops = None
         for sequence, row, epoch in flight.running:
             if sequence.epoch != epoch:
@@ -335,6 +344,7 @@ class Batcher:
             count = int(counts[row])
             self.known[row] = lengths[row]
             self.ahead[row] -= flight.steps
+            sequence.spent = spent_on[row]
             first = 0
             if sequence.replayed < sequence.replay:
                 first = min(count, sequence.replay - sequence.replayed)

@@ -9,7 +9,7 @@ import numpy as np
 from entropic_jax.state import READING, RUNNING
 
 from ..request import Request
-from .programs import LIMIT, NUMBERS, ROW, SEED, SHARED, STATUS, TOKEN, TOP_K, Commands
+from .board import BRANCHES, INTEGERS, LIMIT, NUMBERS, ROW, SEED, SHARED, STATUS, TOKEN, TOP_K, Commands
 
 PLACES = 8  # jobs that one command places
 MOVED = 512  # pages that one command keeps, and gives up
@@ -29,6 +29,7 @@ class Placement(NamedTuple):
     read: bool  # nothing of the text is left to read but the token
     gains: np.ndarray
     penalised: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
+    branches: int = 0  # that it may have; 0: it does not search
 
 
 class Edits:
@@ -71,7 +72,7 @@ class Edits:
 
     def blank(self, penalised: bool) -> Commands:
         """Commands that change nothing."""
-        integers = np.zeros((PLACES, 7), np.int32)
+        integers = np.zeros((PLACES, INTEGERS), np.int32)
         integers[:, ROW] = self.rows
         history = np.zeros((PLACES, self.vocabulary), bool) if penalised else None
         return Commands(
@@ -104,6 +105,7 @@ class Edits:
                 STATUS: RUNNING if job.read else READING,
                 SHARED: len(job.shared),
                 TOP_K: request.top_k,
+                BRANCHES: job.branches,
             }
             made.integers[place, list(values)] = list(values.values())
             made.numbers[place] = [getattr(request, name) for name in NUMBERS]

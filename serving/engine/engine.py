@@ -21,8 +21,9 @@ import models
 from entropic_jax import allocate, loop, parameters
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
+from entropic_jax.methods.entropix_moves import Tally
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.terms import MOST_ALTERNATIVES
+from entropic_jax.terms import MOST_ALTERNATIVES, no_terms
 
 from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
@@ -31,6 +32,7 @@ from ..request import RequestError
 from ..transcript import Transcript
 from . import warm
 from .batcher import Batcher
+from .board import Board
 from .byte_text import streams
 from .commands import BIASES, STOPS, Edits
 from .job import Job, QueueFullError
@@ -39,8 +41,9 @@ from .options import EngineOptions, Sizes, check_pages, may_prune, sizes, stored
 from .pages import Pages
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
-from .programs import Board, Programs
+from .programs import Programs
 from .row_control import RowControl, gains_of
+from .searching import open_desk
 from .sequence import DECODE, ENDED, PREFILL, Sequence
 from .ticket import QueuedTicket, wake
 
@@ -80,6 +83,7 @@ class ContinuousEngine:
             *self._sampler(calibration),
             self.options.method,
             always.controllers,
+            self.sizes.shapes.branches,
         )
         self._told = told
         self._belief = 1.0 if calibration is None else calibration.temperature
@@ -126,7 +130,8 @@ class ContinuousEngine:
         return name, samplers.law(Control(name, gains), calibration, self.model, together=False)
 
     def _board(self, dtype: Any) -> Board:
-        rows, context, decoder = self.sizes.rows, self.sizes.context, self.model.decoder
+        shapes, context, decoder = self.sizes.shapes, self.sizes.context, self.model.decoder
+        rows = self.sizes.rows * shapes.branches
         controller = self.control.controller(rows)
         state = loop.start(
             decoder,
@@ -152,7 +157,13 @@ class ContinuousEngine:
             state = state._replace(
                 lists=jax.tree.map(jnp.copy, self.method.memory(decoder.shape, state.cache))
             )
-        return Board(state, controller)
+        if shapes.plan is None:
+            return Board(state, controller)
+        terms = no_terms(rows, decoder.shape.vocabulary)
+        step = lambda state: loop.step(decoder, self.model.params, controller, state, terms=terms)[1]
+        return Board(
+            state, controller, open_desk(state, jax.eval_shape(step, state), shapes.plan, shapes.capacity)
+        )
 
     # What a front end calls, from any thread.
 
@@ -180,7 +191,7 @@ class ContinuousEngine:
     @property
     def context(self) -> int:
         """Most positions of a sequence, prompt and continuation."""
-        return min(self.sizes.context, self.sizes.pages * self.sizes.page_size)
+        return min(self.sizes.context, self.sizes.longest)
 
     @property
     def compilations(self) -> int:
@@ -204,6 +215,7 @@ class ContinuousEngine:
             "preemptions": batcher.preemptions,
             "longest_wait": batcher.ranking.longest,
             "longest_wait_allowed": batcher.ranking.longest_allowed(self.sizes.rows),
+            **dict(zip(Tally._fields, batcher.tally.tolist(), strict=True)),
             "prefix_queries": prefix.queries if prefix else 0,
             "prefix_hits": prefix.hits if prefix else 0,
             "prefix_pages": len(prefix) if prefix else 0,

@@ -9,8 +9,9 @@ import numpy as np
 from entropic_jax.selection import Reads
 from entropic_jax.terms import Terms, no_terms
 
+from .board import Chunk, Output, Read
 from .options import Sizes
-from .programs import Chunk, Output, Programs, Read
+from .programs import Programs
 from .sequence import DECODE, Sequence
 
 # Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and

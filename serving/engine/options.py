@@ -11,6 +11,7 @@ import models
 from entropic_jax import cache
 from entropic_jax.control.presets import FINE, preset
 from entropic_jax.methods import registry
+from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.method import Method
 from entropic_jax.selection import Reads
 
@@ -53,6 +54,7 @@ class EngineOptions:
     warmup: Warmup = "min"
     preset: str = "off"  # of most jobs: `min` compiles what it needs; a sampler is there if it is one
     clarification: str = ""  # of entropix
+    branches: int | None = None  # of entropix, at most; 1 decides token by token
     method: str = "dense"  # of reading less of prompts, or keeping less of them, for all jobs
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
     compile_workers: int | None = None
@@ -60,7 +62,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Check every field."""
         optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
-        for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "compile_workers"):
+        for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "branches", "compile_workers"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}; accepted are integers of at least 1")
@@ -73,12 +75,53 @@ class EngineOptions:
 class Sizes(NamedTuple):
     """What an engine allocates and compiles."""
 
-    rows: int
+    rows: int  # of sequences; branches have more, of their own
     context: int  # positions of a sequence
     page_size: int
     pages: int
     chunk: int  # positions of one prompt read at once, at most
     shapes: Shapes
+
+    def spare(self, branches: int, length: int, limit: int) -> int:
+        """Pages that a sequence may come to need beyond those of its first `length` positions, of `limit`.
+
+        0 for one without branches, which asks for them one by one. One with branches has all of them from
+        its beginning: what it has told nobody yet cannot be made again from what it has told.
+        """
+        plan = self.shapes.plan
+        if not branches or plan is None:
+            return 0
+        rest = -(-limit // self.page_size) - -(-length // self.page_size)
+        return rest + (branches - 1) * branch_pages(plan, self.page_size)
+
+    @property
+    def longest(self) -> int:
+        """Most positions of a sequence that has the whole pool."""
+        return (self.pages - self.spare(self.shapes.branches, 0, 0)) * self.page_size
+
+
+def branch_pages(plan: Plan, page_size: int) -> int:
+    """Pages that a branch may come to hold for itself, wherever in a page it begins.
+
+    >>> branch_pages(Plan(length=8), 4), branch_pages(Plan(length=8), 64)
+    (3, 2)
+    """
+    return -(-plan.length // page_size) + 1
+
+
+def plan_of(options: EngineOptions) -> Plan | None:
+    """How sequences search, None where none does. ValueError where they cannot."""
+    branches = options.branches
+    if options.preset != "entropix":
+        if branches not in (None, 1):
+            raise ValueError(f"branches is {branches}; accepted with the preset {options.preset} is 1")
+        return None
+    plan = Plan() if branches is None else Plan(branches=branches)
+    if plan.branches == 1:
+        return None
+    if options.method != "dense":
+        raise ValueError(f"method is {options.method!r}; accepted with branches is dense")
+    return plan
 
 
 def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
@@ -114,15 +157,18 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
         widest = method.segment
         budget = max(budget, widest)
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
-    pages = options.num_pages
+    pages, plan = options.num_pages, plan_of(options)
+    spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
     if pages is None:
         position = int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize)
         room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
-        pages = min(options.max_num_seqs * context // page_size, room // (position * page_size))
+        pages = min(options.max_num_seqs * (context // page_size + spare), room // (position * page_size))
         if pages < 1:
             raise ValueError(
                 f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
             )
+    if pages <= spare:
+        raise ValueError(f"the pool has {pages} pages; accepted with {plan} are at least {spare + 1}")
     selections = selections_of(options, method)
     samplers = (False, True) if options.preset in SAMPLERS else (False,)
     if options.batch_invariant:
@@ -133,6 +179,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
             selections[-1:],
             samplers[-1:],
             method,
+            plan,
+            exact=True,
         )
     else:
         shapes = Shapes(
@@ -142,6 +190,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
             selections,
             samplers,
             method,
+            plan,
         )
     return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
 

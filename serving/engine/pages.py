@@ -42,9 +42,16 @@ class Pages:
             edits.dropped += self.prefix.give_up(pages - self.free)
 
     def take(
-        self, row: int, keys: Seq[Key], length: int, others: int, edits: Edits, multiple: int = 1
+        self,
+        row: int,
+        keys: Seq[Key],
+        length: int,
+        others: int,
+        edits: Edits,
+        multiple: int = 1,
+        spare: int = 0,
     ) -> list[int] | None:
-        """Reserve `length` positions for a row; the pages it shares, or None where there is no room.
+        """Reserve `length` positions and `spare` pages for a row; the pages it shares, None without room.
 
         Room is left for `others`, rows that still grow, to grow by a page each; else one of them would soon
         have to give way. What it shares is a `multiple` of pages.
@@ -54,7 +61,7 @@ class Pages:
         known = list(keys[: len(shared)])
         if self.prefix is not None:
             self.prefix.use(known)
-        need = -(-length // self.page_size) - len(shared)
+        need = -(-length // self.page_size) + spare - len(shared)
         if need + others > self.free + self._idle:
             if self.prefix is not None:
                 self.prefix.leave(known)

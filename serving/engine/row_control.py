@@ -79,7 +79,7 @@ class Resting:
         return action, state
 
 
-def for_launch(controller: Chain, samples: bool, width: int) -> Chain:
+def for_launch(controller: Chain, samples: bool, width: int | None) -> Chain:
     """The controller of a launch of `width` rows: its sampler draws for some of them, or for none."""
 
     def one(law: Any) -> Any:
@@ -107,6 +107,7 @@ class Knobs(NamedTuple):
     gains: np.ndarray  # float32 [n], every gain and switch in the order of the controller's leaves
     pruning: bool  # pages may be left unread
     sampler: bool = False  # its tokens are drawn by the engine's sampler
+    branches: int = 0  # that it may have; 0: it does not search
 
 
 class RowControl:
@@ -121,12 +122,14 @@ class RowControl:
         drawing: Any = None,
         method: str = "dense",
         always: tuple[Any, ...] = (),
+        branches: int = 1,
     ) -> None:
         """What the programs are compiled for: a `law` of temperature, whether pages may be left unread.
 
-        `sampler` is the name of the one whose law is `drawing`, None where there is none; `method` that of
-        all jobs, with the laws that it has `always`.
+        `sampler` is the name of the one whose law is `drawing`, None where there is none, of at most so
+        many `branches`; `method` that of all jobs, with the laws that it has `always`.
         """
+        self.branches = branches
         self.method, self.always = method, always
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.sampler, self.drawing = sampler, drawing
@@ -156,13 +159,14 @@ class RowControl:
         control = control._replace(method="dense", budgets=())  # what all jobs have need not be asked for
         given = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
         if control.preset == self.sampler:
-            if dict(control.gains).get("branches", 1) > 1:
+            branches = dict(control.gains).get("branches", self.branches)
+            if not 1 <= branches <= self.branches:
                 raise RequestError(
-                    f"branches is {dict(control.gains)['branches']}; accepted by a server is 1: branches "
-                    "take rows and pages that nothing accounts for when a sequence is placed"
+                    f"branches is {branches}; accepted by this server are 1 to {self.branches}"
                 )
             own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), True)
-            return Knobs(_numbers(own), pruning=bool(self.always), sampler=True)
+            searches = branches if branches > 1 else 0
+            return Knobs(_numbers(own), pruning=bool(self.always), sampler=True, branches=searches)
         if given.get("law", self.law) != self.law:
             raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")
         laws = control_options.build(

@@ -83,6 +83,9 @@ class Sequence:
         self.stops: tuple[int, ...] = ()
         self.private = False  # its pages are not what others would make of the same text
         self.pending = False  # its prompt is still to be compressed
+        self.spent = 0.0  # roofline seconds, branches and tokens taken back included
+        # What a grammar allows is known for the next token alone.
+        self.branches = 0 if job.grammar is not None else knobs.branches  # 0: it does not search
 
     @property
     def left(self) -> int:
@@ -179,7 +182,7 @@ class Sequence:
             "mean_entropy": float(self.sums[ENTROPY] / count),
             "kept_fraction": float(self.sums[KEPT] / count) if self.generated else 1.0,
             "certificate": self.certificate,
-            "cost": float(self.sums[COST]),
+            "cost": self.spent if self.branches else float(self.sums[COST]),
             "queue_time": (self.admitted or now) - self.arrival,
             "preemptions": float(self.preemptions),
         }

@@ -6,8 +6,9 @@ import numpy as np
 
 from entropic_jax.methods.method import Compression
 
+from .board import Board
 from .pages import Pages
-from .programs import Board, Programs
+from .programs import Programs
 from .sequence import DECODE, Sequence
 
 

@@ -30,6 +30,13 @@ SINCE = (
     ("prefix_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
 )
+OWN = (
+    ("compilations", "compilations_after_warmup", "Programs compiled after warm-up; each made someone wait."),
+    ("explored", "explorations", "Times that a sequence branched."),
+    ("looked", "lookaheads", "Times that a sequence compared candidates one step ahead."),
+    ("returned", "rollbacks", "Times that a sequence took tokens back."),
+    ("discarded", "discarded_tokens", "Tokens that were computed and are in no text."),
+)
 
 
 class Metrics:
@@ -167,10 +174,8 @@ class EngineCollector(Collector):
             yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
         for key, name, text in SINCE:
             yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
-        compiled = "Programs compiled after warm-up; each made someone wait."
-        yield self._one(
-            CounterMetricFamily, "entropic_compilations_after_warmup", compiled, found.get("compilations", 0)
-        )
+        for key, name, text in OWN:
+            yield self._one(CounterMetricFamily, f"entropic_{name}", text, found.get(key, 0))
         yield self._one(
             GaugeMetricFamily, "entropic_ready", "Whether all programs are compiled.", self.engine.ready()
         )

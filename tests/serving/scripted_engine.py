@@ -154,6 +154,10 @@ class ScriptedEngine:
             "prefix_queries": 10,
             "prefix_hits": 4,
             "compilations": 0,
+            "explored": 5,
+            "looked": 6,
+            "returned": 7,
+            "discarded": 80,
             "sequences": [],
         }
 

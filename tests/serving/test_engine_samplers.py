@@ -34,7 +34,8 @@ def calibration():
 
 
 def engine_of(model, calibration, name: str, **options):
-    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, "preset": name, **options}), calibration)
+    given = {**EXACT, "preset": name, "branches": 1, **options}
+    engine = ContinuousEngine(model, EngineOptions(**given), calibration)
     yield engine
     engine.close()
     nothing_is_left(engine)
@@ -108,7 +109,7 @@ def test_what_a_server_refuses(model, calibration):
             RequestError, match="accepted by this server are off, micro, meso, macro, full, entropix"
         ):
             engine.submit(job("x", (1,), Control("dslider")))
-        with pytest.raises(RequestError, match="branches is 3; accepted by a server is 1"):
+        with pytest.raises(RequestError, match="branches is 3; accepted by this server are 1 to 1"):
             engine.submit(job("x", (1,), Control("entropix", (("branches", 3),))))
         ticket = engine.submit(job("x", (1,), Control("micro", (("clarification", "hm"),))))
         assert collect(ticket)[1].finish_reason == "length"

@@ -271,6 +271,8 @@ def test_metrics(live):
     assert after["vllm:num_preemptions_total"] == 3
     assert (after["vllm:prefix_cache_queries_total"], after["vllm:prefix_cache_hits_total"]) == (10, 4)
     assert after["entropic_compilations_after_warmup_total"] == 0
+    counted = ("explorations", "lookaheads", "rollbacks", "discarded_tokens")
+    assert [after[f"entropic_{name}_total"] for name in counted] == [5, 6, 7, 80]
 
 
 def test_the_page_talks_to_nobody_else(live):

@@ -12,6 +12,7 @@ LawName = Literal["paper", "integral", "normalised", "exact", "mirostat", "edt",
 Nats = Annotated[float, Field(ge=0, le=100)]
 NatsOrAuto = Nats | Literal["auto"]
 Clip = Annotated[float, Field(gt=0, le=1000)]
+Branches = Annotated[int, Field(ge=1, le=64)]
 Mass = Annotated[float, Field(ge=0, lt=1)]
 # Names of the command line, and of the gains behind them.
 GAINS = {
@@ -23,6 +24,7 @@ GAINS = {
     "least_drop": "least_drop",
     "low_entropy": "low",
     "high_entropy": "high",
+    "branches": "branches",
 }
 
 
@@ -43,6 +45,10 @@ class Entropic(Body):
     least_drop: Mass | None = Field(None, description="the same, however uncertain the model is")
     low_entropy: NatsOrAuto | None = Field(None, description="at and below which `drop` holds")
     high_entropy: NatsOrAuto | None = Field(None, description="at and above which `least_drop` holds")
+    branches: Branches | None = Field(
+        None,
+        description="of entropix: continuations that are compared, at most as many as the server compares",
+    )
     trace: bool = Field(False, description="give every token's measures in the answer")
 
     def control(self, default: Control) -> Control:
@@ -50,7 +56,7 @@ class Entropic(Body):
         gains = dict(default.gains)
         for name, gain in GAINS.items():
             if (value := getattr(self, name)) is not None:
-                gains[gain] = value if isinstance(value, str) else float(value)
+                gains[gain] = value if isinstance(value, str | int) else float(value)
         return default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
 
 

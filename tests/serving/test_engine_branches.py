@@ -1,0 +1,294 @@
+"""Branches in the engine: what is offline, alone and in a crowd; and every row and page comes back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import models
+from entropic_jax import cache
+from entropic_jax.calibration import load_calibration
+from serving.control_options import Control
+from serving.engine.engine import ContinuousEngine, EngineOptions
+from serving.engine.observer import Observer
+from serving.engine.sequence import Sequence
+from serving.generation import EMBEDDED
+from serving.request import RequestError
+from serving.samplers import engine as offline_engine
+from tests.serving.test_engine import (
+    EXACT,
+    WARM,
+    Alternating,
+    collect,
+    copies_no_pool,
+    job,
+    nothing_is_left,
+    prompt,
+    run,
+)
+
+THREE = Control("entropix", (("branches", 3),))
+TWO = Control("entropix", (("branches", 2),))
+OPTIONS = {**EXACT, "preset": "entropix", "branches": 3}
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """Pages as small offline as in the engine: agreement of heads is measured over pages."""
+    monkeypatch.setattr(cache, "default_page_size", lambda: OPTIONS["block_size"])
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> models.Model:
+    """Sharp enough that it does not draw everything alike."""
+    loaded = models.load(directory, "float32")
+    params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
+    return dataclasses.replace(loaded, params=params)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    """One under which the untrained model branches, looks ahead and goes back."""
+    entropy = (0.5, 0.6, 0.7, 1.5, 2.4, 4.0, 4.5)
+    varentropy = (0.5, 1.0, 1.5, 2.0, 2.5, 2.8, 4.0)
+    return load_calibration(EMBEDDED)._replace(quantiles=entropy, varentropy_quantiles=varentropy)
+
+
+def engine_of(model, calibration, **options):
+    engine = ContinuousEngine(model, EngineOptions(**{**OPTIONS, **options}), calibration)
+    yield engine
+    engine.close()
+    nothing_is_left(engine)
+    state, desk = engine.batcher.board.state, engine.batcher.board.desk
+    assert not np.asarray(state.cache.granted).any() and not np.asarray(desk.search.left).any()
+
+
+@pytest.fixture(scope="module")
+def exact(model, calibration):
+    yield from engine_of(model, calibration)
+
+
+def searching(seed: int = 1, **given):
+    lengths = (5, 31, 1, 17, 40)
+    given = {"max_tokens": 30, **WARM, **given}
+    return [job(f"s{seed}-{i}", prompt(n, seed + i), THREE, seed=i, **given) for i, n in enumerate(lengths)]
+
+
+def offline(model, calibration, control, *jobs):
+    reference = offline_engine(control, calibration, model)
+    return [list(done.token_ids) for done in reference.batch([j.request for j in jobs])]
+
+
+def plain(jobs):
+    return [dataclasses.replace(one, control=Control()) for one in jobs]
+
+
+def tokens_of(results):
+    return [tokens for tokens, _ in results]
+
+
+ENDS = dict(
+    eos=job(
+        "eos", prompt(12, 5), THREE, seed=5, max_tokens=40, ignore_eos=False, logit_bias={1: 4.0}, **WARM
+    ),
+    token=job("token", prompt(9, 6), THREE, seed=6, max_tokens=40, stop_token_ids=(*range(40, 56),), **WARM),
+    context=job("context", prompt(110, 5), THREE, max_tokens=99, **WARM),
+)
+
+
+@pytest.fixture(scope="module")
+def reference(model, calibration):
+    """What jobs get offline: those of `searching()`, then `ENDS`; in one batch, for one program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "default_page_size", lambda: OPTIONS["block_size"])
+        return offline(model, calibration, THREE, *searching(), *ENDS.values())
+
+
+def test_as_offline_alone_and_in_a_crowd(reference, exact):
+    jobs, expected = searching(), reference[:5]
+    assert [run(exact, one)[0][0] for one in jobs] == expected
+    tally = exact.snapshot()
+    assert all(tally[name] > 0 for name in ("explored", "looked", "returned", "discarded")), tally
+    alone = [run(exact, one)[0][0] for one in plain(jobs)]
+    mixed = run(exact, *searching(50), *jobs, *plain(jobs), *searching(70))
+    assert tokens_of(mixed[5:15]) == expected + alone
+
+
+def test_ends_of_every_kind(reference, exact):
+    """A stop token, in branches too; the end of the context; a stop string; a greedy row."""
+    for (name, mine), expected in zip(ENDS.items(), reference[5:], strict=True):
+        found, last = run(exact, mine)[0]
+        assert found == expected
+        assert last.finish_reason == ("length" if name == "context" else "stop"), name
+    assert exact.context == 110 + len(found) - 1
+    text = "".join(t.text for d in exact.submit(searching()[1]) for t in d.tokens)
+    deltas = list(exact.submit(searching(stop=(text[9:12],))[1]))
+    assert "".join(t.text for d in deltas for t in d.tokens) == text[: text.index(text[9:12])]
+    greedy = job("greedy", prompt(9), THREE, temperature=0.0)
+    assert run(exact, greedy)[0][0] == run(exact, *plain([greedy]))[0][0]
+
+
+def test_what_was_told_is_what_the_model_says(exact):
+    """Log-probabilities, and those of the likeliest, of tokens that were drawn as a branch's first, too."""
+    mine = searching(alternatives=5)[4]
+    told = [t for d in exact.submit(mine) for t in d.tokens]
+    text = (*mine.request.prompt, *(t.id for t in told), 5)
+    scored = job("scored", text, prompt_alternatives=5, max_tokens=1)
+    again = [p for d in exact.submit(scored) for p in d.prompt][len(mine.request.prompt) :]
+    for token, expected in zip(told, again, strict=False):
+        assert token.logprob == pytest.approx(expected.logprob, abs=1e-3)
+        assert [a.id for a in token.top] == [a.id for a in expected.top]
+
+
+def test_a_prompt_that_is_known_changes_nothing(exact):
+    mine = job("mine", prompt(100, 1007), THREE, seed=3, max_tokens=20, **WARM)
+    (cold, told), (warm, again) = run(exact, mine)[0], run(exact, mine)[0]
+    assert (told.cached_tokens, again.cached_tokens) == (0, 64) and cold == warm
+
+
+def test_the_ledger_has_what_branches_cost(exact):
+    for one in searching()[:3]:
+        deltas = list(exact.submit(one))
+        kept = sum(t.measures["cost"] for d in deltas for t in d.tokens)
+        assert deltas[-1].summary["cost"] > 1.2 * kept
+
+
+def test_work_given_ahead(reference, exact, monkeypatch):
+    """As on an accelerator: what a launch came to is looked at after the next was given."""
+    monkeypatch.setattr(exact.batcher, "overlapped", True)
+    mixed = run(exact, *searching(50), *searching(), *plain(searching(9)))
+    assert tokens_of(mixed[5:10]) == reference[:5]
+
+
+def test_cancelling_within_a_branch(exact, monkeypatch):
+    """Rows and pages of a group come back at once, and whoever sits there next is not disturbed."""
+    batcher, left = exact.batcher, []
+    vacate = batcher._vacate
+    looked = lambda s: left.append(int(np.asarray(batcher.board.desk.search.left)[s.row])) or vacate(s)
+    monkeypatch.setattr(batcher, "_vacate", looked)
+    expected = tokens_of(run(exact, *searching()))
+    for attempt in range(12):
+        tickets = [exact.submit(one) for one in searching(30 + attempt)[:4]]
+        next(iter(tickets[attempt % 4]))
+        for ticket in tickets:
+            ticket.cancel()
+        after = [exact.submit(one) for one in searching()]
+        assert {collect(t)[1].finish_reason for t in tickets} <= {"abort", "length"}
+        if attempt % 4 == 3:
+            assert tokens_of(map(collect, after)) == expected
+        else:
+            for ticket in after:
+                ticket.cancel()
+                collect(ticket)
+    assert any(n > 0 for n in left), "nobody was cancelled within a branch"
+    assert exact.snapshot()["kv_usage"] == 0
+
+
+def test_grammars_hold_beside_branches(exact):
+    """A text of a given form does not branch."""
+    expected = tokens_of(run(exact, *searching()[:2]))
+    held = job("held", prompt(12), THREE, seed=1, grammar=Alternating(), **WARM)
+    *others, (tokens, last) = run(exact, *searching()[:2], held)
+    assert tokens_of(others) == expected
+    assert [t % 2 for t in tokens] == [0, 1, 0, 1, 0, 1] and last.finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def scarce(model, calibration):
+    """One with a pool that two sequences with branches do not fit into."""
+    yield from engine_of(model, calibration, num_pages=36)
+
+
+@pytest.mark.slow
+def test_scarce_pages(exact, scarce, monkeypatch):
+    """Who branches waits until it has all it needs, and keeps it; others give way as ever."""
+    jobs = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
+    gave_way: list[Sequence] = []
+    monkeypatch.setattr(scarce.batcher, "observer", Preempted(gave_way))
+    assert tokens_of(run(scarce, *jobs)) == tokens_of(run(exact, *jobs))
+    assert gave_way and all(s.job.control == Control() for s in gave_way)
+    assert scarce.context == 4 * (36 - 2 * 3)
+    long = job("long", prompt(99, 3), THREE, seed=1, max_tokens=99, **WARM)
+    assert len(run(scarce, long)[0][0]) == scarce.context - 98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapped):
+    """Branches, second thoughts, preemption, clients that leave, ends of all kinds: no answer changes."""
+    kinds = [
+        *searching(),
+        *plain(searching(9, max_tokens=60)),
+        *(dataclasses.replace(one, control=TWO) for one in searching(20)),
+        *searching(30, stop=("a", "e"), max_tokens=50),
+        *searching(60, stop_token_ids=(*range(40, 56),), alternatives=2),
+    ]
+    expected = [run(exact, one)[0][0] for one in kinds]
+    monkeypatch.setattr(scarce.batcher, "overlapped", overlapped)
+    before, draw = scarce.snapshot(), np.random.default_rng(overlapped)
+    tickets = []
+    for number in draw.integers(0, len(kinds), 150).tolist():
+        grammar = Alternating() if draw.random() < 0.05 else None
+        chosen = dataclasses.replace(kinds[number], grammar=grammar)
+        leaves = draw.random() < 0.2
+        ticket = scarce.submit(chosen)
+        if leaves and draw.random() < 0.5:
+            next(iter(ticket))
+        if leaves:
+            ticket.cancel()
+        tickets.append((None if leaves or grammar else expected[number], ticket))
+    for wanted, ticket in tickets:
+        found, last = collect(ticket)
+        assert wanted is None or found == wanted
+        assert last.finish_reason in ("stop", "length", "abort")
+    after = scarce.snapshot()
+    assert after["pages_free"] + after["prefix_pages"] == after["pages"]
+    for name in ("explored", "looked", "returned", "discarded", "preemptions"):
+        assert after[name] > before[name], name
+
+
+@pytest.mark.exhaustive
+def test_a_job_may_have_fewer_branches(model, calibration, exact):
+    jobs = [dataclasses.replace(one, control=TWO) for one in searching()[:2]]
+    assert tokens_of(run(exact, *jobs, *searching(50))[:2]) == offline(model, calibration, TWO, *jobs)
+
+
+class Preempted(Observer):
+    """Who gave way."""
+
+    def __init__(self, seen: list) -> None:
+        self.seen = seen
+
+    def preempted(self, sequence) -> None:
+        self.seen.append(sequence)
+
+
+def test_no_program_copies_the_pool(exact):
+    run(exact, *searching()[:1])
+    copies_no_pool(exact, "apply", "read", "decode")
+
+
+@pytest.mark.slow
+def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibration, reference):
+    """Steps of leaders alone, too, which a server that promises the same bits does not have."""
+    small = dict(max_num_seqs=2, max_num_batched_tokens=16)  # few programs
+    given = dict(batch_invariant=False, pruning=False, warmup="min", **small)
+    for engine in engine_of(model, calibration, **given):
+        assert engine._ready.wait(600)
+        assert [run(engine, one)[0][0] for one in searching()[:3]] == reference[:3]
+        mixed = run(engine, *searching(50), *searching(), *searching(70))
+        assert tokens_of(mixed[5:10]) == reference[:5]
+        assert engine.compilations == 0
+
+
+def test_what_cannot_be(model, calibration, exact):
+    with pytest.raises(RequestError, match="branches is 4; accepted by this server are 1 to 3"):
+        exact.submit(job("x", (1,), Control("entropix", (("branches", 4),))))
+    for given, said in (
+        (dict(preset="off"), "branches is 3; accepted with the preset off is 1"),
+        (dict(method="snapkv"), "method is 'snapkv'; accepted with branches is dense"),
+        (dict(num_pages=6), "the pool has 6 pages; accepted with .* are at least 7"),
+        (dict(branches=0), "branches is 0; accepted are integers of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ContinuousEngine(model, EngineOptions(**{**OPTIONS, **given}), calibration)
