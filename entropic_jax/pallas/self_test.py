@@ -124,7 +124,7 @@ def _decode(dtype: str) -> Trial:
 
 
 def _prefill(dtype: str) -> Trial:
-    case = paged_cases.Case(2, 2, 4, 128, 64, 4, dtype=dtype)
+    case = paged_cases.Case(2, 2, 4, 128, 64, 4, kept=0.6, dtype=dtype)
     given = paged_cases.build(case)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((*given.q.shape[:3], QUERIES, case.head_dim)) * case.head_dim**-0.5
@@ -135,7 +135,7 @@ def _prefill(dtype: str) -> Trial:
     for i in range(QUERIES):
         seen = given._replace(q=q[:, :, :, i], last=np.minimum(query + i + 1, given.last))
         expected[:, :, :, i] = paged_cases.exact(case, seen)[0]
-    arguments = (q, given.keys, given.values, given.table, None, None, first, query, given.last)
+    arguments = (q, given.keys, given.values, given.table, given.index, given.count, first, query, given.last)
     error = lambda found: difference(found, expected)
     tolerance = FLOAT32 if dtype == "float32" else BFLOAT16
     return Trial(paged_attention.PREFILL, jax.tree.map(jnp.asarray, arguments), (), error, tolerance)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from entropic_jax.pallas.paged_attention import Rules, Summary, prefill_tpu, reference, write_tpu
+from entropic_jax.pallas.paged_attention import Rules, Summary, prefill_gpu, prefill_tpu, reference, write_tpu
 from entropic_jax.pallas.paged_attention import cases as paged_cases
 from entropic_jax.pallas.paged_attention import gpu as paged_gpu
 from entropic_jax.pallas.paged_attention import tpu as paged_tpu
@@ -59,9 +59,8 @@ def programs(platform: str) -> Iterator[Program]:
     on_tpu = platform == "tpu"
     for case in paged_cases.LARGE:
         yield decode(case, paged_tpu.decode if on_tpu else paged_gpu.decode)
-    if on_tpu:
-        for case in paged_cases.LARGE:
-            yield prefill(case)
+    for case in paged_cases.LARGE:
+        yield prefill(case, prefill_tpu.prefill if on_tpu else prefill_gpu.prefill)
     for shape in WRITES:
         yield write(*shape, write_tpu.write if on_tpu else reference.write)
     for case in paged_cases.LARGE:
@@ -98,13 +97,13 @@ def decode(case, function) -> Program:
     return Program("decode", case.name, function, arguments, size(pool) // 12)
 
 
-def prefill(case) -> Program:
+def prefill(case, function) -> Program:
     pool, table, row = _pool(case), integers(case.rows, case.per_row), integers(case.rows)
     q = like(case.rows, case.kv_heads, case.group, QUERIES, case.head_dim, dtype=case.dtype)
     first = integers(case.rows, QUERIES)
     arguments = (q, pool, pool, table, *_lists(case), first, row, row)
     limit = size(pool) // 12 + 3 * size(q) + 4 * first.size * 128
-    return Program("prefill", case.name, prefill_tpu.prefill, arguments, limit)
+    return Program("prefill", case.name, function, arguments, limit)
 
 
 def write(kv_heads: int, page: int, dtype: str, stored: str, function) -> Program:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))  # see tests/conftest.py
 
 import pytest
 
@@ -85,6 +86,8 @@ def interpreted() -> Iterator[Trial]:
         yield "decode", case.name, GPU[0], lambda c=case: _decode_on_gpu(c)
     for case in prefill_tests.SMALL:
         yield "prefill", case.name, TPU[0], in_both_modes(lambda mode, c=case: _prefill(c, mode))
+    for case in prefill_tests.GPU_CASES + prefill_tests.MORE_GPU_CASES:
+        yield "prefill", case.name, GPU[0], lambda c=case: _prefill_on_gpu(c)
     for dtype in ("float32", "bfloat16"):
         check = lambda mode, d=dtype: prefill_tests.check_write(paged_tests.jnp.dtype(d), mode)
         yield "write", f"5x2x128-page32x9-{dtype}", TPU[0], in_both_modes(check)
@@ -123,6 +126,12 @@ def _prefill(case, mode: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         prefill_tests.shrink(patch)
         prefill_tests.check_prefill(case, mode)
+
+
+def _prefill_on_gpu(case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        prefill_tests.shrink(patch)
+        prefill_tests.check_prefill_on_gpu(case)
 
 
 def _topk_on_tpu(case, mode: str) -> None:

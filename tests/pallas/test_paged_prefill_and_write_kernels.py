@@ -1,13 +1,14 @@
-"""Prefill, and the write of new keys and values, on a TPU that is not here: in the interpreter."""
+"""Prefill, and the write of new keys and values, on accelerators that are not here: in the interpreters."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas.paged_attention import cases, prefill_tpu, reference, write_tpu
+from entropic_jax.pallas.paged_attention import cases, prefill_gpu, prefill_tpu, reference, write_tpu
 
-from .compilers import interpreted_on_tpu
+from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
+from .test_paged_attention_kernels import copies_recorded
 
 FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
 QUERIES = 41  # of a row: two blocks, the second of which is not full
@@ -18,12 +19,24 @@ SMALL = (
     cases.Case(2, 1, 2, 128, 128, 3, kept=0.6, window=True, dtype="bfloat16", pages="int8"),
     cases.Case(2, 1, 2, 128, 128, 3, dtype="bfloat16", pages="float8_e4m3fn"),
 )
+GPU_CASES = (
+    cases.Case(2, 1, 5, 128, 64, 4, kept=0.6, window=True, dtype="bfloat16"),
+    cases.Case(2, 2, 2, 64, 32, 6, kept=0.6, dtype="bfloat16", soft_cap=2.0),
+    cases.Case(2, 1, 2, 128, 128, 2, dtype="bfloat16", pages="int8"),
+)
+MORE_GPU_CASES = (
+    cases.Case(3, 2, 4, 128, 64, 4, dtype="bfloat16"),
+    cases.Case(2, 1, 4, 128, 16, 9, kept=0.6, dtype="bfloat16"),
+    cases.Case(1, 1, 8, 256, 64, 5, kept=0.7, dtype="bfloat16"),
+    cases.Case(2, 1, 2, 64, 128, 3, kept=0.6, window=True, dtype="bfloat16", pages="float8_e4m3fn"),
+)
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Make chunks so small that a case of an interpreter has several."""
     for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 16, "QUERIES": 32}.items():
         patch.setattr(prefill_tpu, name, value)
+    patch.setattr(prefill_gpu, "MOST_SLOTS", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +61,7 @@ def prefill_case(case):
     return (q, *given[1:6], first, query, given.last)
 
 
-def exact(q, keys, values, table, index, count, first, query, last):
+def exact(q, keys, values, table, index, count, first, query, last, soft_cap=None):
     """Its definition, in float64."""
     out = np.zeros(q.shape)
     size = keys.shape[2]
@@ -64,6 +77,7 @@ def exact(q, keys, values, table, index, count, first, query, last):
             seen = (position >= first[row, i]) & (position <= query[row] + i) & (position < last[row])
             if seen.any():
                 score = q[row, head, :, i].astype(np.float64) @ k[seen].T
+                score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
                 weight = np.exp(score - score.max(-1, keepdims=True))
                 out[row, head, :, i] = weight / weight.sum(-1, keepdims=True) @ v[seen]
     return out
@@ -80,6 +94,49 @@ def check_prefill(case, mode):
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_prefill_in_the_interpreter(case, mode):
     check_prefill(case, mode)
+
+
+def on_gpu(case, detect_races):
+    """The arguments and the result of a case in the interpreter of a GPU."""
+    params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
+    arguments = prefill_case(case)
+    with interpreted_on_gpu(detect_races):
+        interpret = params.InterpretGPUParams(detect_races=detect_races)
+        call = lambda *x: prefill_gpu.prefill(*x, soft_cap=case.soft_cap, interpret=interpret)
+        return arguments, np.asarray(jax.jit(call)(*jax.tree.map(jnp.asarray, arguments)), np.float64)
+
+
+def check_prefill_on_gpu(case):
+    arguments, result = on_gpu(case, detect_races=True)
+    np.testing.assert_allclose(result, exact(*arguments, soft_cap=case.soft_cap), atol=2e-2)
+
+
+@pytest.mark.parametrize("case", sample(GPU_CASES + MORE_GPU_CASES, 0, 1, 2), ids=lambda case: case.name)
+def test_prefill_in_the_interpreter_of_a_gpu(case):
+    check_prefill_on_gpu(case)
+
+
+def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
+    case = cases.Case(2, 2, 4, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
+    with copies_recorded("gpu") as copied:
+        arguments, _ = on_gpu(case, detect_races=False)
+    _, _, _, table, index, count, first, query, _ = arguments
+    position, page = query[:, None] + np.arange(QUERIES), np.arange(case.per_row)[:, None, None]
+    visible = ((page + 1) * case.page > first) & (page * case.page <= position)  # [page, row, query]
+    expected = {
+        (int(table[row, page]), head)
+        for row, head in np.ndindex(count.shape)
+        for page in index[row, head, : count[row, head]]
+        if visible[page, row].any()
+    }
+    assert set(copied) == expected
+
+
+@pytest.mark.parametrize("name", ["_await", "_meet"])
+def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
+    monkeypatch.setattr(prefill_gpu, name, lambda barrier: None)
+    with pytest.raises(FOUND):
+        check_prefill_on_gpu(GPU_CASES[0])
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])

@@ -65,6 +65,7 @@ PREFILL = Operation(
     "paged_attention.prefill",
     {
         "tpu": on("tpu", f"{__name__}.prefill_tpu", "prefill"),
+        "gpu": on("gpu", f"{__name__}.prefill_gpu", "prefill"),
         "xla": prefill_reference.prefill,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },

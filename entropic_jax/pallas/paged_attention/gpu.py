@@ -26,12 +26,14 @@ from .gpu_tile import (
     attend,
     check,
     crews_of,
+    leave,
     nothing,
     pools_of,
     positions,
     quantised,
     slots_of,
     tile_buffers,
+    zero,
 )
 from .reference import Partial
 from .split import lists_of, merge
@@ -215,7 +217,7 @@ def _kernel(shape: Shape, chunks, total, pages, q, *refs):
                 start = (s * shape.crews + crew) * TILE
                 here = [x.at[tile] for x in tiles], [x.at[crew] for x in wide]
                 softmax = attend(shape, query, *here, softmax, **_between(shape, low - start, high - start))
-                plgpu.barrier_arrive(empty.at[tile])
+                leave(shape, empty.at[tile])
                 return done + 1, *softmax
 
             done, top, sum_of, weighted = jax.lax.fori_loop(begin, end, step, (done, *nothing(shape)))
@@ -261,4 +263,5 @@ def _between(shape: Shape, low, high):
         at = positions(shape, size, axis)
         return (at >= low) & (at < high)
 
-    return {"seen": seen, "held": seen, "edge": (low > 0) | (high < TILE)}
+    edge = (low > 0) | (high < TILE)
+    return {"seen": seen, "edge": edge, "clear": lambda v: zero(shape, v, seen)}

@@ -90,12 +90,12 @@ def nothing(shape: Any):
     )
 
 
-def attend(shape: Any, q, tiles, wide, softmax, *, seen, held, edge):
+def attend(shape: Any, q, tiles, wide, softmax, *, seen, edge, clear):
     """Take a tile of K and V into the softmax of the queries; scores are in units of ln 2.
 
     q `[ROWS, head_dim]` in shared memory, as are the tiles and the buffers to widen them in, see
-    `tile_buffers`. `seen(size, axis)` says which positions, on that axis of an array, are attended to; `held`
-    says in the same way which are real, and the scalar `edge` whether any is not.
+    `tile_buffers`. `seen(size, axis)` says which positions, on that axis of an array, are attended to. The
+    scalar `edge` says whether there are others that may hold NaN; `clear(v)` makes them zero then.
     """
     top, total, weighted = softmax
     k, v = tiles[0], tiles[len(tiles) // 2]
@@ -104,16 +104,7 @@ def attend(shape: Any, q, tiles, wide, softmax, *, seen, held, edge):
             widen(shape, eight, sixteen)
         k, v = wide
 
-    @pl.when(edge)
-    def _():
-        # Zero times what lies there must not be NaN.
-        size = (TILE, COLUMNS)
-        real = held(size, 0)
-        for column in range(0, shape.head_dim, COLUMNS):
-            part = v.at[:, pl.ds(column, COLUMNS)]
-            part[...] = jnp.where(real, part[...], jnp.zeros(size, v.dtype))
-        plgpu.commit_smem()
-
+    pl.when(edge)(lambda: clear(v))
     score = scores(shape, q, k)
     if quantised(shape):
         score = score * over_columns(shape, tiles[1], score.shape)
@@ -131,6 +122,23 @@ def attend(shape: Any, q, tiles, wide, softmax, *, seen, held, edge):
     if quantised(shape):
         weight = jnp.where(mask, weight * over_columns(shape, tiles[3], weight.shape), 0.0)
     return new, total, add_product(shape, weighted, weight.astype(jnp.bfloat16), v)
+
+
+def leave(shape: Any, empty) -> None:
+    """Give a tile back to whoever copies, by its barrier."""
+    if shape.plain or quantised(shape):
+        plgpu.commit_smem()  # it was read by loads, not by products alone, and copies overtake these
+    plgpu.barrier_arrive(empty)
+
+
+def zero(shape: Any, v, held) -> None:
+    """Zero a tile of V where it is not `held(size, axis)`: a weight of zero times NaN would be NaN."""
+    size = (TILE, COLUMNS)
+    real = held(size, 0)
+    for column in range(0, shape.head_dim, COLUMNS):
+        part = v.at[:, pl.ds(column, COLUMNS)]
+        part[...] = jnp.where(real, part[...], jnp.zeros(size, v.dtype))
+    plgpu.commit_smem()
 
 
 def widen(shape: Any, eight, sixteen) -> None:
