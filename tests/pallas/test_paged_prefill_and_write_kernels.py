@@ -18,6 +18,7 @@ SMALL = (
     cases.Case(2, 1, 4, 128, 32, 4, kept=0.6, window=True, dtype="bfloat16"),
     cases.Case(2, 1, 2, 128, 128, 3, kept=0.6, window=True, dtype="bfloat16", pages="int8"),
     cases.Case(2, 1, 2, 128, 128, 3, dtype="bfloat16", pages="float8_e4m3fn"),
+    cases.Case(2, 2, 2, 64, 128, 3, kept=0.6, window=True),
 )
 GPU_CASES = (
     cases.Case(2, 1, 5, 128, 64, 4, kept=0.6, window=True, dtype="bfloat16"),

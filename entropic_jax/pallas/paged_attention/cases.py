@@ -66,6 +66,8 @@ SMALL = (
     Case(3, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16", pages="int8"),
     Case(2, 1, 4, 128, 128, 4, window=True, dtype="bfloat16", pages="float8_e4m3fn"),
     Case(2, 2, 1, 128, 128, 3, kept=0.7, dtype="float32", pages="int8"),
+    Case(2, 2, 4, 64, 128, 4, kept=0.6, window=True),
+    Case(2, 1, 2, 96, 128, 3, dtype="bfloat16", pages="float8_e4m3fn"),
 )
 
 # What models have; too large for an interpreter, for compilers and hardware.
@@ -83,6 +85,7 @@ LARGE = tuple(
         (8, 4, 2, 128, 64, 16384, 0.25, "float32"),
         (64, 8, 4, 128, 128, 8192, None, "bfloat16", "int8"),
         (4, 8, 4, 128, 128, 131072, 0.25, "bfloat16", "float8_e4m3fn"),
+        (64, 8, 4, 64, 128, 8192, 0.25, "bfloat16"),
     )
 )
 

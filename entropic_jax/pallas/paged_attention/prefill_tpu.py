@@ -20,7 +20,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
 from .split import ends_of
-from .tpu import BLOCK, CHUNK_BYTES, LANES, SCALARS, check, product, scaled, sublanes_of, tiles_of
+from .tpu import (
+    BLOCK,
+    CHUNK_BYTES,
+    LANES,
+    SCALARS,
+    as_they_lie,
+    check,
+    joined,
+    product,
+    scaled,
+    sublanes_of,
+    tiles_of,
+)
 
 QUERIES = 512  # rows of a product: queries of a block times heads of a group
 
@@ -39,6 +51,7 @@ class Shape(NamedTuple):
     head_dim: int
     pages: int  # of a chunk
     block: int  # pages per step of the softmax
+    along: int  # the axis of a tile that counts positions, see `as_they_lie`
     soft_cap: float | None
 
 
@@ -54,6 +67,7 @@ def prefill(q, keys, values, table, index, count, first, query, last, *, soft_ca
     block = max(1, min(BLOCK // size, most))
     chunk = CHUNK_BYTES // (2 * size * head_dim * keys.dtype.itemsize)
     pages = max(1, min(chunk, most) // block) * block
+    along, (keys, values) = as_they_lie(keys, values)
     shape = Shape(
         kv_heads,
         index is not None,
@@ -66,6 +80,7 @@ def prefill(q, keys, values, table, index, count, first, query, last, *, soft_ca
         head_dim,
         pages,
         block,
+        along,
         soft_cap,
     )
     padded = blocks * queries - n
@@ -197,8 +212,8 @@ def _kernel(
             position = _position(shape, entries, base, at, begin, stop)
             _clear(shape, entries, base, at, begin, stop, last, tiles_of(v_buffer).at[slot, here])
             k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (k_buffer, v_buffer))
-            flat = lambda x: tiles_of(x)[here].reshape(-1, shape.head_dim).astype(q.dtype)
-            score = product(q[0].reshape(height, shape.head_dim), flat(k), 1)
+            wide = lambda x: joined(tiles_of(x)[here, 0], shape.along).astype(q.dtype)
+            score = product(q[0].reshape(height, shape.head_dim), wide(k), 1 - shape.along)
             seen = (position >= since) & (position <= own) & (position < last)
             scale = partial(scaled, seen=seen, start=step * shape.block, pages=shape.block, head=0)
             score = scale(score, k)
@@ -211,7 +226,7 @@ def _kernel(
             shrink = jnp.exp(before - after)
             top[...] = after
             total[...] = total[...] * shrink + weight.sum(1, keepdims=True)
-            part = product(scale(weight, v).astype(q.dtype), flat(v), 0)
+            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.along)
             sum_of[...] = sum_of[...] * shrink[:, :1] + part
 
     divisor = total[...][:, :1]
@@ -260,5 +275,5 @@ def _clear(shape: Shape, entries, base, at, begin, stop, last, v):
 
         @pl.when(held < shape.page)
         def _():
-            seen = jax.lax.broadcasted_iota(jnp.int32, (shape.page, shape.head_dim), 0) < held
+            seen = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], shape.along) < held
             v[i, 0] = jnp.where(seen, v[i, 0].astype(jnp.float32), 0.0).astype(v.dtype)

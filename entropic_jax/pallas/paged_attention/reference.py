@@ -11,6 +11,7 @@ from .quantised import Quantised, gather, quantise, stored
 
 CHUNK_POSITIONS = 256  # read at once
 UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
+LANES = 128  # of a TPU's registers, to which it pads the last axis of what it stores
 NEGATIVE = -1e30  # a score that is masked; finite, so that a fully masked chunk does no harm
 PASSES = 24  # of the bisection for the least weight that is kept
 WAYS, ROUNDS = 64, 4  # the same resolution in fewer passes
@@ -299,7 +300,12 @@ def _put(pool: Any, x, page, slot) -> Any:
         scales = _put(column, scale[..., None], page, slot).swapaxes(2, 3)
         return Quantised(_put(pool.tiles, tile, page, slot), scales)
     x = x.astype(pool.dtype)
-    if device().platform != "cpu":
+    platform = device().platform
+    if platform == "tpu" and pool.shape[3] % LANES:
+        # It may have positions along the lanes, and what scatters rows would copy it: pages come back whole.
+        mine = jnp.arange(pool.shape[2])[:, None] == slot[:, None, None, None]
+        return pool.at[page].set(jnp.where(mine, x[:, :, None], pool[page]))
+    if platform != "cpu":
         return pool.at[page, :, slot].set(x)
     put = lambda i, pool: jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
     return _over_rows(x.shape[0], put, pool)

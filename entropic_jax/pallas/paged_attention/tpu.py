@@ -4,7 +4,8 @@ Pools stay in HBM; tiles of listed pages are copied to VMEM, a chunk of them whi
 attended to, across the borders of lists. The chunks of a list are dealt alternately to two grid steps, which
 the two cores of a v4 or v5p run at once and a single core one after the other; each step keeps its share of
 a list in one online softmax, and the two shares are merged at the end. Which share a chunk belongs to
-depends on its list alone, so a row has the same bits whatever its neighbours.
+depends on its list alone, so a row has the same bits whatever its neighbours. A head_dim that is no multiple
+of 128 lanes is served where the page is one: XLA has the positions along the lanes then.
 """
 
 from functools import partial
@@ -16,12 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .quantised import Quantised
-from .reference import NEGATIVE, Partial
+from .reference import LANES, NEGATIVE, Partial
 from .split import lists_of, merge
 
 CHUNK_BYTES = 1 << 21  # of K and V together, in one of the two slots of VMEM
 BLOCK = 512  # positions per step of the softmax
-LANES = 128
 SHARES = 2  # of each list
 SCALARS = 1 << 19  # bytes of SMEM for lists; rows beyond go into another call
 
@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     head_dim: int
     pages: int  # of a chunk
     block: int  # pages per step of the softmax
+    along: int  # the axis of a tile that counts positions, see `as_they_lie`
     soft_cap: float | None
 
 
@@ -57,12 +58,15 @@ def decode(q, keys, values, table, index, count, first, last, *, soft_cap: float
     _, per_row, most = lists.pages.shape
     heads = kv_heads // per_row
     tile = 2 * size * head_dim * keys.dtype.itemsize  # of one page and head
-    if heads * tile > CHUNK_BYTES:  # too many heads to fetch at once: each has a list of its own
+    if (
+        heads > 1 and heads * tile > CHUNK_BYTES
+    ):  # too many heads to fetch at once: each has a list of its own
         lists = jax.tree.map(lambda x: jnp.repeat(x, kv_heads, 1), lists)
         per_row, heads = kv_heads, 1
     block = max(1, min(BLOCK // size, most))
     pages = max(1, min(CHUNK_BYTES // (heads * tile), most) // block) * block
-    shape = Shape(rows * per_row, most, per_row, heads, size, head_dim, pages, block, soft_cap)
+    along, (keys, values) = as_they_lie(keys, values)
+    shape = Shape(rows * per_row, most, per_row, heads, size, head_dim, pages, block, along, soft_cap)
 
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % sublanes), (0, 0)))
     at_once = SCALARS // (4 * per_row * (most + 4))  # rows
@@ -90,18 +94,32 @@ def check(q, keys, values) -> None:
         )
     if quantised and size % LANES:
         raise NotImplementedError(f"page_size {size} is no multiple of {LANES}: {keys.dtype}")
-    if head_dim % LANES:
+    if head_dim % LANES and size % LANES:
         raise NotImplementedError(
-            f"head_dim {head_dim} is no multiple of {LANES}: each call would copy the whole pool"
+            f"head_dim {head_dim} and page_size {size}: neither is a multiple of {LANES}, "
+            "and each call would copy the whole pool"
         )
-    if size % sublanes_of(keys.dtype):
+    name, other = ("head_dim", head_dim) if head_dim % LANES else ("page_size", size)
+    if other % sublanes_of(keys.dtype):
         least = sublanes_of(keys.dtype)
-        raise NotImplementedError(f"page_size {size} is no multiple of {least}: {keys.dtype}")
+        raise NotImplementedError(f"{name} {other} is no multiple of {least}: {keys.dtype}")
 
 
 def sublanes_of(dtype) -> int:
     """Rows of a tile of the registers."""
     return 32 // dtype.itemsize
+
+
+def as_they_lie(keys, values):
+    """Which axis of a tile counts positions, and the pools with tiles that are so.
+
+    XLA pads no memory where it need not: of a head_dim that is no multiple of the lanes it puts the positions
+    there. To say so is free, and to ask for the other order would be a copy of the pool.
+    """
+    along = int(keys.shape[3] % LANES != 0)
+    flip = lambda x: x.swapaxes(2, 3) if along else x
+    turn = lambda pool: pool._replace(tiles=flip(pool.tiles)) if isinstance(pool, Quantised) else flip(pool)
+    return along, (turn(keys), turn(values))
 
 
 def _call(shape: Shape, q, keys, values, lists):
@@ -294,15 +312,14 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             @pl.when(edge)
             def _():
                 # Zero times what lies there must not be NaN.
-                at = start + _positions((block, 1, page, shape.head_dim), 0, 2, page)
-                seen = (at >= low) & (at < high)
                 tiles = tiles_of(v)
+                at = start + _positions((block, 1, *tiles.shape[2:]), 0, 2 + shape.along, page)
+                seen = (at >= low) & (at < high)
                 tiles[here] = jnp.where(seen, tiles[here].astype(jnp.float32), 0.0).astype(tiles.dtype)
 
         for head in range(shape.heads):
-            wide = lambda x, head=head: tiles_of(x)[here, head].astype(q.dtype)
-            flat = lambda x: wide(x).reshape(positions, shape.head_dim)
-            score = product(q[head], flat(k), 1)
+            wide = lambda x, head=head: joined(tiles_of(x)[here, head], shape.along).astype(q.dtype)
+            score = product(q[head], wide(k), 1 - shape.along)
             at = start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
             seen = (at >= low) & (at < high)
             scale = partial(scaled, seen=seen, start=step * block, pages=block, head=head)
@@ -316,13 +333,18 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             shrink = jnp.exp(before - after)
             top[head] = after
             total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
-            part = product(scale(weight, v).astype(q.dtype), flat(v), 0)
+            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.along)
             sum_of[head] = sum_of[head] * shrink[:, :1] + part
 
 
 def tiles_of(pool):
     """The tiles of a buffer of pages, without their scales."""
     return pool.tiles if isinstance(pool, Quantised) else pool
+
+
+def joined(tiles, along: int):
+    """Tiles `[pages, …]` as one, along their axis of positions."""
+    return jnp.concatenate(list(tiles), 1) if along else tiles.reshape(-1, tiles.shape[2])
 
 
 def scaled(x, pool, seen, start, pages: int, head: int):

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .quantised import Quantised, quantise, stored
-from .tpu import check, sublanes_of, tiles_of
+from .tpu import LANES, check, sublanes_of, tiles_of
 
 BUFFER_BYTES = 1 << 22  # of VMEM: as many rows at once
 
@@ -30,6 +30,10 @@ def write(tiles, summaries, k, v, page, slot):
     *key_summaries, value_norm = summaries
     check(k, keys, values)
     rows, kv_heads, head_dim = k.shape
+    if head_dim % LANES:
+        raise NotImplementedError(
+            f"head_dim {head_dim} is no multiple of {LANES}: XLA writes whole pages in place"
+        )
     sublanes = sublanes_of(keys.dtype)
     key, value = stored(k, keys), stored(v, values)
     bytes_of_row = kv_heads * head_dim * (2 * sublanes * keys.dtype.itemsize + 3 * 4)
