@@ -86,7 +86,7 @@ def interpreted() -> Iterator[Trial]:
         yield "decode", case.name, GPU[0], lambda c=case: _decode_on_gpu(c)
     for case in prefill_tests.SMALL:
         yield "prefill", case.name, TPU[0], in_both_modes(lambda mode, c=case: _prefill(c, mode))
-    for case in prefill_tests.GPU_CASES + prefill_tests.MORE_GPU_CASES:
+    for case in prefill_tests.GPU_CASES:
         yield "prefill", case.name, GPU[0], lambda c=case: _prefill_on_gpu(c)
     for dtype in ("float32", "bfloat16"):
         check = lambda mode, d=dtype: prefill_tests.check_write(paged_tests.jnp.dtype(d), mode)

@@ -23,7 +23,7 @@ ON_V5E = {
 ON_EACH = {"decode": (1,), "topk_entropy": (4,), "project": (0,)}
 ON_GPU = {
     "decode": (0, 1, 7, 9, 10),
-    "prefill": (1, 6, 9),
+    "prefill": (1, 9),
     "write": (0,),
     "choose": (0,),
     "topk_entropy": (1, 4),
