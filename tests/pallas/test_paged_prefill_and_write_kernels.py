@@ -1,5 +1,7 @@
 """Prefill, and the write of new keys and values, on accelerators that are not here: in the interpreters."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +206,19 @@ def check_quantised_write(dtype, mode):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_write_of_quantised_pages_is_that_of_the_reference(dtype, mode):
     check_quantised_write(dtype, mode)
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(stored, monkeypatch):
+    arguments = write_case(jnp.float32, head_dim=64, size=128)
+    tiles, summaries, k, v, page, slot = arguments
+    every = np.ones(tiles[0].shape[:3], bool)
+    tiles = tuple(cases.poisoned(stored, np.nan_to_num(x, nan=1.0), every) for x in tiles)
+    given = jax.tree.map(jnp.asarray, (tiles, summaries, k, v, page, slot))
+    expected = reference.write(*given)
+    monkeypatch.setattr(reference, "device", lambda: SimpleNamespace(platform="tpu"))
+    for ours, theirs in zip(*map(jax.tree.leaves, (reference.write(*given), expected)), strict=True):
+        np.testing.assert_array_equal(ours[:-1], theirs[:-1])
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
