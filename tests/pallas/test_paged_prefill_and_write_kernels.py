@@ -118,7 +118,7 @@ def test_prefill_in_the_interpreter_of_a_gpu(case):
 
 
 def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
-    case = cases.Case(2, 2, 4, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
+    case = cases.Case(1, 2, 4, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
     with copies_recorded("gpu") as copied:
         arguments, _ = on_gpu(case, detect_races=False)
     _, _, _, table, index, count, first, query, _ = arguments
