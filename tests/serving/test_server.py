@@ -146,6 +146,7 @@ def test_the_field_at_fault_is_named(live):
 
 def test_alive_ready_and_warming_up(live):
     assert httpx2.get(f"{live.url}/health").status_code == 200
+    assert httpx2.head(f"{live.url}/health").status_code == 200
     assert httpx2.get(f"{live.url}/ready").status_code == 200
     live.engine.is_ready = False
     assert httpx2.get(f"{live.url}/health").status_code == 200

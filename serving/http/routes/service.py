@@ -45,6 +45,7 @@ def router(frontend: Frontend) -> APIRouter:
     async def model(model: str) -> Any:
         return answered(card(frontend.check_model(model)))
 
+    @routes.head("/health", include_in_schema=False)  # how some load balancers ask
     @routes.get(
         "/health", summary="Whether the server is alive", response_model=Health, responses=documented(503)
     )
@@ -53,6 +54,7 @@ def router(frontend: Frontend) -> APIRouter:
             raise FrontendError(503, f"the engine has failed: {failure}")
         return answered({"status": "alive"})
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get(
         "/ready",
         summary="Whether all programs are compiled and requests are taken",
