@@ -19,9 +19,9 @@ def compile_ahead(
 ) -> None:
     """Compile all programs (`full`), those that every job needs (`min`), or none.
 
-    `min` leaves out prompts that are scored, penalties, preemption, and the pruned steps unless the preset of
-    most jobs prunes, and steps without the sampler if the preset is one; what is left out is compiled when it
-    is first asked for, and counted.
+    `min` leaves out prompts that are scored, preemption, and the pruned steps unless the preset of most jobs
+    prunes, and steps without the sampler if the preset is one; what is left out is compiled when it is first
+    asked for, and counted.
     """
     if options.warmup == "none":
         return
@@ -36,7 +36,7 @@ def _compile(
     prunes = options.preset in ("meso", "full")
     full, board, shapes = options.warmup == "full", batcher.board, programs.shapes
     examples: list[tuple[tuple, tuple]] = [
-        (("apply", p), (programs.blank, board, batcher.edits.blank(p))) for p in (False, True)[: 1 + full]
+        (("apply", p), (programs.blank, board, batcher.edits.blank(p))) for p in (False, True)
     ]
     for prompts, size in shapes.chunks:
         chunk = empty_chunk(prompts, size, batcher.sizes.rows)
