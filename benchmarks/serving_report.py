@@ -100,7 +100,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Ranges are over repetitions in which the engines take turns; ratios are of the same repetition.",
     ]
     if rows := results["studies"].get("load"):
-        bounds = ", ".join(f"{r['slo'] / 1e3:.2f} s ({r['trace']})" for r in rows if r["repetition"] == 0)
+        first = [row for row in rows if row["repetition"] == 0 and row["policy"] == "fcfs"]
+        bounds = ", ".join(f"{r['slo'] / 1e3:.2f} s ({r['trace']})" for r in first)
         found.append(
             f"Load: arrivals and lengths with the trace's published statistics, scaled to the model, at "
             f"{results['utilisation']:.0%} of the rate that first come, first served sustains. Both servers "

@@ -21,7 +21,7 @@ SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.04, 0.06
 # Where the device shares its processors with those who hand out texts, every launch takes time from it: when
 # all rows are taken, launches are longer by this.
 SHARED = 2.5
-MOST_PUT_OFF = 0.25  # seconds that rows that run may wait for others to read their prompts
+MOST_PUT_OFF = 0.4  # seconds that rows that run may wait for others to read their prompts
 # Positions that could be read in the time that it takes to begin a chunk, and a piece of it: for each piece
 # the keys before it are read again, so prompts are best read in few.
 CHUNK, PIECE = 32, 16
@@ -122,7 +122,7 @@ class Launches:
         """
         now = time.perf_counter()
         full = waiting or running + reading == self.sizes.rows
-        if 0 < running < (3 if full else 1) * reading and now - self.stepped < MOST_PUT_OFF:
+        if 0 < running < (7 if full else 1) * reading and now - self.stepped < MOST_PUT_OFF:
             return True
         self.stepped = now
         return False

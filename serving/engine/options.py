@@ -184,7 +184,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
         )
     else:
         shapes = Shapes(
-            steps_up(1, options.max_num_seqs),
+            widths(options.max_num_seqs),
             chunk_shapes(chunk, budget),
             options.max_steps,
             selections,
@@ -224,6 +224,15 @@ def selections_of(options: EngineOptions, method: Method | None) -> tuple[Reads 
     if method.steps is not None:
         return (method,)
     return tuple(dataclasses.replace(method, steps=steps) for steps in pruned)
+
+
+def widths(rows: int) -> tuple[int, ...]:
+    """Rows of a step that programs are compiled for: a step computes the fewest that suffice.
+
+    >>> widths(8), widths(64)
+    ((1, 4, 8), (1, 4, 16, 32, 64))
+    """
+    return tuple(sorted({*steps_up(1, rows), *((rows // 2,) if rows >= 32 else ())}))
 
 
 def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
