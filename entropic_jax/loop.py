@@ -4,7 +4,7 @@
 many steps in one launch, and `replay` runs the same step over given tokens.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -349,20 +349,35 @@ def generate(
     `width` as in `step`. The state is consumed. The trace has `capacity` steps, of which those that were run
     are filled.
     """
-    blank = jax.eval_shape(lambda s: step(decoder, params, controller, s, width=width)[1], state)
+    one = lambda state, now: step(decoder, params, controller, state, width=width)
+    state, _, trace = run(one, state, steps, capacity)
+    return state, trace
+
+
+def run(
+    one: Callable[[State, jax.Array], tuple[State, Trace]],
+    state: State,
+    steps: jax.Array | int,
+    capacity: int,
+) -> tuple[State, jax.Array, Trace]:
+    """Up to `steps` times `one(state, number of the step)`, at most `capacity`, fewer if every row ends.
+
+    Also returns how many there were, int32 `[]`, and their trace `[capacity, rows]`.
+    """
+    blank = jax.eval_shape(lambda s: one(s, jnp.int32(0))[1], state)
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
 
     def running(carry):
         done, state, _ = carry
         return (done < jnp.minimum(steps, capacity)) & (state.status == RUNNING).any()
 
-    def advance(carry):
+    def further(carry):
         done, state, trace = carry
-        state, now = step(decoder, params, controller, state, width=width)
+        state, now = one(state, done)
         return done + 1, state, jax.tree.map(lambda all_, x: all_.at[done].set(x), trace, now)
 
-    _, state, trace = jax.lax.while_loop(running, advance, (jnp.int32(0), state, trace))
-    return state, trace
+    done, state, trace = jax.lax.while_loop(running, further, (jnp.int32(0), state, trace))
+    return state, done, trace
 
 
 @partial(jax.jit, static_argnames="decoder")

@@ -4,7 +4,6 @@
 running rows. `programs` compiles them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -267,7 +266,7 @@ def decode(
     if samples and plan is not None and desk is not None:
         desk, state, done, trace = searching.launch(step, desk, state, steps, plan, width, exact)
     else:
-        state, done, trace = _run(step, state, steps, capacity)
+        state, done, trace = loop.run(step, state, steps, capacity)
         trace = jax.tree.map(lambda x: x[:, ::k], trace)
     lead = lambda x: jnp.copy(x[::k])
     tally = jnp.zeros(len(Tally._fields), jnp.int32)
@@ -287,23 +286,3 @@ def decode(
         likeliest=trace.likeliest,
     )
     return Board(state._replace(selection=board.state.selection), board.controller, desk), output
-
-
-def _run(
-    step: Callable[[State, jax.Array], tuple[State, Trace]], state: State, steps: jax.Array, capacity: int
-) -> tuple[State, jax.Array, Trace]:
-    """Run up to `steps` steps; also returns how many there were, and their trace `[capacity, rows]`."""
-    blank = jax.eval_shape(lambda s: step(s, jnp.int32(0))[1], state)
-    trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
-
-    def running(carry):
-        done, state, _ = carry
-        return (done < jnp.minimum(steps, capacity)) & (state.status == RUNNING).any()
-
-    def advance(carry):
-        done, state, trace = carry
-        state, now = step(state, done)
-        return done + 1, state, jax.tree.map(lambda all_, x: all_.at[done].set(x), trace, now)
-
-    done, state, trace = jax.lax.while_loop(running, advance, (jnp.int32(0), state, trace))
-    return state, done, trace
