@@ -67,7 +67,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     where = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}"
     found = f"""{where}; {tasks} tasks for each sampler, {settings["rows"]} at a time, the same for all.
 Recall (key_value, needle, variable, definition): a fact among six, then source, then the question.
-Programs (function, assignment, lookup): what is written is parsed and evaluated.
+Assertions (assignment, lookup): what is written is parsed, not executed.
 Tokens: all that were computed, those taken back and those of branches left included.
 Seconds: on the clock, reading the prompts included, compilation not.
 Free text: after 128 tokens of held-out source; a loop repeats up to 40 tokens three times at the end."""

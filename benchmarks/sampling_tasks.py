@@ -41,15 +41,19 @@ def holds(check: Callable[[], Any]) -> bool:
 
 
 def recall(rng: np.random.Generator, kind: str, filler: str) -> Task:
-    """A fact among others and some source, and its question; the answer must be exact."""
+    """A fact among others and some source, and its question; the answer must be exact.
+
+    The prompt ends where a word of the tokenizer does: a space or a bracket belongs to the word after it.
+    """
     facts = [tasks.KINDS[kind](rng) for _ in range(FACTS)]
     asked = facts[int(rng.integers(FACTS))]
-    text = "".join(fact.statement for fact in facts) + filler + asked.question
-    wanted = asked.answer.rstrip("\n")
+    question = asked.question.rstrip(" (")
+    wanted = asked.question[len(question) :] + asked.answer.rstrip("\n")
+    text = "".join(fact.statement for fact in facts) + filler + question
     if kind != "definition":
         tokens = LONG_ANSWER if kind == "variable" else SHORT_ANSWER
         return Task(kind, text, lambda said: said.startswith(wanted), tokens)
-    head = asked.question[asked.question.rindex("def ") :]
+    head = question[question.rindex("def ") :]
     tree = lambda body: ast.dump(ast.parse(head + body))
     lines = wanted.count("\n") + 1
 
@@ -59,22 +63,14 @@ def recall(rng: np.random.Generator, kind: str, filler: str) -> Task:
     return Task(kind, text, lambda said: holds(lambda: same(said)), LONG_ANSWER)
 
 
-def function(rng: np.random.Generator) -> Task:
-    """Two functions as examples; the body of a third must compute what its name says."""
-    operator, word = [("+", "add"), ("-", "subtract"), ("*", "times")][int(rng.integers(3))]
-    numbers = rng.choice(np.arange(2, 100), 4, replace=False)
-    heads = [f"def {word}_{n}(x):\n    return" for n in numbers]
-    text = "".join(f"{head} x {operator} {n}\n\n\n" for head, n in zip(heads[:3], numbers[:3], strict=True))
-    wanted = f"x {operator} {numbers[3]}"
-
-    def right(said: str) -> bool:
-        line = said.split("\n")[0]
-        return all(
-            interpreter.evaluate(line, {"x": x}) == interpreter.evaluate(wanted, {"x": x})
-            for x in (-3, 0, 7, 52)
-        )
-
-    return Task("function", text + heads[3], lambda said: holds(lambda: right(said)))
+def asserted(said: str, names: dict[str, Any]) -> Any:
+    """The value on the right of an `assert … ==` that `said` goes on; a message may follow."""
+    statement = ast.parse("assert _ ==" + said.split("\n")[0]).body[0]
+    if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
+        raise ValueError("said is no end of an assertion")
+    if not all(isinstance(operator, ast.Eq) for operator in statement.test.ops):
+        raise ValueError("said compares by other than ==")
+    return interpreter.evaluate(ast.unparse(statement.test.comparators[-1]), names)
 
 
 def assignment(rng: np.random.Generator) -> Task:
@@ -91,11 +87,11 @@ def assignment(rng: np.random.Generator) -> Task:
     # As text, the name itself would be right.
     free = {k: v for k, v in interpreter.run(text).items() if k not in names[2:]}
     asked, wanted = names[3], interpreter.run(text)[names[3]]
-
-    def right(said: str) -> bool:
-        return interpreter.evaluate(said.split("\n")[0].split("==")[-1], free) == wanted
-
-    return Task("assignment", f"{text}assert {asked} ==", lambda said: holds(lambda: right(said)))
+    return Task(
+        "assignment",
+        f"{text}assert {asked} ==",
+        lambda said: holds(lambda: asserted(said, free) == wanted),
+    )
 
 
 def lookup(rng: np.random.Generator) -> Task:
@@ -105,15 +101,10 @@ def lookup(rng: np.random.Generator) -> Task:
     body = "".join(f'    "{k}": {v},\n' for k, v in table.items())
     asked = keys[int(rng.integers(5))]
     text = f'TABLE = {{\n{body}}}\n\nassert TABLE["{asked}"] =='
-
-    def right(said: str) -> bool:
-        return interpreter.evaluate(said.split("\n")[0]) == table[asked]
-
-    return Task("lookup", text, lambda said: holds(lambda: right(said)))
+    return Task("lookup", text, lambda said: holds(lambda: asserted(said, {}) == table[asked]))
 
 
 MADE: dict[str, Callable[[np.random.Generator], Task]] = {
-    "function": function,
     "assignment": assignment,
     "lookup": lookup,
 }

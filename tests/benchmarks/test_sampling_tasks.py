@@ -37,16 +37,13 @@ def answer(kind: str, prompt: str) -> str:
         trace = [values[question.split()[1]]]
         while not trace[-1].startswith('"'):
             trace.append(values[trace[-1]])
-        return " == ".join(trace)
+        return " " + " == ".join(trace)
     if kind == "definition":
         head = prompt[prompt.rindex("def ") :]
         body = prompt[prompt.index(head) + len(head) :]
         return "\n".join(body.split("\n")[:2]).replace(", ", ",  ")  # laid out otherwise
-    if kind == "function":
-        operator, number = {"add": "+", "subtract": "-", "times": "*"}, prompt.split("_")[-1].split("(")[0]
-        return f" (x {operator[prompt.split('def ')[-1].split('_')[0]]} {number})"
     if kind == "assignment":
-        return " " + str(interpreter.run(prompt.rpartition("\n")[0])[question.split()[1]])
+        return " " + str(interpreter.run(prompt.rpartition("\n")[0])[question.split()[1]]) + ', "a message"'
     return " " + str(interpreter.run(prompt.rpartition("\n")[0])["TABLE"][question.split('"')[1]])
 
 

@@ -29,6 +29,7 @@ RESULTS = {
             {
                 **dict(trace="azure-code", policy=policy, repetition=i, rate=2.0, slo=4000.0),
                 **dict(mean=mean, p95=3 * mean, first=mean / 2, longest_wait=mean, goodput=1.0, within=0.5),
+                **dict(rounds=mean / 100, allowed=95.0),
             }
             for policy, means in (("entropic", (800.0, 900.0)), ("fcfs", (1000.0, 1000.0)))
             for i, mean in enumerate(means)
@@ -49,6 +50,7 @@ def test_ratios_are_of_the_same_repetition():
     fcfs, entropic = grids["Under load: more sequences than rows"]
     assert (fcfs[2], fcfs[3], fcfs[4]) == ("fcfs", "1 (1–1)", "")
     assert (entropic[2], entropic[3], entropic[4]) == ("entropic", "0.85 (0.8–0.9)", "0.85 (0.8–0.9)")
+    assert (fcfs[7], entropic[7]) == ("10.0 (95)", "9.0 (95)")
 
 
 def test_a_failure_is_reported():
