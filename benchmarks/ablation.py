@@ -35,6 +35,7 @@ from serving.compilation import remember_compilations
 from serving.generation import EMBEDDED
 
 from . import ablation_report as report
+from .ablation_pages import pages, pages_speed
 from .ablation_reading import ASKED, LONGEST, asked, filler_of, selectors
 from .ablation_shape import shape
 from .ablation_stress import estimators, held, stress
@@ -47,6 +48,7 @@ STUDIES = (
     "recall",
     "selectors",
     "shape",
+    "pages",
     "load",
     "writing",
     "stress",
@@ -125,6 +127,10 @@ class Run:
             make = lambda d=distance, s=seed: selectors(material, filler, d, s, quick)
             yield "selectors", {"distance": distance, "seed": seed}, make
         yield from self.shapes()
+        near = 384 if quick else LONGEST
+        yield "pages", {}, lambda: pages_speed(material, min(near, LONGEST - 26 * 8), quick)
+        for seed in seeds:
+            yield "pages", {"seed": seed}, lambda s=seed: pages(material, near, s, quick)
         for seed in seeds:
             few: dict[str, Any] = dict(names=("off", "full"), sequences=4, width=2, most=12) if quick else {}
             yield "load", {"seed": seed}, lambda s=seed, f=few: studies.load(material, s, **f)

@@ -121,7 +121,7 @@ def shape(rows: Rows) -> Grid:
             lines.append(
                 [
                     str(context),
-                    name if name in ("off", "full") else f"{name} (dense)",
+                    name if name.startswith(("off", "full")) else f"{name} (dense)",
                     f"{median:.2f}",
                     f"{times[0]:.2f}–{times[-1]:.2f}",
                     f"{1e3 / median:.0f}",
@@ -135,6 +135,31 @@ def shape(rows: Rows) -> Grid:
     ]
     head = ["context", "engine", "ms/token", "least–greatest", "tokens/s", "full ÷ it", "speed-up", "kept"]
     return "The 25M shape, one sequence, the share read imposed on `full`", head, lines
+
+
+def pages(rows: Rows) -> Grid:
+    """Keys and values of fewer bits: quality, and the time of a step."""
+    read, timed = ([r for r in rows if field in r] for field in ("bits_per_byte", "milliseconds"))
+    exact, dense = of(read, "off, float32"), of(timed, "off, float32")
+    lines = []
+    for (name,), mine in split(read, "preset"):
+        preset, _, kind = name.partition(", ")
+        times = of(timed, name)
+        line = [
+            kind,
+            preset,
+            f"{mean(mine, 'bits_per_byte'):.4f}",
+            "" if name == "off, float32" else worded(compared(mine, exact, "bits_per_byte", "seed"), 2),
+            f"{mean(mine, 'kept'):.3f}",
+            f"{mean(mine, 'bytes_read') / 1e6:.1f}",
+        ]
+        if times:
+            spent = [r["milliseconds"] for r in times]
+            median, base = middle(times, "milliseconds"), middle(dense, "milliseconds")
+            line += [f"{median:.2f} ({min(spent):.2f}–{max(spent):.2f})", f"{median / base:.2f}"]
+        lines.append([*line, *[""] * (8 - len(line))])
+    head = ["keys and values", "preset", "bits/byte", "against the first, % (95 %)", "kept", "MB/token"]
+    return "Keys and values of fewer bits", [*head, "ms/token", "÷ the first"], lines
 
 
 def stress(rows: Rows) -> Grid:
@@ -224,10 +249,12 @@ def bars(studies: dict[str, Rows]) -> Grid:
     larger = [r for r in studies.get("shape", []) if "milliseconds" in r]
     for context, bar in {512: 1.05, 16384: 0.5, 32768: 0.35}.items():
         some = [r for r in larger if r["context"] == context]
-        if (found := ratio(some, "full", "off")) is not None:
-            enter(f"25M shape, {context} tokens: latency ÷ off", bar, found, False)
+        for ending in ("", "-half"):
+            if (found := ratio(some, f"full{ending}", f"off{ending}")) is not None:
+                enter(f"25M shape, {context} tokens: full{ending} ÷ off{ending}, latency", bar, found, False)
         for engine, least in FASTER_THAN.get(context, {}).items():
-            if (found := ratio(some, engine, "full")) is not None:
+            mine = "full-half" if engine.endswith("half") else "full"  # as many bits as the other's
+            if (found := ratio(some, engine, mine)) is not None:
                 enter(f"25M shape, {context} tokens: speed ÷ {engine}", least, found, True)
     quality = studies.get("quality", [])
     longest = max((r["context"] for r in quality), default=0)
@@ -253,6 +280,7 @@ def grids(results: dict[str, Any]) -> list[Grid]:
         "selectors": selectors,
         "speed": tables.timed("Speed of the embedded model, one sequence"),
         "shape": shape,
+        "pages": pages,
         "load": tables.load,
         "writing": tables.writing,
         "stress": stress,
@@ -284,7 +312,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         found.append(
             "25M shape: random weights attend to everything, so that the share that the layers which choose "
             f"read is imposed, as measured on the trained model at the nearest context ({shares}); the cache "
-            "holds random numbers. Speed only."
+            "holds random numbers. Speed only. `-half`: weights, keys and values of bfloat16."
         )
     if results.get("versions"):
         found.append("; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + ".")

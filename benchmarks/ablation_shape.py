@@ -12,6 +12,7 @@ from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Row, take_turns
 from entropic_jax.control.presets import FINE, Gains, Preset, preset
 from entropic_jax.ledger import HARDWARE
+from entropic_jax.pallas import few_rows
 
 from .decode import write_prompts
 from .weights import CONFIG
@@ -29,10 +30,17 @@ def random_model() -> Subject:
     return Subject(made.decoder, made.params)
 
 
-def random_context(subject: Subject, way: Preset, context: int, room: int) -> Any:
+def halved(subject: Subject) -> Subject:
+    """The same with matrices of bfloat16, as checkpoints have them, where products read them as they are."""
+    narrow = lambda x: x.astype("bfloat16") if x.ndim == 2 and few_rows.serves(x.shape, "bfloat16") else x
+    kept = {"embed_tokens": subject.params["embed_tokens"]}  # looked up, not multiplied
+    return subject._replace(params={**jax.tree.map(narrow, subject.params), **kept})
+
+
+def random_context(subject: Subject, way: Preset, context: int, room: int, dtype: str) -> Any:
     """A state whose cache holds `context` positions of random keys and values: only their number matters."""
     page_size = way.selection.page_size if way.selection else None
-    pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size)
+    pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)
     keys = iter(jax.random.split(jax.random.key(1), 256))
     noise = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # small: no page has all the mass
     layers = (jax.tree.map(noise, layer) for layer in pool.layers)
@@ -63,11 +71,18 @@ def imposed(context: int, kept: float) -> Preset:
 
 
 def shape(context: int, kept: float, peers: Peers | None, engines: list[str], quick: bool) -> list[Row]:
-    """Milliseconds a token of `off`, of `full` and of other engines, taking turns."""
-    subject = random_model()
+    """Milliseconds a token of `off`, of `full` and of other engines, taking turns.
+
+    Ours twice: in float32, and with weights, keys and values of bfloat16.
+    """
     steps, repeat = (4, 2) if quick else (8, 12)
-    ways = {"off": preset("off"), "full": imposed(context, kept)}
-    states = {n: random_context(subject, way, context, steps * (repeat + 2) + 8) for n, way in ways.items()}
+    wide, presets = random_model(), {"off": preset("off"), "full": imposed(context, kept)}
+    ways, subjects, states = {}, {}, {}
+    for ending, subject, dtype in (("", wide, "float32"), ("-half", halved(wide), "bfloat16")):
+        for name, way in presets.items():
+            ways[name + ending], subjects[name + ending] = way, subject
+            room = steps * (repeat + 2) + 8
+            states[name + ending] = random_context(subject, way, context, room, dtype)
     rows: list[Row] = []
     failed: set[str] = set()
 
@@ -96,7 +111,7 @@ def shape(context: int, kept: float, peers: Peers | None, engines: list[str], qu
                 spent = 1e3 * answer["seconds"] / steps
                 rows.append({"preset": engine, "context": context, "turn": turn, "milliseconds": spent})
 
-    rows += take_turns(subject, ways, states, context, steps, repeat, between)
+    rows += take_turns(subjects, ways, states, context, steps, repeat, between)
     for row in rows:
         row["imposed"] = kept
     return rows

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request
+
+if TYPE_CHECKING:
+    from .kv_cache import KvCacheDtype
 from .transcript import Completion, Token
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "embedded"
@@ -35,7 +38,12 @@ class Generator(Protocol):
         """
 
 
-def load(path: Path, dtype: str | None = None, control: Control | None = None) -> Generator:
+def load(
+    path: Path,
+    dtype: str | None = None,
+    control: Control | None = None,
+    kv_cache_dtype: "KvCacheDtype" = "auto",
+) -> Generator:
     """The model of a directory, in float32 on a CPU and bfloat16 elsewhere unless a dtype is given.
 
     `control` names a preset; without, sampling is plain. The calibration that the model has is used.
@@ -49,10 +57,10 @@ def load(path: Path, dtype: str | None = None, control: Control | None = None) -
     control, dtype = control or Control(), dtype or default_dtype()
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
-        return samplers.engine(control, calibration, models.load(path, dtype))
+        return samplers.engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, offline.MOST_ROWS)
-    return offline.Engine(models.load(path, dtype), preset, belief)
+    return offline.Engine(models.load(path, dtype), preset, belief, kv_cache_dtype)
 
 
 def default_dtype() -> str:

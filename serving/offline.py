@@ -13,6 +13,7 @@ from entropic_jax.control import presets
 from entropic_jax.methods import compaction
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
+from .kv_cache import KvCacheDtype, pages_of
 from .request import Request, RequestError
 from .transcript import MEASURES, Completion, Token, Transcript
 
@@ -27,7 +28,11 @@ class Engine:
     """A loaded model that continues prompts, in batches, under a preset of control."""
 
     def __init__(
-        self, model: models.Model, preset: presets.Preset | None = None, belief_temperature: float = 1.0
+        self,
+        model: models.Model,
+        preset: presets.Preset | None = None,
+        belief_temperature: float = 1.0,
+        kv_cache_dtype: KvCacheDtype = "auto",
     ) -> None:
         if model.tokenizer is None:
             raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
@@ -35,6 +40,7 @@ class Engine:
         self.preset = presets.preset("off") if preset is None else preset
         self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
+        self.pages = pages_of(kv_cache_dtype, model.params)
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -159,12 +165,11 @@ class Engine:
         sample = drawing([*requests, *[Request(prompt="")] * padding])
         decoder, selection = self.model.decoder, self.preset.selection
         page_size = selection.page_size if selection else None
-        dtype = jax.tree.leaves(self.model.params)[0].dtype
         return loop.start(
             decoder,
             self.model.params,
             self.preset.controller,
-            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=dtype),
+            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=self.pages),
             prompts + [[]] * padding,
             key=jax.random.key(0),
             max_tokens=[r.max_tokens for r in requests] + [0] * padding,

@@ -16,6 +16,7 @@ from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from .control_options import SAMPLER_OPTIONS, Control
+from .kv_cache import KvCacheDtype
 from .offline import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
 from .request import Request, RequestError
 from .transcript import Token, Transcript
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
 ROOM = 2  # pages that each branch may hold for itself
 
 
-def engine(control: Control, calibration: "Calibration | None", model: models.Model) -> Engine:
+def engine(
+    control: Control,
+    calibration: "Calibration | None",
+    model: models.Model,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> Engine:
     """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be."""
     setting = Preset(chain(law(control, calibration, model)), None, None)
     belief = 1.0 if calibration is None else calibration.temperature
     branches = dict(control.gains).get("branches", Plan().branches)
     if control.preset != "entropix" or branches == 1:
-        return Engine(model, setting, belief)
-    return Searching(model, setting, belief, Plan(branches=branches))
+        return Engine(model, setting, belief, kv_cache_dtype)
+    return Searching(model, setting, belief, kv_cache_dtype, Plan(branches=branches))
 
 
 def law(
@@ -66,8 +72,15 @@ def law(
 class Searching(Engine):
     """An engine whose sequences branch and go back; a token is handed out once nothing can change it."""
 
-    def __init__(self, model: models.Model, preset: Preset, belief_temperature: float, plan: Plan) -> None:
-        super().__init__(model, preset, belief_temperature)
+    def __init__(
+        self,
+        model: models.Model,
+        preset: Preset,
+        belief_temperature: float,
+        kv_cache_dtype: KvCacheDtype,
+        plan: Plan,
+    ) -> None:
+        super().__init__(model, preset, belief_temperature, kv_cache_dtype)
         self.plan = plan
 
     def _decode(
@@ -118,13 +131,13 @@ class Searching(Engine):
         context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
         size = cache.default_page_size()
         pages = len(prompts) * (-(-context // size) + ROOM * (k - 1))
-        dtype = jax.tree.leaves(self.model.params)[0].dtype
         spread = [request for request in requests for _ in range(k)]
+        room = dict(pages=pages, page_size=size, dtype=self.pages)
         return entropix_search.begin(
             decoder,
             self.model.params,
             self.preset.controller,
-            cache.allocate(decoder.shape, len(spread), context, pages=pages, page_size=size, dtype=dtype),
+            cache.allocate(decoder.shape, len(spread), context, **room),
             prompts,
             self.plan,
             key=jax.random.key(0),

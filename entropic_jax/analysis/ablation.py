@@ -39,12 +39,16 @@ def read(
     tokens: int | Sequence[int],
     *,
     page_size: int = 16,
+    dtype: Any = None,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> State:
-    """A state that has read the prompts and has room for `tokens` more of each, under no control."""
+    """A state that has read the prompts and has room for `tokens` more of each, under no control.
+
+    `dtype` is that of the pages, by default the one the model computes in.
+    """
     context = max(map(len, prompts)) + int(np.max(tokens))
-    dtype = jax.tree.leaves(subject.params)[0].dtype
+    dtype = jax.tree.leaves(subject.params)[0].dtype if dtype is None else dtype
     # Whole pages of the largest size in use, so that `resume` can merge pages.
     room = -(-context // 128) * 128
     return loop.start(

@@ -101,11 +101,11 @@ def speed(
     state = ablation.read(material.subject, [text], (repeat + 2) * steps)
     ways = {name: material.preset(name) for name in names}
     states = {name: set_up(state, way) for name, way in ways.items()}
-    return take_turns(material.subject, ways, states, context, steps, repeat)
+    return take_turns(dict.fromkeys(ways, material.subject), ways, states, context, steps, repeat)
 
 
 def take_turns(
-    subject: Subject,
+    subjects: dict[str, Subject],
     ways: dict[str, Preset],
     states: dict[str, State],
     context: int,
@@ -113,13 +113,16 @@ def take_turns(
     repeat: int,
     between: Any = None,
 ) -> list[Row]:
-    """Launches of `steps` steps, the first two of each way not counted; `between(turn)` after every turn."""
+    """Launches of `steps` steps, the first two of each way not counted; `between(turn)` after every turn.
+
+    Of each way, by its name: the model, the preset, and a state, which is consumed.
+    """
     rows = []
     order = list(ways)
     for turn in range(-2, repeat):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            states[name], trace, seconds = ablation.launch(subject, ways[name], states[name], steps)
+            states[name], trace, seconds = ablation.launch(subjects[name], ways[name], states[name], steps)
             seen = trace.emitted
             if turn >= 0 and seen.any():
                 time = trace.entropic_time[seen]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import control_options
 from ..generation import EMBEDDED
+from ..kv_cache import KV_CACHE_DTYPES
 from ..request import FIELDS, LIMITS, Request, RequestError
 from . import model_options
 from .text_input import has_standard_input, read_text
@@ -46,6 +47,12 @@ HELP = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic generate` takes."""
     model_options.add_model(parser)
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
+    )
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
@@ -153,7 +160,8 @@ def _load(options: argparse.Namespace) -> "Generator":
 
     remember_compilations()
     try:
-        return generation.load(options.model, options.dtype, control_options.read(options))
+        control = control_options.read(options)
+        return generation.load(options.model, options.dtype, control, options.kv_cache_dtype)
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import control_options
 from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
+from ..kv_cache import KV_CACHE_DTYPES
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--block-size", type=_positive, metavar="INT", help="tokens of a page of the cache")
     group.add_argument(
         "--kv-cache-dtype",
-        choices=("auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
+        choices=KV_CACHE_DTYPES,
         default="auto",
         help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
     )

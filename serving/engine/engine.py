@@ -28,6 +28,7 @@ from entropic_jax.terms import MOST_ALTERNATIVES, no_terms
 from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
 from ..generation import default_dtype
+from ..kv_cache import pages_of
 from ..request import RequestError
 from ..transcript import Transcript
 from . import warm
@@ -37,7 +38,7 @@ from .byte_text import streams
 from .commands import BIASES, STOPS, Edits
 from .job import Job, QueueFullError
 from .observer import Observer
-from .options import EngineOptions, Sizes, check_pages, may_prune, sizes, stored_as
+from .options import EngineOptions, Sizes, may_prune, sizes
 from .pages import Pages
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
@@ -68,9 +69,7 @@ class ContinuousEngine:
         self.model, self.tokenizer = model, model.tokenizer
         self.options = EngineOptions() if options is None else options
         self.observer = Observer() if observer is None else observer
-        dtype = jax.tree.leaves(model.params)[0].dtype
-        stored = stored_as(self.options.kv_cache_dtype, dtype)
-        check_pages(stored, jax.default_backend())
+        stored = pages_of(self.options.kv_cache_dtype, model.params)
         itemsize = bytes_per_number(stored, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.stream = streams(self.tokenizer)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 
@@ -16,6 +16,7 @@ from entropic_jax.methods.method import Method
 from entropic_jax.selection import Reads
 
 from ..control_options import SAMPLERS
+from ..kv_cache import KvCacheDtype
 from .programs import Shapes
 
 # The lists of a step are for that step: kept for several, they would be made anew at steps that the sequence
@@ -23,9 +24,6 @@ from .programs import Shapes
 SELECTION = dataclasses.replace(FINE, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
-# Named as in vLLM; whatever of 8 bits is named has a scale for each token and KV head.
-FLOAT8 = "float8_e4m3fn"
-KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
 EXACT_CHUNK = 64  # positions of a piece of a prompt where all pieces have one shape, short prompts too
@@ -122,22 +120,6 @@ def plan_of(options: EngineOptions) -> Plan | None:
     if options.method != "dense":
         raise ValueError(f"method is {options.method!r}; accepted with branches is dense")
     return plan
-
-
-def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
-    """The dtype of the pages of a model that computes in `dtype`."""
-    if kv_cache_dtype == "auto":
-        return dtype
-    return "int8" if kv_cache_dtype.startswith("int8") else FLOAT8
-
-
-def check_pages(dtype: Any, platform: str) -> None:
-    """Raise ValueError where pages of a dtype would be copied at every step."""
-    if dtype == FLOAT8 and platform == "cpu":
-        raise ValueError(
-            "kv_cache_dtype is fp8 on a CPU, where every step would widen the whole cache; accepted there "
-            "are auto and int8_per_token_head"
-        )
 
 
 def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes:

@@ -1,20 +1,22 @@
-"""The engine over a cache of eight bits: the same invariants, and more pages in the same room."""
+"""The engine over a cache of 16 or 8 bits: the same invariants, and more pages in the same room."""
 
 import pytest
 
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.engine.options import check_pages, sizes, stored_as
+from serving.engine.options import sizes
+from serving.kv_cache import check_pages, stored_as
 from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
 
 __all__ = ["model"]
 
 
-def test_with_a_cache_of_eight_bits_a_job_still_gets_the_same_whatever_befalls_it(model):
-    options = dict(kv_cache_dtype="int8_per_token_head", num_pages=40)
+@pytest.mark.parametrize(("name", "dtype"), [("int8_per_token_head", "int8"), ("bfloat16", "bfloat16")])
+def test_with_a_narrow_cache_a_job_still_gets_the_same_whatever_befalls_it(model, name, dtype):
+    options = dict(kv_cache_dtype=name, num_pages=40)
     jobs = [job(f"j{i}", prompt(30, i), seed=i, max_tokens=40, **WARM) for i in range(5)]
     for engine in engine_of(model, **options):
-        assert engine.batcher.board.state.cache.layers[0].keys.dtype == "int8"
+        assert engine.batcher.board.state.cache.layers[0].keys.dtype == dtype
         together = run(engine, *jobs)
         alone = [run(engine, j)[0] for j in jobs]
         assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
@@ -22,13 +24,14 @@ def test_with_a_cache_of_eight_bits_a_job_still_gets_the_same_whatever_befalls_i
 
 def test_a_cache_of_eight_bits_holds_more_pages(model):
     room = dict(kv_cache_bytes=1 << 20, max_num_seqs=1000)
-    names = ("auto", "fp8", "fp8_per_token_head", "int8_per_token_head")
+    names = ("auto", "bfloat16", "fp8", "fp8_per_token_head", "int8_per_token_head")
     made = {name: EngineOptions(kv_cache_dtype=name, **room) for name in names}
     head_dim = model.decoder.shape.head_dim
     pages = {
         name: sizes(model, it, bytes_per_number(stored_as(name, "float32"), head_dim)).pages
         for name, it in made.items()
     }
+    assert pages["bfloat16"] == pytest.approx(2 * pages["auto"], rel=0.02)
     assert pages["fp8"] == pages["fp8_per_token_head"] == pages["int8_per_token_head"]
     assert pages["fp8"] / pages["auto"] == pytest.approx(4 / (1 + 4 / head_dim), rel=0.02)
     with pytest.raises(ValueError, match="kv_cache_dtype is 'nvfp4'"):

@@ -1,10 +1,11 @@
 """Inner loops as LLVM vector code: what a compiler does not find by itself.
 
 Vectors have 16 float32 lanes; LLVM splits them where registers are narrower. Addresses are integers, data is
-float32 and contiguous. Every maker returns a function for Numba code, specialised for the sizes it is given.
+contiguous, and float32 where no *kind* says otherwise: bfloat16 and int8 are widened as they are read. Every
+maker returns a function for Numba code, specialised for the sizes it is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,9 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, WORD, NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a number, by kind
+LINE = 64  # bytes of the cache
+TOGETHER = 4  # keys whose scores are summed up at once
 ANY_ORDER = ("reassoc", "contract", "nsz")
 
 
@@ -47,6 +51,24 @@ def load(builder: Any, place: Any, offset: Any, kind: Any = VECTOR) -> Any:
     return builder.load(at(builder, place, offset, kind), align=4)
 
 
+def numbers_at(builder: Any, place: Any, offset: Any, kind: str) -> Any:
+    """The address `offset` numbers of a kind after the address `place`."""
+    return builder.add(place, builder.mul(offset, WORD(BYTES[kind])))
+
+
+def widened(builder: Any, place: Any, offset: Any, kind: str) -> Any:
+    """A vector of numbers of a kind as float32."""
+    address = numbers_at(builder, place, offset, kind)
+    if kind == "float32":
+        return builder.load(builder.inttoptr(address, VECTOR.as_pointer()), align=4)
+    words = ir.VectorType(NARROW, LANES)
+    narrow = ir.VectorType(ir.IntType(8 * BYTES[kind]), LANES)
+    bits = builder.load(builder.inttoptr(address, narrow.as_pointer()), align=BYTES[kind])
+    if kind == "int8":
+        return builder.sitofp(builder.sext(bits, words), VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * LANES)), VECTOR)
+
+
 def store(builder: Any, value: Any, place: Any, offset: Any) -> None:
     builder.store(value, at(builder, place, offset, value.type), align=4)
 
@@ -67,16 +89,22 @@ def _declared(builder: Any, name: str, kind: Any) -> Any:
     return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
-def prefetch(builder: Any, place: Any, offset: Any) -> None:
-    """Ask for the cache line at a place that is read soon, in the second-level cache.
+def prefetch(builder: Any, place: Any) -> None:
+    """Ask for the cache line at an address that is read soon, in the second-level cache.
 
     Asked for in the first, it would hold one of that cache's few line buffers until memory has answered.
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, NARROW, NARROW, NARROW])
     function = _declared(builder, "llvm.prefetch.p0", kind)
-    target = builder.bitcast(at(builder, place, offset), byte)
-    builder.call(function, [target, NARROW(0), NARROW(1), NARROW(1)])
+    builder.call(function, [builder.inttoptr(place, byte), NARROW(0), NARROW(1), NARROW(1)])
+
+
+def prefetch_numbers(builder: Any, place: Any, offset: Any, number: int, kind: str) -> None:
+    """Ask for `number` numbers of a kind, `offset` numbers after an address."""
+    begin = numbers_at(builder, place, offset, kind)
+    for line in range(0, number * BYTES[kind], LINE):
+        prefetch(builder, builder.add(begin, WORD(line)))
 
 
 def total(builder: Any, value: Any) -> Any:
@@ -84,6 +112,27 @@ def total(builder: Any, value: Any) -> Any:
     kind = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
     function = _declared(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", kind)
     return builder.call(function, [FLOAT(0), value], fastmath=ANY_ORDER)
+
+
+def totals(builder: Any, values: Sequence[Any]) -> Any:
+    """The sums of the lanes of four vectors, as a vector of four; each added up in the order of `total`."""
+    lanes = lambda *first: ir.Constant(
+        ir.VectorType(NARROW, LANES), [f + i for f in first for i in range(LANES // len(first))]
+    )
+    a, b, c, d = values
+
+    def halves(x, y):
+        low, high = (builder.shuffle_vector(x, y, lanes(i, LANES + i)) for i in (0, 8))
+        return builder.fadd(low, high)
+
+    x, y = halves(a, b), halves(c, d)
+    parts = [builder.shuffle_vector(x, y, lanes(i, 8 + i, 16 + i, 24 + i)) for i in (0, 4)]
+    four = builder.fadd(*parts)  # lanes 4 k … 4 k + 3 are of vector k
+    for step in (2, 1):
+        swapped = ir.Constant(ir.VectorType(NARROW, LANES), [i ^ step for i in range(LANES)])
+        four = builder.fadd(four, builder.shuffle_vector(four, four, swapped))
+    each = ir.Constant(ir.VectorType(NARROW, TOGETHER), [0, 4, 8, 12])
+    return builder.shuffle_vector(four, four, each)
 
 
 def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body: Callable) -> list[Any]:
@@ -111,10 +160,10 @@ def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body
 
 
 @cache
-def scores(group: int, head_dim: int) -> Any:
+def scores(group: int, head_dim: int, kind: str) -> Any:
     """`scores(keys, query, out, stride, begin, end, later)`: out[g, t] = query[g] · keys[t], begin ≤ t < end.
 
-    Rows at the address `later` are fetched into the cache on the way.
+    Keys are of the kind. Rows at the address `later` are fetched into the cache on the way.
     """
     parts = head_dim // LANES
     at_once = max(1, min(group, 16 // parts))
@@ -127,28 +176,48 @@ def scores(group: int, head_dim: int) -> Any:
                 (g, j): load(builder, query, g * head_dim + j * LANES) for g in heads for j in range(parts)
             }
 
-            def row(t, _):
+            def products(t):
+                """Of a row with each head: the vectors whose lanes add up to a score."""
                 place = builder.mul(t, WORD(head_dim))
-                key = [load(builder, keys, builder.add(place, WORD(j * LANES))) for j in range(parts)]
+                at_part = lambda j: builder.add(place, WORD(j * LANES))
+                key = [widened(builder, keys, at_part(j), kind) for j in range(parts)]
                 if first == 0:
-                    for j in range(parts):
-                        prefetch(builder, later, builder.add(place, WORD(j * LANES)))
-                for g in heads:
-                    value = builder.fmul(key[0], held[g, 0])
-                    for j in range(1, parts):
-                        value = multiply_add(builder, key[j], held[g, j], value)
+                    prefetch_numbers(builder, later, place, head_dim, kind)
+                values = [builder.fmul(key[0], held[g, 0]) for g in heads]
+                for j in range(1, parts):
+                    values = [
+                        multiply_add(builder, key[j], held[g, j], x)
+                        for g, x in zip(heads, values, strict=True)
+                    ]
+                return values
+
+            def several(t, _):
+                made = zip(*(products(builder.add(t, WORD(i))) for i in range(TOGETHER)), strict=True)
+                for g, values in zip(heads, made, strict=True):
+                    where = builder.add(builder.mul(stride, WORD(g)), t)
+                    store(builder, totals(builder, values), out, where)
+                return []
+
+            def one(t, _):
+                for g, value in zip(heads, products(t), strict=True):
                     where = builder.add(builder.mul(stride, WORD(g)), t)
                     store(builder, total(builder, value), out, where)
                 return []
 
-            loop(builder, begin, end, 1, [], row)
+            span = builder.and_(builder.sub(end, begin), WORD(-TOGETHER))
+            middle = builder.add(begin, span)
+            loop(builder, begin, middle, TOGETHER, [], several)
+            loop(builder, middle, end, 1, [], one)
 
     return intrinsic_of(7, emit)
 
 
 @cache
-def accumulate(group: int, head_dim: int) -> Any:
-    """`accumulate(weights, values, out, stride, begin, end, later)`: out[g] += Σ weights[g, t] values[t]."""
+def accumulate(group: int, head_dim: int, kind: str) -> Any:
+    """`accumulate(weights, values, out, stride, begin, end, later)`: out[g] += Σ weights[g, t] values[t].
+
+    Values are of the kind.
+    """
     parts = head_dim // LANES
     at_once = max(1, min(group, 16 // parts))
 
@@ -160,10 +229,10 @@ def accumulate(group: int, head_dim: int) -> Any:
 
             def row(t, sums):
                 place = builder.mul(t, WORD(head_dim))
-                value = [load(builder, data, builder.add(place, WORD(j * LANES))) for j in range(parts)]
+                at_part = lambda j: builder.add(place, WORD(j * LANES))
+                value = [widened(builder, data, at_part(j), kind) for j in range(parts)]
                 if first == 0:
-                    for j in range(parts):
-                        prefetch(builder, later, builder.add(place, WORD(j * LANES)))
+                    prefetch_numbers(builder, later, place, head_dim, kind)
                 weight = {
                     g: spread(
                         builder, load(builder, weights, builder.add(builder.mul(stride, WORD(g)), t), FLOAT)
@@ -219,8 +288,8 @@ def page_scores(group: int, head_dim: int, stride: int) -> Any:
                 for kind, data in enumerate((sums, high, low)):
                     for j in range(parts):
                         value[kind, j] = load(builder, data, builder.add(place, WORD(j * LANES)))
-                        if first == 0:
-                            prefetch(builder, data, builder.add(later, WORD(j * LANES)))
+                    if first == 0:
+                        prefetch_numbers(builder, data, later, head_dim, "float32")
                 for g in heads:
                     mean = builder.fmul(value[0, 0], held[0, g, 0])
                     bound = builder.fmul(value[1, 0], held[1, g, 0])
@@ -261,31 +330,21 @@ def peaks() -> Any:
 def tile(rows: int, vectors: int, kind: str) -> Any:
     """`tile(x, weight, out, inputs, columns)`: out[r, c] = Σ x[r, i] weight[i, c], i ascending, 0 ≤ r < rows.
 
-    c goes over `vectors` vectors; a row of x has `inputs` numbers, one of weight and out has `columns`. Of
-    kind bfloat16, the weight is widened as it is read.
+    c goes over `vectors` vectors; a row of x has `inputs` numbers, one of weight and out has `columns`. The
+    weight is of the kind.
     """
     ahead = WORD(16)  # rows of the weight
     width = vectors * LANES
 
     def emit(builder, values):
         x, weight, out, inputs, columns = values
-        size = WORD(2 if kind == "float32" else 1)  # log2 of a number's bytes
-
-        def read(place, j):
-            begin = builder.add(weight, builder.shl(builder.add(place, WORD(j * LANES)), size))
-            if kind == "float32":
-                return builder.load(builder.inttoptr(begin, VECTOR.as_pointer()), align=4)
-            halves, words = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(NARROW, LANES)
-            bits = builder.zext(builder.load(builder.inttoptr(begin, halves.as_pointer()), align=2), words)
-            return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * LANES)), VECTOR)
 
         def row(i, sums):
             place = builder.mul(i, columns)
-            later = builder.mul(builder.add(i, ahead), columns)
-            start = builder.add(weight, builder.shl(later, size))
-            for line in range(0, width * (4 if kind == "float32" else 2), 64):
-                prefetch(builder, builder.add(start, WORD(line)), WORD(0))
-            value = [read(place, j) for j in range(vectors)]
+            prefetch_numbers(builder, weight, builder.mul(builder.add(i, ahead), columns), width, kind)
+            value = [
+                widened(builder, weight, builder.add(place, WORD(j * LANES)), kind) for j in range(vectors)
+            ]
             after = []
             for r in range(rows):
                 where = builder.add(builder.mul(inputs, WORD(r)), i)

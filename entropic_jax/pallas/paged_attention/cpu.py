@@ -15,6 +15,7 @@ import numpy as np
 from .. import native
 from ..native import library
 from ..native.once import once
+from .quantised import Quantised
 from .reference import Partial
 
 PIECE = 1024  # positions
@@ -22,37 +23,50 @@ LOW = np.float32(-1e30)
 
 
 def declines(*dtypes) -> None:
-    """Raise NotImplementedError with the reason, if this back end cannot serve."""
+    """Raise NotImplementedError with the reason, if this back end cannot serve; `dtypes` must be float32."""
     if reason := native.why_not():
         raise NotImplementedError(reason)
     if set(dtypes) != {jnp.dtype("float32")}:
         raise NotImplementedError(f"dtypes {', '.join(map(str, dtypes))}: float32 is served")
 
 
+def kind_of(keys, values) -> str:
+    """The name of the dtype of two pools. NotImplementedError if they are not served."""
+    kinds = {jnp.dtype(pool.dtype).name for pool in (keys, values)}
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16", "int8"}:
+        served = "float32, bfloat16 and int8 are served"
+        raise NotImplementedError(f"pages of {' and '.join(sorted(kinds))}: {served}")
+    return kinds.pop()
+
+
 def decode(q, keys, values, table, index, count, first, last) -> Partial:
-    """See the package; float32, head_dim a multiple of 16."""
-    declines(q.dtype, keys.dtype, values.dtype)
+    """See the package; float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8."""
+    declines(q.dtype)
+    kind = kind_of(keys, values)
     rows, kv_heads, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: multiples of 16 are served")
-    name = _register_decode(kv_heads, group, head_dim, keys.shape[2], index is None)
+    name = _register_decode(kv_heads, group, head_dim, keys.shape[2], index is None, kind)
+    scales = ()
+    if isinstance(keys, Quantised):
+        keys, values, scales = keys.tiles, values.tiles, (keys.scale, values.scale)
     lists = () if index is None else (index, count)
     shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], q.dtype))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    return Partial(*call(q, keys, values, table, first, last, *lists))
+    return Partial(*call(q, keys, values, table, first, last, *lists, *scales))
 
 
 @once
-def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool) -> str:
+def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool, kind: str) -> str:
     """Make `decode` for one shape known to XLA; returns its name there."""
-    kind = "dense" if dense else "listed"
     name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{kind}"
-    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense))
+    name += "_dense" if dense else "_listed"
+    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense, kind))
     return name
 
 
 def _compile(
-    name: str, kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool
+    name: str, kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool, kind: str
 ) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
@@ -71,10 +85,11 @@ def _compile(
     )
     from ..native.pool import parallel
 
-    scores, accumulate = vector.scores(group, head_dim), vector.accumulate(group, head_dim)
+    scores, accumulate = vector.scores(group, head_dim, kind), vector.accumulate(group, head_dim, kind)
     exponentials = vector.exponentials()
     per_piece = max(1, PIECE // page_size)
-    tile = page_size * head_dim * 4  # bytes
+    tile = page_size * head_dim * vector.BYTES[kind]  # bytes
+    scaled, scales = kind == "int8", 6 if dense else 8  # and which operand the scales of keys are
 
     @njit(nogil=True)
     def pages(frame, row, head):
@@ -128,6 +143,9 @@ def _compile(
         top = carray(pointer(top_data), (number + 1, group), np.float32)[number]
         total = carray(pointer(total_data), (number + 1, group), np.float32)[number]
         top[:], total[:] = LOW, np.float32(0)
+        key_scale, value_scale = np.int64(0), np.int64(0)
+        if scaled:
+            key_scale, value_scale = operand(frame, scales)[0], operand(frame, scales + 1)[0]
         memory = allocate(4 * (group + 1) * page_size)
         score = floats(memory, (group, page_size))
         power = carray(pointer(memory + 4 * group * page_size), (page_size,), np.int32)
@@ -143,8 +161,11 @@ def _compile(
                 continue
             offset, after = (page * kv_heads + head) * tile, (later * kv_heads + head) * tile
             scores(key_data + offset, query, memory, page_size, low, high, key_data + after)
+            scale = 4 * (page * kv_heads + head) * page_size
             for g in range(group):
                 weight = score[g, low:high]
+                if scaled:
+                    weight *= floats(key_scale + scale, (page_size,))[low:high]
                 peak = top[g]
                 for t in range(high - low):
                     peak = max(peak, weight[t])
@@ -154,6 +175,8 @@ def _compile(
                 if shrink != np.float32(1):
                     for d in range(head_dim):
                         sums[g, d] *= shrink
+                if scaled:
+                    weight *= floats(value_scale + scale, (page_size,))[low:high]
             accumulate(memory, value_data + offset, out, page_size, low, high, value_data + after)
         release(memory)
 

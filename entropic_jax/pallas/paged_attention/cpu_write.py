@@ -11,64 +11,99 @@ import numpy as np
 
 from ..native import library
 from ..native.once import once
-from .cpu import declines
+from .cpu import declines, kind_of
+from .quantised import LARGEST
 
 
 def write(tiles, summaries, k, v, page, slot):
-    """See the package; float32."""
-    declines(*(x.dtype for x in (*tiles, *summaries, k, v)))
-    pools = (*tiles, *summaries)
-    name = _register(k.shape[1], k.shape[2], tiles[0].shape[2])
+    """See the package; float32 vectors into pages of float32, bfloat16 or int8."""
+    declines(*(x.dtype for x in (*summaries, k, v)))
+    kind = kind_of(*tiles)
+    pools, tree = jax.tree.flatten((tuple(tiles), tuple(summaries)))
+    name = _register(k.shape[1], k.shape[2], tiles[0].shape[2], kind)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools)
     aliases = {i: i for i in range(len(pools))}
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential", input_output_aliases=aliases)
-    written = call(*pools, k, v, page, slot)
-    return written[:2], written[2:]
+    return tree.unflatten(call(*pools, k, v, page, slot))
 
 
 @once
-def _register(kv_heads: int, head_dim: int, page_size: int) -> str:
-    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}"
-    library.register(name, lambda: _compile(name, kv_heads, head_dim, page_size))
+def _register(kv_heads: int, head_dim: int, page_size: int, kind: str) -> str:
+    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}_{kind}"
+    library.register(name, lambda: _compile(name, kv_heads, head_dim, page_size, kind))
     return name
 
 
-def _compile(name: str, kv_heads: int, head_dim: int, page_size: int) -> Iterator[tuple[str, Any]]:
+def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native.call import handler, operand, pointer, result
+    from ..native.call import allocate, floats, handler, operand, pointer, release, result
+
+    stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[kind]
+    halved, scaled = kind == "bfloat16", kind == "int8"
+    # Pools in the order of a pytree's leaves: the scales of a pool follow its tiles.
+    values_at, summaries_at, pools = (2, 4, 8) if scaled else (1, 2, 6)
+    largest, inverse = np.float32(LARGEST["int8"]), np.float32(1 / LARGEST["int8"])
+
+    @njit(nogil=True)
+    def put(vector, bits, tile, scale):
+        """Store a vector, whose bits are `bits`, in a tile; it becomes what the tile is read as."""
+        if scaled:
+            extent = np.float32(0)
+            for d in range(head_dim):
+                if extent == extent and not abs(vector[d]) <= extent:  # NaN stays
+                    extent = abs(vector[d])
+            scale[0] = extent * inverse if extent != 0 else np.float32(1)
+        for d in range(head_dim):
+            if scaled:
+                tile[d] = np.int8(min(max(np.rint(vector[d] / scale[0]), -largest), largest))
+                vector[d] = np.float32(tile[d]) * scale[0]
+            elif halved:  # to the nearest, to the even one of two
+                word = np.int64(bits[d])
+                half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if vector[d] == vector[d] else 0x7FC0
+                tile[d] = np.uint16(half)
+                bits[d] = np.uint32(half << 16)
+            else:
+                tile[d] = vector[d]
 
     @njit(nogil=True)
     def body(frame):
-        data, shape = operand(frame, 6)
-        rows = shape[0]
-        key = carray(pointer(data), (rows, kv_heads, head_dim), np.float32)
-        value = carray(pointer(operand(frame, 7)[0]), (rows, kv_heads, head_dim), np.float32)
-        page = carray(pointer(operand(frame, 8)[0]), (rows,), np.int32)
-        slot = carray(pointer(operand(frame, 9)[0]), (rows,), np.int32)
+        rows = operand(frame, pools)[1][0]
+        key = floats(operand(frame, pools)[0], (rows, kv_heads, head_dim))
+        value = floats(operand(frame, pools + 1)[0], (rows, kv_heads, head_dim))
+        page = carray(pointer(operand(frame, pools + 2)[0]), (rows,), np.int32)
+        slot = carray(pointer(operand(frame, pools + 3)[0]), (rows,), np.int32)
         data, pool_shape = result(frame, 0)
-        pool = pool_shape[0]
-        keys = carray(pointer(data), (pool, kv_heads, page_size, head_dim), np.float32)
-        values = carray(pointer(result(frame, 1)[0]), (pool, kv_heads, page_size, head_dim), np.float32)
-        low = carray(pointer(result(frame, 2)[0]), (pool, kv_heads, head_dim), np.float32)
-        high = carray(pointer(result(frame, 3)[0]), (pool, kv_heads, head_dim), np.float32)
-        total = carray(pointer(result(frame, 4)[0]), (pool, kv_heads, head_dim), np.float32)
-        norm = carray(pointer(result(frame, 5)[0]), (pool, kv_heads), np.float32)
+        shape = (pool_shape[0], kv_heads, page_size, head_dim)
+        keys = carray(pointer(data), shape, stored)
+        values = carray(pointer(result(frame, values_at)[0]), shape, stored)
+        # Without scales, whatever memory is there: it is not touched.
+        key_scale = floats(result(frame, 1)[0], shape[:3])
+        value_scale = floats(result(frame, values_at + 1)[0], shape[:3])
+        low = floats(result(frame, summaries_at)[0], (shape[0], kv_heads, head_dim))
+        high = floats(result(frame, summaries_at + 1)[0], (shape[0], kv_heads, head_dim))
+        total = floats(result(frame, summaries_at + 2)[0], (shape[0], kv_heads, head_dim))
+        norm = floats(result(frame, summaries_at + 3)[0], (shape[0], kv_heads))
+        memory = allocate(8 * head_dim)
+        pair, bits = floats(memory, (2, head_dim)), carray(pointer(memory), (2, head_dim), np.uint32)
+        x, y = pair[0], pair[1]
         for row in range(rows):
             p, s = page[row], slot[row]
             for head in range(kv_heads):
+                x[:], y[:] = key[row, head], value[row, head]
+                put(x, bits[0], keys[p, head, s], key_scale[p, head, s:])
+                put(y, bits[1], values[p, head, s], value_scale[p, head, s:])
                 square = np.float32(0)
                 for d in range(head_dim):
-                    x, y = key[row, head, d], value[row, head, d]
-                    keys[p, head, s, d], values[p, head, s, d] = x, y
-                    square += y * y
+                    square += y[d] * y[d]
                     if s == 0:
-                        low[p, head, d], high[p, head, d], total[p, head, d] = x, x, x
+                        low[p, head, d], high[p, head, d], total[p, head, d] = x[d], x[d], x[d]
                     else:
-                        low[p, head, d] = min(low[p, head, d], x)
-                        high[p, head, d] = max(high[p, head, d], x)
-                        total[p, head, d] += x
-                largest = np.sqrt(square)
-                norm[p, head] = largest if s == 0 else max(norm[p, head], largest)
+                        low[p, head, d] = min(low[p, head, d], x[d])
+                        high[p, head, d] = max(high[p, head, d], x[d])
+                        total[p, head, d] += x[d]
+                longest = np.sqrt(square)
+                norm[p, head] = longest if s == 0 else max(norm[p, head], longest)
+        release(memory)
 
     yield name, handler(body)

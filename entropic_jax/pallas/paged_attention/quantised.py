@@ -80,7 +80,8 @@ def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     x, dtype = x.astype(jnp.float32), jnp.dtype(dtype)
     largest = LARGEST[dtype.name]
     extent = jnp.abs(x).max(-1)
-    scale = jnp.where(extent == 0, 1.0, extent / largest)
+    # A product, as XLA would make of the quotient by a constant: kernels come to the same bits.
+    scale = jnp.where(extent == 0, 1.0, extent * jnp.float32(1 / largest))
     scaled = jnp.clip(x / scale[..., None], -largest, largest)
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
 

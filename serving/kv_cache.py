@@ -1,0 +1,35 @@
+"""The numbers that keys and values are stored in, by the names that vLLM has for them."""
+
+from typing import Any, Literal, get_args
+
+FLOAT8 = "float8_e4m3fn"
+# Whatever of 8 bits is named has a scale for each token and KV head.
+KvCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
+KV_CACHE_DTYPES = get_args(KvCacheDtype)
+
+
+def pages_of(kv_cache_dtype: KvCacheDtype, params: Any) -> Any:
+    """The dtype of the pages of a model with these params, on the default device. Raises as `check_pages`."""
+    import jax
+
+    stored = stored_as(kv_cache_dtype, jax.tree.leaves(params)[0].dtype)
+    check_pages(stored, jax.default_backend())
+    return stored
+
+
+def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
+    """The dtype of the pages of a model that computes in `dtype`."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    if kv_cache_dtype == "bfloat16":
+        return "bfloat16"
+    return "int8" if kv_cache_dtype.startswith("int8") else FLOAT8
+
+
+def check_pages(dtype: Any, platform: str) -> None:
+    """Raise ValueError where pages of a dtype would be copied at every step."""
+    if dtype == FLOAT8 and platform == "cpu":
+        raise ValueError(
+            "kv_cache_dtype is fp8 on a CPU, where every step would widen the whole cache; accepted there "
+            "are auto, bfloat16 and int8_per_token_head"
+        )

@@ -1,0 +1,101 @@
+"""Pages of fewer bits on a CPU: what is read of them and written to them by the kernels in Numba."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax.pallas import native, paged_attention
+from entropic_jax.pallas.paged_attention import cases, cpu, cpu_write, quantised, reference
+
+KINDS = ("bfloat16", "int8")
+SHAPES = (
+    cases.Case(3, 2, 4, 64, 16, 5),
+    cases.Case(3, 1, 7, 32, 16, 6, kept=0.5, window=True),
+    cases.Case(2, 2, 1, 16, 4, 9, kept=0.7),
+    cases.Case(2, 1, 3, 128, 256, 6, window=True),
+)
+
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda case: case.name)
+def test_what_is_read_is_what_float64_says(shape, kind):
+    case = shape._replace(pages=kind)
+    for seed in range(3):
+        arguments = cases.build(case, seed)
+        found = jax.jit(cpu.decode)(*arguments)
+        for x, expected in zip(found, cases.exact(case, arguments), strict=True):
+            np.testing.assert_allclose(x, expected, atol=2e-5)
+
+
+def written(kind, poison=False):
+    """The same vectors, of all sizes, written slot by slot: by the kernel, and in plain JAX."""
+    rng = np.random.default_rng(3)
+    rows, kv_heads, head_dim, size = 3, 2, 32, 4
+    tiles = tuple(quantised.zeros((2 * rows + 1, kv_heads, size, head_dim), kind) for _ in range(2))
+    summaries = (*(jnp.full((2 * rows + 1, kv_heads, head_dim), jnp.nan) for _ in range(3)),)
+    ways = [(tiles, (*summaries, jnp.full((2 * rows + 1, kv_heads), jnp.nan)))] * 2
+    for position in range(2 * size):
+        k, v = rng.standard_normal((2, rows, kv_heads, head_dim)) * 10.0 ** rng.integers(
+            -6, 6, (2, rows, 1, 1)
+        )
+        k[1] = 0
+        if poison and position == 5:
+            k[2, 1, 7] = np.nan
+        page = np.arange(rows) + rows * (position // size)
+        slot = np.full(rows, position % size)
+        where = (jnp.asarray(page, jnp.int32), jnp.asarray(slot, jnp.int32))
+        vectors = (jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32))
+        makers = (cpu_write.write, reference.write)
+        ways = [jax.jit(m)(*way, *vectors, *where) for m, way in zip(makers, ways, strict=True)]
+    return ways
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_has_the_bits_of_the_reference(kind):
+    (ours, our_summaries), (theirs, their_summaries) = written(kind)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[:-1], np.asarray(y)[:-1])
+    low, high, total, norm = zip(our_summaries, their_summaries, strict=True)
+    for x, y in (low, high):
+        np.testing.assert_array_equal(x[:-1], y[:-1])
+    for x, y in (total, norm):
+        np.testing.assert_allclose(x[:-1], y[:-1], rtol=1e-5, atol=1e-5 * np.abs(high[1][:-1]).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_is_read_as_none(kind):
+    (keys, values), _ = written(kind, poison=True)[0]
+    read = np.asarray(quantised.gather(keys, np.array([5]), jnp.float32))
+    assert np.isnan(read[0, 1, 1]).any() and np.isfinite(read[0, 0]).all()
+    q = jnp.ones((1, 2, 1, 32))
+    table, span = jnp.array([[5]], jnp.int32), (jnp.array([0], jnp.int32), jnp.array([4], jnp.int32))
+    out = cpu.decode(q, keys, values, table, None, None, *span).out
+    assert np.isnan(out[0, 1]).all() and np.isfinite(out[0, 0]).all()
+
+
+def test_the_nearest_number_of_16_bits_and_the_even_one_of_two():
+    tiles = tuple(quantised.zeros((2, 1, 1, 16), "bfloat16") for _ in range(2))
+    summaries = (*(jnp.zeros((2, 1, 16)) for _ in range(3)), jnp.zeros((2, 1)))
+    bits = [0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000]
+    x = jnp.asarray(np.array(bits * 2, np.uint32).view(np.float32)).reshape(1, 1, 16)
+    zero = jnp.zeros(1, jnp.int32)
+    (keys, _), _ = cpu_write.write(tiles, summaries, x, x, zero, zero)
+    np.testing.assert_array_equal(keys[0, 0, 0], x[0, 0].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kinds", [("float8_e4m3fn",) * 2, ("float16",) * 2, ("float32", "bfloat16")])
+def test_other_pages_are_declined_and_served_by_plain_jax(kinds):
+    shape = cases.Case(2, 1, 2, 32, 16, 3)
+    q, keys, values, *where = cases.build(shape)
+    keys, values = (
+        cases.poisoned(kind, np.nan_to_num(x, nan=1.0), np.ones(x.shape[:3], bool))
+        for kind, x in zip(kinds, (keys, values), strict=True)
+    )
+    with pytest.raises(NotImplementedError, match="float32, bfloat16 and int8 are served"):
+        cpu.decode(q, keys, values, *where)
+    keys, values = jax.tree.map(jnp.asarray, (keys, values))
+    assert np.isfinite(paged_attention.decode(q, keys, values, *where).out).all()
