@@ -21,10 +21,11 @@ from .worker import PeerError, Peers
 EVERYTHING_MAY_GO = 0.999  # a drop at which only the rules decide what stays
 
 
-def random_model() -> Subject:
-    """The shape of `benchmarks.decode` with random weights."""
+def random_model(quick: bool) -> Subject:
+    """The shape of `benchmarks.decode` with random weights, or two layers of it."""
     names = {*models.Config.__dataclass_fields__} - {"max_position_embeddings"}
     sizes = {k: v for k, v in CONFIG.items() if k in names and not k.endswith("token_id")}
+    sizes |= {"num_hidden_layers": 2} if quick else {}
     config = models.Config(architecture=CONFIG["architectures"][0], max_position_embeddings=65536, **sizes)
     made = models.initialise(config, 0)
     return Subject(made.decoder, made.params)
@@ -76,7 +77,7 @@ def shape(context: int, kept: float, peers: Peers | None, engines: list[str], qu
     Ours twice: in float32, and with weights, keys and values of bfloat16.
     """
     steps, repeat = (4, 2) if quick else (8, 12)
-    wide, presets = random_model(), {"off": preset("off"), "full": imposed(context, kept)}
+    wide, presets = random_model(quick), {"off": preset("off"), "full": imposed(context, kept)}
     ways, subjects, states = {}, {}, {}
     for ending, subject, dtype in (("", wide, "float32"), ("-half", halved(wide), "bfloat16")):
         for name, way in presets.items():

@@ -1,4 +1,4 @@
-"""How fast the kernels are on the device at hand: attention, choice of pages, top-k with entropies, a step.
+"""How fast the kernels are on the device at hand: attention, prefill, choice of pages, entropies, a step.
 
     python -m benchmarks.kernels [--quick] [--show RESULTS] [--document]
 
@@ -17,12 +17,21 @@ from rich.console import Console
 
 from entropic_jax.pallas import self_test
 
-from . import kernels_attention, kernels_checks, kernels_choice, kernels_step, kernels_topk, report
+from . import (
+    kernels_attention,
+    kernels_checks,
+    kernels_choice,
+    kernels_prefill,
+    kernels_step,
+    kernels_topk,
+    report,
+)
 from .kernels_timing import copy_bandwidth, on_cpu
 from .worker import pin
 
 PARTS = {
     "attention": kernels_attention.measure,
+    "prefill": kernels_prefill.measure,
     "choice": kernels_choice.measure,
     "topk_entropy": kernels_topk.measure,
     "step": kernels_step.measure,
@@ -64,6 +73,7 @@ def grids(results: dict[str, Any]) -> list[report.Grid]:
     """One table for each part: milliseconds, bytes over seconds, and that over the copy."""
     titles = {
         "attention": "Paged attention of one query per row",
+        "prefill": "Causal attention of many queries",
         "choice": "The choice of pages",
         "topk_entropy": "Top-k and entropies of a batch of logits",
         "step": "A step of an 8B-shaped model, random weights",

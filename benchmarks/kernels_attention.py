@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.pallas import paged_attention
-from entropic_jax.pallas.paged_attention.quantised import Quantised, bytes_per_number, quantise
+from entropic_jax.pallas.paged_attention.quantised import Pool, Quantised, bytes_per_number, quantise
 
 from .kernels_timing import on_cpu, seconds
 
 FRACTIONS = (1.0, 0.5, 0.25, 0.0625)  # of the pages of a row
-EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 
 class Shape(NamedTuple):
@@ -78,8 +77,8 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
         programs[name] = partial(decode, q, keys, values, table, None, None, first, lengths)
         share = float(lengths.sum()) / (shape.rows * shape.context)
         entries[name] = {"engine": f"{back_end}, ragged", "kept": share}
-    for dtype in EIGHT_BITS:
-        pools = [in_eight_bits(pool, dtype) for pool in (keys, values)]
+    for dtype in ("bfloat16", "int8") if on_cpu() else ("int8", "float8_e4m3fn"):
+        pools = [narrowed(pool, dtype) for pool in (keys, values)]
         back_end = accepted(q, *pools, table, first, last)[0]
         decode = jax.jit(partial(paged_attention.decode, back_end=back_end))
         name = f"{back_end}, {dtype}"
@@ -118,8 +117,10 @@ def arrays(shape: Shape) -> tuple[jax.Array, ...]:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def in_eight_bits(pool: jax.Array, dtype: str) -> Quantised:
-    """The same pool, quantised."""
+def narrowed(pool: jax.Array, dtype: str) -> Pool:
+    """The same pool in fewer bits."""
+    if dtype == "bfloat16":
+        return pool.astype(dtype)
     tiles, scale = quantise(pool, dtype)
     return Quantised(tiles, scale[:, :, None])
 

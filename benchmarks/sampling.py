@@ -63,6 +63,7 @@ def ways(found: Calibration, model: models.Model) -> dict[str, Way]:
     own = entropix.calibrated(found)
     return {
         "greedy": Way(off, dict(temperature=0.0)),
+        "T 1": Way(off, {}),
         "T 0.7, top-p 0.9": Way(off, dict(temperature=0.7, top_p=0.9)),
         "min-p 0.1": Way(off, dict(min_p=0.1)),
         "top-nσ 1": Way(off, dict(top_n_sigma=1.0)),

@@ -106,6 +106,12 @@ def drive(
     return outcomes
 
 
+def sustained(outcomes: list[Outcome], concurrency: int) -> float:
+    """Requests per second of a closed loop as long as it was full: until the last one was sent."""
+    sent = [outcome.sent for outcome in outcomes]
+    return (len(outcomes) - concurrency) / (max(sent) - min(sent))
+
+
 def told(url: str) -> dict[str, Any]:
     """What a server of ours says of its engine."""
     with urllib.request.urlopen(f"{url}/entropic/state", timeout=10) as response:
@@ -253,9 +259,9 @@ class Bench:
                 sized = laws.scaled(drawn, factor, 2000)
                 prompts = Prompts(self.tokens, 7)
                 for server in (entropic, fcfs):  # both are warm then; the rate is that of the second
-                    found = drive(server.url, sized[: count // 2], prompts, 4 * width)
+                    found = drive(server.url, sized, prompts, 4 * width)
                 capacity = summary(found)
-                rate = self.options.utilisation * capacity["requests_per_second"]
+                rate = self.options.utilisation * sustained(found, 4 * width)
                 timed = [a._replace(time=a.time / rate) for a in sized]
                 slo = {"e2e": 4 * capacity["e2e"]["mean"]}
                 for repetition in range(self.options.repeat):
@@ -311,15 +317,18 @@ def main() -> None:
     if options.show is not None:
         results = json.loads(options.show.read_text("utf-8"))
     else:
-        results = report.machine(console) | {"threads": options.threads, "utilisation": options.utilisation}
-        bench = Bench(options, options.work)
-        try:
-            results["studies"] = {name: getattr(bench, name)() for name in options.studies}
-        finally:
-            bench.peers.close()
-        results |= {"versions": bench.peers.versions, "failures": bench.failures}
         folder = options.work if options.quick else ROOT / "benchmarks" / "results"
         file = folder / f"serving-{report.slug(report.processor())}.json"
+        # Studies that are not asked for stay as they were measured.
+        results = json.loads(file.read_text("utf-8")) if file.exists() else {"studies": {}}
+        results |= report.machine(console) | {"threads": options.threads, "utilisation": options.utilisation}
+        bench = Bench(options, options.work)
+        try:
+            results["studies"] |= {name: getattr(bench, name)() for name in options.studies}
+        finally:
+            bench.peers.close()
+        if "throughput" in options.studies or "versions" not in results:
+            results |= {"versions": bench.peers.versions, "failures": bench.failures}
         file.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
         console.print(f"stored in {file}")
     serving_report.show(results, console)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import kernels, kernels_attention, kernels_checks, kernels_timing
+from benchmarks import kernels, kernels_attention, kernels_checks, kernels_prefill, kernels_timing
 
 
 def test_time_in_which_a_device_was_busy():
@@ -19,6 +19,15 @@ def test_lists_and_lengths():
     assert (np.asarray(count) == 2).all()
     assert (np.diff(np.asarray(index)[..., :2]) > 0).all() and (np.asarray(index) < 10).all()
     assert kernels_attention.ragged(shape).tolist() == [80, 360, 640]
+
+
+def test_lists_of_a_prefill_have_the_pages_of_its_queries():
+    batch = kernels_attention.Shape(1, 2, 1, 64, 640, 64, "float32")
+    assert kernels_prefill.listed(batch, 512, 1.0) == ((None, None), 1.0)
+    (index, count), kept = kernels_prefill.listed(batch, 512, 0.25)
+    assert (np.asarray(count) == 4).all() and kept == 0.4
+    listed = np.asarray(index)[..., :4]
+    assert (np.diff(listed) > 0).all() and (listed[..., 2:] == [8, 9]).all()
 
 
 def entry(engine, seconds, **more):

@@ -17,12 +17,13 @@ class Ranking:
 
         π = clip(E[ΔH⁺] / max(α C + β M + γ slack, 0.05), 0, B) + a · rounds waited
 
-    C is what is left to compute of a sequence, prompt and continuation, M the memory it will hold, both
-    relative to the largest at hand; slack is the share of its time to the deadline that is left, 1 without
-    one. E[ΔH⁺] of a sequence that has not begun is that of the prior, so among those the short and the urgent
-    come first. A round is as many admissions as there are rows: with the ageing, a sequence waits at most
-    B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of `Scheduling`. So that
-    a stated priority starves nobody either, a job counts as one more important for every B/a rounds it waits.
+    C is what is left to compute of a sequence, in tokens to generate (`Sequence.left`), M the memory that it
+    may come to hold, both relative to the largest at hand; slack is the share of its time to the deadline
+    that is left, 1 without one. E[ΔH⁺] of a sequence that has not begun is that of the prior, so among those
+    the short and the urgent come first. A round is as many admissions as there are rows: with the ageing, a
+    sequence waits at most B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of
+    `Scheduling`. So that a stated priority starves nobody either, a job counts as one more important for
+    every B/a rounds it waits.
     """
 
     def __init__(self, policy: str, prior: Moments) -> None:
@@ -56,7 +57,7 @@ class Ranking:
     def priorities(self, sequences: list[Sequence], rounds: float, drops: np.ndarray) -> np.ndarray:
         """π of each, in nats per unit of load."""
         law, now = self.law, time.perf_counter()
-        rows = ((s.left, s.size, s.slack(now), s.waited(rounds), s.row) for s in sequences)
+        rows = ((s.left, s.most, s.slack(now), s.waited(rounds), s.row) for s in sequences)
         flat = np.fromiter(itertools.chain.from_iterable(rows), float).reshape(-1, 5)
         left, size, slack, waited, row = flat.T
         known = np.append(drops, self.drop)

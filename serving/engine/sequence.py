@@ -12,6 +12,8 @@ from .prefix_cache import Key
 from .row_control import Knobs
 from .ticket import QueuedTicket
 
+# What a token of a prompt takes, as a part of one that is generated, for which weights are read once more.
+PROMPT_TOKEN = 0.25
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
 ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (
     MEASURES.index(name)
@@ -88,14 +90,15 @@ class Sequence:
         self.branches = 0 if job.grammar is not None else knobs.branches  # 0: it does not search
 
     @property
-    def left(self) -> int:
-        """Tokens left to compute, if all are generated that may be."""
-        return len(self.prompt) * (not self.generated) + self.job.request.max_tokens - len(self.generated)
+    def left(self) -> float:
+        """What is left to compute, if all tokens are generated that may be, in tokens generated."""
+        unread = 0 if self.generated else len(self.prompt)
+        return PROMPT_TOKEN * unread + self.job.request.max_tokens - len(self.generated)
 
     @property
-    def size(self) -> int:
-        """Positions it holds now."""
-        return len(self.prompt) + len(self.generated)
+    def most(self) -> int:
+        """Positions that it holds in the end, if all tokens are generated that may be."""
+        return len(self.prompt) + self.job.request.max_tokens
 
     def slack(self, now: float) -> float:
         """The share of the time to its deadline that is left, 1 without one."""

@@ -98,7 +98,7 @@ def test_edits_keep_pages_before_rows_end_and_end_rows_before_jobs_are_placed():
 
 def waiting(left: int, arrival: int, priority: int = 0, slack: float = 1.0):
     sequence = SimpleNamespace(
-        left=left, size=left, row=-1, arrival=arrival, since=0.0, job=SimpleNamespace(priority=priority)
+        left=left, most=left, row=-1, arrival=arrival, since=0.0, job=SimpleNamespace(priority=priority)
     )
     sequence.slack = lambda now: slack
     sequence.waited = lambda rounds: rounds - sequence.since
