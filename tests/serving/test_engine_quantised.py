@@ -6,6 +6,8 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from serving.engine.engine import ContinuousEngine, EngineOptions
 from serving.engine.options import sizes
 from serving.kv_cache import check_pages, stored_as
+from serving.offline import Engine
+from serving.request import Request
 from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
 
 __all__ = ["model"]
@@ -42,3 +44,14 @@ def test_fp8_is_declined_where_it_would_copy_the_cache(model):
     check_pages("float8_e4m3fn", "gpu")
     with pytest.raises(ValueError, match="kv_cache_dtype is fp8 on a CPU"):
         ContinuousEngine(model, EngineOptions(kv_cache_dtype="fp8"))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head"])
+def test_without_a_server_too(model, name):
+    request = Request(prompt=prompt(30, 1), max_tokens=12, temperature=0.0)
+    wide, narrow = Engine(model), Engine(model, kv_cache_dtype=name)
+    texts = [next(iter(engine.batch([request]))).token_ids for engine in (wide, narrow)]
+    assert texts[0][:4] == texts[1][:4] and len(texts[1]) == len(texts[0])
+    assert (wide.pages, narrow.pages) == ("float32", stored_as(name, "float32"))
+    with pytest.raises(ValueError, match="kv_cache_dtype is fp8 on a CPU"):
+        Engine(model, kv_cache_dtype="fp8")

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import native
-from ..native import library
 from ..native.once import once
+from ..native.target import register
 
 BLOCK = 64  # columns that a thread takes at once, at least
 ROWS = (8, 4, 2, 1)  # rows that are multiplied together
@@ -53,7 +53,7 @@ def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ..
 def _register(inputs: int, columns: tuple[int, ...], kind: str) -> str:
     """Make the product with weights of one shape known to XLA; returns its name there."""
     name = f"entropic_project_{kind}_{inputs}_{'_'.join(map(str, columns))}"
-    library.register(name, lambda: _compile(name, inputs, columns, kind))
+    register(name, lambda: _compile(name, inputs, columns, kind))
     return name
 
 

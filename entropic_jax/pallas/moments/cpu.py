@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..native import library
 from ..native.once import once
+from ..native.target import register
 from ..paged_attention.cpu import declines
 from .reference import Moments
 
@@ -30,7 +30,7 @@ def moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
 def _register() -> str:
     """Make the kernel known to XLA; returns its name there."""
     name = "entropic_moments"
-    library.register(name, lambda: _compile(name))
+    register(name, lambda: _compile(name))
     return name
 
 

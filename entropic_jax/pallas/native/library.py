@@ -1,4 +1,4 @@
-"""Machine code of the kernels: compiled once, kept on disk, loaded and made known to XLA.
+"""Machine code of the kernels: compiled once, kept on disk, loaded.
 
 A kernel is described by a function that yields its C functions in the order in which they need one another,
 `(symbol, function)` each, compiled by Numba. Their objects are kept in a folder of their own for every
@@ -8,7 +8,6 @@ Objects refer to one another, to the threads' board and to the C library by name
 ENTROPIC_KERNEL_CACHE names another folder; if it is empty, nothing is kept.
 """
 
-import ctypes
 import hashlib
 import json
 import logging
@@ -69,19 +68,6 @@ def compiled(name: str, source: Source) -> int:
     if whole:
         _keep(name, parts)
     return address
-
-
-def register(name: str, source: Source) -> None:
-    """Make the kernel `name` known to XLA's CPU client under that name."""
-    import jax
-
-    from .threads import start
-
-    start()
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    address = compiled(name, source)
-    jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")
 
 
 def name_address(symbol: str, address: int) -> None:

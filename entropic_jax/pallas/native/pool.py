@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from .board import ARGUMENT, BOARD, BUSY, DONE, FUNCTION, JOB, THREADS
 from .call import symbol
-from .threads import ARGUMENT, BOARD, BUSY, DONE, FUNCTION, JOB, THREADS
 from .vector import intrinsic_of
 
 SPINS = 20_000

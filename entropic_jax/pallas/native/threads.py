@@ -1,4 +1,4 @@
-"""The threads that help a kernel, and the board on which it publishes its work; `pool` is what they do."""
+"""The threads that help a kernel; `pool` is what they do."""
 
 import atexit
 import ctypes
@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from .board import BOARD, SIZE, THREADS
 from .library import compiled, name_address
 from .once import once
 
 MOST_THREADS = 8
-BOARD = "entropic_board"
-JOB, FUNCTION, ARGUMENT, DONE, BUSY, THREADS = (64 * i for i in range(6))  # bytes: a cache line for each
 _kept: list[Any] = []
 
 
@@ -20,7 +19,7 @@ _kept: list[Any] = []
 def start() -> None:
     """Put up the board and start the threads, one fewer than there are processors to run on."""
     count = min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    memory = np.zeros(64, np.int64)
+    memory = np.zeros(SIZE // 8, np.int64)
     memory[THREADS // 8] = count
     _kept.append(memory)
     name_address(BOARD, memory.ctypes.data)

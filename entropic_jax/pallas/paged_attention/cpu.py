@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import native
-from ..native import library
 from ..native.once import once
+from ..native.target import register
 from .quantised import Quantised
 from .reference import Partial
 
@@ -61,7 +61,7 @@ def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, d
     """Make `decode` for one shape known to XLA; returns its name there."""
     name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{kind}"
     name += "_dense" if dense else "_listed"
-    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense, kind))
+    register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense, kind))
     return name
 
 

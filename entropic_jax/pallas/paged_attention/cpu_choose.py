@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..native import library
 from ..native.once import once
+from ..native.target import register
 from .cpu import LOW, declines
 from .reference import LEAST_WEIGHT, Choice, Rules, Summary
 
@@ -36,7 +36,7 @@ def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, r
     """Make `choose` for one shape known to XLA; returns its name there."""
     code = "_".join(str(x).replace(".", "p") for x in rules)
     name = f"entropic_choose_pages_{kv_heads}_{group}_{head_dim}_{page_size}_{code}"
-    library.register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, rules))
+    register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, rules))
     return name
 
 

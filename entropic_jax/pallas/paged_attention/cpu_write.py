@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..native import library
 from ..native.once import once
+from ..native.target import register
 from .cpu import declines, kind_of
 from .quantised import LARGEST
 
@@ -30,7 +30,7 @@ def write(tiles, summaries, k, v, page, slot):
 @once
 def _register(kv_heads: int, head_dim: int, page_size: int, kind: str) -> str:
     name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}_{kind}"
-    library.register(name, lambda: _compile(name, kv_heads, head_dim, page_size, kind))
+    register(name, lambda: _compile(name, kv_heads, head_dim, page_size, kind))
     return name
 
 
