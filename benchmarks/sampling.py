@@ -69,6 +69,7 @@ def ways(found: Calibration, model: models.Model) -> dict[str, Way]:
         "top-nσ 1": Way(off, dict(top_n_sigma=1.0)),
         "Mirostat 2": Way(law(Mirostat(target=found.target_entropy)), {}),
         "micro": Way(preset("micro", None, gains), {}),
+        "micro, T ≤ 1": Way(preset("micro", None, gains._replace(highest=1.0)), {}),
         "full": Way(preset("full", None, gains), {}),
         "Entropix as released": Way(law(AsReleased()), {}),
         "Entropix, row by row": Way(law(own), {}),
