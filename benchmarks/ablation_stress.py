@@ -128,7 +128,7 @@ def estimators(material: Material, context: int, seed: int, quick: bool) -> list
     steps, repeat = 8, 3 if quick else 12
     single = ablation.read(material.subject, texts[:1], (repeat + 2) * steps)
     states = {kind: set_up(single, setting) for kind, setting in ways.items()}
-    times = take_turns(material.subject, ways, states, context, steps, repeat)
+    times = take_turns(dict.fromkeys(ways, material.subject), ways, states, context, steps, repeat)
     rows = []
     for kind, setting in ways.items():
         found = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)

@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from entropic_jax.control import pruning, scheduling, temperature
 from entropic_jax.control.scheduling import Moments
-from tests.control.test_replay_gradients import STEPS, outside_of_traces, run, slopes_agree
+from tests.control.test_replay_gradients import STEPS, outside_of_traces, quotients_agree, run, with_slopes
 
 assert outside_of_traces  # used as a fixture
 
@@ -53,7 +55,7 @@ CASES = {
     "pruning": Case(
         pruning.Pruning,
         {"most": 0.4, "least": 0.1, "low": -1.0, "high": 6.0, "error": 0.3, "smoothing": 0.4},
-        {"rate": 1.0, "patience": 1},
+        {"rate": 1.0},
     ),
     "pruning, slow": Case(pruning.Pruning, {"rate": 0.01}, {"most": 0.9, "low": 4.0, "high": 6.0}),
     "pruning, floor": Case(pruning.Pruning, {"floor": 5.0}, {"low": 1.0, "high": 9.0, "rate": 1.0}),
@@ -73,13 +75,21 @@ CASES = {
 WITHOUT = {"patience", "hysteresis", "drafts"}
 
 
-def acts(case: Case, given: dict[str, Any]) -> jax.Array:
-    """What the law does to two sequences whose tokens are given, as one number."""
-    gains = {**case.fixed, **given}
+def defaults(kind: type) -> dict[str, float]:
+    """The gains of a law that have a derivative and a default."""
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    prior = PRIOR if "prior" in fields else {}
+    without = {"width", "most_quota", "prior"} | WITHOUT
+    return {n: x for n, x in fields.items() if n not in without and x is not dataclasses.MISSING} | prior
+
+
+def acts(kind: type, given: dict[str, Any]) -> jax.Array:
+    """What a law with these gains does to two sequences whose tokens are given, as one number."""
+    gains = dict(given)
     if set(PRIOR) <= set(gains):
         gains["prior"] = Moments(*(gains.pop(name) for name in PRIOR))
-    if issubclass(case.law, scheduling.Scheduling | scheduling.PaperScheduling):
-        law = case.law(2, **gains)
+    if issubclass(kind, scheduling.Scheduling | scheduling.PaperScheduling):
+        law = kind(2, **gains)
         state, _ = run(law)
         # Of a shorter memory the prior speaks as well; and a demand in which every weight has its share.
         shorter = state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32))
@@ -87,8 +97,8 @@ def acts(case: Case, given: dict[str, Any]) -> jax.Array:
         demand = state.control.demand._replace(**{name: jnp.array(x) for name, x in shares.items()})
         early = state.control._replace(predictor=shorter, wait=jnp.array([3, 7], jnp.int32), demand=demand)
         return law.score(None, early).mean()
-    state, trace = run(case.law(**gains))
-    if case.law is temperature.Mirostat:
+    state, trace = run(kind(**gains, **({"patience": 1} if kind is pruning.Pruning else {})))
+    if kind is temperature.Mirostat:
         return state.action.surprisal_limit.mean()
     return (WEIGHTS * (trace.temperature + trace.tempered_entropy + 10 * trace.drop)).mean()
 
@@ -97,8 +107,17 @@ def acts(case: Case, given: dict[str, Any]) -> jax.Array:
 @pytest.mark.parametrize("name", CASES)
 def test_slope_of_every_gain(name):
     case = CASES[name]
-    found = slopes_agree(lambda given: acts(case, given), case.gains, width=0.004, rtol=0.05)
+    gains = {**defaults(case.law), **case.fixed, **case.gains}
+    places = {place: gain for place, gain in enumerate(gains) if gain in case.gains}
+    program = of_law(case.law, tuple(gains))
+    found = quotients_agree(program, np.array([*gains.values()]), places, 0.004, 0.05, 1 + 2 * len(gains))
     assert min(map(abs, found.values())) > 1e-4, found
+
+
+@cache
+def of_law(kind: type, names: tuple[str, ...]) -> Any:
+    """One program for all cases of a law."""
+    return with_slopes(lambda given: acts(kind, given), names)
 
 
 def test_no_gain_is_left_out():

@@ -56,18 +56,31 @@ def run(law: Any, selection: Selection | None = None) -> tuple[Any, Any]:
 def slopes_agree(
     loss: Any, gains: dict[str, float], width: float = 0.02, rtol: float = 0.03
 ) -> dict[str, float]:
-    """Check the gradient of a loss in each gain; all difference quotients come from one vmapped launch."""
-    names = list(gains)
-    centre = jnp.array([gains[n] for n in names], jnp.float32)
+    """Check the gradient of a loss in each gain; all difference quotients come from the same launch."""
+    program = with_slopes(loss, tuple(gains))
+    return quotients_agree(program, np.array([*gains.values()]), dict(enumerate(gains)), width, rtol)
+
+
+def with_slopes(loss: Any, names: tuple[str, ...]) -> Any:
+    """A loss and its gradient at many points `[points, names]` in one launch."""
     whole = lambda vector: loss(dict(zip(names, vector, strict=True)))
-    slope = jax.jit(jax.grad(whole))(centre)
-    near = width * np.eye(len(names), dtype=np.float32)
-    grid = jnp.concatenate([centre + near, centre - near])
-    values = np.asarray(jax.jit(jax.vmap(whole))(grid), float)
-    numeric = (values[: len(names)] - values[len(names) :]) / (2 * width)
-    for name, found, wanted in zip(names, np.asarray(slope), numeric, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=5e-3, err_msg=name)
-    return dict(zip(names, np.asarray(slope).tolist(), strict=True))
+    return jax.jit(jax.vmap(jax.value_and_grad(whole)))
+
+
+def quotients_agree(
+    program: Any, centre: np.ndarray, names: dict[int, str], width: float, rtol: float, points: int = 0
+) -> dict[str, float]:
+    """Check slopes of a program of `with_slopes`, in some of its places, in a launch of `points` or more."""
+    near = width * np.eye(len(centre))[list(names)]
+    grid = np.concatenate([centre[None], centre + near, centre - near])
+    grid = np.pad(grid, ((0, max(0, points - len(grid))), (0, 0)), "edge").astype(np.float32)
+    values, slopes = (np.asarray(x, float) for x in program(grid))
+    above, below = np.split(values[1 : 1 + 2 * len(names)], 2)
+    numeric = (above - below) / (2 * width)
+    found = dict(zip(names.values(), slopes[0, list(names)].tolist(), strict=True))
+    for (name, slope), wanted in zip(found.items(), numeric, strict=True):
+        np.testing.assert_allclose(slope, wanted, rtol=rtol, atol=5e-3, err_msg=name)
+    return found
 
 
 @pytest.mark.slow

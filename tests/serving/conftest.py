@@ -87,7 +87,7 @@ def script(monkeypatch):
     def install(*pieces: str, **options) -> Scripted:
         generator = Scripted(pieces, **options)
         generator.loaded = []
-        load = lambda path, dtype, control: generator.loaded.append((path, dtype)) or generator
+        load = lambda path, dtype, *_: generator.loaded.append((path, dtype)) or generator
         monkeypatch.setattr(generation, "load", load, raising=False)
         monkeypatch.setattr("serving.compilation.remember_compilations", lambda: None)
         return generator
