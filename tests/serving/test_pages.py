@@ -10,6 +10,7 @@ from serving.engine.commands import PLACES, Edits, Placement
 from serving.engine.pages import Pages
 from serving.engine.prefix_cache import ROOT, PrefixCache, extend
 from serving.engine.priority import Ranking
+from serving.engine.sequence import Sequence
 from serving.request import Request
 
 PAGE = 4
@@ -111,6 +112,15 @@ def test_the_short_the_urgent_and_the_important_go_first():
     hasty, important = waiting(900, 2, slack=0.0), waiting(900, 3, priority=-1)
     assert ranking.rank([long, short, hasty, important], 0.0, drops) == [important, short, hasty, long]
     assert Ranking("fcfs", PRIOR).rank([hasty, short, long], 0.0, drops) == [long, short, hasty]
+
+
+def test_a_prompt_that_is_to_be_read_counts_for_less_than_what_is_to_be_generated():
+    job = SimpleNamespace(request=SimpleNamespace(max_tokens=5))
+    sequence = SimpleNamespace(prompt=[0] * 8, generated=[], job=job)
+    left, most = Sequence.left.fget, Sequence.most.fget
+    assert (left(sequence), most(sequence)) == (7, 13)
+    sequence.generated = [1, 2]
+    assert (left(sequence), most(sequence)) == (3, 13)
 
 
 def test_no_one_starves_while_short_jobs_keep_coming():
