@@ -2,126 +2,16 @@
 
     entropic serve            python serving/server.py            python -m serving.server
 
-all take the same options.
+all take the same options. What serves is `serving.http.process`.
 """
 
-import logging
 import os
-import signal
-import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
-
-if __name__ == "__main__" and not __package__:  # run as a file: its folder is no place to import from
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-import uvicorn
-
-from serving.http.frontend import Frontend
-from serving.http.routes.app import create
-from serving.http.settings import Settings
-from serving.request import RequestError
-
-logger = logging.getLogger("serving.server")
-FAREWELL = 5  # seconds for the last bytes once all requests have ended or were ended
-KEEP_ALIVE = 75  # seconds, longer than clients keep a connection: one that is in use must not be closed
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Server(uvicorn.Server):
-    """A server that finishes what it has begun: the first signal drains, the second ends at once."""
-
-    def __init__(self, frontend: Frontend, tracer_provider: Any = None) -> None:
-        settings = frontend.settings
-        super().__init__(
-            uvicorn.Config(
-                create(frontend, tracer_provider),
-                host=settings.host,
-                port=settings.port,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=FAREWELL,
-            )
-        )
-        self.frontend = frontend
-        self.deadline: float | None = None
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while the server runs, and not again after it: a drained server exits with 0."""
-        if threading.current_thread() is not threading.main_thread():  # which alone can hear them
-            yield
-            return
-        before = {one: signal.signal(one, self.handle_exit) for one in SIGNALS}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; where that is under way, stop waiting."""
-        if self.deadline is not None:
-            self.should_exit = self.force_exit = True
-            return
-        self.frontend.draining = True
-        self.deadline = time.monotonic() + self.frontend.settings.drain
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: whether it is time to stop."""
-        if self.deadline is not None and not self.should_exit:
-            if not self.frontend.busy:
-                self.should_exit = True
-            elif time.monotonic() >= self.deadline:
-                logger.warning("drain timed out", extra={"ended": len(self.frontend.tickets)})
-                self.frontend.abandon()
-                self.should_exit = True
-        return await super().on_tick(counter)
-
-
-def bind(settings: Settings) -> socket.socket:
-    """The socket to listen on, taken before a model is loaded; RequestError if it is not to be had."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise RequestError(
-            f"--host {settings.host} --port {settings.port}: {error.strerror}; accepted are an address of "
-            "this machine and a port that nobody listens on"
-        ) from None
-    listener.set_inheritable(True)
-    return listener
-
-
-def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None) -> int:
-    """Serve until a signal says to stop; then let requests in flight end, and return the exit status."""
-    server = Server(frontend, tracer_provider)
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    listener.listen(server.config.backlog)  # who connects from here on waits for the first answer
-    logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
-    server.run(sockets=[listener])
-    left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())
-    frontend.engine.close(drain=left if frontend.tickets else 0.0)
-    if tracer_provider is not None:
-        tracer_provider.shutdown()  # sends what is left
-    logger.info("stopped")
-    return 0
-
 
 if __name__ == "__main__":
+    if not __package__:  # run as a file: its folder is no place to import from
+        sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
     from serving.cli import main
 
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -172,8 +172,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model, serve it until told to stop, and return the exit status."""
     try:
-        from .. import server
-        from ..http import log, tracing
+        from ..http import log, process, tracing
     except ImportError as error:
         raise RequestError(f"{error.name} is not installed; {EXTRA}") from None
     from ..compilation import remember_compilations
@@ -183,9 +182,9 @@ def run(options: argparse.Namespace) -> int:
     log.configure(form, options.uvicorn_log_level)
     traces = tracing.exporter(options.otlp_traces_endpoint)
     settings = settings_of(options)
-    listener = server.bind(settings)
+    listener = process.bind(settings)
     remember_compilations()
-    return server.run(load(options, settings), listener, traces)
+    return process.run(load(options, settings), listener, traces)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:

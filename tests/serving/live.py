@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.http.frontend import Frontend
-from serving.server import Server, bind
+from serving.http.process import Server, bind
 
 
 class Live:
