@@ -1,11 +1,21 @@
 """The numbers that keys and values are stored in, by the names that vLLM has for them."""
 
+import argparse
 from typing import Any, Literal, get_args
 
 FLOAT8 = "float8_e4m3fn"
 # Whatever of 8 bits is named has a scale for each token and KV head.
 KvCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
-KV_CACHE_DTYPES = get_args(KvCacheDtype)
+
+
+def add_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare `--kv-cache-dtype`."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KvCacheDtype),
+        default="auto",
+        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
+    )
 
 
 def pages_of(kv_cache_dtype: KvCacheDtype, params: Any) -> Any:

@@ -23,8 +23,8 @@ def test_lists_and_lengths():
 
 def test_lists_of_a_prefill_have_the_pages_of_its_queries():
     batch = kernels_attention.Shape(1, 2, 1, 64, 640, 64, "float32")
-    assert kernels_prefill.listed(batch, 512, 1.0) == ((None, None), 1.0)
-    (index, count), kept = kernels_prefill.listed(batch, 512, 0.25)
+    assert kernels_prefill.listed_before(batch, 512, 1.0) == ((None, None), 1.0)
+    (index, count), kept = kernels_prefill.listed_before(batch, 512, 0.25)
     assert (np.asarray(count) == 4).all() and kept == 0.4
     listed = np.asarray(index)[..., :4]
     assert (np.diff(listed) > 0).all() and (listed[..., 2:] == [8, 9]).all()

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options
+from .. import control_options, kv_cache
 from ..generation import EMBEDDED
-from ..kv_cache import KV_CACHE_DTYPES
 from ..request import FIELDS, LIMITS, Request, RequestError
 from . import model_options
 from .text_input import has_standard_input, read_text
@@ -47,12 +46,7 @@ HELP = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic generate` takes."""
     model_options.add_model(parser)
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
-    )
+    kv_cache.add_argument(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(

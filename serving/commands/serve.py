@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options
+from .. import control_options, kv_cache
 from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
-from ..kv_cache import KV_CACHE_DTYPES
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -109,12 +108,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=_positive, metavar="INT", help="tokens of prompts read at once"
     )
     group.add_argument("--block-size", type=_positive, metavar="INT", help="tokens of a page of the cache")
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
-    )
+    kv_cache.add_argument(group)
     group.add_argument("--kv-cache-bytes", type=_positive, metavar="INT", help="size of the KV cache")
     group.add_argument(
         "--enable-prefix-caching",
