@@ -24,15 +24,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 from rich.console import Console
 
-import models
+from entropic_jax import models
 from entropic_jax.analysis import studies
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Material, Row
 from entropic_jax.calibration import load_calibration
 from entropic_jax.control.presets import FINE, Gains, preset
 from entropic_jax.control.scheduling import Moments
-from serving.compilation import remember_compilations
-from serving.generation import EMBEDDED
+from entropic_jax.serving.compilation import remember_compilations
+from entropic_jax.serving.generation import EMBEDDED
 
 from . import ablation_report as report
 from .ablation_pages import pages, pages_speed
@@ -72,7 +72,12 @@ def material_of(folder: Path, texts: list[str]) -> Material:
     assert model.tokenizer is not None
     found = load_calibration(folder)
     prior = Moments(found.mean, found.scale, found.correlation)
-    gains = Gains(target=found.target_entropy, low=found.low_entropy, high=found.high_entropy, prior=prior)
+    gains = Gains(
+        target_entropy=found.target_entropy,
+        low_entropy=found.low_entropy,
+        high_entropy=found.high_entropy,
+        prior=prior,
+    )
     stream = np.array([token for text in texts for token in model.tokenizer.encode(text)])
     size = sum(len(text.encode()) for text in texts)
     subject = Subject(model.decoder, model.params, found.temperature)

@@ -11,9 +11,9 @@ WAYS = [(name, kind) for kind in ("float32", "bfloat16", "int8") for name in ("o
 def begin(material: Material, name: str, kind: str, texts: list[list[int]], room: int) -> State:
     """A state that has read the texts into pages of a kind, about to run under a preset."""
     way = material.preset(name)
-    size = (way.selection.page_size if way.selection else None) or default_page_size()
+    size = (way.page_policy.page_size if way.page_policy else None) or default_page_size()
     state = ablation.read(material.subject, texts, room, page_size=size, dtype=kind)
-    return ablation.resume(state, way.controller, way.selection, size)
+    return ablation.resume(state, way.controller, way.page_policy, size)
 
 
 def pages(material: Material, context: int, seed: int, quick: bool) -> list[Row]:

@@ -11,14 +11,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from entropic_jax import chain
-from entropic_jax import selection as pages
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2
 from entropic_jax.analysis.studies import READING, Material, Row, set_up
+from entropic_jax.attention import page_selection as pages
 from entropic_jax.control.presets import FINE, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
+from entropic_jax.models.train import recall
 from entropic_jax.pallas.paged_attention import Rules
-from models.train import recall
 
 EVERYTHING_MAY_GO = 0.999  # a drop at which only the rules decide what stays
 ASKED = 320  # tokens at the end of a window that are read under control; the questions lie in them
@@ -72,10 +72,10 @@ def asked(
     windows = Windows(material, filler, distance, seed)
     ways = {name: material.preset(name) for name in READING}
     for drop in drops:
-        gains = material.gains._replace(drop=drop, least_drop=0.4 * drop)
+        gains = material.gains._replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
         ways[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
     for steps in refreshes:
-        ways[f"meso, every {steps}"] = ways["meso"]._replace(selection=replace(FINE, refresh=steps))
+        ways[f"meso, every {steps}"] = ways["meso"]._replace(page_policy=replace(FINE, refresh=steps))
     rows = []
     for name, setting in ways.items():
         answers, kept = windows.ask(material, setting)
@@ -123,7 +123,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
     fixed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), None, None)
     made: list[tuple[str, float, Preset]] = [("dense", 1.0, material.preset("off"))]
     for drop in drops:
-        gains = material.gains._replace(drop=1.5 * drop, least_drop=drop / 2)
+        gains = material.gains._replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
         made.append(("entropy", drop, preset("meso", gains=gains)))
         made.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE, None)))
     for share in budgets:
@@ -135,7 +135,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
             "random": fine._replace(least=k),
         }
         made += [
-            (name, share, fixed._replace(selection=replace(FINE, information="mass", rules=r)))
+            (name, share, fixed._replace(page_policy=replace(FINE, information="mass", rules=r)))
             for name, r in rules.items()
             if not quick or name == "quest"
         ]

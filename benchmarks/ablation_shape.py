@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import models
-from entropic_jax import cache, parameters, start
+from entropic_jax import cache, models, parameters, start
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Row, take_turns
 from entropic_jax.control.presets import FINE, Gains, Preset, preset
 from entropic_jax.ledger import HARDWARE
-from entropic_jax.pallas import few_rows
+from entropic_jax.pallas import skinny_matmul
 
 from .decode import write_prompts
 from .weights import CONFIG
@@ -33,14 +32,16 @@ def random_model(quick: bool) -> Subject:
 
 def halved(subject: Subject) -> Subject:
     """The same with matrices of bfloat16, as checkpoints have them, where products read them as they are."""
-    narrow = lambda x: x.astype("bfloat16") if x.ndim == 2 and few_rows.serves(x.shape, "bfloat16") else x
+    narrow = lambda x: (
+        x.astype("bfloat16") if x.ndim == 2 and skinny_matmul.serves(x.shape, "bfloat16") else x
+    )
     kept = {"embed_tokens": subject.params["embed_tokens"]}  # looked up, not multiplied
     return subject._replace(params={**jax.tree.map(narrow, subject.params), **kept})
 
 
 def random_context(subject: Subject, way: Preset, context: int, room: int, dtype: str) -> Any:
     """A state whose cache holds `context` positions of random keys and values: only their number matters."""
-    page_size = way.selection.page_size if way.selection else None
+    page_size = way.page_policy.page_size if way.page_policy else None
     pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)
     keys = iter(jax.random.split(jax.random.key(1), 256))
     noise = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # small: no page has all the mass
@@ -55,7 +56,7 @@ def random_context(subject: Subject, way: Preset, context: int, room: int, dtype
         key=jax.random.key(0),
         max_tokens=context + room,
         sample=parameters(1, temperature=0.0),
-        selection=way.selection,
+        page_policy=way.page_policy,
         hardware=HARDWARE["cpu"],
     )
     return state._replace(length=jnp.full(1, context, jnp.int32))
@@ -65,9 +66,9 @@ def imposed(context: int, kept: float) -> Preset:
     """`full`, reading the share `kept` in the layers that choose."""
     total = -(-context // (FINE.page_size or 16))
     least = max(FINE.rules.sink + FINE.rules.recent, round(kept * total))
-    gains = Gains(drop=EVERYTHING_MAY_GO, least_drop=EVERYTHING_MAY_GO)
+    gains = Gains(dropped_mass_limit=EVERYTHING_MAY_GO, lowest_dropped_mass_limit=EVERYTHING_MAY_GO)
     return preset("full", gains=gains)._replace(
-        selection=replace(FINE, rules=FINE.rules._replace(least=least))
+        page_policy=replace(FINE, rules=FINE.rules._replace(least=least))
     )
 
 

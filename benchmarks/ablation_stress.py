@@ -8,13 +8,13 @@ import numpy as np
 from entropic_jax import chain, entropy
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Material, Row, set_up, take_turns
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.calibration import teacher_forced
 from entropic_jax.control.controller import advance, pytree
 from entropic_jax.control.estimation import ESTIMATORS, Estimated
 from entropic_jax.control.presets import FINE, Preset, preset
 from entropic_jax.control.pruning import Pruning
 from entropic_jax.pallas.paged_attention import Rules
-from entropic_jax.selection import Selection
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 BIASES = (-1.0, 1.0)  # nats
@@ -53,7 +53,10 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
     """Quality against dense attention, share read and entropy held, by scale of the logits and bias."""
     gains = material.gains
     texts = material.windows(4, context, 300 + seed)
-    bounds = dict(most=gains.drop, least=gains.least_drop, low=gains.low, high=gains.high)
+    bounds = {
+        name: getattr(gains, name)
+        for name in ("dropped_mass_limit", "lowest_dropped_mass_limit", "low_entropy", "high_entropy")
+    }
     guarded = Pruning(**bounds)
     bare = Pruning(**bounds, patience=0, smoothing=1.0, rate=1.0)
     ways = {
@@ -66,10 +69,10 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
         subject = scaled(material, scale)
         state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
         for bias in (0.0, *BIASES) if scale == 1.0 else (0.0,):
-            for name, (law, selection) in ways.items():
+            for name, (law, page_policy) in ways.items():
                 if law.controllers:
                     law = chain(Biased(law.controllers[0].controller, bias))
-                resumed = ablation.resume(state, law, selection)
+                resumed = ablation.resume(state, law, page_policy)
                 found = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
                 rows.append(
                     {
@@ -79,7 +82,7 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
                         "seed": seed,
                         "bits_per_byte": material.bits_per_byte(found.surprisal),
                         "kept": float(found.kept[:, 1:].mean()),
-                        "unsteady": float(np.abs(np.diff(found.drop, axis=1)).mean()),
+                        "unsteady": float(np.abs(np.diff(found.dropped_mass_limit, axis=1)).mean()),
                     }
                 )
     return rows
@@ -95,8 +98,10 @@ def held(material: Material, seed: int, quick: bool) -> list[Row]:
         state = ablation.read(subject, prompts, tokens)
         for law in ("normalised", "paper") if quick else ("normalised", "integral", "exact", "paper"):
             setting = preset("micro", None, gains._replace(law=law))
-            clips = gains.lowest, gains.highest
-            found = ablation.write(subject, setting, set_up(state, setting), target=gains.target, clips=clips)
+            clips = gains.lowest_temperature, gains.highest_temperature
+            found = ablation.write(
+                subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
+            )
             rows.append(
                 {
                     "law": law,

@@ -24,8 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import models
-from entropic_jax import entropy
+from entropic_jax import entropy, models
 from entropic_jax.calibration import pieces, teacher_forced
 
 from . import report

@@ -29,8 +29,8 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     wide = keys.astype(jnp.float32)
     summary = Summary(wide.min(2), wide.max(2), wide.sum(2))
     information = jnp.ones(keys.shape[:2], jnp.float32)
-    drop = jnp.full(shape.rows, 0.1, jnp.float32)
-    given = (q, summary, information, table, last, drop)
+    dropped_mass_limit = jnp.full(shape.rows, 0.1, jnp.float32)
+    given = (q, summary, information, table, last, dropped_mass_limit)
     read = 3 * 4 * shape.rows * shape.kv_heads * shape.pages * shape.head_dim
     verdicts = paged_attention.CHOOSE.verdicts(*given, shape.page, Rules())
     names = [name for name, reason in verdicts.items() if reason is None]

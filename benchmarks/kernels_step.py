@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import models
-from entropic_jax import cache, parameters, start
+from entropic_jax import cache, models, parameters, start
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.control.presets import Preset, preset
-from models.decoder import Decoder, structure
+from entropic_jax.models.decoder import Decoder, structure
 
 from .kernels_timing import CALLS, clocked, on_cpu, traced
 
@@ -102,7 +101,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 def random_context(subject: Subject, way: Preset, context: int, room: int) -> Any:
     """A state whose cache holds `context` positions of random keys and values: only their number matters."""
-    page_size = way.selection.page_size if way.selection and on_cpu() else None
+    page_size = way.page_policy.page_size if way.page_policy and on_cpu() else None
     dtype = "float32" if on_cpu() else "bfloat16"
     pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)
     state = start(
@@ -114,7 +113,7 @@ def random_context(subject: Subject, way: Preset, context: int, room: int) -> An
         key=jax.random.key(0),
         max_tokens=context + room,
         sample=parameters(1, temperature=0.0),
-        selection=way.selection,
+        page_policy=way.page_policy,
     )
     layers = []
     for number, layer in enumerate(state.cache.layers):

@@ -24,8 +24,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-import models
-from entropic_jax import loop, parameters
+from entropic_jax import loop, models, parameters
 from entropic_jax.analysis.ablation import LN2, Subject
 from entropic_jax.cache import allocate
 from entropic_jax.calibration import load_calibration
@@ -33,9 +32,9 @@ from entropic_jax.control.presets import Gains, Preset, preset
 from entropic_jax.methods import compaction
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.registry import METHODS, method
+from entropic_jax.models.train.recall import Filler
+from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.state import RUNNING, State
-from models.train.recall import Filler
-from serving.generation import EMBEDDED
 
 from . import long_context_report, report
 from .ablation_shape import random_model
@@ -57,14 +56,14 @@ def way(name: str, budget: int | None, gains: Gains | None = None, dense_below: 
     if named == "meso":
         named, plus = "dense", "meso"
     made = method(named, preset(plus or "off", gains=gains), base=budget, budget=budget)
-    if made.selection is None:
-        return made._replace(selection=Method())  # which counts what is spent
-    if not isinstance(made.selection, Method):
-        made = made._replace(selection=Method(steps=made.selection))
-    prefill = made.selection.prefill
+    if made.page_policy is None:
+        return made._replace(page_policy=Method())  # which counts what is spent
+    if not isinstance(made.page_policy, Method):
+        made = made._replace(page_policy=Method(steps=made.page_policy))
+    prefill = made.page_policy.prefill
     if prefill is not None and dense_below is not None:
         prefill = replace(prefill, dense_below=dense_below)
-    return made._replace(selection=replace(made.selection, prefill=prefill))
+    return made._replace(page_policy=replace(made.page_policy, prefill=prefill))
 
 
 def begin(
@@ -76,7 +75,7 @@ def begin(
     belief: float = 1.0,
 ) -> State:
     """A state that has read the prompts under a method, greedy."""
-    pool = allocate(subject.decoder.shape, len(prompts), context, page_size=setting.selection.page_size)
+    pool = allocate(subject.decoder.shape, len(prompts), context, page_size=setting.page_policy.page_size)
     state = loop.start(
         subject.decoder,
         subject.params,
@@ -86,7 +85,7 @@ def begin(
         key=jax.random.key(0),
         max_tokens=tokens,
         sample=parameters(len(prompts), temperature=0.0),
-        selection=setting.selection,
+        page_policy=setting.page_policy,
         belief_temperature=belief,
     )
     return compaction.settle(state)
@@ -94,7 +93,7 @@ def begin(
 
 def forced(subject: Subject, setting: Preset, state: State, tails: np.ndarray) -> tuple[State, np.ndarray]:
     """The state after the given tokens `[rows, steps]`, and the surprisal of each in nats."""
-    compression = setting.selection.compression
+    compression = setting.page_policy.compression
     first = 0 if compression is None else compression.after
     parts = []
     for piece in (tails[:, :first], tails[:, first:]):
@@ -115,7 +114,7 @@ class Quality:
         self.subject = Subject(model.decoder, model.params)
         found = load_calibration(folder)
         self.belief = found.temperature
-        self.gains = Gains(low=found.low_entropy, high=found.high_entropy)
+        self.gains = Gains(low_entropy=found.low_entropy, high_entropy=found.high_entropy)
         spec = importlib.util.find_spec("rich")
         assert spec and spec.submodule_search_locations
         files = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"))
@@ -153,7 +152,7 @@ class Quality:
                 tails[row, : len(case.tail)] = case.tail[:TAIL]
             prompts = [case.prompt for case in some_rows]
             state = begin(self.subject, setting, prompts, context + TAIL, TAIL + 1, self.belief)
-            spent = jax.device_get(state.lists.spent)
+            spent = jax.device_get(state.page_policy_state.spent)
             state, surprisal = forced(self.subject, setting, state, tails)
             account = jax.device_get(state.ledger)
             for row, case in enumerate(some):
@@ -201,7 +200,7 @@ def timed(subject: Subject, name: str, context: int) -> dict[str, Any]:
 
     run(min(context, 600))
     prompt_seconds, token_seconds, state = run(context)
-    spent = jax.device_get(state.lists.spent)
+    spent = jax.device_get(state.page_policy_state.spent)
     return {
         "prompt_seconds": prompt_seconds,
         "token_seconds": token_seconds,

@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from entropic_jax.analysis.statistics import split
-from models.train.recall import interval
+from entropic_jax.models.train.recall import interval
 
 from .report import Grid
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.train import tasks
-from models.train.data import encode_task
-from models.train.recall import Filler
-from models.train.tasks import Piece
+from entropic_jax.models.train import tasks
+from entropic_jax.models.train.data import encode_task
+from entropic_jax.models.train.recall import Filler
+from entropic_jax.models.train.tasks import Piece
 
 DISTRACTOR_EVERY = 256  # tokens
 SPARE = 48  # tokens: pieces encoded together may come to a few more than apart

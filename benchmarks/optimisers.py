@@ -26,7 +26,7 @@ RATES = {"muon": (0.01, 0.02), "adamw": (0.01, 0.02, 0.04)}
 def run(corpus: Path, work: Path, name: str, rate: float, tokens: float) -> dict[str, float | str]:
     """Train once in a folder of its own that shares the corpus; returns the loss and the time it took."""
     shutil.copytree(corpus, work, dirs_exist_ok=True)  # a run that was broken off goes on
-    command = [sys.executable, "-m", "models.train", "--work", str(work), "--optimiser", name]
+    command = [sys.executable, "-m", "entropic_jax.models.train", "--work", str(work), "--optimiser", name]
     command += ["--learning-rate", str(rate), "--tokens", str(tokens), "--long-tokens", "0"]
     subprocess.run(command, check=True, cwd=ROOT)
     rows = list(csv.DictReader((work / "log.csv").open()))
@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     corpus = arguments.work / "corpus"
     if not corpus.exists():
-        command = [sys.executable, "-m", "models.train", "--work", str(corpus)]
+        command = [sys.executable, "-m", "entropic_jax.models.train", "--work", str(corpus)]
         subprocess.run([*command, "--tokens", "0", "--long-tokens", "0"], check=True, cwd=ROOT)
         for left in ("checkpoints", "log.csv"):
             path = corpus / left

@@ -43,7 +43,7 @@ class Ours:
         import jax
 
         import entropic_jax
-        import models
+        from entropic_jax import models
 
         self.library, self.key = entropic_jax, jax.random.key(0)
         self.model = models.load(directory / "huggingface", dtype="float32")

@@ -22,8 +22,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import models
-from entropic_jax import allocate, chain, generate, parameters, start
+from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.analysis.ablation import distinct
 from entropic_jax.calibration import Calibration, load_calibration
 from entropic_jax.control.presets import Gains, Preset, preset
@@ -33,8 +32,8 @@ from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
 from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.entropix_released import AsReleased
+from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.state import RUNNING
-from serving.generation import EMBEDDED
 
 from . import report, sampling_report, sampling_tasks
 from .sampling_tasks import Task
@@ -57,7 +56,12 @@ class Way(NamedTuple):
 def ways(found: Calibration, model: models.Model) -> dict[str, Way]:
     """The samplers that are compared. Constants of others are those of their papers."""
     prior = Moments(found.mean, found.scale, found.correlation)
-    gains = Gains(target=found.target_entropy, low=found.low_entropy, high=found.high_entropy, prior=prior)
+    gains = Gains(
+        target_entropy=found.target_entropy,
+        low_entropy=found.low_entropy,
+        high_entropy=found.high_entropy,
+        prior=prior,
+    )
     off = preset("off")
     law = lambda controller: Preset(chain(controller), None, None)
     own = entropix.calibrated(found)
@@ -67,9 +71,9 @@ def ways(found: Calibration, model: models.Model) -> dict[str, Way]:
         "T 0.7, top-p 0.9": Way(off, dict(temperature=0.7, top_p=0.9)),
         "min-p 0.1": Way(off, dict(min_p=0.1)),
         "top-nσ 1": Way(off, dict(top_n_sigma=1.0)),
-        "Mirostat 2": Way(law(Mirostat(target=found.target_entropy)), {}),
+        "Mirostat 2": Way(law(Mirostat(target_entropy=found.target_entropy)), {}),
         "micro": Way(preset("micro", None, gains), {}),
-        "micro, T ≤ 1": Way(preset("micro", None, gains._replace(highest=1.0)), {}),
+        "micro, T ≤ 1": Way(preset("micro", None, gains._replace(highest_temperature=1.0)), {}),
         "full": Way(preset("full", None, gains), {}),
         "Entropix as released": Way(law(AsReleased()), {}),
         "Entropix, row by row": Way(law(own), {}),
@@ -110,14 +114,14 @@ class Bench:
     def _run(self, way: Way, prompts: Sequence[Sequence[int]], tokens: int, seed: int) -> Batch:
         began = time.perf_counter()
         m, k = self.model, way.plan.branches if way.plan else 1
-        selection = way.preset.selection
+        page_policy = way.preset.page_policy
         pool = allocate(
             m.decoder.shape,
             len(prompts) * k,
             self.context,
             # Branches share what they have in common; they need room for a few pages of their own.
             pages=len(prompts) * (-(-self.context // 64) + 2 * (k - 1)) if k > 1 else None,
-            page_size=selection.page_size if selection else 64,
+            page_size=page_policy.page_size if page_policy else 64,
         )
         given = dict(
             key=jax.random.key(seed),
@@ -127,7 +131,7 @@ class Bench:
         )
         law = way.preset.controller
         if way.plan is None:
-            state = start(m.decoder, m.params, law, pool, prompts, selection=selection, **given)
+            state = start(m.decoder, m.params, law, pool, prompts, page_policy=page_policy, **given)
             texts: list[list[int]] = [[] for _ in prompts]
             while (np.asarray(state.status) == RUNNING).any():
                 state, trace = generate(m.decoder, m.params, law, state, LAUNCH, capacity=LAUNCH)

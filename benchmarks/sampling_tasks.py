@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.train import tasks
+from entropic_jax.models.train import tasks
 
 from . import interpreter
 

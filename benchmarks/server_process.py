@@ -83,7 +83,7 @@ class ServerProcess:
 def ours(model: Path, *options: str) -> list[str]:
     """The command of our own server."""
     quiet = ("--disable-log-requests", "--uvicorn-log-level", "warning")
-    return [sys.executable, "-m", "serving.server", "--model", str(model), *quiet, *options]
+    return [sys.executable, "-m", "entropic_jax.serving.server", "--model", str(model), *quiet, *options]
 
 
 @contextlib.contextmanager

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from serving.bench import arrivals as laws
-from serving.bench.arrivals import Arrival
-from serving.bench.client import Outcome, Target
-from serving.bench.connection import Pool
-from serving.bench.load import closed_loop, open_loop, warm_up
-from serving.bench.measures import first_token, summary
-from serving.bench.prompts import Prompts
-from serving.generation import EMBEDDED
+from entropic_jax.serving.bench import arrivals as laws
+from entropic_jax.serving.bench.arrivals import Arrival
+from entropic_jax.serving.bench.client import Outcome, Target
+from entropic_jax.serving.bench.connection import Pool
+from entropic_jax.serving.bench.load import closed_loop, open_loop, warm_up
+from entropic_jax.serving.bench.measures import first_token, summary
+from entropic_jax.serving.bench.prompts import Prompts
+from entropic_jax.serving.generation import EMBEDDED
 
 from . import report, serving_report
 from .server_process import ServerProcess, ours, running

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from entropic_jax import allocate, chain, loop, parameters
+from entropic_jax.serving.compilation import remember_compilations
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions, start
+from entropic_jax.serving.engine.interface import Job
+from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.request import Request
 from entropic_jax.state import RUNNING
-from serving.compilation import remember_compilations
-from serving.engine.engine import ContinuousEngine, EngineOptions, start
-from serving.engine.job import Job
-from serving.generation import EMBEDDED
-from serving.request import Request
 
 
 def bare(engine: ContinuousEngine, prompts: list[list[int]], tokens: int) -> float:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from serving.bench.connection import Pool
-from serving.generation import EMBEDDED
+from entropic_jax.serving.bench.connection import Pool
+from entropic_jax.serving.generation import EMBEDDED
 
 from . import report
 from .server_process import ServerProcess, ours

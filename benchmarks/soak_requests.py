@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.bench.connection import Pool
+from entropic_jax.serving.bench.connection import Pool
 
 Body = dict[str, Any]
 SCHEMA = {

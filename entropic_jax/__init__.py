@@ -1,10 +1,26 @@
-"""Language-model decoding in JAX with entropy as the control signal."""
+"""Language-model decoding in JAX with entropy as the control signal.
 
-from .cache import Cache, ModelShape, allocate
-from .control import chain
-from .loop import generate, replay, start, step
-from .sampling import Sampling, parameters
-from .state import Action, Signal, State, Trace
+Names are imported when they are first used: `import entropic_jax` itself imports neither JAX nor NumPy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import Cache, ModelShape, allocate
+    from .control import chain
+    from .loop import generate, replay, start, step
+    from .sampling import parameters
+    from .state import Action, Sampling, Signal, State, Trace
+
+_HOMES = {
+    "cache": ("Cache", "ModelShape", "allocate"),
+    "control": ("chain",),
+    "loop": ("generate", "replay", "start", "step"),
+    "sampling": ("parameters",),
+    "state": ("Action", "Sampling", "Signal", "State", "Trace"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Action",
@@ -22,3 +38,13 @@ __all__ = [
     "start",
     "step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .cut import Cut
 from .pallas.paged_attention import quantised
 from .pallas.paged_attention.quantised import Pool
+from .row_subset import RowSubset
 
 
 class ModelShape(NamedTuple):
@@ -187,7 +187,7 @@ def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: 
     return cache._replace(surprisal=sums)
 
 
-def release(cache: Cache, rows: jax.Array) -> Cache:
+def release_rows(cache: Cache, rows: jax.Array) -> Cache:
     """Take every page from the flagged rows (bool `[rows]`); those that no one else owns become free."""
     return shrink(cache, jnp.where(rows, 0, cache.table.shape[1] * cache.page_size))
 
@@ -198,13 +198,13 @@ def shrink(cache: Cache, length: jax.Array) -> Cache:
     needed = -(-length // cache.page_size)[:, None]
     returned = (column >= needed) & (column < cache.granted[:, None])
     pages = jnp.where(returned, cache.table, cache.pages)
-    return drop(cache, pages.reshape(-1))._replace(
+    return release(cache, pages.reshape(-1))._replace(
         table=jnp.where(returned, cache.pages, cache.table),
         granted=jnp.minimum(cache.granted, needed[:, 0]),
     )
 
 
-def drop(cache: Cache, pages: jax.Array) -> Cache:
+def release(cache: Cache, pages: jax.Array) -> Cache:
     """Take one reference from each of the pages int32 `[n]`; those left without one become free.
 
     A page may occur several times. Numbers past the last page are ignored.
@@ -222,7 +222,7 @@ def drop(cache: Cache, pages: jax.Array) -> Cache:
 
 
 def retain(cache: Cache, pages: jax.Array) -> Cache:
-    """Add one reference to each of the pages int32 `[n]`, which have an owner; `drop` takes it back.
+    """Add one reference to each of the pages int32 `[n]`, which have an owner; `release` takes it back.
 
     A page may occur several times. Numbers past the last page are ignored.
     """
@@ -289,8 +289,8 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
     entry = jnp.minimum(length // size, per_row - 1)
     last = jnp.take_along_axis(cache.table, entry[:, None], 1)[:, 0]
     page = jnp.where(rows & (length % size > 0), last, cache.pages)
-    flagged = Cut(rows, most)
-    page, kept_of = flagged.pick(page, cache.pages), flagged.pick(length % size)
+    flagged = RowSubset(rows, most)
+    page, kept_of = flagged.gather(page, cache.pages), flagged.gather(length % size)
     held = (jnp.arange(size) < kept_of[:, None])[:, None, :, None]
 
     def summarised(layer: Layer) -> Layer:
@@ -308,7 +308,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
             **moments,
         )
 
-    return drop(cache, jnp.where(returned, cache.table, cache.pages).reshape(-1))._replace(
+    return release(cache, jnp.where(returned, cache.table, cache.pages).reshape(-1))._replace(
         layers=tuple(summarised(layer) for layer in cache.layers),
         table=jnp.where(returned, cache.pages, cache.table),
         granted=jnp.where(rows, jnp.minimum(cache.granted, kept), cache.granted),

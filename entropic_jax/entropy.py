@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .pallas.moments import moments
+from .pallas.entropy_moments import moments
 
 LOWEST_TEMPERATURE = 1e-9  # above 0; what is colder counts as this, so that gradients stay finite
 

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import entropy, ledger, measures, sampling
-from .attention import Step, attend_to
+from . import entropy, ledger, sampling, step_entropy
+from .attention.attend import Step, attend_to
+from .attention.page_selection import PagePolicy, ReadStats
+from .attention.statistics import Observer
 from .cache import Cache, ModelShape, grant, note_surprisal
 from .control import Controller, advance
-from .cut import Cut
-from .observation import Observer
-from .randomness import row_keys
-from .selection import Reading, Reads
+from .row_subset import RowSubset
+from .sampling.constraints import Constraints, any_constraint, constrain, likeliest
+from .sampling.randomness import row_keys
 from .state import FAILED, FULL, RUNNING, STOPPED, Signal, State, Trace, plain_action, quiet_signal
-from .terms import Terms, bind, hold, likeliest
 
 PREFILL_CHUNK = 512  # positions a row takes at once, at most; always a power of two
 
@@ -55,7 +55,7 @@ def start(
     seeds: Sequence[int] | None = None,
     stop: Sequence[Sequence[int]] = (),
     belief_temperature: float = 1.0,
-    selection: Reads | None = None,
+    page_policy: PagePolicy | None = None,
     hardware: ledger.Hardware | None = None,
 ) -> State:
     """Read the prompts into an empty cache, in chunks whose lengths are powers of two.
@@ -102,8 +102,8 @@ def start(
         signal=quiet_signal(rows),
         action=action,
         control=controller.init(action),
-        selection=selection,
-        lists=() if selection is None else selection.memory(decoder.shape, cache),
+        page_policy=page_policy,
+        page_policy_state=() if page_policy is None else page_policy.memory(decoder.shape, cache),
         age=jnp.int32(0),
         ledger=ledger.open_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
@@ -114,7 +114,7 @@ def start(
     state = state._replace(**jax.tree.map(jnp.copy, small))
     todo = np.where(alive, lengths - 1, 0)
     total = jnp.asarray(todo, jnp.int32)
-    chunk = getattr(selection, "segment", PREFILL_CHUNK)
+    chunk = getattr(page_policy, "segment", PREFILL_CHUNK)
     done = 0
     while done < todo.max(initial=0):
         size = min(chunk, 1 << int(todo.max() - done - 1).bit_length())
@@ -157,9 +157,9 @@ def prefill(
     positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
     where = Step(state.length, count)
     reader = None
-    if state.selection is not None:
+    if state.page_policy is not None:
         ends = state.length + count if total is None else total
-        reader = state.selection.prompt_reader(cache, state.lists, where, ends)
+        reader = state.page_policy.prompt_reader(cache, state.page_policy_state, where, ends)
     attend = attend_to(cache, where, reader)
     hidden, layers = decoder.hidden(params, tokens, positions, cache.layers, attend)
     signal = state.signal
@@ -173,7 +173,7 @@ def prefill(
         last = jnp.take_along_axis(scores, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
         signal = signal._replace(surprisal=jnp.where(count > 0, last, signal.surprisal))
     after = state._replace(length=state.length + count, signal=signal, cache=cache._replace(layers=layers))
-    return after if reader is None else after._replace(lists=reader.memory()), enough
+    return after if reader is None else after._replace(page_policy_state=reader.memory()), enough
 
 
 def step(
@@ -183,53 +183,55 @@ def step(
     state: State,
     forced: jax.Array | None = None,
     width: int | None = None,
-    terms: Terms | None = None,
+    constraints: Constraints | None = None,
 ) -> tuple[State, Trace]:
     """Advance every running row by one token: S[t+1] = Φ(S[t], u[t]).
 
     `forced` int32 `[rows]` replaces what would be sampled (teacher forcing). `width` (static) is how many
-    rows are computed at most: the first of those that run and have a quota. `terms` are what the rows are
-    held to beyond sampling; with them the trace has the likeliest tokens, too. A row that is finished, waits
+    rows are computed at most: the first of those that run and have a quota. `constraints` are what the rows
+    are held to beyond sampling; with them the trace has the likeliest tokens. A row that is finished, waits
     (quota 0) or finds no free page is inert. A row whose logits are NaN ends with status FAILED and emits
     nothing; its neighbours do not notice.
     """
     active = (state.status == RUNNING) & (state.action.quota > 0)
-    cut = Cut(active, width)
-    active &= cut.spread(jnp.ones(cut.rows, bool), False)
+    cut = RowSubset(active, width)
+    active &= cut.scatter(jnp.ones(cut.rows, bool), False)
     cache, enough = grant(state.cache, jnp.where(active, state.length + 1, 0))
     active &= enough
 
     # Attention, then logits.
-    mine = cache._replace(table=cut.pick(cache.table, cache.pages))
-    token, start, runs = cut.pick(state.token), cut.pick(state.length), cut.pick(active)
+    mine = cache._replace(table=cut.gather(cache.table, cache.pages))
+    token, start, runs = cut.gather(state.token), cut.gather(state.length), cut.gather(active)
     where = Step(start, runs.astype(jnp.int32))
-    surprisal = cut.pick(state.signal.surprisal)
+    surprisal = cut.gather(state.signal.surprisal)
     mine = note_surprisal(mine, start, where.count, surprisal[:, None])
     reader = None
-    if state.selection is not None:
-        memory = jax.tree.map(cut.pick, state.lists)
-        reader = state.selection.reader(mine, cut.pick(state.action.drop), memory, state.age)
+    if state.page_policy is not None:
+        memory = jax.tree.map(cut.gather, state.page_policy_state)
+        reader = state.page_policy.reader(
+            mine, cut.gather(state.action.dropped_mass_limit), memory, state.age
+        )
     observed = getattr(controller, "observes", None)
     observer = Observer(observed, mine) if observed else None
     attend = attend_to(mine, where, reader, observer)
-    position = start + cut.pick(state.evicted)
+    position = start + cut.gather(state.evicted)
     hidden, layers = decoder.hidden(params, token[:, None], position[:, None], mine.layers, attend)
     logits = decoder.logits(params, hidden[:, 0])
     reading = reader.total() if reader else dense(decoder.shape, where)
-    lists = jax.tree.map(cut.spread, reader.memory(), state.lists) if reader else ()
+    policy_state = jax.tree.map(cut.scatter, reader.memory(), state.page_policy_state) if reader else ()
 
     # Entropy, then control.
-    sample, history = jax.tree.map(cut.pick, (state.sampling, state.history))
+    sample, history = jax.tree.map(cut.gather, (state.sampling, state.history))
     adjusted, changed = sampling.penalise(logits, sample, history), sampling.adjusts(sample)
-    if terms is not None:
-        terms = jax.tree.map(cut.pick, terms)
-        adjusted = hold(adjusted, terms, cut.pick(state.stop, -1), position + where.count)
-        changed |= bind(terms, position + where.count)
-    before = cut.pick(state.action.temperature)
-    belief, tempered = measures.of_step(logits, adjusted, changed, before, state.belief_temperature)
-    broken = cut.spread(runs & ~jnp.isfinite(belief.entropy), False)
+    if constraints is not None:
+        constraints = jax.tree.map(cut.gather, constraints)
+        adjusted = constrain(adjusted, constraints, cut.gather(state.stop, -1), position + where.count)
+        changed |= any_constraint(constraints, position + where.count)
+    before = cut.gather(state.action.temperature)
+    belief, tempered = step_entropy.of_step(logits, adjusted, changed, before, state.belief_temperature)
+    broken = cut.scatter(runs & ~jnp.isfinite(belief.entropy), False)
     emits = active & ~broken
-    keep = lambda new, old: jnp.where(emits, cut.spread(new, old), old)
+    keep = lambda new, old: jnp.where(emits, cut.scatter(new, old), old)
     signal = Signal(
         entropy=keep(belief.entropy, state.signal.entropy),
         varentropy=keep(belief.varentropy, state.signal.varentropy),
@@ -240,16 +242,16 @@ def step(
         emitting=emits,
         runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
         length=state.length,
-        logits=cut.spread(adjusted, 0.0),
+        logits=cut.scatter(adjusted, 0.0),
         key=row_keys(state.key, state.seed, state.length + state.evicted + 1),
-        focus=jax.tree.map(lambda x: cut.spread(x, 0.0), observer.total()) if observer else None,
+        focus=jax.tree.map(lambda x: cut.scatter(x, 0.0), observer.total()) if observer else None,
     )
     undecided = state.action._replace(token=jnp.full_like(state.token, -1))
     action, control = advance(controller, signal, undecided, state.control)
 
     # Sampling.
     length = state.length + active.astype(jnp.int32)
-    temperature, chosen = cut.pick(action.temperature), cut.pick(action.token)
+    temperature, chosen = cut.gather(action.temperature), cut.gather(action.token)
     action = action._replace(token=None)
     if forced is None:
         token = sampling.sample(
@@ -257,16 +259,16 @@ def step(
             sample,
             jnp.where(chosen < 0, temperature, 0.0),  # nothing is drawn where the law has chosen
             state.key,
-            cut.pick(state.seed),
+            cut.gather(state.seed),
             position + where.count,
-            surprisal_limit=cut.pick(action.surprisal_limit),
+            surprisal_limit=cut.gather(action.surprisal_limit),
         )
         token = jnp.where(chosen < 0, token, chosen)
     else:
-        token = cut.pick(forced)
-    if terms is not None:
-        token = jnp.where(terms.forced >= 0, terms.forced, token)
-    sampled = measures.anew(adjusted, temperature, before, tempered)
+        token = cut.gather(forced)
+    if constraints is not None:
+        token = jnp.where(constraints.forced >= 0, constraints.forced, token)
+    sampled = step_entropy.anew(adjusted, temperature, before, tempered)
     surprisal = entropy.surprisal(logits / state.belief_temperature, token, belief.log_normaliser)
     token = keep(token, state.token)
     signal = signal._replace(
@@ -280,7 +282,7 @@ def step(
     cost = ledger.step_cost(
         decoder.shape,
         active=active,
-        positions_read=cut.spread(reading.positions + reading.summaries, 0.0),
+        positions_read=cut.scatter(reading.positions + reading.summaries, 0.0),
         length=length,
         bytes_per_weight=min(x.dtype.itemsize for x in jax.tree.leaves(params)),
         bytes_per_cache=cache.bytes_per_number,
@@ -297,7 +299,7 @@ def step(
         signal=signal,
         action=action,
         control=control,
-        lists=lists,
+        page_policy_state=policy_state,
         age=state.age + 1,
         ledger=account,
         cache=cache._replace(layers=layers, surprisal=mine.surprisal),
@@ -312,25 +314,25 @@ def step(
         tempered_varentropy=signal.tempered_varentropy,
         surprisal=signal.surprisal,
         temperature=action.temperature,
-        drop=state.action.drop,
+        dropped_mass_limit=state.action.dropped_mass_limit,
         dropped_mass=signal.dropped_mass,
-        kept_fraction=cut.spread(reading.positions / jnp.maximum(reading.held, 1.0), zero),
-        certificate=cut.spread(reading.certificate, zero),
+        kept_fraction=cut.scatter(reading.positions / jnp.maximum(reading.held, 1.0), zero),
+        certificate=cut.scatter(reading.certificate, zero),
         entropic_time=account.entropic_time,
         cost=cost.seconds,
     )
-    if terms is not None:
-        found = likeliest(logits, cut.pick(token), terms.reported)
-        trace = trace._replace(likeliest=jax.tree.map(lambda x: cut.spread(x, 0), found))
+    if constraints is not None:
+        found = likeliest(logits, cut.gather(token), constraints.reported)
+        trace = trace._replace(likeliest=jax.tree.map(lambda x: cut.scatter(x, 0), found))
     return after, trace
 
 
-def dense(shape: ModelShape, step: Step) -> Reading:
+def dense(shape: ModelShape, step: Step) -> ReadStats:
     """What a step reads that reads everything."""
     positions = jnp.where(step.count > 0, step.start + step.count, 0) * shape.kv_heads * shape.layers
     positions = positions.astype(jnp.float32)
     zero = jnp.zeros_like(positions)
-    return Reading(positions, positions, dropped=zero, certificate=zero)
+    return ReadStats(positions, positions, dropped=zero, certificate=zero)
 
 
 @partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")

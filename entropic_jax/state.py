@@ -73,7 +73,9 @@ class Action(NamedTuple):
 
     temperature: jax.Array  # micro: of the token about to be sampled
     surprisal_limit: jax.Array  # micro: tokens of a larger −log softmax(z / T) are cut off; inf cuts none
-    drop: jax.Array  # meso: ε, the attention mass that the next step may leave unread, in [0, 1)
+    dropped_mass_limit: (
+        jax.Array
+    )  # meso: ε, the attention mass that the next step may leave unread, in [0, 1)
     quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
     # int32, while a step runs: the token that the law has chosen itself, −1 where it is to be sampled.
     token: jax.Array | None = None
@@ -109,8 +111,8 @@ class State(NamedTuple):
     signal: Signal
     action: Action
     control: Any  # the controller's own state
-    selection: Any  # which pages are read (`selection.Reads`), None to read all; static
-    lists: Any  # what the selection remembers
+    page_policy: Any  # which pages are read (`attention.page_selection.PagePolicy`), None to read all; static
+    page_policy_state: Any  # what the page policy carries from step to step
     age: jax.Array  # int32 [], steps since the start
     ledger: Ledger
     hardware: Any  # `ledger.Hardware`, by which the ledger counts seconds
@@ -128,7 +130,7 @@ class Trace(NamedTuple):
     tempered_varentropy: jax.Array
     surprisal: jax.Array
     temperature: jax.Array
-    drop: jax.Array  # as it was for this step
+    dropped_mass_limit: jax.Array  # as it was for this step
     dropped_mass: jax.Array
     kept_fraction: jax.Array  # of the keys and values held, how much was read
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
@@ -150,6 +152,6 @@ def plain_action(temperature: jax.Array) -> Action:
     return Action(
         temperature=temperature,
         surprisal_limit=jnp.full_like(temperature, jnp.inf),
-        drop=jnp.zeros_like(temperature),
+        dropped_mass_limit=jnp.zeros_like(temperature),
         quota=jnp.ones(temperature.shape, jnp.int32),
     )

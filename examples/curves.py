@@ -8,9 +8,9 @@ Needs matplotlib (`pip install -e '.[train]'`).
 import argparse
 from pathlib import Path
 
-from serving.control_options import NAMES, Control
-from serving.generation import EMBEDDED, load
-from serving.request import Request
+from entropic_jax.serving.control_options import NAMES, Control
+from entropic_jax.serving.generation import EMBEDDED, load
+from entropic_jax.serving.request import Request
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""
@@ -23,7 +23,7 @@ PROMPT = '''class Stack:
 PANELS = (
     (("entropy", "tempered_entropy"), "nats"),
     (("temperature",), "temperature"),
-    (("kept_fraction", "drop"), "share"),
+    (("kept_fraction", "dropped_mass_limit"), "share"),
     (("entropic_time",), "τ, nats"),
 )
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import entropic_jax as ej
-import models
+from entropic_jax import models
 from entropic_jax.control import pytree
-from serving.generation import EMBEDDED
+from entropic_jax.serving.generation import EMBEDDED
 
 
 @pytree

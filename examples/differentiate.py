@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 import entropic_jax as ej
-import models
+from entropic_jax import models
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control.pruning import Pruning
-from entropic_jax.selection import Selection
-from serving.generation import EMBEDDED
+from entropic_jax.serving.generation import EMBEDDED
 
 PRICE = 0.5  # nats per token for reading everything
 SCORED, CONTEXT, STEPS = 24, 768, 12
@@ -33,7 +33,11 @@ def main() -> list[float]:
     tokens = model.tokenizer.encode(Path(spec.origin).read_text())[:CONTEXT]
     pool = ej.allocate(model.decoder.shape, 1, CONTEXT, page_size=32)
     soft = Selection(softness=0.5)
-    gains = {"most": jnp.float32(0.05), "low": jnp.float32(0.3), "high": jnp.float32(1.0)}
+    gains = {
+        "dropped_mass_limit": jnp.float32(0.05),
+        "low_entropy": jnp.float32(0.3),
+        "high_entropy": jnp.float32(1.0),
+    }
     law = lambda g: Pruning(**g, patience=0, rate=1.0)
     state = ej.start(
         model.decoder,
@@ -43,7 +47,7 @@ def main() -> list[float]:
         [tokens[:-SCORED]],
         key=jax.random.key(0),
         max_tokens=SCORED + 1,
-        selection=soft,
+        page_policy=soft,
     )
     tail = jnp.asarray([tokens[-SCORED:]], jnp.int32)
 
@@ -61,7 +65,7 @@ def main() -> list[float]:
         updates, memory = rule.update(gradient, memory, gains)
         moved: Any = optax.apply_updates(gains, updates)
         gains = dict(moved)
-        gains["most"] = jnp.clip(gains["most"], 0.0, 0.9)
+        gains["dropped_mass_limit"] = jnp.clip(gains["dropped_mass_limit"], 0.0, 0.9)
         shown = ", ".join(f"{k} {float(v):.3f}" for k, v in gains.items())
         print(f"step {step:2d}: loss {value:.4f} nats; {shown}")
     assert np.isfinite(losses).all()

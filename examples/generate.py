@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 import entropic_jax as ej
-import models
-from serving.generation import EMBEDDED
+from entropic_jax import models
+from entropic_jax.serving.generation import EMBEDDED
 
 PROMPTS = ["def binary_search(items, target):\n", "import numpy as np\n\n\ndef softmax(x):\n"]
 

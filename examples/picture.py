@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from serving.commands.terminal import legend, tint
-from serving.generation import EMBEDDED, load
-from serving.request import Request
+from entropic_jax.serving.commands.terminal import legend, tint
+from entropic_jax.serving.generation import EMBEDDED, load
+from entropic_jax.serving.request import Request
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""

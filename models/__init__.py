@@ -7,6 +7,9 @@
 A model does not know how its keys and values are stored, nor that anything controls it: `attend` does.
 """
 
+if __name__ == "models":  # the folder of a checkout, found on the path instead of through the package
+    raise ImportError("models is part of entropic_jax: import entropic_jax.models", name=__name__)
+
 from .config import Config, ModelError
 from .decoder import FAMILIES, Decoder, Params
 from .layers import Attend

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from entropic_jax.pallas.few_rows import project
+from entropic_jax.pallas.skinny_matmul import project
 
 from .config import Config
 from .rope import Rotation, frequencies, rotate, rotation

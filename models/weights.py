@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from entropic_jax.pallas import few_rows
+from entropic_jax.pallas import skinny_matmul
 
 from .config import Config, ModelError, read_json
 from .decoder import FAMILIES, Params, structure
@@ -168,7 +168,9 @@ def stays_narrow(entry: Entry, tensors: Tensors) -> bool:
     """Whether an array is a matrix of bfloat16 on disk that float32 rows are multiplied by as it is."""
     matrix = entry.transposed and len(entry.shape) == 2
     return (
-        matrix and tensors[entry.names[0]].get_dtype() == "BF16" and few_rows.serves(entry.shape, "bfloat16")
+        matrix
+        and tensors[entry.names[0]].get_dtype() == "BF16"
+        and skinny_matmul.serves(entry.shape, "bfloat16")
     )
 
 

@@ -2,6 +2,9 @@
 
 from importlib import metadata
 
+if __name__ == "serving":  # the folder of a checkout, found on the path instead of through the package
+    raise ImportError("serving is part of entropic_jax: import entropic_jax.serving", name=__name__)
+
 
 def version() -> str:
     """The version of the package as installed."""

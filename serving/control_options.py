@@ -33,15 +33,15 @@ METHODS = (
 BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # of a method, and their options
 AUTO = "auto"
 GAINS = {
-    "target_entropy": ("target", "hold the entropy of what is sampled at this"),
-    "lowest_temperature": ("lowest", "no law goes below"),
-    "highest_temperature": ("highest", "no law goes above"),
-    "drop": ("drop", "most attention mass to leave unread, in [0, 1)"),
-    "least_drop": ("least_drop", "the same, however uncertain the model is"),
-    "low_entropy": ("low", "nats at and below which --drop holds"),
-    "high_entropy": ("high", "nats at and above which --least-drop holds"),
+    "target_entropy": ("target_entropy", "hold the entropy of what is sampled at this"),
+    "lowest_temperature": ("lowest_temperature", "no law goes below"),
+    "highest_temperature": ("highest_temperature", "no law goes above"),
+    "dropped_mass_limit": ("dropped_mass_limit", "most attention mass to leave unread, in [0, 1)"),
+    "lowest_dropped_mass_limit": ("lowest_dropped_mass_limit", "the same, however uncertain the model is"),
+    "low_entropy": ("low_entropy", "nats at and below which --dropped-mass-limit holds"),
+    "high_entropy": ("high_entropy", "nats at and above which --lowest-dropped-mass-limit holds"),
 }
-FROM_CALIBRATION = {"target": "target_entropy", "low": "low_entropy", "high": "high_entropy"}
+FROM_CALIBRATION = {name: name for name in ("target_entropy", "low_entropy", "high_entropy")}
 
 
 class Control(NamedTuple):
@@ -160,7 +160,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
         found["prior"] = Moments(calibration.mean, calibration.scale, calibration.correlation)
         given = {**found, **given}
     made = Gains(**given)
-    for low, high in (("lowest", "highest"), ("low", "high")):
+    for low, high in (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy")):
         if not getattr(made, low) < getattr(made, high):
             raise RequestError(
                 f"{low} is {getattr(made, low)}, {high} {getattr(made, high)}; accepted are {low} < {high}"
@@ -184,13 +184,13 @@ def _gain(name: str):
             value = float(text)
         except ValueError:
             value = math.nan
-        low = value >= 0 if field not in ("lowest", "highest") else value > 0
-        if not (low and math.isfinite(value) and ("drop" not in field or value < 1)):
+        low = value >= 0 if field not in ("lowest_temperature", "highest_temperature") else value > 0
+        if not (low and math.isfinite(value) and ("dropped_mass" not in field or value < 1)):
             bound = (
                 "in [0, 1)"
-                if "drop" in field
+                if "dropped_mass" in field
                 else "above 0"
-                if field in ("lowest", "highest")
+                if field in ("lowest_temperature", "highest_temperature")
                 else "of at least 0"
             )
             raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")

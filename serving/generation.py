@@ -50,7 +50,7 @@ def load(
 
     Raises ValueError, or OSError, which say what in the directory is at fault.
     """
-    import models
+    from entropic_jax import models
 
     from . import offline, samplers
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from entropic_jax import cache, loop, sampling
+from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
 from entropic_jax.methods import compaction
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
@@ -163,8 +162,8 @@ class Engine:
         needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
         context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
         sample = drawing([*requests, *[Request(prompt="")] * padding])
-        decoder, selection = self.model.decoder, self.preset.selection
-        page_size = selection.page_size if selection else None
+        decoder, page_policy = self.model.decoder, self.preset.page_policy
+        page_size = page_policy.page_size if page_policy else None
         return loop.start(
             decoder,
             self.model.params,
@@ -176,7 +175,7 @@ class Engine:
             sample=sample,
             seeds=[r.seed for r in requests] + [0] * padding,
             stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
-            selection=self.preset.selection,
+            page_policy=self.preset.page_policy,
             belief_temperature=self.belief_temperature,
         )
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-import models
-from entropic_jax import cache, chain
+from entropic_jax import cache, chain, models
 from entropic_jax.control.presets import Preset
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider

@@ -1,17 +1,17 @@
-"""Serve a model over HTTP, as OpenAI and vLLM do, with the control loop on.
+"""Serves a model over HTTP with the OpenAI and vLLM APIs and the control loop on.
 
-    entropic serve            python serving/server.py            python -m serving.server
+    entropic serve            python serving/server.py            python -m entropic_jax.serving.server
 
-all take the same options. What serves is `serving.http.process`.
+All three take the same options. The server itself is `entropic_jax.serving.http.process`.
 """
 
 import os
 import sys
 
 if __name__ == "__main__":
-    if not __package__:  # run as a file: its folder is no place to import from
+    if not __package__:  # run as a file: import from the checkout, not from this folder
         sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-    from serving.cli import main
+    from entropic_jax.serving.cli import main
 
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -17,7 +17,7 @@ MEASURES = (
     "tempered_varentropy",
     "surprisal",
     "temperature",
-    "drop",
+    "dropped_mass_limit",
     "kept_fraction",
     "dropped_mass",
     "certificate",

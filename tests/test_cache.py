@@ -8,15 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from entropic_jax import attention, cache
+from entropic_jax import cache
+from entropic_jax.attention import attend
 from entropic_jax.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=8, hidden=4)
 ROWS, PER_ROW, PAGE = 4, 6, 4
 POOL = ROWS * PER_ROW
-grant, release, share, fork, retain, drop, rewind = map(
+grant, release_rows, share, fork, retain, release, rewind = map(
     jax.jit,
-    (cache.grant, cache.release, cache.share, cache.fork, cache.retain, cache.drop, cache.rewind),
+    (cache.grant, cache.release_rows, cache.share, cache.fork, cache.retain, cache.release, cache.rewind),
 )
 rows = st.integers(0, ROWS - 1)
 lengths = st.integers(0, PER_ROW * PAGE)
@@ -58,7 +59,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(flags=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
     def end(self, flags):
-        self.cache = release(self.cache, jnp.array(flags))
+        self.cache = release_rows(self.cache, jnp.array(flags))
         self.length[flags] = 0
 
     @rule(row=rows, count=st.integers(0, PER_ROW))
@@ -73,7 +74,7 @@ class Pages(RuleBasedStateMachine):
             self.host.pop(data.draw(st.integers(self.hidden, len(self.host) - 1)))
             for _ in range(min(count, len(self.host) - self.hidden))
         ]
-        self.cache = drop(self.cache, ints(*given, *[POOL] * (PER_ROW - len(given))))
+        self.cache = release(self.cache, ints(*given, *[POOL] * (PER_ROW - len(given))))
 
     @rule(order=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
     def adopt(self, order, count):
@@ -152,7 +153,7 @@ def test_pages_change_hands_without_a_copy_of_the_pool(program):
     pool = filled()
     calls = {
         "fork": (cache.fork, (ints(0), ints(1), ints(10))),
-        "release": (cache.release, (jnp.array([True, False, False]),)),
+        "release": (cache.release_rows, (jnp.array([True, False, False]),)),
         "share": (cache.share, (ints(1), pool.table[:1], ints(2))),
         "grant": (cache.grant, (ints(10, 4, 9),)),
     }
@@ -191,8 +192,8 @@ def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
     def written(count: int):
         pool = cache.allocate(SHAPE, 2, 16, page_size=4, moments=True)
         pool, _ = grant(pool, ints(11, 11))
-        step = attention.Step(ints(0, 0), ints(count, 11))
-        layer = attention.write(pool.layers[0], pool.table, step, k, v)
+        step = attend.Step(ints(0, 0), ints(count, 11))
+        layer = attend.write(pool.layers[0], pool.table, step, k, v)
         return pool._replace(layers=(layer,))
 
     back = rewind(written(11), jnp.array([True, False]), ints(length, 0))

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
-from entropic_jax import entropy, ledger
+from entropic_jax import entropy, ledger, models
 from entropic_jax.cache import ModelShape
 from entropic_jax.ledger import HARDWARE, Hardware
-from models.decoder import structure
+from entropic_jax.models.decoder import structure
 
 FLAT = Hardware(1e9, 1e9)
 

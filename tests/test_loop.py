@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
-from entropic_jax import allocate, chain, generate, loop, parameters, replay, start
+from entropic_jax import allocate, chain, generate, loop, models, parameters, replay, start
+from entropic_jax.models import checkpoint
 from entropic_jax.state import FAILED, FULL, RUNNING, STOPPED
-from models import checkpoint
 from tests import tiny
 
 WARM = dict(temperature=0.9, top_p=0.95)

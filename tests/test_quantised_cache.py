@@ -17,18 +17,18 @@ DTYPES = ("int8", "float8_e4m3fn")
 RELATIVE = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}  # of the largest number, and of each
 
 
-def begin(texts, dtype, selection=None, **given):
+def begin(texts, dtype, page_policy=None, **given):
     m = tiny.model()
     pool = allocate(m.decoder.shape, len(texts), 128, page_size=8, dtype=dtype)
     sample = parameters(len(texts), temperature=0.0)
-    settings = dict(max_tokens=40, key=jax.random.key(0), sample=sample, selection=selection, **given)
+    settings = dict(max_tokens=40, key=jax.random.key(0), sample=sample, page_policy=page_policy, **given)
     return start(m.decoder, m.params, chain(), pool, texts, **settings)
 
 
-def teacher_forced(dtype, selection=None):
+def teacher_forced(dtype, page_policy=None):
     (text,) = tiny.prompts(60)
     m = tiny.model()
-    state = begin([text[:30]], dtype, selection)
+    state = begin([text[:30]], dtype, page_policy)
     return replay(m.decoder, m.params, chain(), state, jnp.array([text[30:]], jnp.int32))
 
 
@@ -63,7 +63,7 @@ def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_pages_kept_is_dense(dtype):
-    dense, listed = (teacher_forced(dtype, selection)[1] for selection in (None, FINE))
+    dense, listed = (teacher_forced(dtype, page_policy)[1] for page_policy in (None, FINE))
     np.testing.assert_allclose(dense.surprisal, listed.surprisal, atol=1e-4)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import models
-from entropic_jax import allocate, chain, generate, parameters, start
+from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.state import RUNNING, State, Trace
 
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
+from ..attention.page_selection import Selection, no_page_lists
 from ..cache import Cache, Layer, allocate
 from ..control import Controller, chain
 from ..control.presets import Preset
 from ..control.scheduling import no_demand, with_demand
 from ..pallas.paged_attention.quantised import Quantised
 from ..sampling import parameters
-from ..selection import Selection, no_lists
 from ..state import FULL, RUNNING, State, plain_action
 
 LN2 = float(np.log(2))
@@ -65,13 +65,13 @@ def read(
 
 
 def resume(
-    state: State, controller: Controller, selection: Selection | None = None, page_size: int | None = None
+    state: State, controller: Controller, page_policy: Selection | None = None, page_size: int | None = None
 ) -> State:
     """A copy of a state that was read, about to run under a configuration.
 
     Pages are merged to `page_size`, by default that of the selection, or left as they are.
     """
-    wanted = page_size or (selection.page_size if selection else None) or state.cache.page_size
+    wanted = page_size or (page_policy.page_size if page_policy else None) or state.cache.page_size
     # A launch consumes its state: the original stays whole.
     state = jax.tree.map(jnp.copy, state)
     if wanted != state.cache.page_size:
@@ -80,8 +80,8 @@ def resume(
     return state._replace(
         action=jax.tree.map(jnp.copy, action),
         control=jax.tree.map(jnp.copy, controller.init(action)),
-        selection=selection,
-        lists=() if selection is None else no_lists(selection, state.cache),
+        page_policy=page_policy,
+        page_policy_state=() if page_policy is None else no_page_lists(page_policy, state.cache),
     )
 
 
@@ -146,7 +146,7 @@ class Forced(NamedTuple):
     entropy: np.ndarray
     kept: np.ndarray  # fraction of the keys and values held that were read
     certificate: np.ndarray
-    drop: np.ndarray
+    dropped_mass_limit: np.ndarray
     bytes_read: np.ndarray  # [sequences], per token, weights and cache
     flops: np.ndarray  # [sequences], per token
     efficiency: np.ndarray  # [sequences], dτ/dC in nats per roofline second
@@ -168,7 +168,7 @@ def forced(
         by_row(trace.entropy),
         by_row(trace.kept_fraction),
         by_row(trace.certificate),
-        by_row(trace.drop),
+        by_row(trace.dropped_mass_limit),
         account.bytes_read / tokens.shape[1],
         account.flops / tokens.shape[1],
         account.entropic_time / account.seconds,

@@ -52,8 +52,8 @@ class Material:
 
 def set_up(state: State, setting: Preset) -> State:
     """`resume`, in pages as long as the configuration would have them by itself."""
-    size = (setting.selection.page_size if setting.selection else None) or default_page_size()
-    return ablation.resume(state, setting.controller, setting.selection, max(size, state.cache.page_size))
+    size = (setting.page_policy.page_size if setting.page_policy else None) or default_page_size()
+    return ablation.resume(state, setting.controller, setting.page_policy, max(size, state.cache.page_size))
 
 
 def quality(
@@ -218,9 +218,9 @@ def writing(
     gains = material.gains
     rows = []
     for name, setting in ways.items():
-        clips = PRINTED_CLIPS if name == "paper" else (gains.lowest, gains.highest)
+        clips = PRINTED_CLIPS if name == "paper" else (gains.lowest_temperature, gains.highest_temperature)
         found = ablation.write(
-            material.subject, setting, set_up(state, setting), target=gains.target, clips=clips
+            material.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
         )
         rows.append(
             {

@@ -9,8 +9,8 @@ Differs from Kiruluta 2026 (arXiv 2603.03310), which takes the logits for calibr
 given.
 """
 
-from .measure import autoregression, calibrate
 from .record import FILE, LEVELS, Calibration, load_calibration, save_calibration
+from .statistics import autoregression, calibrate
 from .teacher_forcing import pieces, teacher_forced
 from .temperature import expected_calibration_error, fit_temperature
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..attention import Step, attend_to
+from ..attention.attend import Step, attend_to
 from ..cache import Cache, allocate, grant
 from ..loop import Decoder
 

@@ -33,10 +33,11 @@ class Estimated:
     >>> import jax.numpy as jnp
     >>> from entropic_jax.control.pruning import Pruning
     >>> from entropic_jax.state import plain_action, quiet_signal
-    >>> law = Estimated(Pruning(low=1.0, high=3.0, patience=0, rate=1.0), "truncated", 2)
+    >>> law = Estimated(Pruning(low_entropy=1.0, high_entropy=3.0, patience=0, rate=1.0), "truncated", 2)
     >>> signal, action = quiet_signal(1), plain_action(jnp.ones(1))
     >>> seen = signal._replace(logits=jnp.zeros((1, 64)), emitting=jnp.ones(1, bool))
-    >>> float(law.update(seen, action, law.init(action))[0].drop[0])  # ln 2 of a uniform distribution
+    >>> changed, _ = law.update(seen, action, law.init(action))
+    >>> float(changed.dropped_mass_limit[0])  # the entropy of a uniform pair is ln 2
     0.10000000149011612
     """
 

@@ -18,18 +18,20 @@ class Confidence(NamedTuple):
 
 def opening(
     entropy: jax.Array,
-    low: jax.Array | float,
-    high: jax.Array | float,
-    most: jax.Array | float,
-    least: jax.Array | float = 0.0,
+    low_entropy: jax.Array | float,
+    high_entropy: jax.Array | float,
+    dropped_mass_limit: jax.Array | float,
+    lowest_dropped_mass_limit: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """ε = ε_min + (ε_max − ε_min) · clip((H_hi − H) / (H_hi − H_lo), 0, 1): from `most` to `least`.
+    """ε = ε_min + (ε_max − ε_min) · clip((H_hi − H) / (H_hi − H_lo), 0, 1).
 
     >>> opening(jnp.array([0.0, 1.0, 2.0, 9.0]), 0.0, 2.0, 0.1).tolist()
     [0.10000000149011612, 0.05000000074505806, 0.0, 0.0]
     """
-    share = (high - entropy) / jnp.maximum(high - low, 1e-6)
-    return least + (most - least) * jnp.clip(share, 0.0, 1.0)
+    share = (high_entropy - entropy) / jnp.maximum(high_entropy - low_entropy, 1e-6)
+    return lowest_dropped_mass_limit + (dropped_mass_limit - lowest_dropped_mass_limit) * jnp.clip(
+        share, 0.0, 1.0
+    )
 
 
 @pytree
@@ -47,46 +49,58 @@ class Pruning:
     below the *upper* bound Ĥ + ε_H of the entropy, not the lower: an error of the estimate reads more.
     """
 
-    most: Any = 0.1  # ε_max
-    low: Any = 0.3  # H_lo: at and below, ε_max
-    high: Any = 2.5  # H_hi: at and above, ε_min
-    least: Any = 0.0  # ε_min
-    floor: Any = 0.0  # H_min
-    error: Any = 0.0  # ε_H, of the estimate of H₁
+    dropped_mass_limit: Any = 0.1  # ε_max
+    low_entropy: Any = 0.3  # H_lo: at and below, ε_max
+    high_entropy: Any = 2.5  # H_hi: at and above, ε_min
+    lowest_dropped_mass_limit: Any = 0.0  # ε_min
+    entropy_floor: Any = 0.0  # H_min
+    entropy_error: Any = 0.0  # ε_H, of the estimate of H₁
     smoothing: Any = 0.5
     rate: Any = 0.05
     hysteresis: Any = 0.0
     patience: Any = 4
 
     def init(self, action: Action) -> Confidence:
-        zero = jnp.zeros_like(action.drop)
+        zero = jnp.zeros_like(action.dropped_mass_limit)
         return Confidence(zero, zero.astype(jnp.int32))
 
     def update(self, signal: Signal, action: Action, state: Confidence) -> tuple[Action, Confidence]:
         fresh = jnp.where(state.seen == 0, signal.entropy, state.entropy)
-        mean = jnp.maximum(fresh + self.smoothing * (signal.entropy - fresh), self.floor)
+        mean = jnp.maximum(fresh + self.smoothing * (signal.entropy - fresh), self.entropy_floor)
         # A sudden doubt is believed at once, a sudden certainty is not.
-        doubt = jnp.maximum(mean, signal.entropy) + self.error
-        wanted = opening(doubt, self.low, self.high, self.most, self.least)
+        doubt = jnp.maximum(mean, signal.entropy) + self.entropy_error
+        wanted = opening(
+            doubt,
+            self.low_entropy,
+            self.high_entropy,
+            self.dropped_mass_limit,
+            self.lowest_dropped_mass_limit,
+        )
         wanted = jnp.where(jnp.isfinite(doubt) & (state.seen >= self.patience), wanted, 0.0)
-        more = wanted - action.drop
-        opened = action.drop + jnp.minimum(more, self.rate)
-        drop = jnp.where(more <= 0, wanted, jnp.where(more > self.hysteresis, opened, action.drop))
+        more = wanted - action.dropped_mass_limit
+        opened = action.dropped_mass_limit + jnp.minimum(more, self.rate)
+        dropped_mass_limit = jnp.where(
+            more <= 0, wanted, jnp.where(more > self.hysteresis, opened, action.dropped_mass_limit)
+        )
         after = Confidence(jnp.where(jnp.isfinite(mean), mean, fresh), state.seen + 1)
-        return action._replace(drop=drop.astype(action.drop.dtype)), after
+        return action._replace(
+            dropped_mass_limit=dropped_mass_limit.astype(action.dropped_mass_limit.dtype)
+        ), after
 
 
 @pytree
 class FixedPruning:
     """ε is the same at every step: top-p over pages, what entropy must beat. ε in [0, 1)."""
 
-    drop: Any = 0.05
+    dropped_mass_limit: Any = 0.05
 
     def init(self, action: Action) -> tuple[()]:
         return ()
 
     def update(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
-        return action._replace(drop=jnp.full_like(action.drop, 1.0) * self.drop), state
+        return action._replace(
+            dropped_mass_limit=jnp.full_like(action.dropped_mass_limit, 1.0) * self.dropped_mass_limit
+        ), state
 
 
 @pytree
@@ -100,13 +114,17 @@ class PaperPruning:
     Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning.
     """
 
-    most: Any = 0.3
-    threshold: Any = 2.0  # nats
+    dropped_mass_limit: Any = 0.3
+    entropy_threshold: Any = 2.0  # nats
 
     def init(self, action: Action) -> tuple[()]:
         return ()
 
     def update(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
-        drop = self.most * jnp.maximum(0.0, 1 - signal.entropy / self.threshold)
-        drop = jnp.where(jnp.isfinite(drop), drop, 0.0)
-        return action._replace(drop=drop.astype(action.drop.dtype)), state
+        dropped_mass_limit = self.dropped_mass_limit * jnp.maximum(
+            0.0, 1 - signal.entropy / self.entropy_threshold
+        )
+        dropped_mass_limit = jnp.where(jnp.isfinite(dropped_mass_limit), dropped_mass_limit, 0.0)
+        return action._replace(
+            dropped_mass_limit=dropped_mass_limit.astype(action.dropped_mass_limit.dtype)
+        ), state

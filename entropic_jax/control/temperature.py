@@ -56,10 +56,12 @@ def _greatest_entropy(logits: jax.Array) -> jax.Array:
     return jnp.log(jnp.maximum(jnp.sum(logits > -jnp.inf, axis=-1), 1).astype(jnp.float32))
 
 
-def _heat(action: Action, temperature: jax.Array, lowest: Gain, highest: Gain) -> Action:
+def _set_temperature(
+    action: Action, temperature: jax.Array, lowest_temperature: Gain, highest_temperature: Gain
+) -> Action:
     """The action at `temperature` within the clips, but for greedy rows and for what is no number."""
     usable = (action.temperature > 0) & jnp.isfinite(temperature)
-    bounded = jnp.clip(jnp.where(usable, temperature, 1.0), lowest, highest)
+    bounded = jnp.clip(jnp.where(usable, temperature, 1.0), lowest_temperature, highest_temperature)
     # A clip at 0 would turn the row greedy, from which no law brings it back.
     bounded = jnp.maximum(bounded, LOWEST_TEMPERATURE)
     return action._replace(temperature=jnp.where(usable, bounded, action.temperature))
@@ -84,9 +86,10 @@ class Paper(_Memoryless):
         T ← clip(T · exp(+η (H_T − H*)), T_min, T_max)
 
     Around a solution, ln T − ln T* is multiplied by 1 + η V_T at each step: the law leaves the set-point,
-    runs into a clip and stays there, which is how it lowers the variance of the entropy. target H* in nats,
-    rate η per nat, lowest T_min and highest T_max > 0. Differentiable inside the clips.
-    Source: arXiv 2603.03310, the update of temperature. `Integral` has the sign that its theorem needs.
+    runs into a clip and stays there, which is how it lowers the variance of the entropy. target_entropy H* in
+    nats, rate η per nat, lowest_temperature T_min and highest_temperature T_max > 0. Differentiable inside
+    the clips. Source: arXiv 2603.03310, the update of temperature. `Integral` has the sign that its theorem
+    needs.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(tempered_entropy=jnp.array([3.0]))
@@ -95,14 +98,16 @@ class Paper(_Memoryless):
     1.2214
     """
 
-    target: Gain
+    target_entropy: Gain
     rate: Gain = 0.02
-    lowest: Gain = 0.1
-    highest: Gain = 2.0
+    lowest_temperature: Gain = 0.1
+    highest_temperature: Gain = 2.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        factor = jnp.exp(self.rate * _finite(signal.tempered_entropy - self.target))
-        return _heat(action, action.temperature * factor, self.lowest, self.highest), state
+        factor = jnp.exp(self.rate * _finite(signal.tempered_entropy - self.target_entropy))
+        return _set_temperature(
+            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
+        ), state
 
 
 @pytree
@@ -112,11 +117,11 @@ class Integral(_Memoryless):
         ln T ← clip(ln T − η (H_T − H*), ln T_min, ln T_max)
 
     Around a solution, ln T − ln T* is multiplied by 1 − η V_T: monotone for η ≤ 1 / V_max, and V_max is about
-    (ln V)² / 4 + 1 for a vocabulary of V, 35.6 at 128k. target H* in nats, rate η per nat, lowest T_min and
-    highest T_max > 0. T itself is what is integrated, so nothing winds up beyond a clip; nor is a step taken
-    where V_T < 0.05 nats², unless it leads back towards T = 1 and V₁ is not as small. Differentiable inside
-    the clips.
-    Source: arXiv 2603.03310, the update of temperature. Differs from the paper: the sign; no windup.
+    (ln V)² / 4 + 1 for a vocabulary of V, 35.6 at 128k. target_entropy H* in nats, rate η per nat,
+    lowest_temperature T_min and highest_temperature T_max > 0. T itself is what is integrated, so nothing
+    winds up beyond a clip; nor is a step taken where V_T < 0.05 nats², unless it leads back towards T = 1 and
+    V₁ is not as small. Differentiable inside the clips. Source: arXiv 2603.03310, the update of temperature.
+    Differs from the paper: the sign; no windup.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(
@@ -127,15 +132,17 @@ class Integral(_Memoryless):
     0.8187
     """
 
-    target: Gain
+    target_entropy: Gain
     rate: Gain = 0.02
-    lowest: Gain = 0.1
-    highest: Gain = 2.0
+    lowest_temperature: Gain = 0.1
+    highest_temperature: Gain = 2.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        step = -self.rate * _finite(signal.tempered_entropy - self.target)
+        step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy)
         factor = _factor(signal, action, step)
-        return _heat(action, action.temperature * factor, self.lowest, self.highest), state
+        return _set_temperature(
+            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
+        ), state
 
 
 @pytree
@@ -145,9 +152,10 @@ class Normalised(_Memoryless):
         ln T ← clip(ln T − ρ (H_T − H*) / max(V_T, V₀), ln T_min, ln T_max),  |Δ ln T| ≤ Δ
 
     As V_T is the slope, an error shrinks by the factor 1 − ρ in each step, whatever the distribution; V₀
-    keeps the gain finite where it is flat. target H* in nats, rate ρ in (0, 1], least V₀ in nats² > 0, most
-    Δ > 0, lowest T_min and highest T_max > 0. Where a step is withheld, and differentiable, as `Integral`.
-    Source: arXiv 2603.03310, the update of temperature. Differs from the paper: the sign, the gain schedule.
+    keeps the gain finite where it is flat. target_entropy H* in nats, rate ρ in (0, 1], least V₀ in nats² >
+    0, most Δ > 0, lowest_temperature T_min and highest_temperature T_max > 0. Where a step is withheld, and
+    differentiable, as `Integral`. Source: arXiv 2603.03310, the update of temperature. Differs from the
+    paper: the sign, the gain schedule.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(
@@ -158,25 +166,31 @@ class Normalised(_Memoryless):
     0.8607
     """
 
-    target: Gain
+    target_entropy: Gain
     rate: Gain = 0.3
     least: Gain = 1.0
     most: Gain = 0.2
-    lowest: Gain = 0.1
-    highest: Gain = 2.0
+    lowest_temperature: Gain = 0.1
+    highest_temperature: Gain = 2.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         slope = jnp.maximum(_finite(signal.tempered_varentropy), self.least)
-        step = -self.rate * _finite(signal.tempered_entropy - self.target) / slope
+        step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy) / slope
         factor = _factor(signal, action, jnp.clip(step, -jnp.asarray(self.most), self.most))
-        return _heat(action, action.temperature * factor, self.lowest, self.highest), state
+        return _set_temperature(
+            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
+        ), state
 
 
 @jax.custom_jvp
 def matching_temperature(
-    logits: jax.Array, target: jax.Array, start: jax.Array, lowest: jax.Array, highest: jax.Array
+    logits: jax.Array,
+    target_entropy: jax.Array,
+    start: jax.Array,
+    lowest_temperature: jax.Array,
+    highest_temperature: jax.Array,
 ) -> jax.Array:
-    """The temperature T in [lowest, highest] at which softmax(z / T) has the entropy `target`.
+    """The temperature T in [lowest, highest] at which softmax(z / T) has the entropy `target_entropy`.
 
         H_T = H*,  by Newton on ln T, with slope V_T, of ln H − ln(ln k − H), k tokens being unmasked
 
@@ -199,20 +213,20 @@ def matching_temperature(
     room = lambda entropy: jnp.maximum(greatest - entropy, SMALLEST)
     straight = lambda entropy: jnp.log(jnp.maximum(entropy, SMALLEST)) - jnp.log(room(entropy))
     warm = start > 0
-    bottom, top = jnp.log(lowest), jnp.log(highest)
+    bottom, top = jnp.log(lowest_temperature), jnp.log(highest_temperature)
 
     def refine(carry):
         count, point, left, right, untried, settled = carry
         now = at_temperature(logits, jnp.exp(point))
-        above = now.entropy > target
+        above = now.entropy > target_entropy
         slope = now.varentropy * (1 / jnp.maximum(now.entropy, SMALLEST) + 1 / room(now.entropy))
-        newton = point - (straight(now.entropy) - straight(target)) / jnp.maximum(slope, SMALLEST)
+        newton = point - (straight(now.entropy) - straight(target_entropy)) / jnp.maximum(slope, SMALLEST)
         left, right = jnp.where(above, left, point), jnp.where(above, point, right)
         untried = untried[0] & above, untried[1] & ~above  # the bracket still ends at a clip not looked at
         middle = (left + right) / 2
         guarded = jnp.where(newton < left, jnp.where(untried[0], left, middle), newton)
         guarded = jnp.where(newton > right, jnp.where(untried[1], right, middle), guarded)
-        close = jnp.abs(now.entropy - target) < TOLERANCE
+        close = jnp.abs(now.entropy - target_entropy) < TOLERANCE
         # Where the curve is all but flat, a step from close by may lead far away.
         astray = (close & (jnp.abs(guarded - point) > 0.01)) | ~jnp.isfinite(now.entropy)
         guarded = jnp.where(astray, point, guarded)
@@ -224,18 +238,22 @@ def matching_temperature(
     everywhere = jnp.ones(start.shape, bool)
     carry = (jnp.int32(0), begin, bottom, top, (everywhere, everywhere), ~warm)
     _, point, *_ = lax.while_loop(lambda c: (c[0] < ITERATIONS) & ~c[-1].all(), refine, carry)
-    found = jnp.where(point <= bottom, lowest, jnp.where(point >= top, highest, jnp.exp(point)))
+    found = jnp.where(
+        point <= bottom, lowest_temperature, jnp.where(point >= top, highest_temperature, jnp.exp(point))
+    )
     return jnp.where(warm, found, 0.0)
 
 
 @matching_temperature.defjvp
 def _implicit(primals, tangents):
-    logits, _, start, lowest, highest = primals
+    logits, _, start, lowest_temperature, highest_temperature = primals
     d_logits, d_target, _, d_lowest, d_highest = tangents
     found = matching_temperature(*primals)
     now, change = jax.jvp(lambda z: at_temperature(z, found), (logits,), (d_logits,))
     inside = found * (d_target - change.entropy) / jnp.maximum(now.varentropy, SMALLEST)
-    moved = jnp.where(found <= lowest, d_lowest, jnp.where(found >= highest, d_highest, inside))
+    moved = jnp.where(
+        found <= lowest_temperature, d_lowest, jnp.where(found >= highest_temperature, d_highest, inside)
+    )
     return found, jnp.where(start > 0, moved, 0.0)
 
 
@@ -245,10 +263,11 @@ class Exact(_Memoryless):
 
         T ← clip(T : H(softmax(z / T)) = H*, T_min, T_max)
 
-    target H* in nats, lowest T_min and highest T_max > 0. Reached to 1e-3 nats wherever
-    H(T_min) ≤ H* ≤ H(T_max); elsewhere T is the nearer clip, as H rises with T. Nothing is integrated, so
-    nothing winds up. Differentiable by the implicit function theorem, see `matching_temperature`.
-    Differs from the paper (arXiv 2603.03310): no feedback, hence no delay, and no gain to tune.
+    target_entropy H* in nats, lowest_temperature T_min and highest_temperature T_max > 0. Reached to 1e-3
+    nats wherever H(T_min) ≤ H* ≤ H(T_max); elsewhere T is the nearer clip, as H rises with T. Nothing is
+    integrated, so nothing winds up. Differentiable by the implicit function theorem, see
+    `matching_temperature`. Differs from the paper (arXiv 2603.03310): no feedback, hence no delay, and no
+    gain to tune.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(logits=jnp.array([[3.0, 1.0, 0.0]]))
@@ -257,18 +276,18 @@ class Exact(_Memoryless):
     0.5
     """
 
-    target: Gain
-    lowest: Gain = 0.1
-    highest: Gain = 2.0
+    target_entropy: Gain
+    lowest_temperature: Gain = 0.1
+    highest_temperature: Gain = 2.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         by_row = lambda gain: jnp.broadcast_to(jnp.asarray(gain, jnp.float32), action.temperature.shape)
-        logits, target = _logits(signal), by_row(self.target)
-        clips = by_row(self.lowest), by_row(self.highest)
-        sound = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(target)
-        safe = jnp.where(sound[:, None], logits, 0.0), jnp.where(sound, target, 0.0)
+        logits, target_entropy = _logits(signal), by_row(self.target_entropy)
+        clips = by_row(self.lowest_temperature), by_row(self.highest_temperature)
+        sound = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(target_entropy)
+        safe = jnp.where(sound[:, None], logits, 0.0), jnp.where(sound, target_entropy, 0.0)
         found = matching_temperature(*safe, action.temperature, *clips)
-        return _heat(action, jnp.where(sound, found, jnp.nan), *clips), state
+        return _set_temperature(action, jnp.where(sound, found, jnp.nan), *clips), state
 
 
 @pytree
@@ -294,14 +313,14 @@ class Mirostat(_Memoryless):
     3.7
     """
 
-    target: Gain
+    target_entropy: Gain
     rate: Gain = 0.1
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         fresh = jnp.isinf(action.surprisal_limit)
         held = jnp.where(fresh, 0.0, action.surprisal_limit)
-        moved = held - self.rate * _finite(signal.surprisal - self.target)
-        limit = jnp.where(fresh, 2 * jnp.asarray(self.target, jnp.float32), moved)
+        moved = held - self.rate * _finite(signal.surprisal - self.target_entropy)
+        limit = jnp.where(fresh, 2 * jnp.asarray(self.target_entropy, jnp.float32), moved)
         usable = (action.temperature > 0) & jnp.isfinite(limit)
         return action._replace(surprisal_limit=jnp.where(usable, limit, action.surprisal_limit)), state
 
@@ -312,10 +331,10 @@ class EDT(_Memoryless):
 
         T = max(T₀ · 0.8^(θ / H₁), T_min),  H₁ the entropy of softmax(z)
 
-    base T₀ > 0 is reached at high entropy; theta θ ≥ 0 in nats says how soon; lowest T_min > 0. An open loop:
-    no set-point, no memory. Differentiable above T_min.
-    Source: Zhang et al. 2024, arXiv 2403.14541, which tunes T₀ and θ by task. Differs from the paper: T_min,
-    as T would vanish with H₁ and 0 is greedy.
+    base T₀ > 0 is reached at high entropy; theta θ ≥ 0 in nats says how soon; lowest_temperature T_min > 0.
+    An open loop: no set-point, no memory. Differentiable above T_min. Source: Zhang et al. 2024, arXiv
+    2403.14541, which tunes T₀ and θ by task. Differs from the paper: T_min, as T would vanish with H₁ and 0
+    is greedy.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(logits=jnp.zeros((1, 8)))
@@ -326,12 +345,14 @@ class EDT(_Memoryless):
 
     base: Gain = 1.0
     theta: Gain = 1.0
-    lowest: Gain = 0.1
+    lowest_temperature: Gain = 0.1
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         entropy, sound = _plain_entropy(signal)
         temperature = self.base * jnp.exp(jnp.log(0.8) * self.theta / jnp.maximum(entropy, SMALLEST))
-        return _heat(action, jnp.where(sound, temperature, jnp.nan), self.lowest, jnp.inf), state
+        return _set_temperature(
+            action, jnp.where(sound, temperature, jnp.nan), self.lowest_temperature, jnp.inf
+        ), state
 
 
 @pytree
@@ -340,10 +361,9 @@ class DynaTemp(_Memoryless):
 
         T = T_lo + (T_hi − T_lo) · (H₁ / ln k)^e,  H₁ the entropy of softmax(z), k its unmasked tokens
 
-    lowest T_lo and highest T_hi > 0, exponent e > 0. Where k is 1, T_lo: it makes no difference. An open
-    loop, as `EDT`. Differentiable.
-    Source: llama.cpp and KoboldCpp, option dynatemp. Differs from them: H₁ and k are taken before truncation,
-    which comes after the temperature here.
+    lowest_temperature T_lo and highest_temperature T_hi > 0, exponent e > 0. Where k is 1, T_lo: it makes no
+    difference. An open loop, as `EDT`. Differentiable. Source: llama.cpp and KoboldCpp, option dynatemp.
+    Differs from them: H₁ and k are taken before truncation, which comes after the temperature here.
 
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(logits=jnp.zeros((1, 8)))
@@ -352,8 +372,8 @@ class DynaTemp(_Memoryless):
     1.5
     """
 
-    lowest: Gain = 0.1
-    highest: Gain = 2.0
+    lowest_temperature: Gain = 0.1
+    highest_temperature: Gain = 2.0
     exponent: Gain = 1.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
@@ -361,8 +381,10 @@ class DynaTemp(_Memoryless):
         some = sound & (entropy > 0)  # a power of 0 has no finite derivative
         share = jnp.where(some, entropy, 1.0) / jnp.where(some, _greatest_entropy(_logits(signal)), 1.0)
         power = jnp.where(some, jnp.exp(self.exponent * jnp.log(share)), 0.0)
-        temperature = self.lowest + (self.highest - self.lowest) * power
-        return _heat(action, jnp.where(sound, temperature, jnp.nan), self.lowest, self.highest), state
+        temperature = self.lowest_temperature + (self.highest_temperature - self.lowest_temperature) * power
+        return _set_temperature(
+            action, jnp.where(sound, temperature, jnp.nan), self.lowest_temperature, self.highest_temperature
+        ), state
 
 
 LAWS: dict[str, type] = {

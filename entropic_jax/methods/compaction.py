@@ -32,13 +32,13 @@ def generate(
     gone.
     """
     steps = min(int(steps), capacity)
-    if isinstance(state.selection, Method) and state.selection.compression is not None:
+    if isinstance(state.page_policy, Method) and state.page_policy.compression is not None:
         window = getattr(getattr(decoder, "config", None), "sliding_window", None)
         if window is not None:
             raise ValueError(f"decoder has a sliding_window of {window}; accepted for compression are none")
         state = settle(state)
         wait = np.asarray(
-            jnp.where(waiting(state), state.selection.compression.after - state.ledger.steps, 0)
+            jnp.where(waiting(state), state.page_policy.compression.after - state.ledger.steps, 0)
         )
         steps = min([steps, *wait[wait > 0].tolist()])
     state, trace = loop.generate(decoder, params, controller, state, steps, capacity=capacity, width=width)
@@ -50,7 +50,7 @@ def settle(state: State) -> State:
 
     The state is consumed if anything is done.
     """
-    method = state.selection
+    method = state.page_policy
     if not isinstance(method, Method) or method.compression is None:
         return state
     due = waiting(state) & (state.ledger.steps >= method.compression.after)
@@ -59,7 +59,7 @@ def settle(state: State) -> State:
 
 def waiting(state: State) -> jax.Array:
     """The rows, bool `[rows]`, that run and are not compressed yet."""
-    return state.lists.pending & (state.status == RUNNING)
+    return state.page_policy_state.pending & (state.status == RUNNING)
 
 
 def compress_row(state: State, row: jax.Array) -> State:
@@ -68,14 +68,14 @@ def compress_row(state: State, row: jax.Array) -> State:
     own = ("status", "length", "evicted", "limit")
     alone = state._replace(
         **{name: only(getattr(state, name)) for name in own},
-        lists=jax.tree.map(only, state.lists),
+        page_policy_state=jax.tree.map(only, state.page_policy_state),
         cache=cache._replace(table=only(cache.table), granted=only(cache.granted)),
     )
     after = compressed(alone, jnp.ones(1, bool))
     put = lambda all_, x: all_.at[row].set(x[0])
     return state._replace(
         **{name: put(getattr(state, name), getattr(after, name)) for name in own},
-        lists=jax.tree.map(put, state.lists, after.lists),
+        page_policy_state=jax.tree.map(put, state.page_policy_state, after.page_policy_state),
         cache=after.cache._replace(
             table=put(cache.table, after.cache.table), granted=put(cache.granted, after.cache.granted)
         ),
@@ -97,8 +97,8 @@ def compressed(state: State, rows: jax.Array) -> State:
 
     A row is left alone that holds no more than the budget, or a page that another row or the host owns, too.
     """
-    memory: Memory = state.lists
-    method: Method = state.selection
+    memory: Memory = state.page_policy_state
+    method: Method = state.page_policy
     policy, cache = method.compression, state.cache
     assert policy is not None
     held = jnp.arange(cache.table.shape[1]) < cache.granted[:, None]
@@ -131,7 +131,7 @@ def compressed(state: State, rows: jax.Array) -> State:
         length=length,
         evicted=state.evicted + gone,
         limit=state.limit - gone,
-        lists=memory._replace(
+        page_policy_state=memory._replace(
             lists=jax.tree.map(clear, memory.lists),
             kept=jnp.where(chosen, pages, memory.kept),
             pending=memory.pending & ~rows,

@@ -33,7 +33,7 @@ from jax.scipy.special import digamma, gammaln
 from .. import entropy, sampling
 from ..control.controller import STATIC, pytree
 from ..control.temperature import matching_temperature
-from ..randomness import random_bits
+from ..sampling.randomness import random_bits
 from ..state import Action, Signal
 from .entropix import Gain, needed
 

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import sampling
+from ..attention.statistics import Observation
 from ..calibration import LEVELS, Calibration
 from ..control.controller import STATIC, pytree
-from ..observation import Observation
-from ..randomness import random_bits
+from ..sampling.randomness import random_bits
+from ..sampling.truncation import truncate
 from ..state import Action, Signal
-from ..truncation import truncate
 
 Gain = float | jax.Array
 

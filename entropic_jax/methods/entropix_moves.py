@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import fork, release, rewind
-from ..cut import Cut
+from ..cache import fork, release_rows, rewind
+from ..row_subset import RowSubset
+from ..sampling.constraints import Likeliest
 from ..state import FAILED, FULL, RUNNING, STOPPED, State, Trace
-from ..terms import Likeliest
 from .entropix import ADAPT, EXPLORE, RESAMPLE, Memory
 
 NOTHING, LOOK, BRANCH, RETURN, JUDGE = range(5)
@@ -106,7 +106,7 @@ def wishes(search: Search, fresh: jax.Array, plan: Plan) -> jax.Array:
 
 def _from_rows(state: State, source: jax.Array) -> State:
     """Every row's own part of the state, the cache left out, from the row `source` int32 `[rows]`."""
-    shared = ("key", "belief_temperature", "selection", "age", "hardware", "cache")
+    shared = ("key", "belief_temperature", "page_policy", "age", "hardware", "cache")
     rows = source.shape[0]
     pick = lambda x: x[source] if x.ndim and x.shape[0] == rows else x
     return state._replace(
@@ -150,7 +150,7 @@ def judge(search: Search, plan: Plan) -> Search:
                 for name in ("flops", "bytes_read", "seconds")
             }
         ),
-        cache=release(cache, lost),
+        cache=release_rows(cache, lost),
     )
     carried = {
         name: getattr(search, name)[source]
@@ -251,11 +251,11 @@ def branch(search: Search, plan: Plan, most: int | None = None) -> Search:
     real = wanted[:, None] & (candidate >= 0) & (slot > 0) & (slot < search.most[:, None])
     own = leader[:, None] + slot
     state = search.state
-    forks = Cut(real[:, 1:].reshape(-1), None if most is None else most * (k - 1))
-    sources = forks.pick(jnp.repeat(leader, k - 1))
-    places = forks.pick(jnp.where(real, own, rows)[:, 1:].reshape(-1), rows)
+    forks = RowSubset(real[:, 1:].reshape(-1), None if most is None else most * (k - 1))
+    sources = forks.gather(jnp.repeat(leader, k - 1))
+    places = forks.gather(jnp.where(real, own, rows)[:, 1:].reshape(-1), rows)
     cache, enough = fork(state.cache, sources, places, state.length[sources])
-    made = real & jnp.pad(forks.spread(enough, False).reshape(sequences, k - 1), ((0, 0), (1, 0)))
+    made = real & jnp.pad(forks.scatter(enough, False).reshape(sequences, k - 1), ((0, 0), (1, 0)))
     some = made.any(1)
     new = made.reshape(-1)
 

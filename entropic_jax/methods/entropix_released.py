@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import entropy
+from ..attention.statistics import Observation
 from ..control.controller import STATIC, pytree
-from ..observation import Observation
 from ..state import Action, Signal
 from .entropix import (
     ADAPT,

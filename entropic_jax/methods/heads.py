@@ -80,7 +80,7 @@ def measure(
     dtype = jax.tree.leaves(params)[0].dtype
     pool = allocate(decoder.shape, 1, len(tokens), page_size=policy.page_size, dtype=dtype)
     asked = Witness(policy, policy.segment, policy.page_size) if unread else policy
-    given = dict(key=jax.random.key(0), max_tokens=len(tokens), selection=Method(asked))
+    given = dict(key=jax.random.key(0), max_tokens=len(tokens), page_policy=Method(asked))
     state = loop.start(decoder, params, chain(), pool, [list(tokens[:1])], **given)
     found, missed = [], []
     for begin in range(0, len(tokens), policy.segment):
@@ -89,7 +89,7 @@ def measure(
         some[0, : len(piece)] = piece
         count = jnp.array([len(piece)], jnp.int32)
         state, _ = loop.prefill(decoder, params, state, jnp.asarray(some), count)
-        seen: tuple[Any, ...] = state.lists.prefill
+        seen: tuple[Any, ...] = state.page_policy_state.prefill
         courses: list[Course] = [x.course if unread else x for x in seen]
         found.append([np.asarray(course.entropy[0]) for course in courses])
         missed.append([np.asarray(x.unread[0]) for x in seen] if unread else ())

@@ -1,6 +1,6 @@
 """What a method of sparse prefill or of cache compression is, and how the loop runs it.
 
-A `Method` stands where a page selection stands (`State.selection`). It is put together from at most three
+A `Method` stands where a page selection stands (`State.page_policy`). It is put together from at most three
 parts: a `Prefill` says which pages each segment of a prompt reads, a `Compression` says which entries stay in
 the cache afterwards, and an ordinary page selection says what a step then reads of them.
 """
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from ..attention.page_selection import Information, PagePolicy, ReadStats, altogether, dense_reading
 from ..cache import Cache, Layer, ModelShape
 from ..pallas import paged_attention
-from ..selection import Information, Reading, Reads, altogether, dense_reading
 
 
 class Scene(NamedTuple):
@@ -112,7 +112,7 @@ class Method:
 
     prefill: Prefill | None = None
     compression: Compression | None = None
-    steps: Reads | None = None  # which pages a step reads; None reads all that are held
+    steps: PagePolicy | None = None  # which pages a step reads; None reads all that are held
 
     def __post_init__(self) -> None:
         if self.steps is not None and getattr(self.compression, "ragged", False):
@@ -148,7 +148,7 @@ class Method:
         return sparse or (compression is not None and positions + compression.after > compression.budget)
 
     def memory(self, shape: ModelShape, cache: Cache) -> Memory:
-        """See `selection.Reads`."""
+        """See `attention.page_selection.PagePolicy`."""
         rows, pages = cache.table.shape
         per_layer = lambda make: tuple(make() for _ in range(shape.layers))
         zero = jnp.zeros(rows, jnp.float32)
@@ -164,12 +164,14 @@ class Method:
             Spent(zero, zero),
         )
 
-    def reader(self, cache: Cache, drop: jax.Array, memory: Memory, age: jax.Array) -> "StepReader":
-        """See `selection.Reads`."""
-        return StepReader(self, cache, drop, memory, age)
+    def reader(
+        self, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, age: jax.Array
+    ) -> "StepReader":
+        """See `attention.page_selection.PagePolicy`."""
+        return StepReader(self, cache, dropped_mass_limit, memory, age)
 
     def prompt_reader(self, cache: Cache, memory: Memory, step: Any, total: jax.Array) -> "PromptReader":
-        """See `selection.Reads`."""
+        """See `attention.page_selection.PagePolicy`."""
         return PromptReader(self, cache, memory, step, total)
 
 
@@ -272,10 +274,16 @@ class PromptReader:
 class StepReader:
     """Reads for one step, layer after layer; it lives while the step is traced."""
 
-    def __init__(self, method: Method, cache: Cache, drop: jax.Array, memory: Memory, age: jax.Array) -> None:
+    def __init__(
+        self, method: Method, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, age: jax.Array
+    ) -> None:
         self.method, self.cache, self.before = method, cache, memory
-        self.inner = None if method.steps is None else method.steps.reader(cache, drop, memory.lists, age)
-        self.readings: list[Reading] = []
+        self.inner = (
+            None
+            if method.steps is None
+            else method.steps.reader(cache, dropped_mass_limit, memory.lists, age)
+        )
+        self.readings: list[ReadStats] = []
         self.observed: list[Any] = []
 
     def memory(self) -> Memory:
@@ -314,6 +322,6 @@ class StepReader:
         mine = jnp.where(held[..., None] < 0, True, page < held[..., None])
         return listed((~old | mine) & (page < pages))
 
-    def total(self) -> Reading:
+    def total(self) -> ReadStats:
         """What the step read."""
         return altogether(self.readings)

@@ -4,16 +4,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..attention.page_selection import Selection
 from ..control.controller import pytree
 from ..pallas.paged_attention import Rules
-from ..selection import Selection
 from ..state import Action, Signal
 
 PAGE = 16
 ALL_BUT_THE_RULES = 0.999  # a drop at which only the rules decide what stays
 
 
-def selection(budget: int = 1024) -> Selection:
+def page_policy(budget: int = 1024) -> Selection:
     """The K = max(3, budget / 16) pages of greatest upper bound of the attention score.
 
     Source: Tang et al. 2024 (arXiv 2406.10774) and its release: pages of 16, the first two layers dense.
@@ -34,5 +34,7 @@ class Always:
         return ()
 
     def update(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
-        drop = jnp.where(signal.length < self.budget, 0.0, ALL_BUT_THE_RULES)
-        return action._replace(drop=drop.astype(action.drop.dtype)), state
+        dropped_mass_limit = jnp.where(signal.length < self.budget, 0.0, ALL_BUT_THE_RULES)
+        return action._replace(
+            dropped_mass_limit=dropped_mass_limit.astype(action.dropped_mass_limit.dtype)
+        ), state

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..attention.page_selection import Selection
 from ..control.controller import chain
 from ..control.presets import Preset
-from ..selection import Selection
 from . import quest
 from .adakv import AdaKV
 from .criti_prefill import CritiPrefill
@@ -49,7 +49,7 @@ METHODS: dict[str, Entry] = {
     "adakv": Entry("the same, with a layer's budget shared unevenly by its heads", None, AdaKV),
     "h2o": Entry("keep what has been attended to most, and the newest", None, H2O),
     "streaming-llm": Entry("keep the first tokens and the newest", None, StreamingLLM),
-    "quest": Entry("read the pages that could matter most to the query", None, None, quest.selection),
+    "quest": Entry("read the pages that could matter most to the query", None, None, quest.page_policy),
 }
 
 
@@ -62,7 +62,7 @@ def method(name: str, preset: Preset, *, base: int | None = None, budget: int | 
     does, too.
 
     >>> from ..control.presets import preset
-    >>> method("snapkv", preset("micro")).selection.compression.budget
+    >>> method("snapkv", preset("micro")).page_policy.compression.budget
     1024
     """
     if name not in METHODS:
@@ -74,7 +74,7 @@ def method(name: str, preset: Preset, *, base: int | None = None, budget: int | 
     if name == "dense":
         return preset
     given: dict[str, Any] = {} if budget is None else {"budget": budget}
-    steps, controller = preset.selection, preset.controller
+    steps, controller = preset.page_policy, preset.controller
     if entry.steps is not None:
         if steps is not None:
             raise ValueError(
@@ -85,4 +85,4 @@ def method(name: str, preset: Preset, *, base: int | None = None, budget: int | 
         controller = chain(*controller.controllers, quest.Always(budget or 1024))
     prefill = None if entry.prefill is None else entry.prefill(**({} if base is None else {"base": base}))
     compression = None if entry.compression is None else entry.compression(**given)
-    return preset._replace(controller=controller, selection=Method(prefill, compression, steps))
+    return preset._replace(controller=controller, page_policy=Method(prefill, compression, steps))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import few_rows, moments, paged_attention, topk_entropy
+from . import entropy_moments, paged_attention, skinny_matmul, topk_entropy
 from .dispatch import Operation, device
 from .paged_attention import Rules, Summary
 from .paged_attention import cases as paged_cases
@@ -174,9 +174,9 @@ def _choose() -> Trial:
     information = rng.uniform(0.5, 2, (pool, kv_heads)).astype(np.float32)
     table = rng.permutation(pool - 1).reshape(rows, most).astype(np.int32)
     last = np.array([most * size, most * size - 37], np.int32)
-    drop = np.array([0.3, 0.0], np.float32)
+    dropped_mass_limit = np.array([0.3, 0.0], np.float32)
     rules = Rules()
-    arguments = jax.tree.map(jnp.asarray, (q, summary, information, table, last, drop))
+    arguments = jax.tree.map(jnp.asarray, (q, summary, information, table, last, dropped_mass_limit))
     estimated = estimate(q, summary, information, table, last, size, rules)
     mass, weight = np.asarray(estimated.mass), np.asarray(estimated.weight)
 
@@ -185,13 +185,13 @@ def _choose() -> Trial:
         for row, head in np.ndindex(rows, kv_heads):
             kept = np.asarray(found.index)[row, head, : int(found.count[row, head])]
             pages = -(-last[row] // size)
-            must = {0, pages - 2, pages - 1} if drop[row] > 0 else set(range(pages))
+            must = {0, pages - 2, pages - 1} if dropped_mass_limit[row] > 0 else set(range(pages))
             if (np.diff(kept) <= 0).any() or not must <= set(kept.tolist()) or (kept >= pages).any():
                 return np.inf
             left = np.setdiff1d(np.arange(pages), kept)
-            if drop[row] > 0 and not left.size:
+            if dropped_mass_limit[row] > 0 and not left.size:
                 return np.inf
-            short = 1 - drop[row] - weight[row, head, kept].sum()
+            short = 1 - dropped_mass_limit[row] - weight[row, head, kept].sum()
             apart = abs(float(found.dropped[row, head]) - mass[row, head, left].sum())
             worst = max(worst, short, apart)
         return float(worst)
@@ -228,7 +228,7 @@ def _few_rows(dtype: str) -> Trial:
     expected = tuple(x.astype(np.float64) @ weight.astype(np.float64) for weight in weights)
     arguments = jax.tree.map(jnp.asarray, (x, weights))
     error = lambda found: difference(found, expected)
-    return Trial(few_rows.PROJECT, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16)
+    return Trial(skinny_matmul.PROJECT, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16)
 
 
 def _moments() -> Trial:
@@ -240,4 +240,4 @@ def _moments() -> Trial:
     share = weight / weight.sum(-1, keepdims=True)
     expected = (highest, np.log(weight.sum(-1)), (share * distance).sum(-1), (share * distance**2).sum(-1))
     error = lambda found: difference(tuple(found), expected)
-    return Trial(moments.MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32)
+    return Trial(entropy_moments.MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32)

@@ -1,4 +1,4 @@
-"""Train the embedded model: `python -m models.train --work DIR`.
+"""Train the embedded model: `python -m entropic_jax.models.train --work DIR`.
 
 Two stages: short windows at a constant learning rate, then windows of the full context while the rate
 falls to zero. Progress goes to `DIR/log.csv` and `DIR/log.png`; checkpoints make it resumable.
@@ -17,7 +17,7 @@ if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
         "XLA_FLAGS",
         f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
     )
-    os.execv(sys.executable, [sys.executable, "-m", "models.train", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "entropic_jax.models.train", *sys.argv[1:]])
 
 import argparse
 import csv
@@ -132,7 +132,7 @@ def plot(log: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for corpus, checkpoints and log")
     parser.add_argument("--init", type=Path, help="exported model to go on from, with its tokenizer")
     parser.add_argument("--tokens", type=float, default=20e6, help="tokens of the short stage")

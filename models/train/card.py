@@ -1,4 +1,4 @@
-"""Write the model card: `python -m models.train.card --work DIR --model models/embedded`.
+"""Write the model card: `python -m entropic_jax.models.train.card --work DIR --model models/embedded`.
 
 Every number on it comes from the evaluation, the training log, the list of packages or the code.
 """
@@ -132,9 +132,10 @@ def recipe(model: Path) -> str:
     return f"""## Recipe
 
 {commands}
-    python -m models.train.export --work WORK --out models/embedded
-    python -m models.train.evaluate --model models/embedded --work WORK --out models/embedded/evaluation.json
-    python -m models.train.card --work WORK --model models/embedded
+    python -m entropic_jax.models.train.export --work WORK --out models/embedded
+    python -m entropic_jax.models.train.evaluate --model models/embedded --work WORK \\
+        --out models/embedded/evaluation.json
+    python -m entropic_jax.models.train.card --work WORK --model models/embedded
 
 {text}
 
@@ -233,7 +234,7 @@ def card(work: Path, model: Path) -> str:
 
 def main() -> None:
     """Read the command line and write `README.md` and `training.png` into the model's folder."""
-    parser = argparse.ArgumentParser(prog="python -m models.train.card", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train.card", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
     parser.add_argument("--model", type=Path, required=True, help="exported and evaluated directory")
     arguments = parser.parse_args()

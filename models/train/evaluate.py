@@ -1,4 +1,6 @@
-"""Measure an exported model: `python -m models.train.evaluate --model DIR --work DIR --out FILE`.
+"""Measures an exported model.
+
+    python -m entropic_jax.models.train.evaluate --model DIR --work DIR --out FILE
 
 On held-out packages: bits per byte beside `xz -9e`, bits per byte against the context allowed, recall
 against distance, and samples. Writes one JSON file and, beside it, two plots.
@@ -15,7 +17,7 @@ if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
         "XLA_FLAGS",
         f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
     )
-    os.execv(sys.executable, [sys.executable, "-m", "models.train.evaluate", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "entropic_jax.models.train.evaluate", *sys.argv[1:]])
 
 import argparse
 import csv
@@ -175,7 +177,7 @@ def tokens_at(log: Path, step: int) -> int | None:
 
 def main() -> None:
     """Read the command line, measure, and write the report and its plots."""
-    parser = argparse.ArgumentParser(prog="python -m models.train.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="exported directory")
     parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
     parser.add_argument("--out", type=Path, required=True, help="JSON file; the plots go beside it")

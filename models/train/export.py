@@ -1,4 +1,6 @@
-"""Write a trained model as a Hugging Face directory: `python -m models.train.export --work DIR --out DIR`.
+"""Writes a trained model as a Hugging Face directory.
+
+    python -m entropic_jax.models.train.export --work DIR --out DIR
 
 The weights are rounded to bfloat16 and transposed to `[out, in]`, as `torch.nn.Linear` keeps them.
 `read` is the inverse, for the evaluation: float32 parameters in the layout of `models.train.forward`.
@@ -152,7 +154,7 @@ def read(folder: Path) -> tuple[Params, Shape, int]:
 
 def main() -> None:
     """Read the command line and export the newest checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m models.train.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train.export", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     arguments = parser.parse_args()

@@ -29,7 +29,11 @@ def note(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namesp
         if name not in PLACES and value != parser.get_default(name)
     ]
     command = " ".join(
-        ["python -m models.train --work WORK", *(["--init BEFORE"] if arguments.init else []), *asked]
+        [
+            "python -m entropic_jax.models.train --work WORK",
+            *(["--init BEFORE"] if arguments.init else []),
+            *asked,
+        ]
     )
     before = rounds(arguments.init) if arguments.init else []
     (work / RUN).write_text(json.dumps({"command": command, "before": before}, indent=1) + "\n")

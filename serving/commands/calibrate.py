@@ -17,7 +17,7 @@ from .text_input import read_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    import models
+    from entropic_jax import models
     from entropic_jax.calibration import Calibration
 
 TOKENS = 50_000

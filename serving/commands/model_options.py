@@ -8,7 +8,7 @@ from ..generation import EMBEDDED, default_dtype
 from ..request import RequestError
 
 if TYPE_CHECKING:
-    import models
+    from entropic_jax import models
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 
 def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Tokenizer]":
     """The model that `--model` and `--dtype` ask for, and its tokenizer; RequestError where it has none."""
-    import models
+    from entropic_jax import models
 
     from ..compilation import remember_compilations
 

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.path is not None:
         print("\n".join(describe(options.path)))
         return 0
-    from models import FAMILIES
+    from entropic_jax.models import FAMILIES
 
     print("embedded")
     print("\n".join(f"  {line}" for line in describe(EMBEDDED)))

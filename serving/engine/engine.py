@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import models
-from entropic_jax import allocate, loop, parameters
+from entropic_jax import allocate, loop, models, parameters
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_moves import Tally
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.terms import MOST_ALTERNATIVES, no_terms
+from entropic_jax.sampling.constraints import MOST_ALTERNATIVES, no_constraints
 
 from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
@@ -31,22 +30,22 @@ from ..generation import default_dtype
 from ..kv_cache import pages_of
 from ..request import RequestError
 from ..transcript import Transcript
-from . import warm
-from .batcher import Batcher
-from .board import Board
-from .byte_text import streams
-from .commands import BIASES, STOPS, Edits
-from .job import Job, QueueFullError
-from .observer import Observer
+from . import warmup
+from .block_manager import Pages
+from .branching import open_desk
+from .detokenizer import streams
+from .device_state import Board
+from .interface import Job, QueueFullError
+from .metrics_hooks import Observer
 from .options import EngineOptions, Sizes, may_prune, sizes
-from .pages import Pages
+from .output_stream import QueuedTicket, wake
 from .prefix_cache import ROOT, PrefixCache, extend
 from .priority import Ranking
 from .programs import Programs
-from .row_control import RowControl, gains_of
-from .searching import open_desk
+from .row_controllers import RowControl, gains_of
+from .scheduler import Batcher
 from .sequence import DECODE, ENDED, PREFILL, Sequence
-from .ticket import QueuedTicket, wake
+from .state_updates import BIASES, STOPS, Edits
 
 log = logging.getLogger(__name__)
 IDLE, SOON = 0.2, 0.02  # seconds between looks at what may time out, when idle and when busy
@@ -154,12 +153,14 @@ class ContinuousEngine:
         if self.method is not None:
             # Launches consume the state: no two leaves may share a buffer.
             state = state._replace(
-                lists=jax.tree.map(jnp.copy, self.method.memory(decoder.shape, state.cache))
+                page_policy_state=jax.tree.map(jnp.copy, self.method.memory(decoder.shape, state.cache))
             )
         if shapes.plan is None:
             return Board(state, controller)
-        terms = no_terms(rows, decoder.shape.vocabulary)
-        step = lambda state: loop.step(decoder, self.model.params, controller, state, terms=terms)[1]
+        constraints = no_constraints(rows, decoder.shape.vocabulary)
+        step = lambda state: loop.step(
+            decoder, self.model.params, controller, state, constraints=constraints
+        )[1]
         return Board(
             state, controller, open_desk(state, jax.eval_shape(step, state), shapes.plan, shapes.capacity)
         )
@@ -279,7 +280,7 @@ class ContinuousEngine:
 
     def _run(self) -> None:
         try:
-            warm.compile_ahead(self.programs, self.batcher, self.options, self._told)
+            warmup.compile_ahead(self.programs, self.batcher, self.options, self._told)
             self._warm = self.programs.compilations
             self._ready.set()
             busy = False

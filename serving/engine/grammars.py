@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..transcript import Token
-from .job import Grammar
+from .interface import Grammar
 from .sequence import Sequence
 
 

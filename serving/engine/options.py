@@ -7,13 +7,12 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-import models
-from entropic_jax import cache
+from entropic_jax import cache, models
+from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.presets import FINE, preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.method import Method
-from entropic_jax.selection import Reads
 
 from ..control_options import SAMPLERS
 from ..kv_cache import KvCacheDtype
@@ -151,14 +150,14 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
             )
     if pages <= spare:
         raise ValueError(f"the pool has {pages} pages; accepted with {plan} are at least {spare + 1}")
-    selections = selections_of(options, method)
+    page_policies = page_policies_of(options, method)
     samplers = (False, True) if options.preset in SAMPLERS else (False,)
     if options.batch_invariant:
         shapes = Shapes(
             (options.max_num_seqs,),
             ((min(4, max(1, budget // chunk)), chunk),),
             options.max_steps,
-            selections[-1:],
+            page_policies[-1:],
             samplers[-1:],
             method,
             plan,
@@ -169,7 +168,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
             widths(options.max_num_seqs),
             chunk_shapes(chunk, budget),
             options.max_steps,
-            selections,
+            page_policies,
             samplers,
             method,
             plan,
@@ -179,7 +178,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
 
 def method_of(options: EngineOptions, model: models.Model) -> Method | None:
     """The method of the options. ValueError where it is not known, or not for this model."""
-    found = registry.method(options.method, preset("off"), **dict(options.budgets)).selection
+    found = registry.method(options.method, preset("off"), **dict(options.budgets)).page_policy
     if found is None:
         return None
     made = found if isinstance(found, Method) else Method(steps=found)
@@ -198,9 +197,9 @@ def may_prune(options: EngineOptions, method: Method | None) -> bool:
     return options.pruning and not taken
 
 
-def selections_of(options: EngineOptions, method: Method | None) -> tuple[Reads | None, ...]:
+def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[PagePolicy | None, ...]:
     """What a step reads: for rows that read all, and last for those that may leave pages unread."""
-    pruned: tuple[Reads | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
+    pruned: tuple[PagePolicy | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
     if method is None:
         return pruned
     if method.steps is not None:

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.scheduling import Moments
 from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.method import Compression, Method
-from entropic_jax.selection import Reads
-from entropic_jax.terms import Terms
+from entropic_jax.sampling.constraints import Constraints
 
-from .board import (
+from .device_state import (
     Board,
     Chunk,
     Commands,
@@ -40,7 +40,7 @@ class Shapes:
     widths: tuple[int, ...]  # rows of a step, ascending
     chunks: tuple[tuple[int, int], ...]  # (prompts, positions of each), by what they hold
     capacity: int  # most steps of a launch
-    selections: tuple[Reads | None, ...]
+    page_policies: tuple[PagePolicy | None, ...]
     samplers: tuple[bool, ...] = (False,)  # whether rows are drawn by the engine's sampler
     method: Method | None = None  # of reading prompts and keeping what was read
     plan: Plan | None = None  # of the branches that the sampler's sequences may have
@@ -94,10 +94,15 @@ class Programs:
         return self._program(("compress",), board, np.int32(row))(board, np.int32(row))
 
     def decode(
-        self, board: Board, steps: int, terms: Terms, forced: Any, kind: tuple[int, Reads | None, bool]
+        self,
+        board: Board,
+        steps: int,
+        constraints: Constraints,
+        forced: Any,
+        kind: tuple[int, PagePolicy | None, bool],
     ) -> tuple[Board, Output]:
         """`decode`, of a kind: width, selection, and whether some rows are drawn by the sampler."""
-        given = (self.params, board, np.int32(steps), terms, forced, self.prior)
+        given = (self.params, board, np.int32(steps), constraints, forced, self.prior)
         return self._program(("decode", *kind), *given)(*given)
 
     def park(self, board: Board, row: int) -> dict[str, Any]:
@@ -127,7 +132,7 @@ class Programs:
                     decode,
                     self.decoder,
                     width=key[1],
-                    selection=key[2],
+                    page_policy=key[2],
                     samples=key[3],
                     plan=self.shapes.plan,
                     exact=self.shapes.exact,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..transcript import MEASURES, Token, Transcript, Usage
-from .job import Alternative, Delta, Job, PromptToken
+from .interface import Alternative, Delta, Job, PromptToken
+from .output_stream import QueuedTicket
 from .prefix_cache import Key
-from .row_control import Knobs
-from .ticket import QueuedTicket
+from .row_controllers import Knobs
 
 # What a token of a prompt takes, as a part of one that is generated, for which weights are read once more.
 PROMPT_TOKEN = 0.25

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..control_options import AUTO, calibration_of
-from ..engine.job import Delta, Job, JobEngine, QueueFullError, Ticket
+from ..engine.interface import Delta, Job, JobEngine, QueueFullError, Ticket
 from ..request import RequestError
 from .grammar import Grammars
 from .metrics import Metrics
@@ -123,11 +123,11 @@ class Frontend:
         """Nats at which the law of temperature aims where a request does not say."""
         from entropic_jax.control.presets import Gains
 
-        given = dict(self.settings.control.gains).get("target", AUTO)
+        given = dict(self.settings.control.gains).get("target_entropy", AUTO)
         if given != AUTO:
             return float(given)
         calibration = calibration_of(Path(self.model.path))
-        return Gains().target if calibration is None else calibration.target_entropy
+        return Gains().target_entropy if calibration is None else calibration.target_entropy
 
     def state(self) -> dict[str, Any]:
         """What the dashboard shows of the engine."""

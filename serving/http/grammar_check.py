@@ -1,6 +1,6 @@
 """Compile a grammar from standard input, in a process that may be ended: some take for ever to be refused.
 
-    python -m serving.http.grammar_check SECONDS
+    python -m entropic_jax.serving.http.grammar_check SECONDS
 
 Whether an intersection of expressions is empty is a hard question, and `llguidance` asks it without a limit
 that holds. Prints why a grammar is refused; nothing if it is not.
@@ -20,7 +20,7 @@ def reason(grammar: str) -> str | None:
     """Why a grammar is too complex, or None if it is not; what has no risks in it is not tried."""
     if len(grammar) <= SHORT and not any(risk in grammar for risk in RISKS):
         return None
-    command = [sys.executable, "-m", "serving.http.grammar_check", str(SECONDS)]
+    command = [sys.executable, "-m", "entropic_jax.serving.http.grammar_check", str(SECONDS)]
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(

@@ -17,7 +17,7 @@ from .frontend import Frontend
 from .routes.app import create
 from .settings import Settings
 
-logger = logging.getLogger("serving.server")
+logger = logging.getLogger("entropic_jax.serving.server")
 FAREWELL = 5  # seconds for the last bytes once all requests have ended or were ended
 KEEP_ALIVE = 75  # seconds, longer than clients keep a connection: one that is in use must not be closed
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import models
+from entropic_jax import models
 
 from ..request import RequestError
 

@@ -20,7 +20,12 @@ def subject() -> Subject:
 
 def material() -> Material:
     stream = np.random.default_rng(0).integers(0, 96, 2000)
-    return Material(subject(), stream, 3.0, Gains(drop=0.5, least_drop=0.3, low=0.5, high=4.0))
+    return Material(
+        subject(),
+        stream,
+        3.0,
+        Gains(dropped_mass_limit=0.5, lowest_dropped_mass_limit=0.3, low_entropy=0.5, high_entropy=4.0),
+    )
 
 
 def test_merged_pages_hold_what_their_parts_held():

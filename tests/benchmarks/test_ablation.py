@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import ablation, ablation_report
-from serving.generation import EMBEDDED
+from entropic_jax.serving.generation import EMBEDDED
 
 LAYERS = 2
 

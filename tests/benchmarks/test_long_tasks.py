@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.long_tasks import TASKS, make_case
-from models.train.recall import Filler
-from serving.generation import EMBEDDED
+from entropic_jax.models.train.recall import Filler
+from entropic_jax.serving.generation import EMBEDDED
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import interpreter, sampling_tasks
-from models.train import tasks
+from entropic_jax.models.train import tasks
 
 
 @pytest.mark.parametrize("kind", sampling_tasks.KINDS)

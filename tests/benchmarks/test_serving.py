@@ -9,9 +9,9 @@ import pytest
 from benchmarks import serving_report
 from benchmarks.serving import STUDIES, Bench, drive, held_out_tokens, write_model
 from benchmarks.worker import PeerError
-from serving.bench.arrivals import Arrival
-from serving.bench.prompts import Prompts
-from serving.generation import EMBEDDED
+from entropic_jax.serving.bench.arrivals import Arrival
+from entropic_jax.serving.bench.prompts import Prompts
+from entropic_jax.serving.generation import EMBEDDED
 from tests.serving.fake_server import FakeServer
 
 

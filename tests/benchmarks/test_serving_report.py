@@ -5,9 +5,9 @@ import pytest
 from benchmarks import serving_report
 from benchmarks.report import markdown
 from benchmarks.serving import Text
-from serving.bench.arrivals import Arrival
-from serving.bench.prompts import Prompts
-from serving.generation import EMBEDDED
+from entropic_jax.serving.bench.arrivals import Arrival
+from entropic_jax.serving.bench.prompts import Prompts
+from entropic_jax.serving.generation import EMBEDDED
 
 RATES = {"ours, served": (300, 330), "ours": (330, 300), "transformers": (100, 110)}
 RESULTS = {

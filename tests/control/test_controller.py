@@ -46,7 +46,7 @@ TABLE: dict[str, Callable[[Any], Any]] = {
     "every": lambda gain: Every(Nudge(gain), 2),
     "when": lambda gain: When(warm, Nudge(gain)),
     "nested": lambda gain: chain(Every(When(warm, Nudge(gain)), 3), Nudge(gain)),
-    "paper": lambda gain: Paper(1.2, gain, highest=50.0),  # finite differences end at a clip
+    "paper": lambda gain: Paper(1.2, gain, highest_temperature=50.0),  # finite differences end at a clip
     "integral": lambda gain: Integral(1.2, gain),
     "normalised": lambda gain: Normalised(1.2, gain),
     "exact": lambda gain: Exact(1.2 + gain),
@@ -88,7 +88,7 @@ def total(controller: Any) -> jax.Array:
     """One number that depends on all that was asked for."""
     asked = run(controller)
     limit = jnp.where(jnp.isfinite(asked.surprisal_limit), asked.surprisal_limit, 0.0)
-    return asked.temperature.sum() + limit.sum() + asked.drop.sum()
+    return asked.temperature.sum() + limit.sum() + asked.dropped_mass_limit.sum()
 
 
 @pytest.mark.parametrize("name", TABLE)

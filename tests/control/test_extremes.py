@@ -59,7 +59,7 @@ def run(names: list[str], setting: Any) -> tuple[Any, Any]:
         key=jax.random.key(0),
         max_tokens=12,
         sample=parameters(len(names), temperature=1.0),
-        selection=setting.selection,
+        page_policy=setting.page_policy,
     )
     state, trace = generate(decoder, params, setting.controller, state, 12, capacity=12)
     return jax.device_get(state), jax.device_get(trace)
@@ -83,7 +83,15 @@ def test_extreme_logits_neither_stop_a_law_nor_spread(name):
     assert status == {n: FAILED if n in BROKEN else FULL for n in names}
     sound = [i for i, n in enumerate(names) if n not in BROKEN]
     assert not trace.emitted[:, [i for i in range(len(names)) if i not in sound]].any()
-    for field in ("entropy", "varentropy", "tempered_entropy", "surprisal", "temperature", "drop", "cost"):
+    for field in (
+        "entropy",
+        "varentropy",
+        "tempered_entropy",
+        "surprisal",
+        "temperature",
+        "dropped_mass_limit",
+        "cost",
+    ):
         assert np.isfinite(getattr(trace, field)[:, sound]).all(), field
     tokens = {n: trace.token[:, i] for i, n in enumerate(names)}
     assert (tokens["one-hot"] == 5).all() and (tokens["far apart"] == 7).all()

@@ -31,36 +31,65 @@ class Case(NamedTuple):
 
 # Where a clip or a limit acts, what it limits does not: such gains are seen in a case of their own.
 CASES = {
-    "paper": Case(temperature.Paper, {"target": 2.0, "rate": 0.02}),
-    "paper, run down": Case(temperature.Paper, {"lowest": 0.9}, {"target": 9.0, "rate": 2.0}),
-    "paper, run up": Case(temperature.Paper, {"highest": 1.1}, {"target": 0.01, "rate": 2.0}),
-    "integral": Case(temperature.Integral, {"target": 2.0, "rate": 0.1}),
+    "paper": Case(temperature.Paper, {"target_entropy": 2.0, "rate": 0.02}),
+    "paper, run down": Case(
+        temperature.Paper, {"lowest_temperature": 0.9}, {"target_entropy": 9.0, "rate": 2.0}
+    ),
+    "paper, run up": Case(
+        temperature.Paper, {"highest_temperature": 1.1}, {"target_entropy": 0.01, "rate": 2.0}
+    ),
+    "integral": Case(temperature.Integral, {"target_entropy": 2.0, "rate": 0.1}),
     "integral, clipped": Case(
-        temperature.Integral, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 2.0}
+        temperature.Integral,
+        {"lowest_temperature": 0.95, "highest_temperature": 1.05},
+        {"target_entropy": 2.0, "rate": 2.0},
     ),
-    "normalised": Case(temperature.Normalised, {"target": 3.0, "rate": 0.1}, {"least": 0.1, "most": 1.0}),
+    "normalised": Case(
+        temperature.Normalised, {"target_entropy": 3.0, "rate": 0.1}, {"least": 0.1, "most": 1.0}
+    ),
     "normalised, limited": Case(
-        temperature.Normalised, {"target": 3.0, "rate": 1.0, "least": 50.0}, {"most": 9.0, "highest": 9.0}
+        temperature.Normalised,
+        {"target_entropy": 3.0, "rate": 1.0, "least": 50.0},
+        {"most": 9.0, "highest_temperature": 9.0},
     ),
-    "normalised, slow": Case(temperature.Normalised, {"most": 0.02}, {"target": 8.0, "rate": 50.0}),
+    "normalised, slow": Case(temperature.Normalised, {"most": 0.02}, {"target_entropy": 8.0, "rate": 50.0}),
     "normalised, clipped": Case(
-        temperature.Normalised, {"lowest": 0.95, "highest": 1.05}, {"target": 2.0, "rate": 50.0, "most": 3.0}
+        temperature.Normalised,
+        {"lowest_temperature": 0.95, "highest_temperature": 1.05},
+        {"target_entropy": 2.0, "rate": 50.0, "most": 3.0},
     ),
-    "exact": Case(temperature.Exact, {"target": 2.0}, {"lowest": 0.01, "highest": 9.0}),
-    "exact, clipped": Case(temperature.Exact, {"lowest": 0.9, "highest": 1.1}, {"target": 2.0}),
-    "mirostat": Case(temperature.Mirostat, {"target": 2.0, "rate": 0.1}),
-    "edt": Case(temperature.EDT, {"base": 1.0, "theta": 1.0}, {"lowest": 0.01}),
-    "edt, clipped": Case(temperature.EDT, {"lowest": 0.9}),
-    "dynatemp": Case(temperature.DynaTemp, {"lowest": 0.4, "highest": 1.6, "exponent": 1.2}),
+    "exact": Case(
+        temperature.Exact, {"target_entropy": 2.0}, {"lowest_temperature": 0.01, "highest_temperature": 9.0}
+    ),
+    "exact, clipped": Case(
+        temperature.Exact, {"lowest_temperature": 0.9, "highest_temperature": 1.1}, {"target_entropy": 2.0}
+    ),
+    "mirostat": Case(temperature.Mirostat, {"target_entropy": 2.0, "rate": 0.1}),
+    "edt": Case(temperature.EDT, {"base": 1.0, "theta": 1.0}, {"lowest_temperature": 0.01}),
+    "edt, clipped": Case(temperature.EDT, {"lowest_temperature": 0.9}),
+    "dynatemp": Case(
+        temperature.DynaTemp, {"lowest_temperature": 0.4, "highest_temperature": 1.6, "exponent": 1.2}
+    ),
     "pruning": Case(
         pruning.Pruning,
-        {"most": 0.4, "least": 0.1, "low": -1.0, "high": 6.0, "error": 0.3, "smoothing": 0.4},
+        {
+            "dropped_mass_limit": 0.4,
+            "lowest_dropped_mass_limit": 0.1,
+            "low_entropy": -1.0,
+            "high_entropy": 6.0,
+            "entropy_error": 0.3,
+            "smoothing": 0.4,
+        },
         {"rate": 1.0},
     ),
-    "pruning, slow": Case(pruning.Pruning, {"rate": 0.01}, {"most": 0.9, "low": 4.0, "high": 6.0}),
-    "pruning, floor": Case(pruning.Pruning, {"floor": 5.0}, {"low": 1.0, "high": 9.0, "rate": 1.0}),
-    "fixed": Case(pruning.FixedPruning, {"drop": 0.3}),
-    "as printed": Case(pruning.PaperPruning, {"most": 0.3, "threshold": 8.0}),
+    "pruning, slow": Case(
+        pruning.Pruning, {"rate": 0.01}, {"dropped_mass_limit": 0.9, "low_entropy": 4.0, "high_entropy": 6.0}
+    ),
+    "pruning, floor": Case(
+        pruning.Pruning, {"entropy_floor": 5.0}, {"low_entropy": 1.0, "high_entropy": 9.0, "rate": 1.0}
+    ),
+    "fixed": Case(pruning.FixedPruning, {"dropped_mass_limit": 0.3}),
+    "as printed": Case(pruning.PaperPruning, {"dropped_mass_limit": 0.3, "entropy_threshold": 8.0}),
     "scheduling": Case(
         scheduling.Scheduling,
         {"cost": 0.5, "memory": 0.25, "slack": 0.25, "ageing": 0.05, **PRIOR},
@@ -100,7 +129,7 @@ def acts(kind: type, given: dict[str, Any]) -> jax.Array:
     state, trace = run(kind(**gains, **({"patience": 1} if kind is pruning.Pruning else {})))
     if kind is temperature.Mirostat:
         return state.action.surprisal_limit.mean()
-    return (WEIGHTS * (trace.temperature + trace.tempered_entropy + 10 * trace.drop)).mean()
+    return (WEIGHTS * (trace.temperature + trace.tempered_entropy + 10 * trace.dropped_mass_limit)).mean()
 
 
 @pytest.mark.slow
@@ -131,5 +160,5 @@ def test_no_gain_is_left_out():
 
 
 def test_a_hysteresis_has_slope_zero():
-    loss = lambda width: run(pruning.Pruning(hysteresis=width))[1].drop.mean()
+    loss = lambda width: run(pruning.Pruning(hysteresis=width))[1].dropped_mass_limit.mean()
     assert jax.grad(loss)(jnp.float32(0.01)) == 0

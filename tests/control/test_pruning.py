@@ -12,7 +12,7 @@ from entropic_jax.control.pruning import FixedPruning, PaperPruning, Pruning, op
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.state import plain_action, quiet_signal
 
-LAW = Pruning(most=0.2, low=0.5, high=2.5, smoothing=0.5, rate=0.05, patience=0)
+LAW = Pruning(dropped_mass_limit=0.2, low_entropy=0.5, high_entropy=2.5, smoothing=0.5, rate=0.05, patience=0)
 
 
 def drops(law, entropies, rows: int = 1) -> np.ndarray:
@@ -26,7 +26,7 @@ def drops(law, entropies, rows: int = 1) -> np.ndarray:
             entropy=jnp.broadcast_to(entropy, rows), emitting=jnp.ones(rows, bool)
         )
         action, state = law.update(signal, action, state)
-        return (action, state), action.drop
+        return (action, state), action.dropped_mass_limit
 
     _, series = jax.lax.scan(body, start, jnp.asarray(entropies, jnp.float32))
     return np.asarray(series)[:, 0]
@@ -37,10 +37,10 @@ def oracle(law: Pruning, entropies) -> np.ndarray:
     for seen, h in enumerate(entropies):
         known = np.isfinite(h)
         mean_now = h if mean is None else mean + law.smoothing * (h - mean)
-        mean_now = max(mean_now, law.floor) if known else mean_now
-        doubt = max(mean_now, h) + law.error
-        share = np.clip((law.high - doubt) / (law.high - law.low), 0, 1)
-        wanted = law.most * share if known and seen >= law.patience else 0.0
+        mean_now = max(mean_now, law.entropy_floor) if known else mean_now
+        doubt = max(mean_now, h) + law.entropy_error
+        share = np.clip((law.high_entropy - doubt) / (law.high_entropy - law.low_entropy), 0, 1)
+        wanted = law.dropped_mass_limit * share if known and seen >= law.patience else 0.0
         if wanted <= drop:
             drop = wanted
         elif wanted - drop > law.hysteresis:
@@ -51,7 +51,7 @@ def oracle(law: Pruning, entropies) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "change", [{}, dict(error=0.7), dict(hysteresis=0.03), dict(patience=4), dict(floor=1.5)]
+    "change", [{}, dict(entropy_error=0.7), dict(hysteresis=0.03), dict(patience=4), dict(entropy_floor=1.5)]
 )
 def test_the_law_is_what_its_docstring_says(change):
     law = Pruning(**{**{f: getattr(LAW, f) for f in LAW.__dataclass_fields__}, **change})
@@ -69,7 +69,9 @@ def test_an_uncertain_estimate_never_drops_more():
     entropies = np.random.default_rng(1).gamma(1.0, 1.2, 60)
     certain, doubtful = (
         drops(LAW, entropies),
-        drops(Pruning(most=0.2, low=0.5, high=2.5, error=0.5), entropies),
+        drops(
+            Pruning(dropped_mass_limit=0.2, low_entropy=0.5, high_entropy=2.5, entropy_error=0.5), entropies
+        ),
     )
     assert (doubtful <= certain + 1e-6).all()
 
@@ -103,7 +105,7 @@ def test_every_preset_keeps_the_contract(name, width):
     after = made.controller.update(signal, action, state)
     chex.assert_trees_all_equal_shapes_and_dtypes((action, state), after)
     assert after[0].temperature[0] == 0  # greedy stays greedy
-    assert (made.selection is not None) == (name in ("meso", "full", "paper"))
+    assert (made.page_policy is not None) == (name in ("meso", "full", "paper"))
     assert (made.width is not None) == (width is not None and name in ("macro", "full", "paper"))
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, parameters, replay, start
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.control.temperature import Integral, Normalised
 from entropic_jax.pallas.paged_attention import Rules
-from entropic_jax.selection import Selection
 from tests import tiny
 
 STEPS = 12
@@ -24,7 +24,7 @@ TEXTS = tiny.prompts(60, 52)
 
 
 @once
-def begun(selection: Selection | None) -> Any:
+def begun(page_policy: Selection | None) -> Any:
     """A state of two rows that have read all but their last tokens, under no law."""
     m = tiny.model()
     return start(
@@ -36,19 +36,19 @@ def begun(selection: Selection | None) -> Any:
         key=jax.random.key(0),
         max_tokens=STEPS + 1,
         sample=parameters(2, temperature=1.0),
-        selection=selection,
+        page_policy=page_policy,
     )
 
 
 @pytest.fixture(autouse=True)
 def outside_of_traces():
-    for selection in (None, SOFT, HARD):
-        begun(selection)
+    for page_policy in (None, SOFT, HARD):
+        begun(page_policy)
 
 
-def run(law: Any, selection: Selection | None = None) -> tuple[Any, Any]:
+def run(law: Any, page_policy: Selection | None = None) -> tuple[Any, Any]:
     """The state and the trace of the two rows under a law."""
-    m, state = tiny.model(), begun(selection)
+    m, state = tiny.model(), begun(page_policy)
     tails = jnp.array([t[-STEPS:] for t in TEXTS], jnp.int32)
     return replay(m.decoder, m.params, law, state._replace(control=law.init(state.action)), tails)
 
@@ -86,8 +86,10 @@ def quotients_agree(
 @pytest.mark.slow
 def test_at_a_clip_the_clip_is_what_acts():
     loss = lambda given: run(Integral(**given, rate=5.0))[1].temperature[4:].mean()
-    found = slopes_agree(loss, {"target": 0.01, "lowest": 0.9, "highest": 1.1})
-    assert found["lowest"] == pytest.approx(1, abs=1e-3)
+    found = slopes_agree(
+        loss, {"target_entropy": 0.01, "lowest_temperature": 0.9, "highest_temperature": 1.1}
+    )
+    assert found["lowest_temperature"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -96,8 +98,8 @@ def test_the_gain_of_pruning_through_the_soft_relaxation():
         _, trace = run(FixedPruning(**given), SOFT)
         return 10 * trace.surprisal.mean() + 10 * trace.kept_fraction.mean()
 
-    found = slopes_agree(loss, {"drop": 0.4}, rtol=0.1)
-    assert abs(found["drop"]) > 1e-3
+    found = slopes_agree(loss, {"dropped_mass_limit": 0.4}, rtol=0.1)
+    assert abs(found["dropped_mass_limit"]) > 1e-3
 
 
 def test_the_hard_choice_of_pages_has_gradient_zero():
@@ -106,7 +108,7 @@ def test_the_hard_choice_of_pages_has_gradient_zero():
 
 
 def test_a_grid_of_gains_in_one_launch_equals_launches_one_by_one():
-    entropy = lambda target: run(Normalised(target=target))[1].tempered_entropy
+    entropy = lambda target: run(Normalised(target_entropy=target))[1].tempered_entropy
     targets = jnp.array([0.5, 1.5, 3.0])
     together = jax.jit(jax.vmap(entropy))(targets)
     for one, target in zip(together, targets, strict=True):

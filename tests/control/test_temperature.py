@@ -26,7 +26,7 @@ from tests import tiny
 
 ROWS, VOCABULARY = 16, 67
 GREEDY = 5  # a row
-GAINS = {name: {} if name in ("edt", "dynatemp") else {"target": 1.2} for name in LAWS}
+GAINS = {name: {} if name in ("edt", "dynatemp") else {"target_entropy": 1.2} for name in LAWS}
 
 
 def tempered(logits, temperature) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +138,7 @@ def test_greedy_rows_stay_greedy_and_the_others_never_become_so(name):
     temperatures, _ = follow(LAWS[name](**GAINS[name]), fixed(logits, 4), start)
     assert (temperatures[:, GREEDY] == 0).all()
     assert (np.delete(temperatures, GREEDY, axis=1) > 0).all()
-    cold = {"lowest": 0.0} if name != "mirostat" else {}
+    cold = {"lowest_temperature": 0.0} if name != "mirostat" else {}
     assert (follow(LAWS[name](**GAINS[name], **cold), fixed(logits, 4))[0] > 0).all()
 
 
@@ -169,7 +169,7 @@ def test_what_is_no_number_changes_nothing_and_spoils_no_gradient(name):
 @pytest.mark.parametrize("name", LAWS)
 def test_rows_are_independent_and_have_gains_of_their_own(name):
     logits = fixed(random_logits(np.geomspace(0.5, 6, ROWS)), 3)
-    field = "theta" if name == "edt" else "exponent" if name == "dynatemp" else "target"
+    field = "theta" if name == "edt" else "exponent" if name == "dynatemp" else "target_entropy"
     gains = jnp.linspace(0.5, 2.5, ROWS)
     together = follow(LAWS[name](**{field: gains}), logits)[0]
     for row in range(ROWS):

@@ -9,6 +9,7 @@ import pytest
 
 from entropic_jax import allocate, chain, parameters, replay, start
 from entropic_jax import cache as pool_of
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import compaction
 from entropic_jax.methods.adakv import AdaKV
@@ -21,7 +22,6 @@ from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.streaming_llm import StreamingLLM
 from entropic_jax.methods.window import Window, slide
 from entropic_jax.pallas.paged_attention import Rules
-from entropic_jax.selection import Selection
 from entropic_jax.state import State
 from tests import tiny
 
@@ -35,7 +35,7 @@ KINDS = {
 }
 
 
-def started(selection=None, lengths=(90, 41), controller=None, tokens=39) -> State:
+def started(page_policy=None, lengths=(90, 41), controller=None, tokens=39) -> State:
     model = tiny.model()
     pool = allocate(model.decoder.shape, len(lengths), 128, page_size=PAGE)
     pool = pool._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool.layers))
@@ -48,7 +48,7 @@ def started(selection=None, lengths=(90, 41), controller=None, tokens=39) -> Sta
         key=jax.random.key(0),
         max_tokens=tokens,
         sample=parameters(len(lengths), temperature=0.0),
-        selection=selection,
+        page_policy=page_policy,
     )
 
 
@@ -106,7 +106,7 @@ def test_the_ranking_is_what_it_is_said_to_be(kind):
     state = started(Method(compression=policy))
     for row, length in enumerate((89, 40)):
         for number in range(2):
-            observed = state.lists.observed[number]
+            observed = state.page_policy_state.observed[number]
             keys = jnp.asarray(np.stack([entries(state, r, number)[0] for r in range(2)]))
             rank = np.asarray(policy.rank(observed, keys, state.length))[row]
             plain = attended(np.asarray(observed.q[row]), np.asarray(keys[row]), length)[:, :length]
@@ -140,7 +140,8 @@ def test_what_is_kept_is_the_best_in_order_and_pages_come_back(kind):
     free = int(before.cache.available)
     keys = [jnp.asarray(np.stack([entries(before, r, n)[0] for r in range(2)])) for n in range(2)]
     ranks = [
-        np.asarray(policy.rank(o, k, before.length)) for o, k in zip(before.lists.observed, keys, strict=True)
+        np.asarray(policy.rank(o, k, before.length))
+        for o, k in zip(before.page_policy_state.observed, keys, strict=True)
     ]
     state = compaction.compress(before, jnp.ones(2, bool))
     pool_of.check(state.cache)
@@ -189,7 +190,7 @@ def test_what_is_left_is_attended_to_at_its_old_positions():
     assert int(moved.length[0]) == 32
     rules = Rules(sink=1, recent=8, least=0)
     listed = started(Selection(information="mass", rules=rules, dense_layers=0, page_size=PAGE), (61,))
-    listed = listed._replace(action=listed.action._replace(drop=jnp.full(1, 0.999)))
+    listed = listed._replace(action=listed.action._replace(dropped_mass_limit=jnp.full(1, 0.999)))
     dense = surprisal(started(None, (61,)))[:4]
     np.testing.assert_allclose(surprisal(moved)[:4], surprisal(listed)[:4], atol=1e-5)
     assert np.abs(surprisal(moved)[:4] - dense).max() > 1e-3
@@ -212,7 +213,7 @@ def test_adakv_reads_what_each_head_holds():
     held_before = np.asarray(before.cache.granted).sum()
     state = compaction.compress(before, jnp.ones(2, bool))
     pool_of.check(state.cache)
-    pages = np.stack([np.asarray(h) for h in state.lists.held], 1)  # [rows, layers, kv_heads]
+    pages = np.stack([np.asarray(h) for h in state.page_policy_state.held], 1)  # [rows, layers, kv_heads]
     assert (pages.sum(2) * PAGE <= 2 * BUDGET).all() and (pages.min((1, 2)) < pages.max((1, 2))).any()
     assert (np.asarray(state.length) == pages.max((1, 2)) * PAGE).all()
     assert int(state.cache.available) - free == held_before - np.asarray(state.cache.granted).sum()
@@ -259,8 +260,8 @@ def test_pruning_after_compression_after_sparse_prefill():
 
 
 def test_methods_by_name():
-    assert method("snapkv", preset("off"), budget=99).selection.compression.budget == 99
-    assert method("entropyinfer", preset("meso")).selection.steps is preset("meso").selection
+    assert method("snapkv", preset("off"), budget=99).page_policy.compression.budget == 99
+    assert method("entropyinfer", preset("meso")).page_policy.steps is preset("meso").page_policy
     with pytest.raises(ValueError, match="name is 'snap'; accepted are dense, entropyinfer"):
         method("snap", preset("off"))
     with pytest.raises(ValueError, match="base is 8; accepted are integers of at least 64"):
@@ -276,11 +277,11 @@ def test_quest_reads_the_pages_of_greatest_bound_and_everything_where_the_budget
     dense, _ = run(started())
     everything = method("quest", preset("off"), budget=256)
     assert (
-        run(started(everything.selection, controller=everything.controller), everything.controller)[0]
+        run(started(everything.page_policy, controller=everything.controller), everything.controller)[0]
         == dense
     )
-    _, state = run(started(way.selection, controller=way.controller), way.controller)
-    assert int(way.selection.steps.rules.least) == 4
+    _, state = run(started(way.page_policy, controller=way.controller), way.controller)
+    assert int(way.page_policy.steps.rules.least) == 4
     assert np.asarray(state.status).tolist() == [2, 2]
 
 

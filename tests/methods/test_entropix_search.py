@@ -138,7 +138,7 @@ def test_texts_are_true_to_the_model_and_costs_are_paid(where):
     generated = np.asarray(search.state.history.generated[::3])
     for row, trace in zip(generated, entropix_search.texts(search, plan), strict=True):
         np.testing.assert_array_equal(row, np.bincount(trace.token, minlength=96))
-    emptied = cache.release(search.state.cache, jnp.ones(6, bool))
+    emptied = cache.release_rows(search.state.cache, jnp.ones(6, bool))
     assert int(emptied.available) == emptied.pages
 
 
@@ -214,7 +214,7 @@ def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
     for prompt, trace in zip(texts, entropix_search.texts(search, plan), strict=True):
         if len(trace.token) == TOKENS:  # those that found pages to the end
             assert_true_to_the_model(prompt, trace)
-    emptied = cache.release(search.state.cache, jnp.ones(6, bool))
+    emptied = cache.release_rows(search.state.cache, jnp.ones(6, bool))
     cache.check(emptied, kept)
     assert int(emptied.available) == emptied.pages - len(kept)
 

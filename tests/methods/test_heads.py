@@ -59,7 +59,7 @@ def test_the_threshold_parts_the_heads_that_need_more():
 
 def test_the_picture_marks_every_head(tmp_path):
     pytest.importorskip("matplotlib")
-    from serving.commands.heads import draw
+    from entropic_jax.serving.commands.heads import draw
 
     entropy = np.random.default_rng(0).random((3, 2, 9))
     entropy[..., 0] = np.nan

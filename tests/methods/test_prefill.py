@@ -23,7 +23,7 @@ PAGE, SEGMENT = 4, 16
 SMALL = dict(segment=SEGMENT, dense_below=2 * SEGMENT, dense_layers=0, page_size=PAGE)
 
 
-def started(selection=None, lengths=(97, 61), unused=jnp.nan) -> State:
+def started(page_policy=None, lengths=(97, 61), unused=jnp.nan) -> State:
     """A prompt of each length read, with unused memory as it is told."""
     model = tiny.model()
     pool = allocate(model.decoder.shape, len(lengths), 128, page_size=PAGE)
@@ -37,7 +37,7 @@ def started(selection=None, lengths=(97, 61), unused=jnp.nan) -> State:
         key=jax.random.key(0),
         max_tokens=8,
         sample=parameters(len(lengths), temperature=0.0),
-        selection=selection,
+        page_policy=page_policy,
     )
 
 
@@ -203,7 +203,9 @@ def test_a_full_budget_is_dense(policy):
 def test_a_small_budget_reads_less_and_not_what_is_unused(policy):
     small, poisoned = (started(Method(policy(base=8, **SMALL)), unused=x) for x in (0.0, jnp.nan))
     full = started(Method(policy(base=1024, **SMALL)))
-    assert (np.asarray(small.lists.spent.products) < np.asarray(full.lists.spent.products)).all()
+    assert (
+        np.asarray(small.page_policy_state.spent.products) < np.asarray(full.page_policy_state.spent.products)
+    ).all()
     assert np.abs(surprisal(small) - surprisal(full)).max() > 1e-3
     np.testing.assert_array_equal(surprisal(small), surprisal(poisoned))
 
@@ -228,8 +230,8 @@ def test_what_is_spent_is_counted():
                 looked = begin // PAGE  # two KV heads of two query heads each
                 products += 4 * (count * earlier + count * (count + 1) // 2 + looked)
                 positions += 2 * (earlier + count + looked)
-        assert float(state.lists.spent.products[row]) == products
-        assert float(state.lists.spent.positions[row]) == positions
+        assert float(state.page_policy_state.spent.products[row]) == products
+        assert float(state.page_policy_state.spent.positions[row]) == positions
 
 
 def test_a_neighbour_changes_nothing():

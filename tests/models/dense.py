@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import Attend, Config, Decoder
+from entropic_jax.models import Attend, Config, Decoder
 
 
 def dense_attend(positions: jax.Array) -> Attend:

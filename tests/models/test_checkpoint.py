@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-import models
-from models import Config, ModelError, checkpoint
+from entropic_jax import models
+from entropic_jax.models import Config, ModelError, checkpoint
 
 
 class State(NamedTuple):

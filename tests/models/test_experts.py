@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.experts import SparseMLP, grouped, in_blocks
+from entropic_jax.models.experts import SparseMLP, grouped, in_blocks
 
 EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
 

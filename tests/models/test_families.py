@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-import models
+from entropic_jax import models
 from tests.models.dense import run
 
 torch = pytest.importorskip("torch")

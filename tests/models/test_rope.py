@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import Config, Decoder, RopeScaling
-from models.decoder import structure
-from models.rope import Rotation, frequencies, rotate, rotation
+from entropic_jax.models import Config, Decoder, RopeScaling
+from entropic_jax.models.decoder import structure
+from entropic_jax.models.rope import Rotation, frequencies, rotate, rotation
 from tests.models.dense import run
 
 SCALINGS = {

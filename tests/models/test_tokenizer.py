@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from models import ModelError, Tokenizer
+from entropic_jax.models import ModelError, Tokenizer
 
 CORPUS = ["def f(x):\n    return x + 1\n", "größer als 🙂🙂 né", "日本語 text", "the cat sat on the mat " * 4]
 

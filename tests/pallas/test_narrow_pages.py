@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas import native, paged_attention
+from entropic_jax import cpu_runtime
+from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import cases, cpu, cpu_write, quantised, reference
 
 KINDS = ("bfloat16", "int8")
@@ -17,7 +18,7 @@ SHAPES = (
 )
 
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+pytestmark = pytest.mark.skipif(cpu_runtime.why_not() is not None, reason=str(cpu_runtime.why_not()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-import models
-from serving import generation
-from serving.cli import main
-from serving.request import Request, RequestError
-from serving.transcript import Completion, Token, Transcript
+from entropic_jax import models
+from entropic_jax.serving import generation
+from entropic_jax.serving.cli import main
+from entropic_jax.serving.request import Request, RequestError
+from entropic_jax.serving.transcript import Completion, Token, Transcript
 
 EOS = 0
 BEGIN, END = "<begin>", "<end>"
@@ -89,7 +89,7 @@ def script(monkeypatch):
         generator.loaded = []
         load = lambda path, dtype, *_: generator.loaded.append((path, dtype)) or generator
         monkeypatch.setattr(generation, "load", load, raising=False)
-        monkeypatch.setattr("serving.compilation.remember_compilations", lambda: None)
+        monkeypatch.setattr("entropic_jax.serving.compilation.remember_compilations", lambda: None)
         return generator
 
     return install
@@ -143,7 +143,7 @@ def served():
     """The text side of the embedded model, without its weights."""
     import json
 
-    from serving.http.served_model import describe
+    from entropic_jax.serving.http.served_model import describe
 
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     folder = generation.EMBEDDED
@@ -164,8 +164,8 @@ def served():
 @pytest.fixture(scope="module")
 def scripted_server(served):
     """A server over a scripted engine; the tests of a module share it."""
-    from serving.http.frontend import Frontend
-    from serving.http.settings import Settings
+    from entropic_jax.serving.http.frontend import Frontend
+    from entropic_jax.serving.http.settings import Settings
 
     from .live import serving
     from .scripted_engine import ScriptedEngine

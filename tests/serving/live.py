@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from serving.http.frontend import Frontend
-from serving.http.process import Server, bind
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.process import Server, bind
 
 
 class Live:

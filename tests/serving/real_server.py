@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from serving.generation import EMBEDDED
-from serving.http import served_model
-from serving.http.frontend import Frontend
-from serving.http.settings import Settings
+from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.http import served_model
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.settings import Settings
 
 from .live import Live, serving
 
@@ -15,8 +15,8 @@ from .live import Live, serving
 @contextlib.contextmanager
 def real_server(settings: Settings | None = None, **options: Any) -> Iterator[Live]:
     """Serve the embedded model while the block runs; `options` are the engine's."""
-    from serving.engine import engine
-    from serving.engine.options import EngineOptions
+    from entropic_jax.serving.engine import engine
+    from entropic_jax.serving.engine.options import EngineOptions
 
     small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "warmup": "none"}
     made = engine.start(EMBEDDED, EngineOptions(**{**small, **options}))

@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from serving.engine.job import Delta, Job, PromptToken, QueueFullError
-from serving.http.served_model import ServedModel
-from serving.request import RequestError
-from serving.transcript import Alternative, Transcript, Usage
+from entropic_jax.serving.engine.interface import Delta, Job, PromptToken, QueueFullError
+from entropic_jax.serving.http.served_model import ServedModel
+from entropic_jax.serving.request import RequestError
+from entropic_jax.serving.transcript import Alternative, Transcript, Usage
 
 SCRIPT = "def add(a, b):\n    return a + b\n"
 
@@ -134,7 +134,9 @@ class ScriptedEngine:
             raise RuntimeError(self.failed)
         if self.running >= self.room:
             raise QueueFullError(7.0)
-        if dict(job.control.gains).get("lowest", 0) > dict(job.control.gains).get("highest", 1000):
+        if dict(job.control.gains).get("lowest_temperature", 0) > dict(job.control.gains).get(
+            "highest_temperature", 1000
+        ):
             raise RequestError("lowest is above highest; accepted are lowest < highest")
         self.jobs.append(job)
         return ScriptedTicket(self, job)

@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from serving.bench.arrivals import Arrival
-from serving.bench.client import Target
-from serving.bench.connection import Pool
-from serving.bench.load import closed_loop, open_loop
-from serving.bench.measures import compared, meets, per_token, summary
-from serving.bench.prompts import Prompts
+from entropic_jax.serving.bench.arrivals import Arrival
+from entropic_jax.serving.bench.client import Target
+from entropic_jax.serving.bench.connection import Pool
+from entropic_jax.serving.bench.load import closed_loop, open_loop
+from entropic_jax.serving.bench.measures import compared, meets, per_token, summary
+from entropic_jax.serving.bench.prompts import Prompts
 from tests.serving.fake_server import FakeServer
 
 LATE = 0.25  # seconds that a busy machine may add to a sleep

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from serving.bench.arrivals import (
+from entropic_jax.serving.bench.arrivals import (
     PUBLISHED,
     Arrival,
     Lengths,
@@ -17,8 +17,8 @@ from serving.bench.arrivals import (
     scaled,
     times,
 )
-from serving.bench.prompts import Prompts, random_tokens
-from serving.request import RequestError
+from entropic_jax.serving.bench.prompts import Prompts, random_tokens
+from entropic_jax.serving.request import RequestError
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])

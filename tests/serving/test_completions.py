@@ -5,7 +5,7 @@ import json
 import httpx2
 import pytest
 
-from serving.http.grammar import Grammars, from_schema
+from entropic_jax.serving.http.grammar import Grammars, from_schema
 
 from .scripted_engine import SCRIPT
 
@@ -98,7 +98,7 @@ def test_every_field_reaches_the_job(live):
     assert request.include_stop and request.ignore_eos
     assert (job.priority, job.deadline) == (-3, 2.5)
     assert job.control.preset == "full"
-    assert dict(job.control.gains) == {"law": "exact", "target": 1.25, "low": "auto"}
+    assert dict(job.control.gains) == {"law": "exact", "target_entropy": 1.25, "low_entropy": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_echo_alone_needs_no_model(live):
 
 
 def test_names_that_clash_keep_the_likeliest(live):
-    from serving.engine.job import Alternative
-    from serving.http.routes.logprobs import listed
+    from entropic_jax.serving.engine.interface import Alternative
+    from entropic_jax.serving.http.routes.logprobs import listed
 
     top = (Alternative(1, -0.1), Alternative(2, -3.0))
     assert listed(2, -3.0, top, 2, lambda token: "\ufffd") == {"\ufffd": -0.1}
@@ -265,7 +265,7 @@ def test_traces(live):
     assert trace["token_ids"] == live.engine.tokens[:3]
     assert "".join(trace["text"]) == choice["text"]
     assert trace["entropy"] == [0.0, 0.5, 1.0] and trace["kept_fraction"] == [1.0] * 3
-    assert trace["drop"] == [None] * 3  # what the engine does not measure
+    assert trace["dropped_mass_limit"] == [None] * 3  # what the engine does not measure
     events = stream(live, **body)
     traces = [
         event["choices"][0]["entropic"]["trace"] for event in events if event["choices"][0].get("entropic")

@@ -9,8 +9,8 @@ import pytest
 
 from entropic_jax.pallas import self_test
 from entropic_jax.pallas.dispatch import Operation
-from serving.cli import main
-from serving.commands import doctor
+from entropic_jax.serving.cli import main
+from entropic_jax.serving.commands import doctor
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import json
 
-import models
+from entropic_jax import models
 
 
 def test_json_and_plain_text_agree(entropic, directory):
@@ -74,7 +74,7 @@ def test_a_directory_without_a_model(entropic, tmp_path):
 def test_models_describes_it_and_lists_architectures(entropic, directory, monkeypatch):
     from pathlib import Path
 
-    monkeypatch.setattr("serving.commands.models.EMBEDDED", Path(directory))
+    monkeypatch.setattr("entropic_jax.serving.commands.models.EMBEDDED", Path(directory))
     status, out, _ = entropic("models")
     assert status == 0
     embedded, architectures = out.split("\n\n")

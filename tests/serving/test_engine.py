@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import models
-from entropic_jax import cache
-from serving.control_options import Control
-from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.engine.job import Delta, Job, QueueFullError
-from serving.request import Request, RequestError
+from entropic_jax import cache, models
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.interface import Delta, Job, QueueFullError
+from entropic_jax.serving.request import Request, RequestError
 
 EXACT = dict(
     max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True, warmup="none"
@@ -136,7 +135,13 @@ def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch
 
 
 def test_control_is_a_matter_of_each_sequence(exact):
-    gains = (("target", 2.0), ("drop", 0.3), ("least_drop", 0.3), ("low", 0.1), ("high", 9.0))
+    gains = (
+        ("target_entropy", 2.0),
+        ("dropped_mass_limit", 0.3),
+        ("lowest_dropped_mass_limit", 0.3),
+        ("low_entropy", 0.1),
+        ("high_entropy", 9.0),
+    )
     full = Control("full", gains)
     off = [job(f"off {i}", prompt(40, i), seed=i, **WARM) for i in range(2)]
     on = [job(f"on {i}", prompt(100, 10 + i), full, seed=i, max_tokens=25, **WARM) for i in range(2)]
@@ -152,7 +157,12 @@ def test_control_is_a_matter_of_each_sequence(exact):
 
 
 def test_a_pruned_job_survives_preemption(model, exact):
-    gains = (("drop", 0.3), ("least_drop", 0.3), ("low", 0.1), ("high", 9.0))
+    gains = (
+        ("dropped_mass_limit", 0.3),
+        ("lowest_dropped_mass_limit", 0.3),
+        ("low_entropy", 0.1),
+        ("high_entropy", 9.0),
+    )
     jobs = [
         job(f"j{i}", prompt(90, i), Control("full", gains), seed=i, max_tokens=30, **WARM) for i in range(4)
     ]
@@ -333,7 +343,7 @@ def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(mod
 def test_nothing_is_compiled_after_a_full_warm_up(model):
     for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):
         assert engine._ready.wait(300)
-        gains = (("drop", 0.3), ("least_drop", 0.3))
+        gains = (("dropped_mass_limit", 0.3), ("lowest_dropped_mass_limit", 0.3))
         jobs = [
             job(
                 f"j{i}",

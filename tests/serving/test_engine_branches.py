@@ -5,16 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-import models
-from entropic_jax import cache
+from entropic_jax import cache, models
 from entropic_jax.calibration import load_calibration
-from serving.control_options import Control
-from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.engine.observer import Observer
-from serving.engine.sequence import Sequence
-from serving.generation import EMBEDDED
-from serving.request import RequestError
-from serving.samplers import engine as offline_engine
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.metrics_hooks import Observer
+from entropic_jax.serving.engine.sequence import Sequence
+from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.request import RequestError
+from entropic_jax.serving.samplers import engine as offline_engine
 from tests.serving.test_engine import (
     EXACT,
     WARM,

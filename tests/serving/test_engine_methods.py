@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 
-import models
-from entropic_jax import cache
+from entropic_jax import cache, models
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.criti_prefill import CritiPrefill
@@ -13,11 +12,11 @@ from entropic_jax.methods.entropy_prefill import EntropyPrefill
 from entropic_jax.methods.latent_compression import LatentCompression
 from entropic_jax.methods.registry import METHODS, Entry
 from entropic_jax.methods.snapkv import SnapKV
-from serving import offline
-from serving.control_options import Control
-from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.engine.observer import Observer
-from serving.request import Request, RequestError
+from entropic_jax.serving import offline
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.metrics_hooks import Observer
+from entropic_jax.serving.request import Request, RequestError
 from tests.serving.test_engine import EXACT, WARM, copies_no_pool, job, nothing_is_left, prompt, run
 
 SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0, page_size=4)

@@ -3,11 +3,11 @@
 import pytest
 
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.engine.options import sizes
-from serving.kv_cache import check_pages, stored_as
-from serving.offline import Engine
-from serving.request import Request
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.options import sizes
+from entropic_jax.serving.kv_cache import check_pages, stored_as
+from entropic_jax.serving.offline import Engine
+from entropic_jax.serving.request import Request
 from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
 
 __all__ = ["model"]

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-import models
+from entropic_jax import models
 from entropic_jax.calibration import load_calibration
-from serving.control_options import Control
-from serving.engine.engine import ContinuousEngine, EngineOptions
-from serving.generation import EMBEDDED
-from serving.request import Request, RequestError
-from serving.samplers import engine as offline_engine
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.request import Request, RequestError
+from entropic_jax.serving.samplers import engine as offline_engine
 from tests.serving.test_engine import EXACT, WARM, collect, job, nothing_is_left, prompt, run
 
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from serving.commands.generate import DEFAULT_PROMPT
-from serving.generation import EMBEDDED
+from entropic_jax.serving.commands.generate import DEFAULT_PROMPT
+from entropic_jax.serving.generation import EMBEDDED
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_model_that_cannot_be_loaded(script, entropic, monkeypatch):
     def load(path, dtype, control, kv_cache_dtype):
         raise ValueError("config.json is missing")
 
-    monkeypatch.setattr("serving.generation.load", load)
+    monkeypatch.setattr("entropic_jax.serving.generation.load", load)
     status, _, err = entropic("generate", "--prompt", "x", "--model", "nowhere")
     assert (status, err) == (2, "entropic generate: error: --model is nowhere: config.json is missing\n")
 
@@ -256,7 +256,7 @@ def test_interrupt(script, entropic):
 
 
 def test_broken_pipe_is_quiet(script, monkeypatch, capfd):
-    from serving.cli import main
+    from entropic_jax.serving.cli import main
 
     script(*["a"] * 100)
     read, write = os.pipe()
@@ -268,7 +268,7 @@ def test_broken_pipe_is_quiet(script, monkeypatch, capfd):
 
 
 def test_text_that_the_encoding_lacks_is_replaced(script, monkeypatch):
-    from serving.cli import main
+    from entropic_jax.serving.cli import main
 
     script("ä", "b")
     raw = io.BytesIO()
@@ -280,7 +280,7 @@ def test_text_that_the_encoding_lacks_is_replaced(script, monkeypatch):
 def test_help_needs_no_heavy_import():
     code = (
         "import sys, serving.cli\n"
-        "serving.cli.parser().format_help()\n"
+        "entropic_jax.serving.cli.parser().format_help()\n"
         "print([m for m in ('jax', 'numpy', 'rich', 'models', 'entropic_jax') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -45,7 +45,7 @@ def test_brackets_of_queries_match(query):
 
 
 def test_every_metric_exists():
-    metrics = pytest.importorskip("serving.http.metrics")
+    metrics = pytest.importorskip("entropic_jax.serving.http.metrics")
 
     class Engine:
         def snapshot(self):

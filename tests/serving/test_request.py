@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from serving.request import LIMITS, Request, RequestError
+from entropic_jax.serving.request import LIMITS, Request, RequestError
 
 
 def test_defaults_are_off():

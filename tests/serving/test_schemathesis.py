@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serving.http.settings import Limits, Settings
+from entropic_jax.serving.http.settings import Limits, Settings
 
 from .real_server import real_server
 

@@ -10,8 +10,8 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.http.frontend import Frontend
-from serving.http.settings import Limits, Settings
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.settings import Limits, Settings
 
 from .live import serving
 from .scripted_engine import ScriptedEngine
@@ -165,7 +165,7 @@ def test_a_full_queue(live):
 
 
 def test_all_of_a_batch_or_nothing(live, monkeypatch):
-    from serving.engine.job import QueueFullError
+    from entropic_jax.serving.engine.interface import QueueFullError
 
     submit, taken = live.engine.submit, []
 
@@ -225,7 +225,7 @@ def test_a_reader_that_is_done_cancels_nothing(live):
 
 def test_request_ids(live, caplog):
     logging.getLogger("serving").propagate = True
-    with caplog.at_level(logging.INFO, "serving.requests"):
+    with caplog.at_level(logging.INFO, "entropic_jax.serving.requests"):
         answer = httpx2.post(
             live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
         )
@@ -287,7 +287,7 @@ def test_the_page_talks_to_nobody_else(live):
 
 
 def test_inline_scripts_are_allowed_by_what_they_say():
-    from serving.http.routes.dashboard import policy
+    from entropic_jax.serving.http.routes.dashboard import policy
 
     said = policy(b"<style>a{}</style><script src=x></script><script type=module>f()</script>")
     assert said.count("sha256-") == 2

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.soak import memory_growth, verdicts
 from benchmarks.soak_requests import RefusedError, Requests, TimedOutError, WrongAnswerError
-from serving.bench.connection import Pool
+from entropic_jax.serving.bench.connection import Pool
 
 TOKENS = 9
 KINDS = tuple(Requests(Pool("http://127.0.0.1:1"), TOKENS).kinds())

@@ -6,8 +6,15 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
-from serving.commands.terminal import SCALE, Screen, legend, show, tint, visible
-from serving.transcript import Token
+from entropic_jax.serving.commands.terminal import (
+    SCALE,
+    Screen,
+    legend,
+    show,
+    tint,
+    visible,
+)
+from entropic_jax.serving.transcript import Token
 
 
 def console(**options):
@@ -128,7 +135,7 @@ def test_legend_names_every_limit():
 def test_generate_in_a_terminal(script, monkeypatch, term, coloured):
     import pty
 
-    from serving.cli import main
+    from entropic_jax.serving.cli import main
 
     script("one", "\n", "two")
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):

@@ -3,10 +3,10 @@
 import httpx2
 import pytest
 
-from serving.http.frontend import Frontend
-from serving.http.settings import Settings
-from serving.http.tracing import exporter
-from serving.request import RequestError
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.settings import Settings
+from entropic_jax.serving.http.tracing import exporter
+from entropic_jax.serving.request import RequestError
 
 from .live import serving
 from .scripted_engine import ScriptedEngine

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.request import Request
-from serving.transcript import Alternative, Transcript
+from entropic_jax.serving.request import Request
+from entropic_jax.serving.transcript import Alternative, Transcript
 
 
 class Letters:

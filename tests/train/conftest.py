@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from models.train import corpus, data, export
+from entropic_jax.models.train import corpus, data, export
 from tests.train.model import TINY, random_params
 
 

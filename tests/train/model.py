@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from models.train.__main__ import Shape, initialise
+from entropic_jax.models.train.__main__ import Shape, initialise
 
 TINY = Shape(
     vocab_size=320,

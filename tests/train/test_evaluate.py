@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from models.train import card, evaluate, history, recall, scoring
+from entropic_jax.models.train import card, evaluate, history, recall, scoring
 from tests.train.model import TINY
 
 LOG = """step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second
@@ -108,11 +108,13 @@ def test_evaluation_and_card(
     assert len(report["samples"]) == 3
     assert (model / "recall.png").stat().st_size > 1000 < (model / "context.png").stat().st_size
 
-    (work / history.RUN).write_text(json.dumps({"command": "python -m models.train --seed 5", "before": []}))
+    (work / history.RUN).write_text(
+        json.dumps({"command": "python -m entropic_jax.models.train --seed 5", "before": []})
+    )
     (model / history.FILE).write_text(json.dumps(history.account(work, 7)))
     text = card.card(work, model)
     assert "| big\\|package | 1.0 | MIT | 2.5 |" in text
-    assert "python -m models.train --seed 5" in text
+    assert "python -m entropic_jax.models.train --seed 5" in text
     words = " ".join(text.split())
     stages = history.rounds(model)[0]["stages"]
     assert max(stage["steps"] for stage in stages) <= 7  # what was exported, though the log goes on

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer
 
-from models.train import export, forward
+from entropic_jax.models.train import export, forward
 from tests.train.model import TINY
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from models.train import recall, scoring, tasks
+from entropic_jax.models.train import recall, scoring, tasks
 
 
 @pytest.fixture(scope="module")

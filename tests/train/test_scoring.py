@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.train import forward, scoring
+from entropic_jax.models.train import forward, scoring
 from tests.train.model import TINY
 
 

@@ -15,13 +15,13 @@ returns `Partial(out, log_sum)`: the output in the shape of q, and float32 `[row
 ln Σ exp(q · k) over what was attended to; zeros and −inf where that is nothing. Pages that are not listed or
 lie outside `[first, last)` are not read, and what lies in a page past `last` never reaches the result.
 
-Contract of `choose(q, summary, information, table, last, drop, page_size, rules)`: which pages to
+Contract of `choose(q, summary, information, table, last, dropped_mass_limit, page_size, rules)`: the pages to
 list, see `Rules` and the reference.
 
 * summary: the page summaries of a layer, each over the pool: key_min, key_max, key_sum
   `[pool, kv_heads, head_dim]`,
 * information float32 `[pool, kv_heads]`, ≥ 0: how much a page matters beside its attention mass,
-* drop float32 `[rows]`: the share of the weighted mass that may stay unread; at 0 everything is kept,
+* dropped_mass_limit float32 `[rows]`: share of the weighted mass that may stay unread; 0 keeps everything,
 
 returns `Choice`; it is a step function, and is not differentiated.
 
@@ -171,11 +171,13 @@ _prefill.defvjp(_prefill_forward, _prefill_backward)
 
 
 def choose(
-    q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules,
+    q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules,
     *, back_end: str | None = None,
 ) -> Choice:  # fmt: skip
     """The pages to read, by the first back end that accepts; see the package."""
-    return CHOOSE(q, summary, information, table, last, drop, page_size, rules, back_end=back_end)
+    return CHOOSE(
+        q, summary, information, table, last, dropped_mass_limit, page_size, rules, back_end=back_end
+    )
 
 
 def write(tiles, summaries, k, v, page, slot, *, back_end: str | None = None):

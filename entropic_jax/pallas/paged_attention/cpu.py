@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import native
-from ..native.once import once
-from ..native.target import register
+from ... import cpu_runtime
+from ...cpu_runtime.custom_call import register
+from ...cpu_runtime.run_once import once
 from .quantised import Quantised
 from .reference import Partial
 
@@ -24,7 +24,7 @@ LOW = np.float32(-1e30)
 
 def declines(*dtypes) -> None:
     """Raise NotImplementedError with the reason, if this back end cannot serve; `dtypes` must be float32."""
-    if reason := native.why_not():
+    if reason := cpu_runtime.why_not():
         raise NotImplementedError(reason)
     if set(dtypes) != {jnp.dtype("float32")}:
         raise NotImplementedError(f"dtypes {', '.join(map(str, dtypes))}: float32 is served")
@@ -70,8 +70,8 @@ def _compile(
 ) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native import vector
-    from ..native.call import (
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.call_frame import (
         allocate,
         floats,
         handler,
@@ -83,7 +83,7 @@ def _compile(
         task,
         words,
     )
-    from ..native.pool import parallel
+    from ...cpu_runtime.thread_pool import parallel
 
     scores, accumulate = vector.scores(group, head_dim, kind), vector.accumulate(group, head_dim, kind)
     exponentials = vector.exponentials()

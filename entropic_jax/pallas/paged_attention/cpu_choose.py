@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..native.once import once
-from ..native.target import register
+from ...cpu_runtime.custom_call import register
+from ...cpu_runtime.run_once import once
 from .cpu import LOW, declines
 from .reference import LEAST_WEIGHT, Choice, Rules, Summary
 
 
-def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
+def choose(
+    q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules
+) -> Choice:
     """See the package and the reference, whose algorithm this is; float32."""
     declines(q.dtype, *(x.dtype for x in summary), information.dtype)
     rows, kv_heads, group, head_dim = q.shape
@@ -28,7 +30,7 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
         flat(jnp.float32, group),
     )
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    return Choice(*call(q, *summary, information, table, last, drop.astype(jnp.float32)))
+    return Choice(*call(q, *summary, information, table, last, dropped_mass_limit.astype(jnp.float32)))
 
 
 @once
@@ -45,10 +47,20 @@ def _compile(
 ) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native import vector
-    from ..native.call import allocate, floats, handler, operand, pointer, release, result, symbol, task
-    from ..native.pool import parallel
-    from ..native.threshold import BINS, thresholds
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.call_frame import (
+        allocate,
+        floats,
+        handler,
+        operand,
+        pointer,
+        release,
+        result,
+        symbol,
+        task,
+    )
+    from ...cpu_runtime.thread_pool import parallel
+    from ...cpu_runtime.threshold import BINS, thresholds
 
     exponentials, peaks = vector.exponentials(), vector.peaks()
     page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
@@ -79,7 +91,7 @@ def _compile(
         most = grid[1]
         table = carray(pointer(table_data), (grid[0], most), np.int32)[row]
         last = carray(pointer(operand(frame, 6)[0]), (grid[0],), np.int32)[row]
-        drop = carray(pointer(operand(frame, 7)[0]), (grid[0],), np.float32)[row]
+        dropped_mass_limit = carray(pointer(operand(frame, 7)[0]), (grid[0],), np.float32)[row]
         index = carray(pointer(result(frame, 0)[0]), (grid[0], kv_heads, most), np.int32)[row, head]
         counts = carray(pointer(result(frame, 1)[0]), (grid[0], kv_heads), np.int32)
         dropped = carray(pointer(result(frame, 2)[0]), (grid[0], kv_heads), np.float32)
@@ -87,7 +99,7 @@ def _compile(
         pages = (max(last, 0) + page_size - 1) // page_size
         dropped[row, head] = zero
         log_bound[:] = -np.inf
-        if not drop > 0 or pages <= max(least, sink + recent):
+        if not dropped_mass_limit > 0 or pages <= max(least, sink + recent):
             counts[row, head] = pages
             for b in range(most):
                 index[b] = b
@@ -149,7 +161,9 @@ def _compile(
                 always += weight[b]
                 weight[b] = np.float32(-1)
                 forced += 1
-        floor = threshold(weight, np.float32(1) - drop - always, least - forced, left, tally, number)
+        floor = threshold(
+            weight, np.float32(1) - dropped_mass_limit - always, least - forced, left, tally, number
+        )
         count, left_out, lost = 0, 0, zero
         for b in range(pages):
             index[count] = b

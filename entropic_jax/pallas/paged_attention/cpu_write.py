@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..native.once import once
-from ..native.target import register
+from ...cpu_runtime.custom_call import register
+from ...cpu_runtime.run_once import once
 from .cpu import declines, kind_of
 from .quantised import LARGEST
 
@@ -37,7 +37,15 @@ def _register(kv_heads: int, head_dim: int, page_size: int, kind: str) -> str:
 def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
-    from ..native.call import allocate, floats, handler, operand, pointer, release, result
+    from ...cpu_runtime.call_frame import (
+        allocate,
+        floats,
+        handler,
+        operand,
+        pointer,
+        release,
+        result,
+    )
 
     stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[kind]
     halved, scaled = kind == "bfloat16", kind == "int8"

@@ -147,8 +147,10 @@ def estimate(q, summary: Summary, information, table, last, page_size: int, rule
     return Estimate(mass, weight, bound + log_filled, real, forced)
 
 
-def choose(q, summary: Summary, information, table, last, drop, page_size: int, rules: Rules) -> Choice:
-    """See the package: the fewest pages whose weighted mass reaches 1 − drop, found by a threshold.
+def choose(
+    q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules
+) -> Choice:
+    """See the package: the fewest pages whose weighted mass reaches 1 − ε, found by a threshold.
 
     Pages of the sink and the newest are kept and count towards the mass; of pages as weighty as the least one
     that is needed all are kept. Of so many thresholds at once the highest that keeps enough is taken, and
@@ -157,7 +159,7 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     mass, weight, bound, real, forced = estimate(q, summary, information, table, last, page_size, rules)
     worth = (forced | (real & (weight >= LEAST_WEIGHT))).sum(-1, keepdims=True)
     least = jnp.minimum(rules.least, worth)
-    need = (1.0 - drop)[:, None, None]
+    need = (1.0 - dropped_mass_limit)[:, None, None]
 
     def kept_at(floor):
         return forced | (real & (weight >= floor))
@@ -178,7 +180,7 @@ def choose(q, summary: Summary, information, table, last, drop, page_size: int, 
     blank = jnp.zeros_like(weight[..., :1])
     ends = (blank + LEAST_WEIGHT, jnp.log(2 / LEAST_WEIGHT).astype(jnp.float32))
     floor, _ = jax.lax.fori_loop(0, ROUNDS, narrow, ends, unroll=True)
-    all_of_it = (drop <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
+    all_of_it = (dropped_mass_limit <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
     kept = jnp.where(all_of_it, real, kept_at(floor))
     index = _places(kept)
     out = real & ~kept
@@ -197,16 +199,16 @@ def _places(kept):
     return jnp.zeros_like(number).at[row, place].set(number, mode="drop").reshape(kept.shape)
 
 
-def gates(weight, forced, drop, softness):
-    """A soft form of `choose`: how far each page is kept, in (0, 1); differentiable in weight and drop.
+def gates(weight, forced, dropped_mass_limit, softness):
+    """A soft form of `choose`: how far each page is kept, in (0, 1); differentiable in weight and ε.
 
-        gate_b = sigmoid((ln weight_b − θ) / softness),   Σ gate_b · weight_b = 1 − drop
+        gate_b = sigmoid((ln weight_b − θ) / softness),   Σ gate_b · weight_b = 1 − ε
 
     with gate 1 for forced pages. The floor θ solves the second equation; its gradient is that of the implicit
     function. As softness → 0 the gates become those of `choose`, but for the one page at the floor.
     """
     log_weight = jnp.log(jnp.maximum(weight, LEAST_WEIGHT))
-    need = (1.0 - drop)[:, None, None]
+    need = (1.0 - dropped_mass_limit)[:, None, None]
 
     def at(floor, log_weight):
         return jnp.where(forced, 1.0, jax.nn.sigmoid((log_weight - floor) / softness))

@@ -17,13 +17,13 @@ Mass = Annotated[float, Field(ge=0, lt=1)]
 # Names of the command line, and of the gains behind them.
 GAINS = {
     "law": "law",
-    "target_entropy": "target",
-    "lowest_temperature": "lowest",
-    "highest_temperature": "highest",
-    "drop": "drop",
-    "least_drop": "least_drop",
-    "low_entropy": "low",
-    "high_entropy": "high",
+    "target_entropy": "target_entropy",
+    "lowest_temperature": "lowest_temperature",
+    "highest_temperature": "highest_temperature",
+    "dropped_mass_limit": "dropped_mass_limit",
+    "lowest_dropped_mass_limit": "lowest_dropped_mass_limit",
+    "low_entropy": "low_entropy",
+    "high_entropy": "high_entropy",
     "branches": "branches",
 }
 
@@ -41,10 +41,14 @@ class Entropic(Body):
     target_entropy: NatsOrAuto | None = Field(None, description="held by the law of temperature")
     lowest_temperature: Clip | None = Field(None, description="no law goes below")
     highest_temperature: Clip | None = Field(None, description="no law goes above")
-    drop: Mass | None = Field(None, description="most attention mass to leave unread")
-    least_drop: Mass | None = Field(None, description="the same, however uncertain the model is")
-    low_entropy: NatsOrAuto | None = Field(None, description="at and below which `drop` holds")
-    high_entropy: NatsOrAuto | None = Field(None, description="at and above which `least_drop` holds")
+    dropped_mass_limit: Mass | None = Field(None, description="most attention mass to leave unread")
+    lowest_dropped_mass_limit: Mass | None = Field(
+        None, description="the same, however uncertain the model is"
+    )
+    low_entropy: NatsOrAuto | None = Field(None, description="at and below which `dropped_mass_limit` holds")
+    high_entropy: NatsOrAuto | None = Field(
+        None, description="at and above which `lowest_dropped_mass_limit` holds"
+    )
     branches: Branches | None = Field(
         None,
         description="of entropix: continuations that are compared, at most as many as the server compares",
@@ -81,4 +85,12 @@ class EntropicResult(Answer):
     trace: Trace | None = None
 
 
-TRACED = ("entropy", "tempered_entropy", "temperature", "kept_fraction", "surprisal", "entropic_time", "drop")
+TRACED = (
+    "entropy",
+    "tempered_entropy",
+    "temperature",
+    "kept_fraction",
+    "surprisal",
+    "entropic_time",
+    "dropped_mass_limit",
+)

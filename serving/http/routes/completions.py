@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine.job import Delta, Job
+from ...engine.interface import Delta, Job
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.completion import Completion, CompletionBody

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import log
 from .errors import answer
 
-logger = logging.getLogger("serving.requests")
+logger = logging.getLogger("entropic_jax.serving.requests")
 OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}  # without a key
 QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # asked for all the time
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")

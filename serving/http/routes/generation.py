@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...engine.job import Delta, Job, Ticket
+from ...engine.interface import Delta, Job, Ticket
 from ...request import Request, RequestError
 from ...transcript import Token, Usage
 from .. import grammar, log, tracing

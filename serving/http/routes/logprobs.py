@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...engine.job import PromptToken
+from ...engine.interface import PromptToken
 from ...transcript import Alternative, Token
 from ..served_model import ServedModel
 from .generation import measured, number

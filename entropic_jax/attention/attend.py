@@ -1,0 +1,151 @@
+"""Write keys and values into pages, and attend to the pages of a sequence.
+
+A short row never pays for its long neighbour, and a page that is not listed is never read.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..cache import Cache, Layer
+from ..pallas import paged_attention
+from ..pallas.paged_attention.quantised import put_pages, stored
+from ..pallas.paged_attention.reference import fold
+from .statistics import Observer
+
+
+class Step(NamedTuple):
+    """Where the tokens at hand stand: `count[row]` of them, from position `start[row]` on."""
+
+    start: jax.Array  # int32 [rows]
+    count: jax.Array  # int32 [rows], 0 for a row that must not write
+
+
+Attend = Callable[..., tuple[jax.Array, Layer]]
+
+
+def attend_to(cache: Cache, step: Step, reader: Any = None, observer: Observer | None = None) -> Attend:
+    """The function that a model calls in each layer: writes its keys and values, then attends to all.
+
+    `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
+    `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
+    layer as written. `window` limits a query to that many newest positions, itself included.
+    With a `reader` (from a `page_selection.PagePolicy`) queries attend to the pages that it chooses; an
+    `observer` sees the attention of a single query per row.
+    """
+    table = cache.table
+
+    def attend(q, k, v, layer, window=None):
+        layer = write(layer, table, step, k, v)
+        return read(layer, table, step, q, window, reader, observer), layer
+
+    return attend
+
+
+def write(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    """Store k and v `[rows, n, kv_heads, head_dim]` at their positions, and summarise the pages touched.
+
+    Tokens past a row's count go to the bin.
+    """
+    return _write_one(layer, table, step, k, v) if k.shape[1] == 1 else _write_many(layer, table, step, k, v)
+
+
+def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
+    index = jnp.minimum(step.start // size, table.shape[1] - 1)
+    page = jnp.take_along_axis(table, index[:, None], 1)[:, 0]
+    page = jnp.where(step.count > 0, page, bin_page)
+    slot = step.start % size
+    return _store(layer, k[:, 0], v[:, 0], page, slot)
+
+
+def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
+    """One key and value per row into a slot of a page, which starts the page if it is 0."""
+    summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
+    pools = (layer.keys, layer.values)
+    tiles, summaries = paged_attention.write(pools, summaries, k, v, page, slot)
+    moments = {}
+    if layer.value_sum is not None:
+        value = stored(v, layer.values)
+        moments["value_sum"] = fold(layer.value_sum, value, page, slot, jnp.add)
+        moments["value_square"] = fold(layer.value_square, value * value, page, slot, jnp.add)
+    return Layer(*tiles, *summaries, **moments)
+
+
+def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+    rows, n, kv_heads, head_dim = k.shape
+    size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
+    touched = min(-(-(n - 1) // size) + 1, table.shape[1])  # pages that n positions can reach into
+    first = step.start // size
+    index = jnp.minimum(first[:, None] + jnp.arange(touched), table.shape[1] - 1)
+    page = jnp.take_along_axis(table, index, 1)  # [rows, touched]
+    # Position of every slot of the touched pages, and the token that belongs there, if any.
+    position = (first[:, None] + jnp.arange(touched))[:, :, None] * size + jnp.arange(size)
+    token = position - step.start[:, None, None]
+    new = (token >= 0) & (token < step.count[:, None, None])
+    held = (position < step.start[:, None, None]) | new
+    page = jnp.where(new.any(2), page, bin_page)
+    source = jnp.clip(token, 0, n - 1).reshape(rows, -1)
+
+    def merge(pool, x):
+        fresh = jnp.take_along_axis(x, source[:, :, None, None], 1)
+        fresh = fresh.reshape(rows, touched, size, kv_heads, head_dim).swapaxes(2, 3)
+        return put_pages(pool, page, fresh, new)
+
+    keys, key = merge(layer.keys, k)
+    values, value = merge(layer.values, v)
+    seen = held[:, :, None, :, None]
+    value = jnp.where(seen, value, 0.0)
+    norm = jnp.sqrt(jnp.square(value).sum(-1)).max(-1)
+    moments = {}
+    if layer.value_sum is not None and layer.value_square is not None:
+        moments["value_sum"] = layer.value_sum.at[page].set(value.sum(3))
+        moments["value_square"] = layer.value_square.at[page].set(jnp.square(value).sum(3))
+    return Layer(
+        keys,
+        values,
+        layer.key_min.at[page].set(jnp.where(seen, key, jnp.inf).min(3)),
+        layer.key_max.at[page].set(jnp.where(seen, key, -jnp.inf).max(3)),
+        layer.key_sum.at[page].set(jnp.where(seen, key, 0.0).sum(3)),
+        layer.value_norm.at[page].set(norm),
+        **moments,
+    )
+
+
+def read(
+    layer: Layer,
+    table: jax.Array,
+    step: Step,
+    q: jax.Array,
+    window: int | None = None,
+    reader: Any = None,
+    observer: Observer | None = None,
+) -> jax.Array:
+    """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
+
+    The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
+    row with count 0 reads nothing and yields zeros.
+    """
+    rows, n, heads, head_dim = q.shape
+    kv_heads = layer.keys.shape[1]
+    q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    last = jnp.where(step.count > 0, step.start + step.count, 0)
+    own = step.start[:, None] + jnp.arange(n)
+    first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
+    if n == 1 and observer is not None:
+        observer.see(layer, q[:, :, :, 0], first[:, 0], last)
+    if n > 1 and reader is not None:
+        out = reader.read_prompt(layer, q, first, step.start, last)
+    elif n > 1:
+        out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, step.start, last)
+    elif reader is not None:
+        out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]
+    else:
+        part = paged_attention.decode(
+            q[:, :, :, 0], layer.keys, layer.values, table, None, None, first[:, 0], last
+        )
+        out = part.out[:, :, :, None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, head_dim)

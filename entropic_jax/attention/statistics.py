@@ -1,0 +1,161 @@
+"""What a step's attention looked like, measured where a controller asks for it and nowhere else.
+
+The entropy of attention comes out of the same kernel that attends: with keys in the place of values it
+returns k̄ = Σ p k, and
+
+    H = −Σ p ln p = ln Σ exp s − Σ p s = log_sum − q·k̄
+
+so that nothing is gathered and only valid positions count.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..cache import Cache, Layer
+from ..pallas import paged_attention
+from ..pallas.paged_attention.quantised import gather
+from ..state import Focus
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """Which layers are observed, and how closely; static: another observation is another program.
+
+    `layers` are numbers of layers, from the end where negative. The entropies are exact either way. Agreement
+    and interaction are taken over pages, from their mean keys, or with `exact` over positions, which gathers
+    the keys of the whole context. Everything that a row holds is observed, whatever a `Selection` leaves out.
+
+    `padded` is the fault of the release of Entropix, for comparison: a cache of so many positions (or the
+    row's own, if more) that holds zeros where nothing is written, all of them attended to, and in the place
+    of agreement the mean distance of a head from the mean of all, which is disagreement.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    exact: bool = False
+    padded: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers is (); accepted is at least one number of a layer")
+        if self.padded < 0:
+            raise ValueError(f"padded is {self.padded}; accepted are integers of at least 0 (0 is off)")
+
+    def numbers(self, layers: int) -> set[int]:
+        """The layers observed, of so many."""
+        wrong = [n for n in self.layers if not -layers <= n < layers]
+        if wrong:
+            raise ValueError(f"layers has {wrong[0]}; accepted are {-layers} to {layers - 1}")
+        return {n % layers for n in self.layers}
+
+
+class Heads(NamedTuple):
+    """One layer's attention; each `[rows, heads]` unless stated."""
+
+    entropy: jax.Array
+    share: jax.Array  # [rows, heads, places], of positions or pages: sums to 1
+    strength: jax.Array  # mean |score|
+
+
+class Observer:
+    """Sees the attention of one step, layer after layer; it lives while a step is traced."""
+
+    def __init__(self, observation: Observation, cache: Cache) -> None:
+        self.observation, self.table = observation, cache.table
+        self.wanted = observation.numbers(len(cache.layers))
+        self.layers = 0
+        self.seen: list[Focus] = []
+
+    def see(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> None:
+        """Note how scaled q `[rows, kv_heads, group, head_dim]` attends to positions in `[first, last)`."""
+        number, self.layers = self.layers, self.layers + 1
+        if number not in self.wanted:
+            return
+        positions = jnp.maximum(last - first, 0)
+        most = jnp.log(jnp.maximum(positions, 1).astype(jnp.float32))
+        if self.observation.padded:
+            heads, padded = released(layer, self.table, q, first, last, self.observation.padded)
+            distance = jnp.abs(heads.share - heads.share.mean(1, keepdims=True)).mean((1, 2))
+            agreement, most = distance, jnp.full_like(most, jnp.log(padded))
+        else:
+            measure = by_position if self.observation.exact else by_page
+            heads = measure(layer, self.table, q, first, last)
+            agreement = agree(heads.share)
+        focus = Focus(heads.entropy.mean(1), heads.entropy.var(1), agreement, heads.strength.mean(1), most)
+        self.seen.append(jax.tree.map(lambda x: jnp.where(positions > 0, x, 0.0), focus))
+
+    def total(self) -> Focus:
+        """The mean over the layers observed."""
+        return jax.tree.map(lambda *x: jnp.stack(x).mean(0), *self.seen)
+
+
+def agree(share: jax.Array) -> jax.Array:
+    """How alike the heads attend, in [0, 1], from `[rows, heads, places]`.
+
+        1 − (mean over heads of ½ Σ |a_h − ā|) / (1 − 1/H)
+
+    The total variation to the mean of all heads is at most 1 − 1/H, where no two heads share a place.
+    """
+    heads = share.shape[1]
+    if heads == 1:
+        return jnp.ones(share.shape[:1], jnp.float32)
+    distance = jnp.abs(share - share.mean(1, keepdims=True)).sum(-1).mean(1) / 2
+    return jnp.clip(1 - distance / (1 - 1 / heads), 0.0, 1.0)
+
+
+def attention_entropy(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> jax.Array:
+    """Exact entropy over the positions in `[first, last)`, nats, float32 `[rows, heads]`."""
+    part = paged_attention.decode(q, layer.keys, layer.keys, table, None, None, first, last)
+    mean = jnp.einsum("rkgd,rkgd->rkg", q, part.out, preferred_element_type=jnp.float32)
+    entropy = jnp.where(part.log_sum > -jnp.inf, part.log_sum - mean, 0.0)
+    return jnp.maximum(entropy, 0.0).reshape(entropy.shape[0], -1)
+
+
+def by_page(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> Heads:
+    """Shares of pages by their mean keys; a page that a window cuts counts with what the window leaves."""
+    size = layer.keys.shape[2]
+    page = jnp.arange(table.shape[1]) * size
+    held = jnp.clip(last[:, None] - page, 0, size).astype(jnp.float32)  # [rows, pages], the sums are of these
+    seen = held - jnp.clip(first[:, None] - page, 0, size).astype(jnp.float32)
+    real = (seen > 0)[:, None, None]
+    total = jnp.where((held > 0)[:, :, None, None], layer.key_sum[table], 0.0)
+    mean = total / jnp.maximum(held, 1.0)[:, :, None, None]
+    score = jnp.einsum("rkgd,rpkd->rkgp", q.astype(jnp.float32), mean)
+    weight = jnp.where(real, score + jnp.log(jnp.maximum(seen, 1.0))[:, None, None], -1e30)
+    share = jnp.where(real, jax.nn.softmax(weight, -1), 0.0)
+    strength = (jnp.abs(score) * seen[:, None, None]).sum(-1) / jnp.maximum(seen.sum(-1), 1.0)[:, None, None]
+    by_head = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+    return Heads(attention_entropy(layer, table, q, first, last), by_head(share), by_head(strength))
+
+
+def scores(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> tuple[jax.Array, jax.Array]:
+    """Scores `[rows, heads, positions]` (0 where not seen), and which are seen, `[rows, 1, positions]`."""
+    size = layer.keys.shape[2]
+    position = jnp.arange(table.shape[1] * size)
+    seen = ((position >= first[:, None]) & (position < last[:, None]))[:, None]
+    keys = gather(layer.keys, table, jnp.float32).swapaxes(2, 3)
+    keys = keys.reshape(keys.shape[0], -1, *keys.shape[3:])  # [rows, positions, kv_heads, head_dim]
+    keys = jnp.where(seen[:, 0, :, None, None], keys, 0.0)
+    score = jnp.einsum("rkgd,rpkd->rkgp", q.astype(jnp.float32), keys)
+    return score.reshape(score.shape[0], -1, score.shape[-1]), seen
+
+
+def by_position(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> Heads:
+    """Shares of positions, from all scores."""
+    score, seen = scores(layer, table, q, first, last)
+    share = jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, -1e30), -1), 0.0)
+    strength = jnp.abs(score).sum(-1) / jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
+    return Heads(attention_entropy(layer, table, q, first, last), share, strength)
+
+
+def released(layer: Layer, table: jax.Array, q: jax.Array, first, last, padded: int) -> tuple[Heads, int]:
+    """As `by_position`, over a cache padded with zeros whose empty positions are attended to; its size."""
+    score, _ = scores(layer, table, q, first, last)
+    padded = max(padded, score.shape[-1])
+    score = jnp.pad(score, ((0, 0), (0, 0), (0, padded - score.shape[-1])))
+    log_share = jax.nn.log_softmax(score, -1)
+    share = jnp.exp(log_share)
+    return Heads(-(share * log_share).sum(-1), share, jnp.abs(score).mean(-1)), padded

@@ -1,0 +1,22 @@
+"""Sampling, per row: parameters, logits processors, constraints, truncation and the draw itself."""
+
+from ..state import History, Sampling
+from .parameters import parameters
+from .processors import adjusts, forget, history, penalise, record, record_prompt
+from .sampler import gumbel, sample
+from .truncation import truncate
+
+__all__ = [
+    "History",
+    "Sampling",
+    "adjusts",
+    "forget",
+    "gumbel",
+    "history",
+    "parameters",
+    "penalise",
+    "record",
+    "record_prompt",
+    "sample",
+    "truncate",
+]

@@ -1,0 +1,106 @@
+"""Logits processors: repetition, presence and frequency penalties and logit bias, with the history they read.
+
+Rows are independent, and `lax.cond` skips the work where no row of the batch asks for it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..state import History, Sampling
+
+
+def history(rows: int, vocabulary: int) -> History:
+    """An empty history for `rows` sequences."""
+    return History(jnp.zeros((rows, vocabulary), bool), jnp.zeros((rows, vocabulary), jnp.int32))
+
+
+def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.Array:
+    # A negative index would wrap around; an index past the end is dropped by the scatter.
+    return jnp.where(valid & (tokens >= 0), tokens, vocabulary)
+
+
+def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
+    """Count one generated token per row.
+
+    tokens int32 `[rows]`, active bool `[rows]`: a row that is not active, or a token outside the vocabulary,
+    changes nothing. One scatter of `rows` elements, in place where the history is donated or carried by a
+    loop.
+
+    >>> record(history(2, 3), jnp.array([1, 2]), jnp.array([True, False])).generated.tolist()
+    [[0, 1, 0], [0, 0, 0]]
+    """
+    rows, vocabulary = history.generated.shape
+    where = (jnp.arange(rows), _inside(tokens, active, vocabulary))
+    return history._replace(generated=history.generated.at[where].add(1, mode="drop"))
+
+
+def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> History:
+    """Mark prompt tokens int32 `[rows, n]`, those of them that are valid, bool `[rows, n]`.
+
+    >>> record_prompt(history(1, 4), jnp.array([[3, 1]]), jnp.array([[True, False]])).prompt.tolist()
+    [[False, False, False, True]]
+    """
+    rows, vocabulary = history.prompt.shape
+    where = (jnp.arange(rows)[:, None], _inside(tokens, valid, vocabulary))
+    return history._replace(prompt=history.prompt.at[where].set(True, mode="drop"))
+
+
+def forget(history: History, rows: jax.Array) -> History:
+    """Clear the history of the rows flagged in bool `[rows]`: a row begins a new sequence.
+
+    >>> forget(record(history(1, 2), jnp.array([1]), jnp.array([True])), jnp.array([True])).generated.tolist()
+    [[0, 0]]
+    """
+    keep = ~rows[:, None]
+    return History(history.prompt & keep, jnp.where(keep, history.generated, 0))
+
+
+def adjusts(sampling: Sampling) -> jax.Array:
+    """Whether any row penalises or biases, bool `[]`: `penalise` changes nothing otherwise.
+
+    >>> bool(adjusts(parameters(2))), bool(adjusts(parameters(2, presence_penalty=[0.0, 0.5])))
+    (False, True)
+    """
+    return jnp.any(_penalising(sampling) | jnp.any(sampling.bias_tokens >= 0, axis=-1))
+
+
+def _penalising(sampling: Sampling) -> jax.Array:
+    penalties = sampling.presence_penalty, sampling.frequency_penalty
+    return (sampling.repetition_penalty != 1) | (penalties[0] != 0) | (penalties[1] != 0)
+
+
+def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Array:
+    """Logits after repetition, presence and frequency penalty and bias, in this order.
+
+        z' = (z / r if z > 0 else z · r)  for tokens of the prompt or generated ones
+        z'' = z' − presence · [count > 0] − frequency · count + bias
+
+    float32 `[rows, vocabulary]`. Counts are of generated tokens only. Where no row penalises or biases, the
+    history is not read. Masked tokens (−inf) stay masked. Differentiable in the logits and in the real-valued
+    parameters.
+    Repetition: Keskar et al. 2019, arXiv 1909.05858, as in transformers; presence and frequency: OpenAI API.
+
+    >>> sampling = parameters(1, repetition_penalty=2.0, logit_bias={2: 1.5})
+    >>> seen = record(history(1, 3), jnp.array([0]), jnp.array([True]))
+    >>> penalise(jnp.array([[3.0, 3.0, 3.0]]), sampling, seen).tolist()
+    [[1.5, 3.0, 4.5]]
+    """
+    logits = logits.astype(jnp.float32)
+    repeating = sampling.repetition_penalty != 1
+    penalising = _penalising(sampling)
+
+    def apply(logits):
+        count = history.generated
+        penalty = sampling.repetition_penalty[:, None]
+        repeated = (history.prompt | (count > 0)) & repeating[:, None]
+        changed = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        changed -= jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0)
+        changed -= sampling.frequency_penalty[:, None] * count.astype(jnp.float32)
+        # A row that does not penalise keeps its very bits, whatever the compiler contracts above.
+        changed = jnp.where(penalising[:, None], changed, logits)
+        rows, vocabulary = logits.shape
+        where = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
+        return changed.at[where].add(sampling.bias_values, mode="drop")
+
+    return lax.cond(adjusts(sampling), apply, lambda logits: logits, logits)

@@ -1,0 +1,94 @@
+"""Draws one next token per row from the processed logits: temperature, truncation, Gumbel-max.
+
+Rows are independent: what a row gets is bit for bit the same, whatever its neighbours ask for. Parameters
+are arrays, so new values never retrace, and `lax.cond` skips a computation that no row of the batch asks for:
+a greedy batch draws no random numbers, and a batch of plain sampling finds no thresholds.
+
+Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to bisect for a threshold.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..state import Sampling
+from .randomness import random_bits, row_keys
+from .truncation import SMALLEST, truncate
+
+
+def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:
+    highest = jnp.max(scaled, axis=-1)
+    floor = jnp.minimum(jax.nn.logsumexp(scaled, axis=-1) - limit, highest)
+    return jnp.where(scaled < floor[:, None], -jnp.inf, scaled)
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    # As argmax, NaN included: XLA's CPU backend vectorises two plain reductions, but not one over pairs.
+    index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    largest = jnp.max(values, axis=-1, keepdims=True)
+    return jnp.min(jnp.where((values == largest) | jnp.isnan(values), index, values.shape[-1] - 1), axis=-1)
+
+
+def gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise from uniform uint32, finite, between −2.8 and 22.9.
+
+    Differs from jax.random.gumbel: all 32 bits count where the noise is large, so that tokens of a
+    probability below 2⁻²³ are drawn as often as they should.
+    """
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
+
+
+def sample(
+    logits: jax.Array,
+    sampling: Sampling,
+    temperature: jax.Array,
+    key: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    surprisal_limit: jax.Array | None = None,
+) -> jax.Array:
+    """One token per row, int32 `[rows]`, drawn from softmax(truncate(logits / T)).
+
+        token = argmax(truncate(z / T) + G),  G Gumbel noise from fold_in(fold_in(key, seed), position)
+
+    logits float32 `[rows, vocabulary]`, already penalised; temperature float32 `[rows]`, what the controller
+    asks for now, in place of `sampling.temperature`; key a PRNG key, typed or raw; seed and position int32
+    `[rows]`; surprisal_limit float32 `[rows]` in nats: tokens with −ln softmax(z / T) above it are cut off
+    first, all but the most probable. Where T is 0 the row is greedy: the exact argmax, the first of ties,
+    without truncation. A token with the logit −inf is drawn only if there is no other; a row with NaN gives a
+    valid but arbitrary token. Not differentiable.
+
+    >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+    >>> temperature, seed, position = jnp.array([0.0, 5.0]), jnp.arange(2), jnp.zeros(2, jnp.int32)
+    >>> sample(logits, parameters(2, top_k=1), temperature, jax.random.key(0), seed, position).tolist()
+    [1, 1]
+    """
+    logits = logits.astype(jnp.float32)
+    warm = temperature > 0
+
+    def draw():
+        # The largest logit is moved to 0 so that no temperature, however small, overflows.
+        highest = jnp.max(logits, axis=-1, keepdims=True)
+        shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
+        scaled = shifted / jnp.where(warm, jnp.maximum(temperature, SMALLEST), 1.0)[:, None]
+        if surprisal_limit is not None:
+            scaled = lax.cond(
+                jnp.any(warm & (surprisal_limit < jnp.inf)),
+                _limit_surprisal,
+                lambda z, _: z,
+                scaled,
+                surprisal_limit,
+            )
+        asked = sampling._replace(
+            top_k=jnp.where(warm, sampling.top_k, 0),
+            top_p=jnp.where(warm, sampling.top_p, 1.0),
+            min_p=jnp.where(warm, sampling.min_p, 0.0),
+            typical_p=jnp.where(warm, sampling.typical_p, 1.0),
+            top_n_sigma=jnp.where(warm, sampling.top_n_sigma, 0.0),
+        )
+
+        noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
+        return _first_largest(jnp.where(warm[:, None], truncate(scaled, asked) + noise, logits))
+
+    return lax.cond(jnp.any(warm), draw, lambda: _first_largest(logits))

@@ -1,0 +1,295 @@
+"""What runs on the device: three functions of one board, which each of them consumes and returns.
+
+`apply_commands` is every edit of the host, `read_prompts` a chunk of some prompts, `decode` some steps of all
+running rows. `programs` compiles them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from entropic_jax import State, Trace, cache, loop
+from entropic_jax.attention.attend import Step, attend_to
+from entropic_jax.attention.page_selection import PagePolicy
+from entropic_jax.control.scheduling import Moments, predicted_drop
+from entropic_jax.methods import compaction
+from entropic_jax.methods.entropix_moves import Plan, Tally
+from entropic_jax.methods.method import Method
+from entropic_jax.sampling.constraints import Constraints, Likeliest, likeliest
+from entropic_jax.state import FULL, RUNNING
+
+from ..transcript import MEASURES
+from . import branching
+from .branching import Desk
+from .row_controllers import for_launch, turn_knobs
+
+# Columns of `Commands.integers` and `.numbers`.
+ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, TOP_K, BRANCHES = range(8)
+INTEGERS = 8
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+Array = Any  # of NumPy on the host, of JAX in a program
+PARKED = ("history", "signal", "action", "control", "ledger")
+
+
+class Board(NamedTuple):
+    """Everything on the device that changes: the rows, and the gains of their controllers.
+
+    What the host calls a row is a seat of as many rows of the state as a sequence may have branches.
+    """
+
+    state: State
+    controller: Any
+    desk: Desk | None = None  # of the searches, where sequences may branch
+
+    @property
+    def group(self) -> int:
+        """Rows of a seat."""
+        return 1 if self.desk is None else self.state.status.shape[0] // self.desk.told.shape[0]
+
+
+class Commands(NamedTuple):
+    """Edits of the host, of a fixed size; in this order: keep pages, end rows, give pages up, place jobs."""
+
+    retained: Array  # int32 [m], pages that the host keeps
+    ended: Array  # bool [rows]
+    dropped: Array  # int32 [m], pages that the host gives up
+    integers: Array  # int32 [k, INTEGERS], of each job to place; its row is `rows` where there is none
+    numbers: Array  # float32 [k, len(NUMBERS)]
+    stops: Array  # int32 [k, stops]
+    bias_tokens: Array  # int32 [k, slots]
+    bias_values: Array  # float32 [k, slots]
+    pages: Array  # int32 [k, most pages of a row], the first SHARED of which the job shares
+    gains: Array  # float32 [k, n], of its controller
+    prompt: Array | None = None  # bool [k, vocabulary], and
+    generated: Array | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
+
+
+class Chunk(NamedTuple):
+    """The next piece of some prompts."""
+
+    rows: Array  # int32 [p]; `rows` where there is none
+    tokens: Array  # int32 [p, n + 1]: the piece, and the token that follows it
+    count: Array  # int32 [p], how many of the n
+    last: Array  # bool [p]: the prompt is complete, the row runs from now on
+    total: Array  # int32 [p], positions of the whole prompt
+
+
+class Read(NamedTuple):
+    """What came of a chunk."""
+
+    enough: jax.Array  # bool [p]: there were pages; a row without is where it was
+    table: jax.Array  # int32 [p, most pages of a row]
+    scores: Any  # `Likeliest` [p, n, …] of the token after each, where asked for
+
+
+class Output(NamedTuple):
+    """What came of a launch; a row's tokens are the first `count` steps of it."""
+
+    count: jax.Array  # int32 [rows]
+    token: jax.Array  # int32 [n, rows]; n is the capacity, and more where tokens wait for branches
+    measures: jax.Array  # float32 [len(MEASURES), n, rows]
+    status: jax.Array  # int32 [rows]
+    length: jax.Array  # int32 [rows], of the text: what was taken out of the cache counts
+    table: jax.Array  # int32 [rows, most pages of a row]
+    forecast: jax.Array  # float32 [rows], E[ΔH⁺] of the next token, nats
+    steps: jax.Array  # int32 [], that were run
+    seconds: jax.Array  # float32 [rows], of the roofline, that the sequence has cost with all its branches
+    tally: jax.Array  # int32 [len(Tally)], what searches came to
+    likeliest: Likeliest  # [n, rows, …]
+
+
+def apply_commands(blank: State, board: Board, commands: Commands) -> Board:
+    """Edit the board. `blank` is a row that holds nothing, as a state of one row."""
+    state, rows = board.state, board.state.status.shape[0]
+    seat, shared = commands.integers[:, ROW], commands.integers[:, SHARED]
+    row, group = seat * board.group, (seat[:, None] * board.group + jnp.arange(board.group)).reshape(-1)
+    ended = jnp.repeat(commands.ended, board.group)
+    pool = cache.retain(state.cache, commands.retained)
+    pool = cache.release_rows(pool, ended)
+    pool = cache.release(pool, commands.dropped)
+    pool = cache.share(pool, row, commands.pages, shared)
+    placed = jnp.zeros(rows, bool).at[group].set(True, mode="drop")
+
+    def clear(old, new):
+        if old.ndim == 0 or old.shape[0] != rows:
+            return old
+        return jnp.where(placed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    small = {name: value for name, value in state._asdict().items() if name != "cache"}
+    state = state._replace(**jax.tree.map(clear, small, {name: getattr(blank, name) for name in small}))
+    put = lambda array, values: array.at[row].set(values.astype(array.dtype), mode="drop")
+    numbers = {name: commands.numbers[:, i] for i, name in enumerate(NUMBERS)}
+    sampling = state.sampling._replace(
+        **{name: put(getattr(state.sampling, name), values) for name, values in numbers.items()},
+        top_k=put(state.sampling.top_k, commands.integers[:, TOP_K]),
+        bias_tokens=put(state.sampling.bias_tokens, commands.bias_tokens),
+        bias_values=put(state.sampling.bias_values, commands.bias_values),
+    )
+    history = state.history
+    if commands.prompt is not None and commands.generated is not None:
+        history = history._replace(
+            prompt=put(history.prompt, commands.prompt),
+            generated=put(history.generated, commands.generated),
+        )
+    state = state._replace(
+        seed=put(state.seed, commands.integers[:, SEED]),
+        token=put(state.token, commands.integers[:, TOKEN]),
+        length=put(state.length, shared * pool.page_size),
+        limit=put(state.limit, commands.integers[:, LIMIT]),
+        status=put(jnp.where(ended, FULL, state.status), commands.integers[:, STATUS]),
+        stop=put(state.stop, commands.stops),
+        sampling=sampling,
+        history=history,
+        action=state.action._replace(temperature=put(state.action.temperature, numbers["temperature"])),
+        cache=pool,
+    )
+    desk = board.desk
+    if desk is not None:
+        branches, token = commands.integers[:, BRANCHES], commands.integers[:, TOKEN]
+        desk = branching.seat(desk, commands.ended, seat, token, branches)
+    gains = jnp.repeat(commands.gains, board.group, 0)
+    return Board(state, turn_knobs(board.controller, group, gains), desk)
+
+
+def park(board: Board, row: jax.Array) -> dict[str, Any]:
+    """What a row has become beside its text: control, ledger, history. The board is not consumed."""
+    row = row * board.group
+    return jax.tree.map(lambda x: x[row], {name: getattr(board.state, name) for name in PARKED})
+
+
+def unpark(board: Board, row: jax.Array, parked: dict[str, Any]) -> Board:
+    """Make a row that was placed what it was when it was parked."""
+    put = lambda x, y: x.at[row * board.group].set(y)
+    return board._replace(
+        state=board.state._replace(
+            **{name: jax.tree.map(put, getattr(board.state, name), parked[name]) for name in PARKED}
+        )
+    )
+
+
+def read_prompts(
+    decoder, params: Any, board: Board, chunk: Chunk, *, scored: bool, method: Method | None
+) -> tuple[Board, Read]:
+    """Append a piece to the cache of some rows; scored, with how likely each token of it was.
+
+    A `method` says what the piece reads of those before it, and remembers what it saw.
+    """
+    state, rows = board.state, board.state.status.shape[0]
+    chunk = chunk._replace(rows=chunk.rows * board.group)
+    start = state.length.at[chunk.rows].get(mode="fill", fill_value=0)
+    wanted = jnp.where(chunk.count > 0, start + chunk.count, 0)
+    pool, enough = cache.grant(
+        state.cache, jnp.zeros(rows, jnp.int32).at[chunk.rows].set(wanted, mode="drop")
+    )
+    enough = enough.at[chunk.rows].get(mode="fill", fill_value=False)
+    count = jnp.where(enough, chunk.count, 0)
+    table = pool.table.at[chunk.rows].get(mode="fill", fill_value=pool.pages)
+    piece, following = chunk.tokens[:, :-1], chunk.tokens[:, 1:]
+    view, reader = pool._replace(table=table), None
+    if method is not None:
+        memory = jax.tree.map(
+            lambda x: x.at[chunk.rows].get(mode="fill", fill_value=0), state.page_policy_state
+        )
+        reader = method.prompt_reader(view, memory, Step(start, count), chunk.total)
+    attend = attend_to(view, Step(start, count), reader)
+    hidden, layers = decoder.hidden(
+        params, piece, start[:, None] + jnp.arange(piece.shape[1]), pool.layers, attend
+    )
+    scores = ()
+    if scored:
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        found = likeliest(
+            flat(decoder.logits(params, hidden)), flat(following), jnp.ones(following.size, bool)
+        )
+        scores = jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[1:]), found)
+    runs = jnp.where(chunk.last & enough, chunk.rows, rows)
+    state = state._replace(
+        length=state.length.at[chunk.rows].add(count, mode="drop"),
+        status=state.status.at[runs].set(RUNNING, mode="drop"),
+        cache=pool._replace(layers=layers),
+    )
+    if reader is not None:
+        put = lambda all_, x: all_.at[chunk.rows].set(x, mode="drop")
+        state = state._replace(page_policy_state=jax.tree.map(put, state.page_policy_state, reader.memory()))
+    return board._replace(state=state), Read(enough, table, scores)
+
+
+def compress(board: Board, row: jax.Array, *, method: Method | None) -> tuple[Board, jax.Array]:
+    """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
+    assert method is not None  # who asks for it has looked
+    row = row * board.group
+    state = compaction.compress_row(board.state._replace(page_policy=method), row)
+    found = jnp.stack([state.cache.granted[row], state.evicted[row]])
+    return board._replace(state=state._replace(page_policy=board.state.page_policy)), found
+
+
+def decode(
+    decoder,
+    params: Any,
+    board: Board,
+    steps: jax.Array,
+    constraints: Constraints,
+    forced: jax.Array,
+    prior: Moments,
+    *,
+    width: int,
+    page_policy: PagePolicy | None,
+    samples: bool,
+    plan: Plan | None = None,
+    exact: bool = False,
+) -> tuple[Board, Output]:
+    """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`.
+
+    `samples`: the engine's sampler draws for some of them, who search if there is a `plan`. `exact` as in
+    `searching.launch`.
+    """
+    capacity, desk, k = forced.shape[0], board.desk, board.group
+    state = board.state._replace(page_policy=page_policy)
+    constraints, forced = jax.tree.map(lambda x: jnp.repeat(x, k, 0), constraints), jnp.repeat(forced, k, 1)
+
+    def step(state: State, now: jax.Array, width: int | None = width) -> tuple[State, Trace]:
+        controller = for_launch(board.controller, samples, width)
+        return loop.step(
+            decoder,
+            params,
+            controller,
+            state,
+            width=width,
+            constraints=constraints._replace(forced=forced[now]),
+        )
+
+    if samples and plan is not None and desk is not None:
+        desk, state, done, trace = branching.launch(step, desk, state, steps, plan, width, exact)
+    else:
+        state, done, trace = loop.run(step, state, steps, capacity)
+        trace = jax.tree.map(lambda x: x[:, ::k], trace)
+    lead = lambda x: jnp.copy(x[::k])
+    tally = jnp.zeros(len(Tally._fields), jnp.int32)
+    if desk is not None:
+        desk, tally = branching.tallied(desk)
+    output = Output(
+        count=trace.emitted.sum(0, dtype=jnp.int32),
+        token=trace.token,
+        measures=jnp.stack([getattr(trace, name) for name in MEASURES]),
+        status=lead(state.status) if desk is None else branching.status(desk, state),
+        length=lead(state.length + state.evicted),
+        table=lead(state.cache.table),
+        forecast=lead(predicted_drop(state.control[-1], prior)),
+        steps=done,
+        seconds=state.ledger.seconds.reshape(-1, k).sum(1),
+        tally=tally,
+        likeliest=trace.likeliest,
+    )
+    return Board(state._replace(page_policy=board.state.page_policy), board.controller, desk), output

@@ -1,0 +1,46 @@
+"""Prompts that are compressed once they are read: when it is time, and what each row has lost by it."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from entropic_jax.methods.method import Compression
+
+from .block_manager import Pages
+from .device_state import Board
+from .programs import Programs
+from .sequence import DECODE, Sequence
+
+
+class Shrinking:
+    """The rows whose prompts are still to be compressed, and those that are."""
+
+    def __init__(self, rows: int, compression: Compression | None) -> None:
+        self.compression = compression
+        self.evicted = np.zeros(rows, np.int64)  # positions of a row's text that are not in the cache
+
+    def place(self, sequence: Sequence) -> None:
+        """A sequence has a row, and nothing in it is compressed."""
+        self.evicted[sequence.row] = 0
+        sequence.pending = sequence.private and self.compression is not None
+
+    def _left(self, sequence: Sequence) -> int:
+        """Steps for which it has the whole of its prompt."""
+        return 0 if self.compression is None else self.compression.after - sequence.told
+
+    def steps(self, running: Seq[Sequence], most: int) -> int:
+        """How many steps may run before a prompt is due, `most` at most."""
+        return min([most, *(self._left(s) for s in running if s.pending)])
+
+    def due(self, seats: Seq[Sequence | None]) -> list[Sequence]:
+        """Those whose time has come."""
+        return [s for s in seats if s is not None and s.pending and s.stage == DECODE and self._left(s) <= 0]
+
+    def compress(self, programs: Programs, board: Board, seats: Seq[Sequence | None], pages: Pages) -> Board:
+        """Compress those that are due, of which nothing may be under way; the account of pages follows."""
+        for sequence in self.due(seats):
+            sequence.pending = False
+            board, found = programs.compress(board, sequence.row)
+            held, self.evicted[sequence.row] = np.asarray(found)
+            pages.shrink(sequence.row, int(held))
+        return board

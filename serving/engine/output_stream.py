@@ -1,0 +1,66 @@
+"""Where a job's deltas wait for whoever reads them, in a thread or in an event loop."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+
+from .interface import Delta, Job
+
+
+class QueuedTicket:
+    """A job in the engine's hands; the engine puts deltas in, one reader takes them out."""
+
+    def __init__(self, job: Job, cancel: Callable[["QueuedTicket"], None]) -> None:
+        self.job = job
+        self._cancel = cancel
+        self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Hand a delta over; a reader in an event loop is woken by `wake`."""
+        self._deltas.put(delta)
+
+    def cancel(self) -> None:
+        self._cancel(self)
+
+    def __iter__(self) -> Iterator[Delta]:
+        while True:
+            delta = self._deltas.get()
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        event = asyncio.Event()
+        # First the waiter, then the look into the queue: the engine puts first, then looks for the waiter.
+        self.waiter = asyncio.get_running_loop(), event
+        while True:
+            try:
+                delta = self._deltas.get_nowait()
+            except queue.Empty:
+                await event.wait()
+                event.clear()
+                continue
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+
+def wake(tickets: Iterable[QueuedTicket]) -> None:
+    """Wake the readers that wait in event loops, with one call for each loop."""
+    waiting: dict[asyncio.AbstractEventLoop, dict[QueuedTicket, asyncio.Event]] = {}
+    for ticket in tickets:
+        if ticket.waiter is not None:
+            loop, event = ticket.waiter
+            waiting.setdefault(loop, {})[ticket] = event
+    for loop, events in waiting.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, list(events.values()))
+        except RuntimeError:  # the loop is closed: its readers are gone, and will be cancelled
+            for ticket in events:
+                ticket.cancel()
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

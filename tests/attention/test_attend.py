@@ -1,0 +1,85 @@
+"""Writing and reading pages against plain arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import cache
+from entropic_jax.attention import attend
+from entropic_jax.attention.attend import Step
+from entropic_jax.cache import ModelShape
+
+SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=8, vocabulary=8, hidden=32)
+PAGE = 4
+
+
+def filled(lengths: list[int], chunks: tuple[int, ...], seed: int = 0):
+    """A cache written in the given chunk sizes, all of it NaN before, beside what was written."""
+    rng = np.random.default_rng(seed)
+    rows = len(lengths)
+    k, v = rng.standard_normal((2, rows, max(lengths), 2, 8)).astype(np.float32)
+    pool = cache.allocate(SHAPE, rows, 40, page_size=PAGE)
+    layer = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool.layers[0])
+    pool, _ = cache.grant(pool, jnp.array(lengths, jnp.int32))
+    done = 0
+    for size in chunks:
+        count = np.clip(np.array(lengths) - done, 0, size)
+        piece = lambda x: jnp.asarray(np.pad(x, ((0, 0), (0, size), (0, 0), (0, 0)))[:, done : done + size])
+        step = Step(jnp.full(rows, done, jnp.int32), jnp.asarray(count, jnp.int32))
+        layer = attend.write(layer, pool.table, step, piece(k), piece(v))
+        done += size
+    return pool, layer, k, v
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 20, (16, 4), (3, 1, 9, 7), (20,)])
+def test_pages_hold_what_was_written_and_their_summaries(chunks):
+    lengths = [20, 13, 1]
+    pool, layer, k, v = filled(lengths, chunks)
+    for row, length in enumerate(lengths):
+        for index in range(-(-length // PAGE)):
+            page = int(pool.table[row, index])
+            held = slice(index * PAGE, min((index + 1) * PAGE, length))
+            keys, values = k[row, held], v[row, held]  # [slots, kv_heads, head_dim]
+            slots = keys.shape[0]
+            np.testing.assert_array_equal(layer.keys[page, :, :slots], keys.swapaxes(0, 1))
+            np.testing.assert_array_equal(layer.values[page, :, :slots], values.swapaxes(0, 1))
+            np.testing.assert_array_equal(layer.key_min[page], keys.min(0))
+            np.testing.assert_array_equal(layer.key_max[page], keys.max(0))
+            np.testing.assert_allclose(layer.key_sum[page], keys.sum(0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                layer.value_norm[page], np.linalg.norm(values, axis=-1).max(0), rtol=1e-6
+            )
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_reading_equals_dense_attention(queries, window):
+    lengths = [20, 13, 5]
+    pool, layer, k, v = filled(lengths, (16, 4))
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((3, queries, 4, 8)).astype(np.float32)
+    start = np.array(lengths) - queries
+    step = Step(jnp.asarray(start, jnp.int32), jnp.full(3, queries, jnp.int32))
+    out = attend.read(layer, pool.table, step, jnp.asarray(q), window)
+    for row in range(3):
+        for i in range(queries):
+            own = start[row] + i
+            first = 0 if window is None else max(0, own - window + 1)
+            for head in range(4):
+                keys, values = k[row, first : own + 1, head // 2], v[row, first : own + 1, head // 2]
+                score = (keys @ q[row, i, head]).astype(np.float64) * 8**-0.5
+                weight = np.exp(score - score.max())
+                expected = (weight / weight.sum()) @ values
+                np.testing.assert_allclose(out[row, i, head], expected, atol=1e-5)
+
+
+def test_a_row_that_must_not_write_leaves_every_page_alone():
+    pool, layer, k, v = filled([9, 9], (9,))
+    step = Step(jnp.array([9, 3], jnp.int32), jnp.array([0, 0], jnp.int32))
+    for n in (1, 3):
+        after = attend.write(layer, pool.table, step, jnp.asarray(k[:, :n]), jnp.asarray(v[:, :n]))
+        for old, new in zip(layer[:6], after[:6], strict=True):
+            np.testing.assert_array_equal(old[:-1], new[:-1])
+    out = attend.read(layer, pool.table, step, jnp.ones((2, 1, 4, 8)))
+    assert not out.any()

@@ -1,0 +1,203 @@
+"""Choosing pages in the loop: limits that must equal dense attention, and a bound that must hold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import (
+    allocate,
+    cache,
+    chain,
+    generate,
+    parameters,
+    replay,
+    start,
+)
+from entropic_jax.attention import attend, page_selection
+from entropic_jax.attention.page_selection import PageReader, Selection
+from entropic_jax.cache import ModelShape
+from entropic_jax.control.pruning import FixedPruning
+from entropic_jax.pallas.paged_attention import Rules, Summary, reference
+from tests import tiny
+
+KINDS = ("value", "mass", "surprisal", "mahalanobis")
+LOOSE = Rules(sink=1, recent=1, least=2, guard=0.5)
+SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=16, vocabulary=8, hidden=32)
+
+
+def begin(texts, choice: Selection | None, drop: float = 0.0, page_size: int = 4, tokens: int = 40):
+    m = tiny.model()
+    controller = FixedPruning(jnp.float32(drop)) if choice else chain()
+    pool = allocate(m.decoder.shape, len(texts), 128, page_size=page_size, moments=True, surprisal=True)
+    state = start(
+        m.decoder,
+        m.params,
+        controller,
+        pool,
+        texts,
+        key=jax.random.key(3),
+        max_tokens=tokens,
+        sample=parameters(len(texts), temperature=0.9),
+        page_policy=choice,
+    )
+    return controller, state
+
+
+def run(texts, choice: Selection | None, drop: float = 0.0, **given):
+    m = tiny.model()
+    controller, state = begin(texts, choice, drop, **given)
+    return generate(m.decoder, m.params, controller, state, 40, capacity=40)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_dropped_is_dense_token_for_token(kind):
+    texts = tiny.prompts(50, 9)
+    _, dense = run(texts, None)
+    choice = Selection(information=kind, rules=LOOSE, dense_layers=0)
+    _, trace = run(texts, choice, 0.0)
+    np.testing.assert_array_equal(trace.token, dense.token)
+    assert (np.asarray(trace.kept_fraction)[np.asarray(trace.emitted)] == 1).all()
+    assert (np.asarray(trace.certificate) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [(kind, {}) for kind in KINDS]
+    + [("value", x) for x in (dict(refresh=4), dict(share=2), dict(refresh=3, share=2))],
+)
+def test_less_is_read_and_generation_goes_on(kind, change):
+    texts = tiny.prompts(60, 33)
+    choice = dataclasses.replace(Selection(information=kind, rules=LOOSE, dense_layers=0), **change)
+    state, trace = run(texts, choice, 0.5)
+    kept = np.asarray(trace.kept_fraction)
+    assert trace.emitted.all() and np.isfinite(trace.entropy).all()
+    # The first step reads everything: no controller has run before it.
+    assert (kept[0] == 1).all() and (kept[4:] < 0.95).all() and (kept > 0).all()
+    spent = np.asarray(state.ledger.bytes_read)
+    dense, _ = run(texts, None)
+    assert (spent < np.asarray(dense.ledger.bytes_read)).all()
+    cache.check(state.cache)
+
+
+def test_a_list_that_is_kept_between_refreshes_reads_the_pages_that_begin():
+    texts = tiny.prompts(60)
+    never = Selection(rules=LOOSE, dense_layers=0, refresh=1000)
+    _, trace = run(texts, never, 0.9)
+    # The list of the first step held everything, and stays; what begins later is read as well.
+    np.testing.assert_array_equal(trace.kept_fraction, 1)
+
+
+def filled(length: int, page: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    pool = cache.allocate(SHAPE, 2, 256, page_size=page)
+    k, v = rng.standard_normal((2, 2, length, 2, 16)).astype(np.float32)
+    pool, _ = cache.grant(pool, jnp.full(2, length, jnp.int32))
+    where = attend.Step(jnp.zeros(2, jnp.int32), jnp.full(2, length, jnp.int32))
+    layer = attend.write(pool.layers[0], pool.table, where, jnp.asarray(k), jnp.asarray(v))
+    q = (rng.standard_normal((2, 2, 2, 16)) * rng.uniform(0.2, 3)).astype(np.float32)
+    return pool._replace(layers=(layer,)), layer, jnp.asarray(q)
+
+
+@pytest.mark.parametrize("guard", [0.0, 0.5, 1.0])
+def test_the_certificate_is_never_violated(guard):
+    violated, informative = [], 0
+    for seed in range(6):
+        pool, layer, q = filled(200 - seed, 8, seed)
+        last = jnp.full(2, 200 - seed, jnp.int32)
+        for drop in (0.01, 0.2, 0.7):
+            choice = Selection(rules=LOOSE._replace(guard=guard), dense_layers=0)
+            reader = PageReader(choice, pool, jnp.full(2, drop), (), jnp.array(True))
+            out = reader.read(layer, q, jnp.zeros(2, jnp.int32), last)
+            dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.array(True)).read(
+                layer, q, jnp.zeros(2, jnp.int32), last
+            )
+            change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
+            bound = np.asarray(reader.total().certificate)
+            violated += list(change[change > bound + 1e-5])
+            informative += (change > 1e-4).sum()
+    assert not violated
+    assert informative > 10  # else nothing was put to the test
+
+
+def test_shared_lists_certify_nothing_they_do_not_know():
+    pool, layer, q = filled(200, 8)
+    choice = Selection(rules=LOOSE, dense_layers=0, share=2)
+    reader = PageReader(choice, pool, jnp.full(2, 0.7), (), jnp.array(True))
+    last, zero = jnp.full(2, 200, jnp.int32), jnp.zeros(2, jnp.int32)
+    reader.read(layer, q, zero, last)
+    out = reader.read(layer, -q, zero, last)  # the list was made for the opposite query
+    dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.array(True)).read(layer, -q, zero, last)
+    change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
+    assert (change <= np.asarray(reader.readings[1].certificate)).all()
+
+
+def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
+    pool, layer, q = filled(200, 8)
+    last, drop = jnp.full(2, 200, jnp.int32), jnp.full(2, 0.4)
+    given = (q, Summary(layer.key_min, layer.key_max, layer.key_sum), layer.value_norm, pool.table, last)
+    rules = LOOSE._replace(least=0)
+    choice = reference.choose(*given, drop, 8, rules)
+    known = reference.estimate(*given, 8, rules)
+    gate = np.asarray(reference.gates(known.weight, known.forced, drop, 1e-4))
+    for row, head in np.ndindex(2, 2):
+        kept = np.zeros(gate.shape[-1])
+        kept[np.asarray(choice.index[row, head, : choice.count[row, head]])] = 1
+        real = np.asarray(known.real[row, 0])
+        assert (np.abs(gate[row, head] - kept)[real] > 0.05).sum() <= 1
+    reached = (gate * np.asarray(known.weight)).sum(-1)
+    np.testing.assert_allclose(reached, 0.6, atol=1e-4)
+
+
+def test_the_gradient_of_soft_selection_is_the_difference_quotient():
+    m = tiny.model()
+    (text,) = tiny.prompts(60)
+    choice = Selection(rules=LOOSE, dense_layers=0, softness=0.2)
+
+    def loss(drop):
+        _, state = begin([text[:40]], choice)
+        _, trace = replay(m.decoder, m.params, FixedPruning(drop), state, jnp.array([text[40:]], jnp.int32))
+        return trace.surprisal.mean()
+
+    gradient = jax.grad(loss)(jnp.float32(0.5))
+    numeric = (loss(jnp.float32(0.502)) - loss(jnp.float32(0.498))) / 0.004
+    assert abs(gradient) > 1e-6
+    np.testing.assert_allclose(gradient, numeric, rtol=0.05, atol=1e-4)
+
+
+def test_the_surprisals_of_a_page_are_those_of_its_tokens():
+    m = tiny.model()
+    (text,) = tiny.prompts(30)
+    _, state = begin([text], None, page_size=4, tokens=9)
+    state, trace = generate(m.decoder, m.params, chain(), state, 9, capacity=9)
+    _, fresh = begin([text[:1]], None, page_size=4, tokens=60)
+    tokens = text[1:] + np.asarray(trace.token[:-1, 0]).tolist()
+    _, scored = replay(m.decoder, m.params, chain(), fresh, jnp.array([tokens], jnp.int32))
+    expected = np.concatenate([[0.0], np.asarray(scored.surprisal[:, 0])])
+    sums = np.asarray(state.cache.surprisal)[np.asarray(state.cache.table[0])]
+    for entry in range(-(-len(expected) // 4)):
+        np.testing.assert_allclose(sums[entry], expected[4 * entry : 4 * entry + 4].sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(information="taste"), "information is 'taste'; accepted are value, mass"),
+        (dict(refresh=0), "refresh is 0; accepted are integers of at least 1"),
+        (dict(share=0), "share is 0"),
+        (dict(dense_layers=-1), "dense_layers is -1"),
+        (dict(rules=Rules(guard=2.0)), "guard in"),
+    ],
+)
+def test_bad_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Selection(**change)
+
+
+def test_information_that_the_cache_does_not_keep_is_refused():
+    pool, layer, q = filled(20, 8)
+    for kind in ("surprisal", "mahalanobis"):
+        with pytest.raises(ValueError, match=kind):
+            page_selection.information(kind, layer, pool, jnp.full(2, 20, jnp.int32))

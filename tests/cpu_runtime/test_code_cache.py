@@ -1,0 +1,75 @@
+"""Machine code on disk: the second process loads what the first compiled, and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from entropic_jax import cpu_runtime
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+import jax.numpy as jnp, numpy as np
+from entropic_jax.pallas.paged_attention import cpu
+rng = np.random.default_rng(0)
+draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+q, keys, values = draw(1, 1, 1, 16), draw(3, 1, 4, 16), draw(3, 1, 4, 16)
+where = jnp.arange(2, dtype=jnp.int32)[None], None, None, jnp.zeros(1, jnp.int32), jnp.array([7], jnp.int32)
+out = np.asarray(cpu.decode(q, keys, values, *where).out)
+print("numba" in sys.modules, out.tobytes().hex())
+"""
+
+pytestmark = pytest.mark.skipif(not cpu_runtime.has_numba(), reason="Numba is not installed")
+
+
+def run(folder: Path | str) -> tuple[bool, str]:
+    """Whether a fresh process needed Numba, and the bits of its result."""
+    given = {"ENTROPIC_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu"}
+    environment = {k: v for k, v in os.environ.items() if k != "ENTROPIC_KERNELS"} | given
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, bits = done.stdout.split()
+    return compiled == "True", bits
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path):
+    compiled, bits = run(tmp_path)
+    files = sorted(tmp_path.glob("kernels-*/*.kernel"))
+    assert compiled and files
+    assert run(tmp_path) == (False, bits)
+    for file in files:  # damage: what cannot be trusted is compiled again
+        file.write_bytes(file.read_bytes()[:-3] + b"???")
+    assert run(tmp_path) == (True, bits)
+    assert run(tmp_path) == (False, bits)
+
+
+@pytest.mark.slow
+def test_without_a_folder_nothing_is_kept(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run("")[0] and run(file)[0]
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_objects_come_back_as_they_were(tmp_path, monkeypatch):
+    from entropic_jax.cpu_runtime import code_cache
+
+    monkeypatch.setenv(code_cache.VARIABLE, str(tmp_path))
+    code_cache.folder.cache_clear()
+    try:
+        parts = [("first", b"\n\x00abc"), ("second", b"")]
+        assert code_cache._find("some") is None
+        code_cache._keep("some", parts)
+        assert code_cache._find("some") == parts
+        (file,) = tmp_path.glob("*/some.kernel")
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+        assert code_cache._find("some") is None
+        assert oct(file.stat().st_mode & 0o777) == "0o600"  # nobody else may put code there
+    finally:
+        code_cache.folder.cache_clear()

@@ -1,0 +1,64 @@
+"""The least weight to keep, against sorting."""
+
+import numpy as np
+import pytest
+
+from entropic_jax import cpu_runtime
+
+if not cpu_runtime.has_numba():
+    pytest.skip("Numba is not installed", allow_module_level=True)
+
+from entropic_jax.cpu_runtime.threshold import ALL, BINS, NONE, thresholds
+
+LEAST = 1e-12
+threshold = thresholds(LEAST)
+
+
+def found(weight: np.ndarray, need: float, number: int = 0) -> np.float32:
+    left, mass, count = (
+        np.full_like(weight, np.nan),
+        np.full(BINS, np.nan, np.float32),
+        np.full(BINS, 7, np.int32),
+    )
+    return threshold(weight, np.float32(need), number, left, mass, count)
+
+
+def expected(weight: np.ndarray, need: float, number: int) -> float:
+    """Of the weights in falling order the first with which enough is reached."""
+    ordered = np.sort(weight[weight >= np.float32(LEAST)])[::-1].astype(float)
+    enough = (np.cumsum(ordered) >= need) & (np.arange(1, len(ordered) + 1) >= min(number, len(ordered)))
+    return ordered[np.argmax(enough)]
+
+
+@pytest.mark.parametrize("power", [0, 1, 8, 40])
+@pytest.mark.parametrize("size", [1, 5, 300, 4000])
+def test_the_least_weight_is_that_of_sorting(size, power):
+    rng = np.random.default_rng(size + power)
+    for number in (0, 3, size):
+        weight = (rng.random(size) ** power).astype(np.float32)
+        weight /= weight.sum()
+        weight[rng.random(size) < 0.1] = -1  # taken out of the search
+        have = weight[weight >= np.float32(LEAST)].astype(float).sum()
+        for share in (0.05, 0.5, 0.9, 0.999):
+            floor = found(weight, share * have, number)
+            want = expected(weight, share * have, number) if have else ALL
+            # Sums are of float32: where two weights decide a tie of the sum, either will do.
+            kept, wanted = (float(weight[weight >= x].sum()) for x in (floor, want))
+            assert floor == np.float32(want) or abs(kept - wanted) < 2e-5 * max(have, 1e-30)
+
+
+def test_weights_that_are_alike_are_kept_together():
+    weight = np.full(777, 1 / 777, np.float32)
+    assert found(weight, 0.3) == weight[0]
+    assert found(np.append(weight, np.float32(0.5)), 0.4) == np.float32(0.5)
+
+
+def test_nothing_everything_and_nan():
+    weight = np.array([0.5, 0.3, 0.2], np.float32)
+    assert found(weight, 0.0) == NONE
+    assert found(weight, -1.0, 2) == np.float32(0.3)
+    assert found(weight, 1.5) == ALL
+    assert found(np.zeros(4, np.float32), 0.1) == ALL
+    assert found(np.full(4, np.nan, np.float32), 0.1) == ALL
+    assert found(weight, np.nan) == ALL
+    assert found(weight, 0.1, 99) == np.float32(0.2)

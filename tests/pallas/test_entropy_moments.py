@@ -1,0 +1,59 @@
+"""Moments of softmax(z / T): the kernel for a CPU against float64, at extremes against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import cpu_runtime
+from entropic_jax.pallas.entropy_moments import moments, reference
+from entropic_jax.pallas.entropy_moments.cpu import moments as on_cpu
+
+pytestmark = pytest.mark.skipif(cpu_runtime.why_not() is not None, reason="no kernels for this CPU")
+
+
+def exact(z: np.ndarray, inverse: np.ndarray) -> list[np.ndarray]:
+    z = z.astype(np.float64)
+    d = (z - z.max(-1, keepdims=True)) * inverse.astype(np.float64)[:, None]
+    weight = np.exp(d)
+    p = weight / weight.sum(-1, keepdims=True)
+    d = np.where(p > 0, d, 0)
+    return [z.max(-1), np.log(weight.sum(-1)), (p * d).sum(-1), (p * d * d).sum(-1)]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 1024, 1025, 50257])
+@pytest.mark.parametrize("spread", [0.01, 3.0, 40.0])
+def test_against_float64(vocabulary, spread):
+    rng = np.random.default_rng(vocabulary)
+    z = (spread * rng.standard_normal((3, vocabulary))).astype(np.float32)
+    if vocabulary > 4:
+        z[1, rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
+    inverse = np.array([1.0, 0.5, 3.0], np.float32)
+    for found, expected in zip(jax.jit(on_cpu)(z, inverse), exact(z, inverse), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_extremes_are_those_of_the_reference():
+    inf, nan = np.inf, np.nan
+    rows = [
+        [0, 0, 0],
+        [-inf, -inf, -inf],
+        [0, inf, 0],
+        [1, nan, 2],
+        [-inf, 3, -inf],
+        [1e30, 0, 1e30],
+        [0, -1, 1],
+    ]
+    z = jnp.array(rows, jnp.float32)
+    inverse = jnp.array([1, 1, 1, 1, 1, 1e9, jnp.nan], jnp.float32)
+    for found, expected in zip(on_cpu(z, inverse), reference.moments(z, inverse), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_derivatives_are_those_of_the_reference():
+    z = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)), jnp.float32)
+    inverse = jnp.array([0.7, 2.0], jnp.float32)
+    loss = lambda function: lambda *x: sum((y * y).sum() for y in function(*x))
+    found = jax.grad(loss(moments), (0, 1))(z, inverse)
+    expected = jax.grad(loss(reference.moments), (0, 1))(z, inverse)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)

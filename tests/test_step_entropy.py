@@ -1,0 +1,100 @@
+"""A step whose entropies come out of a kernel is the step of plain JAX, but for rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import entropy, generate, step_entropy
+from entropic_jax.control.presets import preset
+from entropic_jax.pallas import topk_entropy
+from entropic_jax.pallas.dispatch import Operation, interpreted
+from entropic_jax.sampling import constraints
+from tests import tiny
+
+STEPS = 6
+
+
+@pytest.fixture
+def with_kernel(monkeypatch):
+    """What a TPU has, in the interpreter, for `topk_entropy` alone; what was traced before is forgotten."""
+    back_end = interpreted("entropic_jax.pallas.topk_entropy.tpu", "topk_entropy")
+
+    def switch(on: bool) -> None:
+        served = {"tpu": back_end} if on else {"xla": topk_entropy.reference.topk_entropy}
+        monkeypatch.setattr(topk_entropy, "TOPK_ENTROPY", Operation("topk_entropy", served))
+        jax.clear_caches()
+
+    yield switch
+    jax.clear_caches()
+
+
+def traced(controller, **given):
+    texts = tiny.prompts(9, 14)
+    state = tiny.begin(texts, controller=controller, max_tokens=STEPS, **given)
+    m = tiny.model()
+    state, trace = generate(m.decoder, m.params, controller, state, STEPS, capacity=STEPS)
+    return jax.device_get((trace, state.signal))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(temperature=[0.0, 0.9]),
+        dict(temperature=0.8, presence_penalty=[0.7, 0.0], logit_bias={3: -2.0}),
+    ],
+    ids=["greedy-and-warm", "penalised"],
+)
+def test_tokens_and_traces_are_those_of_plain_jax(with_kernel, given):
+    with_kernel(False)
+    controller = preset("micro").controller
+    plain, signal = traced(controller, **given)
+    with_kernel(True)
+    assert step_entropy.kernel(jnp.zeros((2, 96))) == "tpu"
+    found, found_signal = traced(controller, **given)
+    np.testing.assert_array_equal(plain.token, found.token)
+    assert plain.temperature[:, 1].std() > 0  # the law moves it: what is sampled is measured anew
+    for ours, theirs in zip(*map(jax.tree.leaves, ((plain, signal), (found, found_signal))), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
+    logits = jax.random.normal(jax.random.key(0), (3, 96)).at[0, 5].set(9.0).at[1, :40].set(-jnp.inf)
+    token, reported = jnp.array([5, 60, 7]), jnp.array([True, False, True])
+    with_kernel(False)
+    plain = constraints.likeliest(logits, token, reported)
+    with_kernel(True)
+    found = constraints.likeliest(logits, token, reported)
+    np.testing.assert_array_equal(plain.token, found.token)
+    np.testing.assert_allclose(plain.logprob, found.logprob, atol=1e-5)
+    np.testing.assert_allclose(plain.token_logprob, found.token_logprob, atol=1e-5)
+
+
+def test_gradients_pass_the_kernel(with_kernel):
+    logits = jax.random.normal(jax.random.key(1), (2, 40)) * 3
+    one = jnp.float32(1.0)
+
+    def total(logits, temperature):
+        belief, tempered = step_entropy.of_step(logits, logits, jnp.bool_(False), temperature, one)
+        again = step_entropy.anew(logits, 2 * temperature, temperature, tempered)
+        return (belief.entropy + 2 * tempered.varentropy + 3 * again.entropy).sum()
+
+    at = jnp.array([0.7, 1.3])
+    with_kernel(False)
+    plain = jax.grad(total, (0, 1))(logits, at)
+    with_kernel(True)
+    found = jax.grad(total, (0, 1))(logits, at)
+    for ours, theirs in zip(plain, found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_plain_jax_is_what_it_was():
+    logits = jax.random.normal(jax.random.key(2), (2, 40))
+    at = jnp.array([0.7, 0.0])
+    belief, tempered = step_entropy.of_step(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5))
+    for ours, theirs in (
+        (belief, entropy.measure(logits / 1.5)),
+        (tempered, entropy.at_temperature(2 * logits, at)),
+        (step_entropy.anew(logits, at, 2 * at, tempered), entropy.at_temperature(logits, at)),
+    ):
+        np.testing.assert_array_equal(ours, theirs)
