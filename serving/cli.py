@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
 from .request import RequestError
 
@@ -29,6 +30,7 @@ def parser() -> Parser:
         epilog="`entropic COMMAND --help` lists what a command takes.",
         allow_abbrev=False,
     )
+    top.add_argument("--version", action="version", version=f"entropic_jax {version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for module in (generate, serve, bench, calibrate, ablate, heads, models, doctor):
         summary = module.__doc__.splitlines()[0]

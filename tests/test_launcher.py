@@ -193,6 +193,16 @@ def test_a_folder_of_someone_else_is_left_alone(project, tmp_path):
     assert [path.name for path in precious.iterdir()] == ["file"]
 
 
+def test_a_checkout_without_symbolic_links_is_told_how_to_get_them(project):
+    (project / "entropic_jax").mkdir()
+    (project / "entropic_jax" / "models").write_text("../models")
+    status, out, err = run(project, "generate")
+    assert (status, out) == (1, "")
+    assert "entropic_jax/models must be a symbolic link to ../models" in err
+    assert "git config core.symlinks true" in err
+    assert installs(project) == []
+
+
 def test_the_grammar_suits_older_pythons():
     import ast
 

@@ -1,8 +1,11 @@
 """What is declared, what is locked and what is shipped agree."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -63,39 +66,115 @@ def test_extras():
     assert set(EXTRAS) == {"serve", "tpu", "cuda", "tracing", "clients", "kernels", "train", "dev", "oracle"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> list[str]:
-    """Names in the wheel built from a copy of what is shipped, plus the embedded model's own."""
-    import shutil
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Build a `wheel` or an `sdist` of a source tree with the declared build backend."""
+    target.mkdir()
+    code = f"import sys, setuptools.build_meta as backend; backend.build_{kind}(sys.argv[1])"
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    (path,) = target.iterdir()
+    return path
 
-    copy = tmp_path_factory.mktemp("source")
-    for name in ("entropic_jax", "models", "serving", "tests", "benchmarks"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "embedded"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the tree as it is committed, links included, in which a build may leave its files."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("entropic_jax", "models", "serving", "tests", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    (copy / "models" / "embedded").mkdir()
-    (copy / "models" / "embedded" / "config.json").write_text("{}")
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", build, str(copy)], cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = copy.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
-        entry_points = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "entropic = serving.cli:main" in archive.read(entry_points).decode()
-        return archive.namelist()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    return build("sdist", checkout, tmp_path_factory.mktemp("sdist") / "dist")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    return build("wheel", checkout, tmp_path_factory.mktemp("wheel") / "dist")
+
+
+def shipped() -> set[str]:
+    """What a distribution holds: every module, the embedded model, the dashboard and the type marker."""
+    packages = {"entropic_jax": ROOT / "entropic_jax"}
+    packages |= {f"entropic_jax/{name}": ROOT / name for name in ("models", "serving")}
+    names = {"entropic_jax/py.typed"}
+    for package, folder in packages.items():
+        patterns = ("*.py", "embedded/*", "http/dashboard/*")
+        files = {path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
+        names |= {f"{package}/{path.relative_to(folder).as_posix()}" for path in files}
+    return {name for name in names if "__pycache__" not in name}
 
 
 def test_wheel_holds_every_module_of_the_packages(wheel):
-    sources = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("entropic_jax", "models", "serving")
-        for path in ROOT.glob(f"{package}/**/*.py")
-    }
-    assert sources <= set(wheel)
-    assert "models/embedded/config.json" in wheel
-    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "entropic = entropic_jax.serving.cli:main" in archive.read(entry_points).decode()
+    assert shipped() <= set(names)
+    for name in ("models/embedded/config.json", "models/embedded/model.safetensors", "serving/server.py"):
+        assert f"entropic_jax/{name}" in shipped()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_wheel_holds_nothing_else(wheel):
-    tops = {name.split("/")[0] for name in wheel}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"entropic_jax", "models", "serving"}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == shipped()  # and so neither `models` nor `serving` at the top
+
+
+def test_sdist_holds_real_files_and_no_folder_beside_the_package(sdist):
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    names = {member.name.partition("/")[2] for member in members if member.isfile()}
+    assert shipped() <= names
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    assert folders == {"entropic_jax", "entropic_jax.egg-info"}
+
+
+def test_wheel_of_the_sdist_is_the_same(wheel, sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    again = build("wheel", source, tmp_path / "dist")
+    assert again.name == wheel.name
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert {x.filename: x.CRC for x in first.infolist()} == {x.filename: x.CRC for x in second.infolist()}
+
+
+def test_wheel_is_imported_from_where_it_is_installed(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = """if True:
+        import sys
+        from entropic_jax import models, serving
+        from entropic_jax.serving.generation import EMBEDDED
+        print(models.__file__, serving.__file__, EMBEDDED, sep="\\n")
+        assert models.load(EMBEDDED).tokenizer is not None
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    installed = str(tmp_path / "site" / "entropic_jax")
+    assert all(line.startswith(installed) for line in process.stdout.splitlines())
+
+
+def test_a_checkout_without_symbolic_links_is_not_built(checkout, tmp_path):
+    copy = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
+    (copy / "entropic_jax" / "serving").unlink()
+    (copy / "entropic_jax" / "serving").write_text("../serving")
+    process = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=copy, capture_output=True, text=True
+    )
+    assert process.returncode == 1
+    assert "entropic_jax/serving must be a symbolic link to ../serving" in process.stderr
+    assert "git config core.symlinks true" in process.stderr

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from entropic_jax.serving import version
 from entropic_jax.serving.commands.generate import DEFAULT_PROMPT
 from entropic_jax.serving.generation import EMBEDDED
 
@@ -279,12 +280,17 @@ def test_text_that_the_encoding_lacks_is_replaced(script, monkeypatch):
 
 def test_help_needs_no_heavy_import():
     code = (
-        "import sys, serving.cli\n"
+        "import sys, entropic_jax.serving.cli\n"
         "entropic_jax.serving.cli.parser().format_help()\n"
-        "print([m for m in ('jax', 'numpy', 'rich', 'models', 'entropic_jax') if m in sys.modules])"
+        "heavy = ('jax', 'numpy', 'rich', 'entropic_jax.models', 'entropic_jax.loop')\n"
+        "print([m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_version(entropic):
+    assert entropic("--version") == (0, f"entropic_jax {version()}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["models", "--help"]])
