@@ -63,7 +63,18 @@ def test_lock_names_no_place():
 
 
 def test_extras():
-    assert set(EXTRAS) == {"serve", "tpu", "cuda", "tracing", "clients", "kernels", "train", "dev", "oracle"}
+    assert set(EXTRAS) == {
+        "serve",
+        "tpu",
+        "cuda",
+        "tracing",
+        "clients",
+        "kernels",
+        "train",
+        "docs",
+        "dev",
+        "oracle",
+    }
 
 
 def build(kind: str, source: Path, target: Path) -> Path:

@@ -1,0 +1,88 @@
+"""The documentation: it builds, its module tables match the tree, and the files it names exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(r"<!-- modules: (?P<folder>\S+) -->\n\n(?P<rows>(?:\|.*\n)+)")
+FOLDERS = ("benchmarks", "docs", "entropic_jax", "examples", "models", "serving", "tests")
+NAMED = re.compile(rf"`(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*?(?:/|\.\w+))`")
+
+
+def modules(folder: Path) -> set[str]:
+    """What a table of a folder's modules must list: `name.py` and `name/`, without private ones."""
+    files = {path.name for path in folder.glob("*.py") if not path.name.startswith("_")}
+    return files | {f"{path.name}/" for path in folder.iterdir() if any(path.glob("*.py"))}
+
+
+def table_differences(page: str, root: Path) -> list[str]:
+    """Modules that the tables of a page omit, and entries that name none."""
+    differences = []
+    for table in TABLE.finditer(page):
+        first_column = "\n".join(row.split("|")[1] for row in table["rows"].splitlines()[2:])
+        listed, existing = set(re.findall(r"`([^`]+)`", first_column)), modules(root / table["folder"])
+        differences += [f"{table['folder']}: {name} is not listed" for name in sorted(existing - listed)]
+        differences += [f"{table['folder']}: {name} does not exist" for name in sorted(listed - existing)]
+    return differences
+
+
+def missing_paths(page: str, root: Path) -> list[str]:
+    """Files and folders of the tree that a page names and that do not exist."""
+    return [name for name in NAMED.findall(page) if not (root / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_module_tables_match_the_tree(page):
+    assert table_differences(page.read_text("utf-8"), ROOT) == []
+
+
+def test_every_package_has_a_module_table():
+    tables = {table["folder"] for page in PAGES for table in TABLE.finditer(page.read_text("utf-8"))}
+    assert {"entropic_jax", "models", "serving", "serving/engine", "serving/http"} <= tables
+
+
+def test_a_table_that_is_out_of_date_is_found(tmp_path):
+    for name in ("engine/scheduler.py", "engine/new.py", "engine/http/app.py", "engine/_private.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    rows = "| file | holds |\n| --- | --- |\n| `scheduler.py`, `http/` | two |\n| `old.py` | gone |\n"
+    assert table_differences(f"<!-- modules: engine -->\n\n{rows}", tmp_path) == [
+        "engine: new.py is not listed",
+        "engine: old.py does not exist",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_named_files_exist(page):
+    assert missing_paths(page.read_text("utf-8"), ROOT) == []
+
+
+def test_a_file_that_does_not_exist_is_found(tmp_path):
+    (tmp_path / "models").mkdir()
+    page = "See `models/`, `models/gone.py`, `serving/engine/` and `import models`."
+    assert missing_paths(page, tmp_path) == ["models/gone.py", "serving/engine/"]
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason="pip install -e '.[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # an announcement, not about this site
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    loaded = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 10
+    assert [loaded.findall(page.read_text("utf-8")) for page in pages] == [[]] * len(pages)

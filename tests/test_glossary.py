@@ -1,0 +1,234 @@
+"""`docs/glossary.md` and the code use the same words: retired names are gone, and every name in it exists."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+PACKAGES = ("entropic_jax", "models", "serving", "benchmarks", "examples")
+
+# Words that no name may contain, and what the glossary says instead.
+RETIRED_WORDS = {
+    "batcher": "scheduler",
+    "board": "device state",
+    "desk": "branch state",
+    "few": "skinny matmul",
+    "knobs": "gains",
+    "mine": "the name of the thing",
+    "seat": "row, slot",
+    "seats": "rows, slots",
+    "shrinking": "compression",
+    "ticket": "output stream",
+    "told": "emitted, replayed",
+}
+# Names that nothing may have; longer names may contain their words.
+RETIRED_NAMES = {
+    "Cut": "RowSubset",
+    "Edits": "StateUpdates",
+    "Flight": "InFlight",
+    "Launches": "LaunchPlanner",
+    "Lists": "PageLists",
+    "MEASURES": "TRACE_FIELDS",
+    "Pages": "BlockManager",
+    "READING": "PREFILLING",
+    "Read": "PrefillOutput",
+    "Reader": "PageReader",
+    "Reading": "ReadStats",
+    "Reads": "PagePolicy",
+    "Terms": "Constraints",
+    "asked": "requested",
+    "cut": "row_subset",
+    "flight": "in_flight",
+    "flights": "in_flight",
+    "found": "result",
+    "given": "options",
+    "here": "the name of the thing",
+    "made": "the name of the thing",
+    "now": "step, time",
+    "observation": "statistics",
+    "one": "step, row",
+    "own": "the name of the thing",
+    "read_prompts": "prefill",
+    "some": "the name of the thing",
+    "terms": "constraints",
+    "turn": "step",
+    "wanted": "requested",
+    "where": "step, position",
+    "whole": "all, full",
+}
+# Still to be replaced: this list only shrinks.
+NOT_YET = {
+    "BOARD",
+    "Batcher",
+    "Board",
+    "Desk",
+    "Edits",
+    "Flight",
+    "Knobs",
+    "Launches",
+    "Lists",
+    "MEASURES",
+    "Pages",
+    "QueuedTicket",
+    "READING",
+    "Read",
+    "Shrinking",
+    "Ticket",
+    "_board",
+    "_few_rows",
+    "_knobs",
+    "_told",
+    "asked",
+    "batcher",
+    "board",
+    "cut",
+    "desk",
+    "flight",
+    "flights",
+    "found",
+    "given",
+    "knobs",
+    "mine",
+    "now",
+    "observation",
+    "one",
+    "open_desk",
+    "place_of_board",
+    "read_prompts",
+    "seat",
+    "seats",
+    "shrinking",
+    "some",
+    "ticket",
+    "told",
+    "turn",
+    "turn_knobs",
+    "wanted",
+    "where",
+    "whole",
+}
+
+
+def words(name: str) -> list[str]:
+    """The words of an identifier in lower case: `_BatchSlot` and `batch_slot` are `batch`, `slot`."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def replacement(name: str) -> str | None:
+    """What a retired name is to be replaced by; None for any other name."""
+    if name in RETIRED_NAMES:
+        return RETIRED_NAMES[name]
+    return next((RETIRED_WORDS[word] for word in words(name) if word in RETIRED_WORDS), None)
+
+
+def targets(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every attribute or plain variable that a statement assigns to."""
+    bodies = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
+    for target in bodies:
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name):
+                yield part.lineno, part.id
+            elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                yield part.lineno, part.attr
+
+
+def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of every class, function, parameter, module variable, field and public attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+                yield argument.lineno, argument.arg
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, ast.Assign | ast.AnnAssign):
+                    yield from targets(statement)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            for line, name in targets(node):
+                if any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(node)):
+                    yield line, name
+
+
+def retired_names(root: Path) -> list[str]:
+    """`file:line: name; use …` for every declared name that is retired."""
+    result = []
+    for path in sorted(path for package in PACKAGES for path in root.glob(f"{package}/**/*.py")):
+        place = path.relative_to(root).as_posix()
+        names = {(1, path.stem), (1, path.parent.name), *declared_names(ast.parse(path.read_text("utf-8")))}
+        for line, name in sorted(names):
+            if (better := replacement(name)) is not None:
+                result.append(f"{place}:{line}: {name}; use {better}")
+    return result
+
+
+def test_no_retired_name_is_used():
+    left = [place for place in retired_names(ROOT) if place.split(": ")[1].split(";")[0] not in NOT_YET]
+    assert left == []
+
+
+def glossary_errors(page: str, root: Path) -> list[str]:
+    """Files of a glossary's last column that do not exist, and names that none of the row's files declares."""
+    errors = []
+    for row in page.splitlines():
+        if not row.startswith("| ") or row.startswith(("| term |", "| --- |")):
+            continue
+        entries = re.findall(r"`([^`]+)`", row.split("|")[3])
+        files, names = [e for e in entries if "/" in e], [e for e in entries if "/" not in e]
+        errors += [f"{file} does not exist" for file in files if not (root / file).exists()]
+        trees = [ast.parse((root / file).read_text("utf-8")) for file in files if (root / file).is_file()]
+        declared = {name for tree in trees for _, name in declared_names(tree)}
+        errors += [f"{name} is not in {', '.join(files)}" for name in names if name not in declared]
+    return errors
+
+
+def test_every_name_in_the_glossary_exists():
+    assert glossary_errors(GLOSSARY.read_text("utf-8"), ROOT) == []
+
+
+def test_no_term_is_explained_twice():
+    terms = [row.split("|")[1].strip() for row in GLOSSARY.read_text("utf-8").splitlines() if row[:2] == "| "]
+    terms = [term for term in terms if term not in ("term", "---")]
+    assert len(terms) > 40
+    assert len(terms) == len(set(terms))
+
+
+def test_retired_and_missing_names_are_found(tmp_path):
+    folder = tmp_path / "serving"
+    folder.mkdir()
+    (folder / "batcher.py").write_text(
+        "class DeviceState:\n"
+        "    seat_of: int\n"
+        "    def step(self, told=None):\n"
+        "        self.flight, result, one_row, found = told, 1, 2, 3\n"
+        "class Dashboard: ...\n"
+    )
+    assert retired_names(tmp_path) == [
+        "serving/batcher.py:1: batcher; use scheduler",
+        "serving/batcher.py:2: seat_of; use row, slot",
+        "serving/batcher.py:3: told; use emitted, replayed",
+        "serving/batcher.py:4: flight; use in_flight",
+    ]
+    page = "| term | meaning | in the code |\n| --- | --- | --- |\n"
+    page += "| step | … | `serving/batcher.py` `Dashboard` |\n| row | … | `serving/batcher.py` `Row` |\n"
+    assert glossary_errors(page + "| page | … | `serving/pages.py` |\n", tmp_path) == [
+        "Row is not in serving/batcher.py",
+        "serving/pages.py does not exist",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words_of_it"),
+    [
+        ("RowSubset", ["row", "subset"]),
+        ("KV_compression", ["kv", "compression"]),
+        ("_in_flight", ["in", "flight"]),
+    ],
+)
+def test_words_of_a_name(name, words_of_it):
+    assert words(name) == words_of_it
