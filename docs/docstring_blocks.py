@@ -1,4 +1,4 @@
-"""Griffe extension for the API reference: doctests become code blocks, comments beside fields their descriptions."""
+"""Griffe extension for the API reference: fences doctests and turns trailing comments into descriptions."""
 
 import io
 import re

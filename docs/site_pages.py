@@ -1,4 +1,4 @@
-"""Pages of the documentation site that are kept elsewhere in the tree: the README and the contributor's guide."""
+"""Site pages kept elsewhere in the tree: the README and the contributor's guide."""
 
 from pathlib import Path
 

@@ -173,7 +173,7 @@ def test_no_retired_name_is_used():
 
 
 def glossary_errors(page: str, root: Path) -> list[str]:
-    """Files of a glossary's last column that do not exist, and names that none of the row's files declares."""
+    """Files in a glossary's last column that do not exist, and names that a row's files do not declare."""
     errors = []
     for row in page.splitlines():
         if not row.startswith("| ") or row.startswith(("| term |", "| --- |")):
