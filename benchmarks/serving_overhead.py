@@ -17,14 +17,14 @@ import numpy as np
 
 from entropic_jax import allocate, chain, loop, parameters
 from entropic_jax.serving.compilation import remember_compilations
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions, start
-from entropic_jax.serving.engine.interface import Job
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine, start
+from entropic_jax.serving.engine.interface import EngineRequest
 from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.serving.request import Request
 from entropic_jax.state import RUNNING
 
 
-def bare(engine: ContinuousEngine, prompts: list[list[int]], tokens: int) -> float:
+def bare(engine: LLMEngine, prompts: list[list[int]], tokens: int) -> float:
     """Seconds of the loop alone, prompts included."""
     model, rows = engine.model, len(prompts)
     context = -(-(max(map(len, prompts)) + tokens) // engine.sizes.page_size) * engine.sizes.page_size
@@ -46,14 +46,16 @@ def bare(engine: ContinuousEngine, prompts: list[list[int]], tokens: int) -> flo
     return time.perf_counter() - begun
 
 
-def served(engine: ContinuousEngine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+def served(engine: LLMEngine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
     """Seconds of the engine until every delta is read, and until the first of them."""
     begun, first = time.perf_counter(), None
     asked = [Request(prompt=p, max_tokens=tokens, ignore_eos=True, seed=i) for i, p in enumerate(prompts)]
-    tickets = [engine.submit(Job(id=str(i), request=request)) for i, request in enumerate(asked)]
+    output_streams = [
+        engine.submit(EngineRequest(id=str(i), request=request)) for i, request in enumerate(asked)
+    ]
     count = 0
-    for ticket in tickets:
-        for delta in ticket:
+    for output_stream in output_streams:
+        for delta in output_stream:
             first = first or time.perf_counter()
             count += len(delta.tokens)
     assert count == tokens * len(prompts), count

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .cache import Cache
 
-RUNNING, STOPPED, FULL, FAILED, READING = range(5)  # the last: its prompt is not in the cache yet
+RUNNING, STOPPED, FULL, FAILED, PREFILLING = range(5)  # the last: its prompt is not in the cache yet
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 
@@ -103,7 +103,7 @@ class State(NamedTuple):
     length: jax.Array  # int32 [rows], positions in the cache
     evicted: jax.Array  # int32 [rows], positions taken out of it: the next token stands at length + evicted
     limit: jax.Array  # int32 [rows], length at which the row is full
-    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or READING
+    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or PREFILLING
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
     belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     for token in engine.stream(request):
         pieces.append(token.text)
         for name, values in series.items():
-            values.append(token.measures[name])
+            values.append(token.metrics[name])
     draw(options.file, pieces, series, options.preset)
 
 

@@ -27,9 +27,9 @@ def main() -> None:
     for token in load(EMBEDDED).stream(
         Request(prompt=PROMPT, max_tokens=160, temperature=0.6, top_p=0.95, seed=1)
     ):
-        entropies.append(token.measures["entropy"])
+        entropies.append(token.metrics["entropy"])
         text.append(token.text, tint(entropies[-1]))
-        resolved = token.measures["entropic_time"]
+        resolved = token.metrics["entropic_time"]
     text.append(
         f"\n\n{len(entropies)} tokens · mean entropy {sum(entropies) / len(entropies):.2f} nats", "dim"
     )

@@ -14,7 +14,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from .kv_cache import KvCacheDtype, pages_of
 from .request import Request, RequestError
-from .transcript import MEASURES, Completion, Token, Transcript
+from .transcript import TRACE_FIELDS, Completion, Token, Transcript
 
 LAUNCH = 64  # most steps of a launch
 FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
@@ -152,8 +152,8 @@ class Engine:
         for step in np.flatnonzero(trace.emitted[:, row]):
             if transcript.finish_reason is not None:
                 break
-            measures = {name: float(getattr(trace, name)[step, row]) for name in MEASURES}
-            settled += transcript.add(int(trace.token[step, row]), measures)
+            metrics = {name: float(getattr(trace, name)[step, row]) for name in TRACE_FIELDS}
+            settled += transcript.add(int(trace.token[step, row]), metrics)
         return settled
 
     def _start(self, requests: Sequence[Request], prompts: list[list[int]]) -> State:

@@ -10,7 +10,7 @@ from .request import Request
 FinishReason = Literal["stop", "length", "error", "abort"]
 
 # What the trace of a step says of a token, in the order in which programs stack it; `state.Trace` explains.
-MEASURES = (
+TRACE_FIELDS = (
     "entropy",
     "varentropy",
     "tempered_entropy",
@@ -48,7 +48,7 @@ class Token(NamedTuple):
 
     id: int
     text: str
-    measures: Mapping[str, float]  # entropies in nats
+    metrics: Mapping[str, float]  # entropies in nats
     finish_reason: FinishReason | None = None  # set on the last token only
     logprob: float | None = None  # before temperature and truncation, where it was asked for
     top: tuple[Alternative, ...] = ()  # the likeliest, in order; the token itself may be among them
@@ -126,7 +126,7 @@ class Transcript:
     def add(
         self,
         token: int,
-        measures: Mapping[str, float],
+        metrics: Mapping[str, float],
         logprob: float | None = None,
         top: tuple[Alternative, ...] = (),
     ) -> list[Token]:
@@ -136,13 +136,13 @@ class Transcript:
                 f"token is {token}, after the end of the text ({self.finish_reason}); accepted is none"
             )
         self._token_ids.append(token)
-        for name, value in measures.items() if self._keep else ():
+        for name, value in metrics.items() if self._keep else ():
             self._trace.setdefault(name, []).append(float(value))
         asked = token in self.request.stop_token_ids
         ended = (asked or token in self.eos) and self._may_end()
         silent = ended and not (asked and self.request.include_stop)
         text = "" if silent else self.detokenizer.push(token)
-        new = Token(token, text, measures, logprob=logprob, top=top)
+        new = Token(token, text, metrics, logprob=logprob, top=top)
         if not (ended or self._held or self.request.stop or len(self._token_ids) >= self.request.max_tokens):
             self._text.append(text)
             return [new]  # as below, but nothing can hold it back

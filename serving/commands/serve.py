@@ -241,11 +241,11 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 clarification=dict(settings.control.gains).get("clarification", ""),
                 branches=dict(settings.control.gains).get("branches"),
             ),
-            told=WarmProgress(),
+            progress=WarmProgress(),
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error
-    made.control.knobs(settings.control)  # refused now rather than at each request
+    made.row_controllers.row_gains(settings.control)  # refused now rather than at each request
     model = served_model.describe(
         made.model,
         str(options.model),

@@ -107,9 +107,9 @@ class Screen:
         self.last = time.monotonic()
         self.first = self.first or self.last
         self.tokens += 1
-        self.entropy = token.measures["entropy"]
+        self.entropy = token.metrics["entropy"]
         self.total_entropy += self.entropy
-        self.entropic_time = token.measures["entropic_time"]
+        self.entropic_time = token.metrics["entropic_time"]
         self.write(token.text, tint(self.entropy, self.sixteen))
         if self.last - self.drawn > REFRESH:
             self.drawn = self.last

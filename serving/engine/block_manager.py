@@ -8,46 +8,46 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from .prefix_cache import Key, PrefixCache
-from .state_updates import Edits
+from .prefix_cache import PageHash, PrefixCache
+from .state_updates import StateUpdates
 
 
-class Pages:
+class BlockManager:
     """Pages reserved for rows, and those of them that are in the prefix cache."""
 
     def __init__(self, rows: int, count: int, page_size: int, prefix: PrefixCache | None) -> None:
-        self.count, self.page_size, self.prefix = count, page_size, prefix
+        self.num_pages, self.page_size, self.prefix = count, page_size, prefix
         self.reserved = np.zeros(rows, np.int64)  # a row's pages
         self.cached = np.zeros(rows, np.int64)  # those of them that are in the prefix cache
         self.learned = np.zeros(rows, np.int64)  # its first pages that were looked at for the prefix cache
-        self.used: list[list[Key]] = [[] for _ in range(rows)]
+        self.used: list[list[PageHash]] = [[] for _ in range(rows)]
 
     @property
-    def free(self) -> int:
+    def num_free_pages(self) -> int:
         """Pages that no row holds or may come to hold, and that the prefix cache does not keep."""
         kept = 0 if self.prefix is None else len(self.prefix)
-        return self.count - kept - int(self.reserved.sum() - self.cached.sum())
+        return self.num_pages - kept - int(self.reserved.sum() - self.cached.sum())
 
     @property
     def usage(self) -> float:
         """The share of the pool that rows hold or may come to hold, in [0, 1]."""
-        return 1 - (self.free + self._idle) / self.count
+        return 1 - (self.num_free_pages + self._num_evictable) / self.num_pages
 
     @property
-    def _idle(self) -> int:
-        return 0 if self.prefix is None else self.prefix.idle
+    def _num_evictable(self) -> int:
+        return 0 if self.prefix is None else self.prefix.num_evictable
 
-    def _make_room(self, pages: int, edits: Edits) -> None:
-        if pages > self.free and self.prefix is not None:
-            edits.dropped += self.prefix.give_up(pages - self.free)
+    def _evict(self, pages: int, updates: StateUpdates) -> None:
+        if pages > self.num_free_pages and self.prefix is not None:
+            updates.released_pages += self.prefix.evict(pages - self.num_free_pages)
 
-    def take(
+    def allocate(
         self,
         row: int,
-        keys: Seq[Key],
+        keys: Seq[PageHash],
         length: int,
         others: int,
-        edits: Edits,
+        updates: StateUpdates,
         multiple: int = 1,
         spare: int = 0,
     ) -> list[int] | None:
@@ -56,17 +56,17 @@ class Pages:
         Room is left for `others`, rows that still grow, to grow by a page each; else one of them would soon
         have to give way. What it shares is a `multiple` of pages.
         """
-        shared = [] if self.prefix is None else self.prefix.find(keys)
+        shared = [] if self.prefix is None else self.prefix.match(keys)
         shared = shared[: len(shared) // multiple * multiple]
         known = list(keys[: len(shared)])
         if self.prefix is not None:
-            self.prefix.use(known)
+            self.prefix.acquire(known)
         need = -(-length // self.page_size) + spare - len(shared)
-        if need + others > self.free + self._idle:
+        if need + others > self.num_free_pages + self._num_evictable:
             if self.prefix is not None:
-                self.prefix.leave(known)
+                self.prefix.release(known)
             return None
-        self._make_room(need, edits)
+        self._evict(need, updates)
         if self.prefix is not None:
             self.prefix.queries += length
             self.prefix.hits += len(shared) * self.page_size
@@ -75,25 +75,25 @@ class Pages:
         self.used[row] = known
         return shared
 
-    def reserve(self, rows: np.ndarray, lengths: np.ndarray, edits: Edits) -> bool:
+    def reserve(self, rows: np.ndarray, lengths: np.ndarray, updates: StateUpdates) -> bool:
         """Reserve so many positions for the rows; False, and nothing is done, where there is no room."""
         need = np.maximum(-(-lengths // self.page_size), self.reserved[rows])
         more = int((need - self.reserved[rows]).sum())
         if more > 0:
-            if more > self.free + self._idle:
+            if more > self.num_free_pages + self._num_evictable:
                 return False
-            self._make_room(more, edits)
+            self._evict(more, updates)
             self.reserved[rows] = need
         return True
 
-    def learn(self, row: int, keys: Seq[Key], table: np.ndarray, edits: Edits) -> None:
+    def cache_prefix(self, row: int, keys: Seq[PageHash], table: np.ndarray, updates: StateUpdates) -> None:
         """Let the prefix cache keep the row's first pages, `keys` of them, that hold a text of their own."""
         if self.prefix is None:
             return
         for index in range(int(self.learned[row]), len(keys)):
             page = int(table[index])
-            if self.prefix.add(keys[index], page):
-                edits.retained.append(page)
+            if self.prefix.insert(keys[index], page):
+                updates.retained_pages.append(page)
                 self.used[row].append(keys[index])
                 self.cached[row] += 1
         self.learned[row] = max(self.learned[row], len(keys))
@@ -102,9 +102,9 @@ class Pages:
         """The row, which shares nothing, has given up all but so many pages."""
         self.reserved[row] = pages
 
-    def leave(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """The row has ended; the device is told by whoever calls."""
         if self.prefix is not None:
-            self.prefix.leave(self.used[row])
+            self.prefix.release(self.used[row])
         self.reserved[row] = self.cached[row] = self.learned[row] = 0
         self.used[row] = []

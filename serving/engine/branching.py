@@ -14,19 +14,21 @@ from entropic_jax import State, Trace
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import NEVER
 from entropic_jax.methods.entropix_moves import NOTHING, Plan, Search, Tally
-from entropic_jax.state import READING, RUNNING
+from entropic_jax.state import PREFILLING, RUNNING
 
 UNKNOWN = -1
 
 
-class Desk(NamedTuple):
+class BranchState(NamedTuple):
     """What is known of the searches of all seats between two launches."""
 
     search: Search  # its state is the board's: (), here
-    told: jax.Array  # int32 [seats], position of the last token that the host has; −1 before the first launch
+    delivered: (
+        jax.Array
+    )  # int32 [seats], position of the last token that the host has; −1 before the first launch
 
 
-def open_desk(state: State, trace: Trace, plan: Plan, capacity: int) -> Desk:
+def new_branch_state(state: State, trace: Trace, plan: Plan, capacity: int) -> BranchState:
     """The desk of rows that nothing is in, for launches of `capacity` steps.
 
     `trace` has the shapes of that of a step.
@@ -34,22 +36,24 @@ def open_desk(state: State, trace: Trace, plan: Plan, capacity: int) -> Desk:
     held = capacity + entropix_search.unsettled(plan)
     search = entropix_search.begun(state, trace, plan, held)
     away: Any = ()
-    told = jnp.full(search.left.shape, UNKNOWN, jnp.int32)
-    return Desk(jax.tree.map(jnp.copy, search._replace(state=away)), told)
+    delivered = jnp.full(search.left.shape, UNKNOWN, jnp.int32)
+    return BranchState(jax.tree.map(jnp.copy, search._replace(state=away)), delivered)
 
 
-def seat(desk: Desk, ended: jax.Array, seats: jax.Array, token: jax.Array, branches: jax.Array) -> Desk:
-    """End the searches flagged bool `[seats]`, and begin one in each of `seats` int32 `[k]`.
+def place_in_slots(
+    branch_state: BranchState, ended: jax.Array, slots: jax.Array, token: jax.Array, branches: jax.Array
+) -> BranchState:
+    """End the searches flagged bool `[seats]`, and begin one in each of `slots` int32 `[k]`.
 
     `token` `[k]` is the last of the prompt, `branches` `[k]` how many it may have. Seats past the last are
     ignored.
     """
-    search, count = desk.search, desk.told.shape[0]
+    search, count = branch_state.search, branch_state.delivered.shape[0]
     rows = search.alive.shape[0]
     k = rows // count
-    new = jnp.zeros(count, bool).at[seats].set(True, mode="drop")
+    new = jnp.zeros(count, bool).at[slots].set(True, mode="drop")
     old = ended | new
-    put = lambda values: jnp.zeros(count, jnp.int32).at[seats].set(values, mode="drop")
+    put = lambda values: jnp.zeros(count, jnp.int32).at[slots].set(values, mode="drop")
     by_seat = lambda flag, value, x: jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
     by_row = lambda flag, value, x: by_seat(jnp.repeat(flag, k), value, x)
     text = jax.tree.map(lambda x: by_row(new, jnp.zeros((), x.dtype), x), search.text)
@@ -66,18 +70,18 @@ def seat(desk: Desk, ended: jax.Array, seats: jax.Array, token: jax.Array, branc
         due=by_seat(old, NOTHING, search.due),
         most=jnp.where(new, put(branches), search.most),
     )
-    return Desk(search, jnp.where(new, UNKNOWN, desk.told))
+    return BranchState(search, jnp.where(new, UNKNOWN, branch_state.delivered))
 
 
 def launch(
     step: Callable[[State, jax.Array, int | None], tuple[State, Trace]],
-    desk: Desk,
+    branch_state: BranchState,
     state: State,
     steps: jax.Array,
     plan: Plan,
     width: int,
     exact: bool,
-) -> tuple[Desk, State, jax.Array, Trace]:
+) -> tuple[BranchState, State, jax.Array, Trace]:
     """Run up to `steps` steps of at most `width` seats; `step` as in `entropix_search.advance`.
 
     Also returns how many steps there were, and what is settled by now and was not before: `[n, seats]`, valid
@@ -87,30 +91,32 @@ def launch(
     k = plan.branches
     lead = lambda x: x[::k]
     # The host has all of what does not search, and of a prompt.
-    known = (desk.search.most > 0) & (desk.told != UNKNOWN)
-    begun = lead(state.status) != READING
-    told = jnp.where(known, desk.told, lead(state.length))
-    search = desk.search._replace(state=state)
+    known = (branch_state.search.most > 0) & (branch_state.delivered != UNKNOWN)
+    begun = lead(state.status) != PREFILLING
+    delivered = jnp.where(known, branch_state.delivered, lead(state.length))
+    search = branch_state.search._replace(state=state)
     search, done = entropix_search.advance(step, search, steps, plan, None if exact else width, width * k)
-    last = jnp.maximum(told, entropix_search.settled(search, plan))
+    last = jnp.maximum(delivered, entropix_search.settled(search, plan))
     held = search.text.token.shape[1]
-    place = told[None] + 1 + jnp.arange(held)[:, None]
-    trace = jax.tree.map(lambda x: lead(x)[jnp.arange(told.shape[0])[None], place % held], search.text)
+    place = delivered[None] + 1 + jnp.arange(held)[:, None]
+    trace = jax.tree.map(lambda x: lead(x)[jnp.arange(delivered.shape[0])[None], place % held], search.text)
     trace = trace._replace(emitted=place <= last)
     away: Any = ()
-    desk = Desk(search._replace(state=away), jnp.where(begun, last, UNKNOWN))
-    return desk, search.state, done, trace
+    branch_state = BranchState(search._replace(state=away), jnp.where(begun, last, UNKNOWN))
+    return branch_state, search.state, done, trace
 
 
-def tallied(desk: Desk) -> tuple[Desk, jax.Array]:
+def tallied(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
     """What was counted since the last time, int32 `[len(Tally)]`; it is counted anew from here."""
-    tally = desk.search.tally
+    tally = branch_state.search.tally
     found = jnp.stack([x.sum() for x in tally])
-    return desk._replace(search=desk.search._replace(tally=Tally(*(jnp.zeros_like(x) for x in tally)))), found
+    return branch_state._replace(
+        search=branch_state.search._replace(tally=Tally(*(jnp.zeros_like(x) for x in tally)))
+    ), found
 
 
-def status(desk: Desk, state: State) -> jax.Array:
+def status(branch_state: BranchState, state: State) -> jax.Array:
     """Of each seat, int32 `[seats]`: one that branches runs, even where its first branch has ended."""
-    left = desk.search.left
+    left = branch_state.search.left
     leaders = state.status[:: state.status.shape[0] // left.shape[0]]
     return jnp.where(left > 0, RUNNING, leaders)

@@ -21,7 +21,7 @@ def alphabet() -> dict[str, int]:
     return shown | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-class ByteStream:
+class ByteLevelDetokenizer:
     """The `Detokenizer` of one sequence over a table of the tokens' bytes."""
 
     __slots__ = ("_bytes", "_decode")
@@ -36,7 +36,7 @@ class ByteStream:
         return self._decode(b"", True)
 
 
-def streams(tokenizer: Any) -> Callable[[], Detokenizer]:
+def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
     """What makes a stream for each sequence: a fast one if the tokenizer is byte-level, else its own.
 
     Special tokens have no text.
@@ -53,4 +53,4 @@ def streams(tokenizer: Any) -> Callable[[], Detokenizer]:
             table[number] = bytes(byte_of[character] for character in text)
         except KeyError:  # an added token that is written as it reads
             table[number] = text.encode()
-    return lambda: ByteStream(table)
+    return lambda: ByteLevelDetokenizer(table)

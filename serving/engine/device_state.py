@@ -1,6 +1,6 @@
 """What runs on the device: three functions of one board, which each of them consumes and returns.
 
-`apply_commands` is every edit of the host, `read_prompts` a chunk of some prompts, `decode` some steps of all
+`apply_updates` is every edit of the host, `prefill` a chunk of some prompts, `decode` some steps of all
 running rows. `programs` compiles them.
 """
 
@@ -19,10 +19,10 @@ from entropic_jax.methods.method import Method
 from entropic_jax.sampling.constraints import Constraints, Likeliest, likeliest
 from entropic_jax.state import FULL, RUNNING
 
-from ..transcript import MEASURES
+from ..transcript import TRACE_FIELDS
 from . import branching
-from .branching import Desk
-from .row_controllers import for_launch, turn_knobs
+from .branching import BranchState
+from .row_controllers import for_launch, set_gains
 
 # Columns of `Commands.integers` and `.numbers`.
 ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, TOP_K, BRANCHES = range(8)
@@ -43,28 +43,32 @@ Array = Any  # of NumPy on the host, of JAX in a program
 PARKED = ("history", "signal", "action", "control", "ledger")
 
 
-class Board(NamedTuple):
+class DeviceState(NamedTuple):
     """Everything on the device that changes: the rows, and the gains of their controllers.
 
-    What the host calls a row is a seat of as many rows of the state as a sequence may have branches.
+    What the host calls a row is a slot of as many rows of the state as a sequence may have branches.
     """
 
     state: State
     controller: Any
-    desk: Desk | None = None  # of the searches, where sequences may branch
+    branch_state: BranchState | None = None  # of the searches, where sequences may branch
 
     @property
     def group(self) -> int:
-        """Rows of a seat."""
-        return 1 if self.desk is None else self.state.status.shape[0] // self.desk.told.shape[0]
+        """Rows of a slot."""
+        return (
+            1
+            if self.branch_state is None
+            else self.state.status.shape[0] // self.branch_state.delivered.shape[0]
+        )
 
 
-class Commands(NamedTuple):
+class UpdateBatch(NamedTuple):
     """Edits of the host, of a fixed size; in this order: keep pages, end rows, give pages up, place jobs."""
 
-    retained: Array  # int32 [m], pages that the host keeps
-    ended: Array  # bool [rows]
-    dropped: Array  # int32 [m], pages that the host gives up
+    retained_pages: Array  # int32 [m], pages that the host keeps
+    freed_rows: Array  # bool [rows]
+    released_pages: Array  # int32 [m], pages that the host gives up
     integers: Array  # int32 [k, INTEGERS], of each job to place; its row is `rows` where there is none
     numbers: Array  # float32 [k, len(NUMBERS)]
     stops: Array  # int32 [k, stops]
@@ -76,7 +80,7 @@ class Commands(NamedTuple):
     generated: Array | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """The next piece of some prompts."""
 
     rows: Array  # int32 [p]; `rows` where there is none
@@ -86,7 +90,7 @@ class Chunk(NamedTuple):
     total: Array  # int32 [p], positions of the whole prompt
 
 
-class Read(NamedTuple):
+class PrefillOutput(NamedTuple):
     """What came of a chunk."""
 
     enough: jax.Array  # bool [p]: there were pages; a row without is where it was
@@ -94,12 +98,12 @@ class Read(NamedTuple):
     scores: Any  # `Likeliest` [p, n, …] of the token after each, where asked for
 
 
-class Output(NamedTuple):
+class DecodeOutput(NamedTuple):
     """What came of a launch; a row's tokens are the first `count` steps of it."""
 
     count: jax.Array  # int32 [rows]
     token: jax.Array  # int32 [n, rows]; n is the capacity, and more where tokens wait for branches
-    measures: jax.Array  # float32 [len(MEASURES), n, rows]
+    metrics: jax.Array  # float32 [len(MEASURES), n, rows]
     status: jax.Array  # int32 [rows]
     length: jax.Array  # int32 [rows], of the text: what was taken out of the cache counts
     table: jax.Array  # int32 [rows, most pages of a row]
@@ -110,16 +114,19 @@ class Output(NamedTuple):
     likeliest: Likeliest  # [n, rows, …]
 
 
-def apply_commands(blank: State, board: Board, commands: Commands) -> Board:
+def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
     """Edit the board. `blank` is a row that holds nothing, as a state of one row."""
-    state, rows = board.state, board.state.status.shape[0]
-    seat, shared = commands.integers[:, ROW], commands.integers[:, SHARED]
-    row, group = seat * board.group, (seat[:, None] * board.group + jnp.arange(board.group)).reshape(-1)
-    ended = jnp.repeat(commands.ended, board.group)
-    pool = cache.retain(state.cache, commands.retained)
+    state, rows = device_state.state, device_state.state.status.shape[0]
+    slot, shared = batch.integers[:, ROW], batch.integers[:, SHARED]
+    row, group = (
+        slot * device_state.group,
+        (slot[:, None] * device_state.group + jnp.arange(device_state.group)).reshape(-1),
+    )
+    ended = jnp.repeat(batch.freed_rows, device_state.group)
+    pool = cache.retain(state.cache, batch.retained_pages)
     pool = cache.release_rows(pool, ended)
-    pool = cache.release(pool, commands.dropped)
-    pool = cache.share(pool, row, commands.pages, shared)
+    pool = cache.release(pool, batch.released_pages)
+    pool = cache.share(pool, row, batch.pages, shared)
     placed = jnp.zeros(rows, bool).at[group].set(True, mode="drop")
 
     def clear(old, new):
@@ -130,64 +137,70 @@ def apply_commands(blank: State, board: Board, commands: Commands) -> Board:
     small = {name: value for name, value in state._asdict().items() if name != "cache"}
     state = state._replace(**jax.tree.map(clear, small, {name: getattr(blank, name) for name in small}))
     put = lambda array, values: array.at[row].set(values.astype(array.dtype), mode="drop")
-    numbers = {name: commands.numbers[:, i] for i, name in enumerate(NUMBERS)}
+    numbers = {name: batch.numbers[:, i] for i, name in enumerate(NUMBERS)}
     sampling = state.sampling._replace(
         **{name: put(getattr(state.sampling, name), values) for name, values in numbers.items()},
-        top_k=put(state.sampling.top_k, commands.integers[:, TOP_K]),
-        bias_tokens=put(state.sampling.bias_tokens, commands.bias_tokens),
-        bias_values=put(state.sampling.bias_values, commands.bias_values),
+        top_k=put(state.sampling.top_k, batch.integers[:, TOP_K]),
+        bias_tokens=put(state.sampling.bias_tokens, batch.bias_tokens),
+        bias_values=put(state.sampling.bias_values, batch.bias_values),
     )
     history = state.history
-    if commands.prompt is not None and commands.generated is not None:
+    if batch.prompt is not None and batch.generated is not None:
         history = history._replace(
-            prompt=put(history.prompt, commands.prompt),
-            generated=put(history.generated, commands.generated),
+            prompt=put(history.prompt, batch.prompt),
+            generated=put(history.generated, batch.generated),
         )
     state = state._replace(
-        seed=put(state.seed, commands.integers[:, SEED]),
-        token=put(state.token, commands.integers[:, TOKEN]),
+        seed=put(state.seed, batch.integers[:, SEED]),
+        token=put(state.token, batch.integers[:, TOKEN]),
         length=put(state.length, shared * pool.page_size),
-        limit=put(state.limit, commands.integers[:, LIMIT]),
-        status=put(jnp.where(ended, FULL, state.status), commands.integers[:, STATUS]),
-        stop=put(state.stop, commands.stops),
+        limit=put(state.limit, batch.integers[:, LIMIT]),
+        status=put(jnp.where(ended, FULL, state.status), batch.integers[:, STATUS]),
+        stop=put(state.stop, batch.stops),
         sampling=sampling,
         history=history,
         action=state.action._replace(temperature=put(state.action.temperature, numbers["temperature"])),
         cache=pool,
     )
-    desk = board.desk
-    if desk is not None:
-        branches, token = commands.integers[:, BRANCHES], commands.integers[:, TOKEN]
-        desk = branching.seat(desk, commands.ended, seat, token, branches)
-    gains = jnp.repeat(commands.gains, board.group, 0)
-    return Board(state, turn_knobs(board.controller, group, gains), desk)
+    branch_state = device_state.branch_state
+    if branch_state is not None:
+        branches, token = batch.integers[:, BRANCHES], batch.integers[:, TOKEN]
+        branch_state = branching.place_in_slots(branch_state, batch.freed_rows, slot, token, branches)
+    gains = jnp.repeat(batch.gains, device_state.group, 0)
+    return DeviceState(state, set_gains(device_state.controller, group, gains), branch_state)
 
 
-def park(board: Board, row: jax.Array) -> dict[str, Any]:
+def park(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
     """What a row has become beside its text: control, ledger, history. The board is not consumed."""
-    row = row * board.group
-    return jax.tree.map(lambda x: x[row], {name: getattr(board.state, name) for name in PARKED})
+    row = row * device_state.group
+    return jax.tree.map(lambda x: x[row], {name: getattr(device_state.state, name) for name in PARKED})
 
 
-def unpark(board: Board, row: jax.Array, parked: dict[str, Any]) -> Board:
+def unpark(device_state: DeviceState, row: jax.Array, parked: dict[str, Any]) -> DeviceState:
     """Make a row that was placed what it was when it was parked."""
-    put = lambda x, y: x.at[row * board.group].set(y)
-    return board._replace(
-        state=board.state._replace(
-            **{name: jax.tree.map(put, getattr(board.state, name), parked[name]) for name in PARKED}
+    put = lambda x, y: x.at[row * device_state.group].set(y)
+    return device_state._replace(
+        state=device_state.state._replace(
+            **{name: jax.tree.map(put, getattr(device_state.state, name), parked[name]) for name in PARKED}
         )
     )
 
 
-def read_prompts(
-    decoder, params: Any, board: Board, chunk: Chunk, *, scored: bool, method: Method | None
-) -> tuple[Board, Read]:
+def prefill(
+    decoder,
+    params: Any,
+    device_state: DeviceState,
+    chunk: PrefillChunk,
+    *,
+    scored: bool,
+    method: Method | None,
+) -> tuple[DeviceState, PrefillOutput]:
     """Append a piece to the cache of some rows; scored, with how likely each token of it was.
 
     A `method` says what the piece reads of those before it, and remembers what it saw.
     """
-    state, rows = board.state, board.state.status.shape[0]
-    chunk = chunk._replace(rows=chunk.rows * board.group)
+    state, rows = device_state.state, device_state.state.status.shape[0]
+    chunk = chunk._replace(rows=chunk.rows * device_state.group)
     start = state.length.at[chunk.rows].get(mode="fill", fill_value=0)
     wanted = jnp.where(chunk.count > 0, start + chunk.count, 0)
     pool, enough = cache.grant(
@@ -223,22 +236,24 @@ def read_prompts(
     if reader is not None:
         put = lambda all_, x: all_.at[chunk.rows].set(x, mode="drop")
         state = state._replace(page_policy_state=jax.tree.map(put, state.page_policy_state, reader.memory()))
-    return board._replace(state=state), Read(enough, table, scores)
+    return device_state._replace(state=state), PrefillOutput(enough, table, scores)
 
 
-def compress(board: Board, row: jax.Array, *, method: Method | None) -> tuple[Board, jax.Array]:
+def compress(
+    device_state: DeviceState, row: jax.Array, *, method: Method | None
+) -> tuple[DeviceState, jax.Array]:
     """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
     assert method is not None  # who asks for it has looked
-    row = row * board.group
-    state = compaction.compress_row(board.state._replace(page_policy=method), row)
+    row = row * device_state.group
+    state = compaction.compress_row(device_state.state._replace(page_policy=method), row)
     found = jnp.stack([state.cache.granted[row], state.evicted[row]])
-    return board._replace(state=state._replace(page_policy=board.state.page_policy)), found
+    return device_state._replace(state=state._replace(page_policy=device_state.state.page_policy)), found
 
 
 def decode(
     decoder,
     params: Any,
-    board: Board,
+    device_state: DeviceState,
     steps: jax.Array,
     constraints: Constraints,
     forced: jax.Array,
@@ -249,18 +264,18 @@ def decode(
     samples: bool,
     plan: Plan | None = None,
     exact: bool = False,
-) -> tuple[Board, Output]:
+) -> tuple[DeviceState, DecodeOutput]:
     """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`.
 
     `samples`: the engine's sampler draws for some of them, who search if there is a `plan`. `exact` as in
     `searching.launch`.
     """
-    capacity, desk, k = forced.shape[0], board.desk, board.group
-    state = board.state._replace(page_policy=page_policy)
+    capacity, branch_state, k = forced.shape[0], device_state.branch_state, device_state.group
+    state = device_state.state._replace(page_policy=page_policy)
     constraints, forced = jax.tree.map(lambda x: jnp.repeat(x, k, 0), constraints), jnp.repeat(forced, k, 1)
 
     def step(state: State, now: jax.Array, width: int | None = width) -> tuple[State, Trace]:
-        controller = for_launch(board.controller, samples, width)
+        controller = for_launch(device_state.controller, samples, width)
         return loop.step(
             decoder,
             params,
@@ -270,20 +285,22 @@ def decode(
             constraints=constraints._replace(forced=forced[now]),
         )
 
-    if samples and plan is not None and desk is not None:
-        desk, state, done, trace = branching.launch(step, desk, state, steps, plan, width, exact)
+    if samples and plan is not None and branch_state is not None:
+        branch_state, state, done, trace = branching.launch(
+            step, branch_state, state, steps, plan, width, exact
+        )
     else:
         state, done, trace = loop.run(step, state, steps, capacity)
         trace = jax.tree.map(lambda x: x[:, ::k], trace)
     lead = lambda x: jnp.copy(x[::k])
     tally = jnp.zeros(len(Tally._fields), jnp.int32)
-    if desk is not None:
-        desk, tally = branching.tallied(desk)
-    output = Output(
+    if branch_state is not None:
+        branch_state, tally = branching.tallied(branch_state)
+    output = DecodeOutput(
         count=trace.emitted.sum(0, dtype=jnp.int32),
         token=trace.token,
-        measures=jnp.stack([getattr(trace, name) for name in MEASURES]),
-        status=lead(state.status) if desk is None else branching.status(desk, state),
+        metrics=jnp.stack([getattr(trace, name) for name in TRACE_FIELDS]),
+        status=lead(state.status) if branch_state is None else branching.status(branch_state, state),
         length=lead(state.length + state.evicted),
         table=lead(state.cache.table),
         forecast=lead(predicted_drop(state.control[-1], prior)),
@@ -292,4 +309,6 @@ def decode(
         tally=tally,
         likeliest=trace.likeliest,
     )
-    return Board(state._replace(page_policy=board.state.page_policy), board.controller, desk), output
+    return DeviceState(
+        state._replace(page_policy=device_state.state.page_policy), device_state.controller, branch_state
+    ), output

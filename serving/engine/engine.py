@@ -1,4 +1,4 @@
-"""The engine that serves jobs: continuous batching in one thread, behind `JobEngine`.
+"""The engine that serves jobs: continuous batching in one thread, behind `Engine`.
 
 engine = start("models/embedded", EngineOptions(max_num_seqs=16))
 for delta in engine.submit(Job(id="1", request=Request(prompt="def add("))):
@@ -31,50 +31,50 @@ from ..kv_cache import pages_of
 from ..request import RequestError
 from ..transcript import Transcript
 from . import warmup
-from .block_manager import Pages
-from .branching import open_desk
-from .detokenizer import streams
-from .device_state import Board
-from .interface import Job, QueueFullError
-from .metrics_hooks import Observer
+from .block_manager import BlockManager
+from .branching import new_branch_state
+from .detokenizer import detokenizer_factory
+from .device_state import DeviceState
+from .interface import EngineRequest, QueueFullError
+from .metrics_hooks import MetricsHooks
 from .options import EngineOptions, Sizes, may_prune, sizes
-from .output_stream import QueuedTicket, wake
-from .prefix_cache import ROOT, PrefixCache, extend
+from .output_stream import QueuedOutputStream, wake
+from .prefix_cache import ROOT_HASH, PrefixCache, page_hashes
 from .priority import Ranking
 from .programs import Programs
-from .row_controllers import RowControl, gains_of
-from .scheduler import Batcher
+from .row_controllers import RowControllers, num_gains
+from .scheduler import Scheduler
 from .sequence import DECODE, ENDED, PREFILL, Sequence
-from .state_updates import BIASES, STOPS, Edits
+from .state_updates import BIASES, STOPS, StateUpdates
 
 log = logging.getLogger(__name__)
 IDLE, SOON = 0.2, 0.02  # seconds between looks at what may time out, when idle and when busy
 
 
-class ContinuousEngine:
-    """A `JobEngine` over one model. `start` makes one."""
+class LLMEngine:
+    """A `Engine` over one model. `start` makes one."""
 
     def __init__(
         self,
         model: models.Model,
         options: EngineOptions | None = None,
         calibration: Any = None,
-        observer: Observer | None = None,
-        told: Callable[[int, int], None] = lambda done, all_: None,
+        metrics_hooks: MetricsHooks | None = None,
+        progress: Callable[[int, int], None] = lambda done, all_: None,
     ) -> None:
-        """`told(done, all)` is called after each program that is compiled ahead."""
+        """`progress(done, all)` is called after each program that is compiled ahead."""
         if model.tokenizer is None:
             raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
         self.options = EngineOptions() if options is None else options
-        self.observer = Observer() if observer is None else observer
+        self.metrics_hooks = MetricsHooks() if metrics_hooks is None else metrics_hooks
         stored = pages_of(self.options.kv_cache_dtype, model.params)
         itemsize = bytes_per_number(stored, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
-        self.stream = streams(self.tokenizer)
+        self.stream = detokenizer_factory(self.tokenizer)
         self.method = self.sizes.shapes.method
         always = registry.method(self.options.method, preset("off"), **dict(self.options.budgets)).controller
-        self.control = RowControl(
+        self.row_controllers = RowControllers(
             self.options.law,
             calibration,
             may_prune(self.options, self.method),
@@ -83,7 +83,7 @@ class ContinuousEngine:
             always.controllers,
             self.sizes.shapes.branches,
         )
-        self._told = told
+        self._progress = progress
         self._belief = 1.0 if calibration is None else calibration.temperature
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -92,30 +92,32 @@ class ContinuousEngine:
         self._open, self._stopping = True, threading.Event()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._live: dict[QueuedTicket, Sequence] = {}
+        self._live: dict[QueuedOutputStream, Sequence] = {}
         self._timed: dict[Sequence, None] = {}  # those that may time out
         self._looked = 0.0  # when they were looked through
         self._warm = 0
-        board = self._board(stored)
-        self.programs = Programs(model.decoder, model.params, board, self.control.prior, self.sizes.shapes)
+        device_state = self._new_device_state(stored)
+        self.programs = Programs(
+            model.decoder, model.params, device_state, self.row_controllers.prior, self.sizes.shapes
+        )
         prefix = PrefixCache() if self.options.enable_prefix_caching else None
         rows, pages = self.sizes.rows, self.sizes.pages
         vocabulary = model.decoder.shape.vocabulary
-        per_row = board.state.cache.table.shape[1]
-        edits = Edits(rows, pages, per_row, gains_of(board.controller), vocabulary)
-        self.batcher = Batcher(
+        per_row = device_state.state.cache.table.shape[1]
+        updates = StateUpdates(rows, pages, per_row, num_gains(device_state.controller), vocabulary)
+        self.scheduler = Scheduler(
             self.programs,
-            board,
+            device_state,
             self.sizes,
-            Pages(rows, pages, self.sizes.page_size, prefix),
-            edits,
-            Ranking(self.options.scheduling_policy, self.control.prior),
-            self.observer,
+            BlockManager(rows, pages, self.sizes.page_size, prefix),
+            updates,
+            Ranking(self.options.scheduling_policy, self.row_controllers.prior),
+            self.metrics_hooks,
             self.tokenizer,
             exact=self.options.batch_invariant,
             overlapped=jax.default_backend() != "cpu",
         )
-        self.batcher.finished, self.batcher.left_queue = self._finished, self._left_queue
+        self.scheduler.finished, self.scheduler.left_queue = self._finished, self._left_queue
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -127,10 +129,10 @@ class ContinuousEngine:
         gains = (("clarification", said),) if said else ()
         return name, samplers.law(Control(name, gains), calibration, self.model, together=False)
 
-    def _board(self, dtype: Any) -> Board:
+    def _new_device_state(self, dtype: Any) -> DeviceState:
         shapes, context, decoder = self.sizes.shapes, self.sizes.context, self.model.decoder
         rows = self.sizes.rows * shapes.branches
-        controller = self.control.controller(rows)
+        controller = self.row_controllers.controller(rows)
         state = loop.start(
             decoder,
             self.model.params,
@@ -156,20 +158,22 @@ class ContinuousEngine:
                 page_policy_state=jax.tree.map(jnp.copy, self.method.memory(decoder.shape, state.cache))
             )
         if shapes.plan is None:
-            return Board(state, controller)
+            return DeviceState(state, controller)
         constraints = no_constraints(rows, decoder.shape.vocabulary)
         step = lambda state: loop.step(
             decoder, self.model.params, controller, state, constraints=constraints
         )[1]
-        return Board(
-            state, controller, open_desk(state, jax.eval_shape(step, state), shapes.plan, shapes.capacity)
+        return DeviceState(
+            state,
+            controller,
+            new_branch_state(state, jax.eval_shape(step, state), shapes.plan, shapes.capacity),
         )
 
     # What a front end calls, from any thread.
 
-    def submit(self, job: Job) -> QueuedTicket:
+    def submit(self, engine_request: EngineRequest) -> QueuedOutputStream:
         """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
-        sequence = self._sequence(job)
+        sequence = self._sequence(engine_request)
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(f"the engine has failed: {self._failure}")
@@ -178,7 +182,7 @@ class ContinuousEngine:
                 raise QueueFullError(min(60.0, max(1.0, rounds * self._service)))
             self._queued += 1
             self._inbox.put(sequence)
-        return sequence.ticket
+        return sequence.output_stream
 
     def ready(self) -> bool:
         """Whether the programs are compiled and jobs run at full speed."""
@@ -199,23 +203,23 @@ class ContinuousEngine:
         return self.programs.compilations - self._warm if self._ready.is_set() else 0
 
     def snapshot(self) -> Mapping[str, Any]:
-        """What is going on, as `JobEngine` says."""
-        batcher, now = self.batcher, time.perf_counter()
+        """What is going on, as `Engine` says."""
+        scheduler, now = self.scheduler, time.perf_counter()
         sequences = [s for s in list(self._live.values()) if not s.ended]
         running = [s for s in sequences if s.stage in (PREFILL, DECODE)]
-        prefix = batcher.pages.prefix
+        prefix = scheduler.block_manager.prefix
         return {
             "running": len(running),
             "waiting": len(sequences) - len(running),
             "rows": self.sizes.rows,
-            "kv_usage": batcher.pages.usage,
+            "kv_usage": scheduler.block_manager.usage,
             "pages": self.sizes.pages,
-            "pages_free": batcher.pages.free,
+            "pages_free": scheduler.block_manager.num_free_pages,
             "page_size": self.sizes.page_size,
-            "preemptions": batcher.preemptions,
-            "longest_wait": batcher.ranking.longest,
-            "longest_wait_allowed": batcher.ranking.longest_allowed(self.sizes.rows),
-            **dict(zip(Tally._fields, batcher.tally.tolist(), strict=True)),
+            "preemptions": scheduler.preemptions,
+            "longest_wait": scheduler.ranking.longest,
+            "longest_wait_allowed": scheduler.ranking.longest_allowed(self.sizes.rows),
+            **dict(zip(Tally._fields, scheduler.tally.tolist(), strict=True)),
             "prefix_queries": prefix.queries if prefix else 0,
             "prefix_hits": prefix.hits if prefix else 0,
             "prefix_pages": len(prefix) if prefix else 0,
@@ -236,8 +240,8 @@ class ContinuousEngine:
 
     # Taking a job in.
 
-    def _sequence(self, job: Job) -> Sequence:
-        request = job.request
+    def _sequence(self, engine_request: EngineRequest) -> Sequence:
+        request = engine_request.request
         prompt = self.prompt_tokens(request.prompt)
         vocabulary = self.model.decoder.shape.vocabulary
         eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
@@ -245,8 +249,8 @@ class ContinuousEngine:
         for name, number, most in (
             ("stop_token_ids", len(stops), STOPS),
             ("logit_bias", len(request.logit_bias), BIASES),
-            ("alternatives", job.alternatives or 0, MOST_ALTERNATIVES),
-            ("prompt_alternatives", job.prompt_alternatives or 0, MOST_ALTERNATIVES),
+            ("alternatives", engine_request.alternatives or 0, MOST_ALTERNATIVES),
+            ("prompt_alternatives", engine_request.prompt_alternatives or 0, MOST_ALTERNATIVES),
         ):
             if number > most:
                 raise RequestError(f"{name} has {number} entries; accepted are up to {most}")
@@ -254,14 +258,14 @@ class ContinuousEngine:
             wrong = [t for t in tokens if t >= vocabulary]
             if wrong:
                 raise RequestError(f"{name} holds the token {wrong[0]}; accepted are 0 to {vocabulary - 1}")
-        knobs = self.control.knobs(job.control)
+        row_gains = self.row_controllers.row_gains(engine_request.control)
         transcript = Transcript(request, self.stream(), len(prompt), self.model.stop_tokens, keep=False)
-        ticket = QueuedTicket(job, self._inbox.put)
-        sequence = Sequence(job, ticket, prompt, transcript, knobs)
+        output_stream = QueuedOutputStream(engine_request, self._inbox.put)
+        sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains)
         sequence.stops = stops
         sequence.private = self.method is not None and self.method.alters(len(prompt) - 1)
         if self.options.enable_prefix_caching and not sequence.private:
-            sequence.prompt_keys = list(extend(ROOT, prompt, self.sizes.page_size))
+            sequence.prompt_keys = list(page_hashes(ROOT_HASH, prompt, self.sizes.page_size))
         return sequence
 
     def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
@@ -280,13 +284,13 @@ class ContinuousEngine:
 
     def _run(self) -> None:
         try:
-            warmup.compile_ahead(self.programs, self.batcher, self.options, self._told)
+            warmup.compile_ahead(self.programs, self.scheduler, self.options, self._progress)
             self._warm = self.programs.compilations
             self._ready.set()
             busy = False
             while not self._stopping.is_set():
                 self._take_in(wait=not busy)
-                busy = self.batcher.turn()
+                busy = self.scheduler.step()
             self._end_all("abort", None)
         except BaseException as error:
             log.exception("the engine has failed")
@@ -305,24 +309,24 @@ class ContinuousEngine:
                 break
             wait = False
             if isinstance(item, Sequence):
-                item.arrival_round = self.batcher.rounds
-                self._live[item.ticket] = item
-                self.batcher.waiting.append(item)
-                if item.job.timeout is not None:
+                item.arrival_round = self.scheduler.rounds
+                self._live[item.output_stream] = item
+                self.scheduler.waiting.append(item)
+                if item.engine_request.timeout is not None:
                     self._timed[item] = None
             elif item is not None and item in self._live:
-                self.batcher.end(self._live[item], "abort")
+                self.scheduler.end(self._live[item], "abort")
         now = time.perf_counter()
         if now - self._looked < SOON:
             return
         self._looked = now
-        for sequence in [s for s in self._timed if now - s.arrival > (s.job.timeout or 0)]:
-            message = f"the job took longer than its timeout of {sequence.job.timeout:g} s"
-            self.batcher.end(sequence, "error", message, timed_out=True)
+        for sequence in [s for s in self._timed if now - s.arrival > (s.engine_request.timeout or 0)]:
+            message = f"the job took longer than its timeout of {sequence.engine_request.timeout:g} s"
+            self.scheduler.end(sequence, "error", message, timed_out=True)
 
     def _finished(self, sequence: Sequence) -> None:
         """A sequence has ended: forget it."""
-        self._live.pop(sequence.ticket, None)
+        self._live.pop(sequence.output_stream, None)
         self._timed.pop(sequence, None)
         if sequence.admitted is not None:
             self._service += 0.1 * (time.perf_counter() - sequence.admitted - self._service)
@@ -335,19 +339,19 @@ class ContinuousEngine:
         """End every job there is, and all that still come."""
         with self._lock:
             self._open = False
-        self.batcher.deliver()
+        self.scheduler.deliver()
         while True:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
             if isinstance(item, Sequence):
-                self._live[item.ticket] = item
+                self._live[item.output_stream] = item
         for sequence in list(self._live.values()):
             if not sequence.ended:
                 tokens = sequence.transcript.finish(reason, error)
                 sequence.stage = ENDED
-                sequence.ticket.put(sequence.delta(tokens))
+                sequence.output_stream.put(sequence.delta(tokens))
         wake(list(self._live))
         self._live.clear()
 
@@ -355,9 +359,9 @@ class ContinuousEngine:
 def start(
     path: str | Path,
     options: EngineOptions | None = None,
-    observer: Observer | None = None,
-    told: Callable[[int, int], None] = lambda done, all_: None,
-) -> ContinuousEngine:
+    metrics_hooks: MetricsHooks | None = None,
+    progress: Callable[[int, int], None] = lambda done, all_: None,
+) -> LLMEngine:
     """The engine of a Hugging Face model directory, with the calibration that it has.
 
     Raises ValueError, or OSError, which say what in the directory is at fault. It compiles in its own thread:
@@ -365,4 +369,4 @@ def start(
     """
     options = EngineOptions() if options is None else options
     model = models.load(path, options.dtype or default_dtype())
-    return ContinuousEngine(model, options, calibration_of(Path(path)), observer, told)
+    return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress)

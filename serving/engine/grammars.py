@@ -14,9 +14,9 @@ def masks(running: Iterable[Sequence], end: Callable[..., Any]) -> dict[int, np.
     """What the grammars allow next, by row; `end` ends a job whose grammar fails."""
     found = {}
     for s in running:
-        if s.job.grammar is not None and s.told >= s.replay:
+        if s.engine_request.grammar is not None and s.num_scheduled >= s.num_replay_tokens:
             try:
-                found[s.row] = np.asarray(s.job.grammar.mask()).reshape(-1).view(np.int32)
+                found[s.row] = np.asarray(s.engine_request.grammar.mask()).reshape(-1).view(np.int32)
             except Exception as error:  # a grammar is a program that came with a request
                 end(s, "error", f"the grammar failed: {error}")
     return found

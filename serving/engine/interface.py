@@ -37,7 +37,7 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class EngineRequest:
     """One sequence to continue. A request with n > 1 is several jobs with seeds of their own."""
 
     id: str
@@ -67,10 +67,10 @@ class Delta(NamedTuple):
     timed_out: bool = False  # with "error": the job's timeout has passed
 
 
-class Ticket(Protocol):
+class OutputStream(Protocol):
     """A job in the engine's hands."""
 
-    job: Job
+    engine_request: EngineRequest
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas, as they come; the last has a finish_reason. For threads."""
@@ -82,10 +82,10 @@ class Ticket(Protocol):
         """End the job now, wherever it is; its pages are returned, its last delta says "abort"."""
 
 
-class JobEngine(Protocol):
+class Engine(Protocol):
     """The engine as a front end sees it. Every method may be called from any thread."""
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, engine_request: EngineRequest) -> OutputStream:
         """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
 
     def ready(self) -> bool:

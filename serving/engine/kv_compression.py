@@ -6,13 +6,13 @@ import numpy as np
 
 from entropic_jax.methods.method import Compression
 
-from .block_manager import Pages
-from .device_state import Board
+from .block_manager import BlockManager
+from .device_state import DeviceState
 from .programs import Programs
 from .sequence import DECODE, Sequence
 
 
-class Shrinking:
+class KVCompression:
     """The rows whose prompts are still to be compressed, and those that are."""
 
     def __init__(self, rows: int, compression: Compression | None) -> None:
@@ -26,21 +26,27 @@ class Shrinking:
 
     def _left(self, sequence: Sequence) -> int:
         """Steps for which it has the whole of its prompt."""
-        return 0 if self.compression is None else self.compression.after - sequence.told
+        return 0 if self.compression is None else self.compression.after - sequence.num_scheduled
 
     def steps(self, running: Seq[Sequence], most: int) -> int:
         """How many steps may run before a prompt is due, `most` at most."""
         return min([most, *(self._left(s) for s in running if s.pending)])
 
-    def due(self, seats: Seq[Sequence | None]) -> list[Sequence]:
+    def due(self, slots: Seq[Sequence | None]) -> list[Sequence]:
         """Those whose time has come."""
-        return [s for s in seats if s is not None and s.pending and s.stage == DECODE and self._left(s) <= 0]
+        return [s for s in slots if s is not None and s.pending and s.stage == DECODE and self._left(s) <= 0]
 
-    def compress(self, programs: Programs, board: Board, seats: Seq[Sequence | None], pages: Pages) -> Board:
+    def compress(
+        self,
+        programs: Programs,
+        device_state: DeviceState,
+        slots: Seq[Sequence | None],
+        block_manager: BlockManager,
+    ) -> DeviceState:
         """Compress those that are due, of which nothing may be under way; the account of pages follows."""
-        for sequence in self.due(seats):
+        for sequence in self.due(slots):
             sequence.pending = False
-            board, found = programs.compress(board, sequence.row)
+            device_state, found = programs.compress(device_state, sequence.row)
             held, self.evicted[sequence.row] = np.asarray(found)
-            pages.shrink(sequence.row, int(held))
-        return board
+            block_manager.shrink(sequence.row, int(held))
+        return device_state

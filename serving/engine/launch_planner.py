@@ -9,7 +9,7 @@ import numpy as np
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
-from .device_state import Chunk, Output, Read
+from .device_state import DecodeOutput, PrefillChunk, PrefillOutput
 from .options import Sizes
 from .programs import Programs
 from .sequence import DECODE, Sequence
@@ -29,24 +29,24 @@ CHUNK, PIECE = 32, 16
 Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """What one turn gave to the device, and to whom."""
 
     running: list[tuple[Sequence, int, int]]  # sequence, row, epoch
     steps: int
     width: int
     begun: float
-    output: Output | None
+    output: DecodeOutput | None
     pieces: list[Piece]
-    read: Read | None
+    prefill: PrefillOutput | None
     scored: bool
 
 
-class Launches:
+class LaunchPlanner:
     """Puts launches together, and learns how long a step takes."""
 
     def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool) -> None:
-        """`overlapped` as in `Batcher`."""
+        """`overlapped` as in `Scheduler`."""
         self.sizes = sizes
         self.crowded, self.full = (aim * (1 if overlapped else SHARED) for aim in (CROWDED, FULL))
         self.least = np.zeros(sizes.rows, np.int32)
@@ -56,23 +56,26 @@ class Launches:
         self.stepped = 0.0  # when rows last had steps, or there were none that could
         self._step_seconds: dict[int, float] = {}
 
-    def chunk(self, reading: list[Sequence]) -> tuple[Chunk, list[Piece], bool]:
+    def chunk(self, reading: list[Sequence]) -> tuple[PrefillChunk, list[Piece], bool]:
         """The next pieces of prompts that are being read, and whether they are scored; they count as read."""
-        reading = sorted(reading, key=lambda s: (s.job.priority, s.admitted))
+        reading = sorted(reading, key=lambda s: (s.engine_request.priority, s.admitted))
         scored = not reading[0].scored
         reading = [s for s in reading if s.scored != scored]
-        prompts, size = self._shape([len(s.reading) - 1 - s.read for s in reading])
+        prompts, size = self._shape([len(s.prefill_tokens) - 1 - s.num_prefilled for s in reading])
         chunk = empty_chunk(prompts, size, self.sizes.rows)
         pieces = []
         for place, sequence in enumerate(reading[:prompts]):
-            begin, end = sequence.read, min(sequence.read + size, len(sequence.reading) - 1)
+            begin, end = (
+                sequence.num_prefilled,
+                min(sequence.num_prefilled + size, len(sequence.prefill_tokens) - 1),
+            )
             chunk.rows[place], chunk.count[place] = sequence.row, end - begin
-            chunk.tokens[place, : end - begin + 1] = sequence.reading[begin : end + 1]
-            sequence.read = end
-            if end == len(sequence.reading) - 1:
+            chunk.tokens[place, : end - begin + 1] = sequence.prefill_tokens[begin : end + 1]
+            sequence.num_prefilled = end
+            if end == len(sequence.prefill_tokens) - 1:
                 chunk.last[place] = True
                 sequence.stage = DECODE
-            chunk.total[place] = len(sequence.reading) - 1
+            chunk.total[place] = len(sequence.prefill_tokens) - 1
             pieces.append((sequence, sequence.epoch, begin, end))
         return chunk, pieces, scored
 
@@ -98,14 +101,14 @@ class Launches:
     def kind(self, running: list[Sequence]) -> tuple[int, PagePolicy | None, bool]:
         """What decodes them: its width, what its steps read, and whether its sampler draws for some."""
         shapes = self.sizes.shapes
-        page_policy = shapes.page_policies[-1 if any(s.knobs.pruning for s in running) else 0]
-        samples = shapes.samplers[-1 if any(s.knobs.sampler for s in running) else 0]
+        page_policy = shapes.page_policies[-1 if any(s.row_gains.pruning for s in running) else 0]
+        samples = shapes.samplers[-1 if any(s.row_gains.sampler for s in running) else 0]
         return self.width(len(running)), page_policy, samples
 
     def steps(self, running: list[Sequence], most: int, reading: int, waiting: bool) -> int:
         """How many steps to run, `most` at most, beside so many prompts that are being read."""
         if len(running) + reading < self.sizes.rows:
-            if any(s.told == 0 for s in running):
+            if any(s.num_scheduled == 0 for s in running):
                 return 1  # the first token of a sequence waits for no second
             aim = SOON if reading else OPEN
         else:
@@ -134,11 +137,11 @@ class Launches:
 
     def forced(self, running: list[Sequence], steps: int):
         """The tokens that rows are told again, int32 `[capacity, rows]`, −1 elsewhere."""
-        if all(s.told >= s.replay for s in running):
+        if all(s.num_scheduled >= s.num_replay_tokens for s in running):
             return self.unforced
         forced = np.full(self.unforced.shape, -1, np.int32)
         for s in running:
-            known = s.generated[s.told : min(s.told + steps, s.replay)]
+            known = s.generated[s.num_scheduled : min(s.num_scheduled + steps, s.num_replay_tokens)]
             forced[: len(known), s.row] = known
         return forced
 
@@ -161,9 +164,9 @@ class Launches:
         return self._constraints._replace(**given)
 
 
-def empty_chunk(prompts: int, size: int, rows: int) -> Chunk:
+def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
     """A chunk of no prompt."""
-    return Chunk(
+    return PrefillChunk(
         np.full(prompts, rows, np.int32),
         np.zeros((prompts, size + 1), np.int32),
         np.zeros(prompts, np.int32),

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
-class Observer:
+class MetricsHooks:
     """Called by the engine's thread, between launches: what is done here delays everyone.
 
     Times are those of `time.perf_counter`.
@@ -28,10 +28,10 @@ class Observer:
         """A job has ended; the delta has its reason, usage and summary."""
 
     def launched(
-        self, width: int, steps: int, counts: np.ndarray, measures: np.ndarray, seconds: float
+        self, width: int, steps: int, counts: np.ndarray, metrics: np.ndarray, seconds: float
     ) -> None:
         """A launch of `width` rows ran `steps` steps in so many seconds.
 
         Row r emitted `counts[r]` tokens; `measures[m, :counts[r], r]` are theirs, m as in
-        `transcript.MEASURES`, entropies in nats, cost in roofline seconds.
+        `transcript.TRACE_FIELDS`, entropies in nats, cost in roofline seconds.
         """

@@ -4,14 +4,14 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
-from .interface import Delta, Job
+from .interface import Delta, EngineRequest
 
 
-class QueuedTicket:
+class QueuedOutputStream:
     """A job in the engine's hands; the engine puts deltas in, one reader takes them out."""
 
-    def __init__(self, job: Job, cancel: Callable[["QueuedTicket"], None]) -> None:
-        self.job = job
+    def __init__(self, engine_request: EngineRequest, cancel: Callable[["QueuedOutputStream"], None]) -> None:
+        self.engine_request = engine_request
         self._cancel = cancel
         self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -46,19 +46,19 @@ class QueuedTicket:
                 return
 
 
-def wake(tickets: Iterable[QueuedTicket]) -> None:
+def wake(output_streams: Iterable[QueuedOutputStream]) -> None:
     """Wake the readers that wait in event loops, with one call for each loop."""
-    waiting: dict[asyncio.AbstractEventLoop, dict[QueuedTicket, asyncio.Event]] = {}
-    for ticket in tickets:
-        if ticket.waiter is not None:
-            loop, event = ticket.waiter
-            waiting.setdefault(loop, {})[ticket] = event
+    waiting: dict[asyncio.AbstractEventLoop, dict[QueuedOutputStream, asyncio.Event]] = {}
+    for output_stream in output_streams:
+        if output_stream.waiter is not None:
+            loop, event = output_stream.waiter
+            waiting.setdefault(loop, {})[output_stream] = event
     for loop, events in waiting.items():
         try:
             loop.call_soon_threadsafe(_set_all, list(events.values()))
         except RuntimeError:  # the loop is closed: its readers are gone, and will be cancelled
-            for ticket in events:
-                ticket.cancel()
+            for output_stream in events:
+                output_stream.cancel()
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-Key = bytes
-ROOT: Key = b""
+PageHash = bytes
+ROOT_HASH: PageHash = b""
 
 
-def extend(parent: Key, tokens: Sequence[int], page_size: int) -> Iterator[Key]:
+def page_hashes(parent: PageHash, tokens: Sequence[int], page_size: int) -> Iterator[PageHash]:
     """The keys of the full pages that `tokens` fill, after those that `parent` stands for."""
     whole = len(tokens) // page_size * page_size
     for page in np.asarray(tokens[:whole], np.int32).reshape(-1, page_size):
@@ -27,9 +27,11 @@ class PrefixCache:
     """Pages by the text they end; the caller sees to their references on the device."""
 
     def __init__(self) -> None:
-        self._pages: dict[Key, int] = {}
-        self._users: dict[Key, int] = {}
-        self._idle: OrderedDict[Key, None] = OrderedDict()  # without a user, the longest unused first
+        self._pages: dict[PageHash, int] = {}
+        self._users: dict[PageHash, int] = {}
+        self._evictable: OrderedDict[PageHash, None] = (
+            OrderedDict()
+        )  # without a user, the longest unused first
         self.queries = self.hits = 0  # tokens asked for, and found
 
     def __len__(self) -> int:
@@ -37,18 +39,18 @@ class PrefixCache:
         return len(self._pages)
 
     @property
-    def idle(self) -> int:
+    def num_evictable(self) -> int:
         """How many of them no row uses."""
-        return len(self._idle)
+        return len(self._evictable)
 
     def pages(self) -> list[int]:
         """The numbers of the pages held."""
         return list(self._pages.values())
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: PageHash) -> bool:
         return key in self._pages
 
-    def find(self, keys: Iterable[Key]) -> list[int]:
+    def match(self, keys: Iterable[PageHash]) -> list[int]:
         """The pages of the longest beginning of `keys` that is known."""
         found = []
         for key in keys:
@@ -57,31 +59,31 @@ class PrefixCache:
             found.append(self._pages[key])
         return found
 
-    def use(self, keys: Iterable[Key]) -> None:
+    def acquire(self, keys: Iterable[PageHash]) -> None:
         """A row shares these pages from now on."""
         for key in keys:
             self._users[key] += 1
-            self._idle.pop(key, None)
+            self._evictable.pop(key, None)
 
-    def add(self, key: Key, page: int) -> bool:
+    def insert(self, key: PageHash, page: int) -> bool:
         """Keep a page that a row holds, which is thereby its user. False if the text is known already."""
         if key in self._pages:
             return False
         self._pages[key], self._users[key] = page, 1
         return True
 
-    def leave(self, keys: Sequence[Key]) -> None:
+    def release(self, keys: Sequence[PageHash]) -> None:
         """A row has ended that used these pages; the later ones of a text are given up before the earlier."""
         for key in reversed(keys):
             self._users[key] -= 1
             if self._users[key] == 0:
-                self._idle[key] = None
+                self._evictable[key] = None
 
-    def give_up(self, count: int) -> list[int]:
+    def evict(self, count: int) -> list[int]:
         """Forget up to `count` pages without a user; returns them, to be dropped on the device."""
         given = []
-        while self._idle and len(given) < count:
-            key, _ = self._idle.popitem(last=False)
+        while self._evictable and len(given) < count:
+            key, _ = self._evictable.popitem(last=False)
             given.append(self._pages.pop(key))
             del self._users[key]
         return given

@@ -40,7 +40,7 @@ class Ranking:
         score = self.priorities(ordered, rounds, drops).tolist()
         for sequence, priority in zip(ordered, score, strict=True):
             sequence.priority = priority
-        risen = lambda s: s.job.priority - s.waited(rounds) * self.law.ageing // self.law.bound
+        risen = lambda s: s.engine_request.priority - s.waited(rounds) * self.law.ageing // self.law.bound
         if self.policy == "fcfs":
             return sorted(ordered, key=lambda s: (risen(s), s.arrival))
         return sorted(ordered, key=lambda s: (risen(s), -s.priority, s.arrival))

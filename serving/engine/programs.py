@@ -19,16 +19,16 @@ from entropic_jax.methods.method import Compression, Method
 from entropic_jax.sampling.constraints import Constraints
 
 from .device_state import (
-    Board,
-    Chunk,
-    Commands,
-    Output,
-    Read,
-    apply_commands,
+    DecodeOutput,
+    DeviceState,
+    PrefillChunk,
+    PrefillOutput,
+    UpdateBatch,
+    apply_updates,
     compress,
     decode,
     park,
-    read_prompts,
+    prefill,
     unpark,
 )
 
@@ -65,53 +65,59 @@ class Shapes:
 class Programs:
     """The compiled programs, by shape."""
 
-    def __init__(self, decoder: Any, params: Any, board: Board, prior: Moments, shapes: Shapes) -> None:
+    def __init__(
+        self, decoder: Any, params: Any, device_state: DeviceState, prior: Moments, shapes: Shapes
+    ) -> None:
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
-        rows = board.state.status.shape[0]
+        rows = device_state.state.status.shape[0]
         # One row that holds nothing, to clear others with. Copied: the board will be consumed.
         nothing: Any = None
         self.blank = jax.tree.map(
             lambda x: jnp.copy(x[:1]) if x.ndim and x.shape[0] == rows else jnp.copy(x),
-            board.state._replace(cache=nothing),
+            device_state.state._replace(cache=nothing),
         )
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
         self.compile_seconds = 0.0
 
-    def apply(self, board: Board, commands: Commands) -> Board:
-        """`apply_commands`."""
-        run = self._program(("apply", commands.prompt is not None), self.blank, board, commands)
-        return run(self.blank, board, commands)
+    def apply(self, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
+        """`apply_updates`."""
+        run = self._program(("apply", batch.prompt is not None), self.blank, device_state, batch)
+        return run(self.blank, device_state, batch)
 
-    def read(self, board: Board, chunk: Chunk, scored: bool) -> tuple[Board, Read]:
-        """`read_prompts`."""
-        key = ("read", *chunk.tokens.shape, scored)
-        return self._program(key, self.params, board, chunk)(self.params, board, chunk)
+    def prefill(
+        self, device_state: DeviceState, chunk: PrefillChunk, scored: bool
+    ) -> tuple[DeviceState, PrefillOutput]:
+        """`prefill`."""
+        key = ("prefill", *chunk.tokens.shape, scored)
+        return self._program(key, self.params, device_state, chunk)(self.params, device_state, chunk)
 
-    def compress(self, board: Board, row: int) -> tuple[Board, jax.Array]:
+    def compress(self, device_state: DeviceState, row: int) -> tuple[DeviceState, jax.Array]:
         """`compress`."""
-        return self._program(("compress",), board, np.int32(row))(board, np.int32(row))
+        return self._program(("compress",), device_state, np.int32(row))(device_state, np.int32(row))
 
     def decode(
         self,
-        board: Board,
+        device_state: DeviceState,
         steps: int,
         constraints: Constraints,
         forced: Any,
         kind: tuple[int, PagePolicy | None, bool],
-    ) -> tuple[Board, Output]:
+    ) -> tuple[DeviceState, DecodeOutput]:
         """`decode`, of a kind: width, selection, and whether some rows are drawn by the sampler."""
-        given = (self.params, board, np.int32(steps), constraints, forced, self.prior)
+        given = (self.params, device_state, np.int32(steps), constraints, forced, self.prior)
         return self._program(("decode", *kind), *given)(*given)
 
-    def park(self, board: Board, row: int) -> dict[str, Any]:
+    def park(self, device_state: DeviceState, row: int) -> dict[str, Any]:
         """`park`."""
-        return self._program(("park",), board, np.int32(row))(board, np.int32(row))
+        return self._program(("park",), device_state, np.int32(row))(device_state, np.int32(row))
 
-    def unpark(self, board: Board, row: int, parked: dict[str, Any]) -> Board:
+    def unpark(self, device_state: DeviceState, row: int, parked: dict[str, Any]) -> DeviceState:
         """`unpark`."""
-        return self._program(("unpark",), board, np.int32(row), parked)(board, np.int32(row), parked)
+        return self._program(("unpark",), device_state, np.int32(row), parked)(
+            device_state, np.int32(row), parked
+        )
 
     def _program(self, key: tuple, *given: Any) -> Callable[..., Any]:
         return self._compiled.get(key) or self._compile(key, given)
@@ -119,12 +125,12 @@ class Programs:
     def _compile(self, key: tuple, given: tuple) -> Callable[..., Any]:
         begun = time.perf_counter()
         program, donated = {
-            "apply": lambda: (apply_commands, 1),
+            "apply": lambda: (apply_updates, 1),
             "park": lambda: (park, ()),
             "unpark": lambda: (unpark, 0),
             "compress": lambda: (partial(compress, method=self.shapes.method), 0),
-            "read": lambda: (
-                partial(read_prompts, self.decoder, scored=key[-1], method=self.shapes.method),
+            "prefill": lambda: (
+                partial(prefill, self.decoder, scored=key[-1], method=self.shapes.method),
                 1,
             ),
             "decode": lambda: (
@@ -147,10 +153,12 @@ class Programs:
             self.compile_seconds += time.perf_counter() - begun
         return compiled
 
-    def compile_ahead(self, examples: list[tuple], workers: int, told: Callable[[int, int], None]) -> None:
-        """Compile programs of `(key, arguments)` in parallel; `told(done, all)` after each."""
+    def compile_ahead(
+        self, examples: list[tuple], workers: int, progress: Callable[[int, int], None]
+    ) -> None:
+        """Compile programs of `(key, arguments)` in parallel; `progress(done, all)` after each."""
         examples = [example for example in examples if example[0] not in self._compiled]
         with ThreadPoolExecutor(workers) as pool:
             done = pool.map(lambda example: self._compile(*example), examples)
             for number, _ in enumerate(done, 1):
-                told(number, len(examples))
+                progress(number, len(examples))

@@ -101,7 +101,7 @@ class Forecast:
         return action, observe(state, signal.entropy, signal.emitting)
 
 
-class Knobs(NamedTuple):
+class RowGains(NamedTuple):
     """What the control of one sequence is, as the engine needs it."""
 
     gains: np.ndarray  # float32 [n], every gain and switch in the order of the controller's leaves
@@ -110,7 +110,7 @@ class Knobs(NamedTuple):
     branches: int = 0  # that it may have; 0: it does not search
 
 
-class RowControl:
+class RowControllers:
     """Turns the control that a job asks for into the numbers that the rows' common controller takes."""
 
     def __init__(
@@ -133,7 +133,7 @@ class RowControl:
         self.method, self.always = method, always
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.sampler, self.drawing = sampler, drawing
-        self.knobs = functools.lru_cache(maxsize=1024)(self._knobs)
+        self.row_gains = functools.lru_cache(maxsize=1024)(self._row_gains)
 
     @property
     def prior(self) -> Moments:
@@ -146,7 +146,7 @@ class RowControl:
         own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), False)
         return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own)
 
-    def _knobs(self, control: Control) -> Knobs:
+    def _row_gains(self, control: Control) -> RowGains:
         """The numbers of one row. RequestError where the programs are not compiled for what is asked."""
         accepted = [name for name in NAMES if name != "paper"] + ([self.sampler] if self.sampler else [])
         if control.preset not in accepted:
@@ -166,7 +166,7 @@ class RowControl:
                 )
             own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), True)
             searches = branches if branches > 1 else 0
-            return Knobs(_numbers(own), pruning=bool(self.always), sampler=True, branches=searches)
+            return RowGains(_numbers(own), pruning=bool(self.always), sampler=True, branches=searches)
         if given.get("law", self.law) != self.law:
             raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")
         laws = control_options.build(
@@ -181,7 +181,7 @@ class RowControl:
             )
         heat = heats[0] if heats else temperature(Gains(law=self.law))
         own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning(), False)
-        return Knobs(_numbers(own), bool(prunes or self.always))
+        return RowGains(_numbers(own), bool(prunes or self.always))
 
     def _chain(self, heated: bool, law: Any, pruned: bool, pruning: Pruning, drawn: bool) -> Chain:
         sampler = () if self.sampler is None else (Sampler(drawn, self.drawing),)
@@ -192,7 +192,7 @@ def _numbers(controller: Chain) -> np.ndarray:
     return np.array([float(x) for x in jax.tree.leaves(controller)], np.float32)
 
 
-def turn_knobs(controller: Any, rows: jax.Array, gains: jax.Array) -> Any:
+def set_gains(controller: Any, rows: jax.Array, gains: jax.Array) -> Any:
     """The controller with gains float32 `[k, n]` for rows int32 `[k]`; numbers past the last are ignored."""
     leaves, structure = jax.tree.flatten(controller)
     changed = [
@@ -201,6 +201,6 @@ def turn_knobs(controller: Any, rows: jax.Array, gains: jax.Array) -> Any:
     return jax.tree.unflatten(structure, changed)
 
 
-def gains_of(controller: Any) -> int:
+def num_gains(controller: Any) -> int:
     """How many gains and switches a row has."""
     return len(jax.tree.leaves(controller))

@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from ..transcript import MEASURES, Token, Transcript, Usage
-from .interface import Alternative, Delta, Job, PromptToken
-from .output_stream import QueuedTicket
-from .prefix_cache import Key
-from .row_controllers import Knobs
+from ..transcript import TRACE_FIELDS, Token, Transcript, Usage
+from .interface import Alternative, Delta, EngineRequest, PromptToken
+from .output_stream import QueuedOutputStream
+from .prefix_cache import PageHash
+from .row_controllers import RowGains
 
 # What a token of a prompt takes, as a part of one that is generated, for which weights are read once more.
 PROMPT_TOKEN = 0.25
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
 ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (
-    MEASURES.index(name)
+    TRACE_FIELDS.index(name)
     for name in ("entropy", "temperature", "kept_fraction", "certificate", "entropic_time", "cost")
 )
 
 
-class Measures(Mapping[str, float]):
+class TokenMetrics(Mapping[str, float]):
     """What was measured when a token was chosen: one column of a launch, read when it is asked for."""
 
     __slots__ = ("_column", "_step")
@@ -32,53 +32,58 @@ class Measures(Mapping[str, float]):
 
     def __getitem__(self, name: str) -> float:
         try:
-            return float(self._column[MEASURES.index(name), self._step])
+            return float(self._column[TRACE_FIELDS.index(name), self._step])
         except ValueError:
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(MEASURES)
+        return iter(TRACE_FIELDS)
 
     def __len__(self) -> int:
-        return len(MEASURES)
+        return len(TRACE_FIELDS)
 
 
 class Sequence:
     """A job in the engine. Only the engine's thread changes it."""
 
     def __init__(
-        self, job: Job, ticket: QueuedTicket, prompt: tuple[int, ...], transcript: Transcript, knobs: Knobs
+        self,
+        engine_request: EngineRequest,
+        output_stream: QueuedOutputStream,
+        prompt: tuple[int, ...],
+        transcript: Transcript,
+        row_gains: RowGains,
     ) -> None:
-        self.job, self.ticket, self.prompt, self.transcript, self.knobs = (
-            job,
-            ticket,
+        self.engine_request, self.output_stream, self.prompt, self.transcript, self.row_gains = (
+            engine_request,
+            output_stream,
             prompt,
             transcript,
-            knobs,
+            row_gains,
         )
         self.stage = WAITING
         self.generated: list[int] = []
         self.row = -1
         self.epoch = 0  # counts placements: what came of an earlier one is not ours any more
-        self.reading: tuple[int, ...] = ()  # what the row reads before it runs, and the token after it
-        self.read = 0  # positions of it given to the device
-        self.replay = 0  # tokens that the row is told again after that, instead of drawing them
-        self.told = 0  # tokens that it was given steps for
-        self.replayed = 0  # tokens told again that have come back
+        self.prefill_tokens: tuple[int, ...] = ()  # what the row reads before it runs, and the token after it
+        self.num_prefilled = 0  # positions of it given to the device
+        self.num_replay_tokens = 0  # tokens that the row is told again after that, instead of drawing them
+        self.num_scheduled = 0  # tokens that it was given steps for
+        self.num_replayed = 0  # tokens told again that have come back
         self.parked: Any = None  # state of the row when it was preempted
-        self.prompt_keys: list[Key] = []
-        self.used: list[Key] = []  # of the prefix cache
+        self.prompt_keys: list[PageHash] = []
+        self.used: list[PageHash] = []  # of the prefix cache
         self.cached_tokens = 0
         self.prompt_scores: list[tuple[float, tuple[Alternative, ...]]] = []
-        self.scored = job.prompt_alternatives is None  # or what was asked of the prompt is known
+        self.scored = engine_request.prompt_alternatives is None  # or what was asked of the prompt is known
         self.arrival = time.perf_counter()
         self.arrival_round = 0.0
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.preemptions = 0
-        self.sums = np.zeros(len(MEASURES))
-        self.last = np.zeros(len(MEASURES), np.float32)
+        self.sums = np.zeros(len(TRACE_FIELDS))
+        self.last = np.zeros(len(TRACE_FIELDS), np.float32)
         self.certificate = 0.0
         self.priority = 0.0  # π when it was last looked at
 
@@ -87,22 +92,24 @@ class Sequence:
         self.pending = False  # its prompt is still to be compressed
         self.spent = 0.0  # roofline seconds, branches and tokens taken back included
         # What a grammar allows is known for the next token alone.
-        self.branches = 0 if job.grammar is not None else knobs.branches  # 0: it does not search
+        self.branches = (
+            0 if engine_request.grammar is not None else row_gains.branches
+        )  # 0: it does not search
 
     @property
     def left(self) -> float:
         """What is left to compute, if all tokens are generated that may be, in tokens generated."""
         unread = 0 if self.generated else len(self.prompt)
-        return PROMPT_TOKEN * unread + self.job.request.max_tokens - len(self.generated)
+        return PROMPT_TOKEN * unread + self.engine_request.request.max_tokens - len(self.generated)
 
     @property
     def most(self) -> int:
         """Positions that it holds in the end, if all tokens are generated that may be."""
-        return len(self.prompt) + self.job.request.max_tokens
+        return len(self.prompt) + self.engine_request.request.max_tokens
 
     def slack(self, now: float) -> float:
         """The share of the time to its deadline that is left, 1 without one."""
-        deadline = self.job.deadline
+        deadline = self.engine_request.deadline
         return 1.0 if deadline is None else min(1.0, max(0.0, 1 - (now - self.arrival) / max(deadline, 1e-3)))
 
     def waited(self, rounds: float) -> float:
@@ -111,7 +118,7 @@ class Sequence:
 
     def replays(self, exact: bool) -> bool:
         """Whether reading its text would not make of it what its steps made: it is told its tokens again."""
-        return exact or self.knobs.pruning or self.private
+        return exact or self.row_gains.pruning or self.private
 
     @property
     def ended(self) -> bool:
@@ -120,7 +127,7 @@ class Sequence:
     def describe(self, now: float) -> dict[str, Any]:
         """What may be shown of it, entropies in nats; another thread than the engine's may call."""
         return {
-            "id": self.job.id,
+            "id": self.engine_request.id,
             "state": self.stage,
             "prompt_tokens": len(self.prompt),
             "tokens": len(self.generated),
@@ -144,22 +151,24 @@ class Sequence:
         add, taken = self.transcript.add, 0
         for step, token in enumerate(tokens):
             if tops is None:
-                settled += add(token, Measures(column, step))
+                settled += add(token, TokenMetrics(column, step))
             else:
-                settled += add(token, Measures(column, step), *self._alternatives(tops, step))
+                settled += add(token, TokenMetrics(column, step), *self._alternatives(tops, step))
             taken += 1
             if self.transcript.finish_reason is not None:
                 break
         self.generated += tokens[:taken]
         self.sums += column[:, :taken].sum(1) if sums is None or taken < len(tokens) else sums
         self.last = column[:, taken - 1]
-        if self.knobs.pruning:
+        if self.row_gains.pruning:
             self.certificate = max(self.certificate, float(column[CERTIFICATE, :taken].max()))
         return settled
 
     def _alternatives(self, tops: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
         logprob, token, values = tops
-        return float(logprob[step]), alternatives(token[step], values[step], self.job.alternatives or 0)
+        return float(logprob[step]), alternatives(
+            token[step], values[step], self.engine_request.alternatives or 0
+        )
 
     def delta(self, tokens: list[Token] | tuple[Token, ...] = (), **given: Any) -> Delta:
         """News; with the last, the account."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from entropic_jax.state import READING, RUNNING
+from entropic_jax.state import PREFILLING, RUNNING
 
 from ..request import Request
 from .device_state import (
@@ -20,7 +20,7 @@ from .device_state import (
     STATUS,
     TOKEN,
     TOP_K,
-    Commands,
+    UpdateBatch,
 )
 
 PLACES = 8  # jobs that one command places
@@ -38,13 +38,13 @@ class Placement(NamedTuple):
     limit: int  # length at which the row is full
     stops: tuple[int, ...]
     shared: list[int]  # pages
-    read: bool  # nothing of the text is left to read but the token
+    ready: bool  # nothing of the text is left to read but the token
     gains: np.ndarray
     penalised: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
     branches: int = 0  # that it may have; 0: it does not search
 
 
-class Edits:
+class StateUpdates:
     """Edits for the next commands. Pages are kept before rows end, and rows end before jobs are placed."""
 
     def __init__(self, rows: int, pages: int, per_row: int, gains: int, vocabulary: int) -> None:
@@ -58,39 +58,44 @@ class Edits:
         self._clear()
 
     def _clear(self) -> None:
-        self.retained: list[int] = []
-        self.ended: list[int] = []
-        self.dropped: list[int] = []
-        self.placed: list[Placement] = []
+        self.retained_pages: list[int] = []
+        self.freed_rows: list[int] = []
+        self.released_pages: list[int] = []
+        self.placements: list[Placement] = []
 
     def __bool__(self) -> bool:
-        return bool(self.retained or self.ended or self.dropped or self.placed)
+        return bool(self.retained_pages or self.freed_rows or self.released_pages or self.placements)
 
-    def take(self) -> Iterator[Commands]:
+    def batches(self) -> Iterator[UpdateBatch]:
         """The commands that make these edits, which are forgotten."""
-        retained, ended, dropped, placed = self.retained, self.ended, self.dropped, self.placed
+        retained, ended, dropped, placed = (
+            self.retained_pages,
+            self.freed_rows,
+            self.released_pages,
+            self.placements,
+        )
         self._clear()
         while len(retained) > MOVED:
-            yield self._commands(retained[:MOVED], (), (), ())
+            yield self._batch(retained[:MOVED], (), (), ())
             retained = retained[MOVED:]
         plain = [p for p in placed if p.penalised is None]
         penalised = [p for p in placed if p.penalised is not None]
-        yield self._commands(retained, ended, dropped[:MOVED], plain[:PLACES])
+        yield self._batch(retained, ended, dropped[:MOVED], plain[:PLACES])
         rest = [((), plain[i : i + PLACES]) for i in range(PLACES, len(plain), PLACES)]
         rest += [((), penalised[i : i + PLACES]) for i in range(0, len(penalised), PLACES)]
         late = [(dropped[i : i + MOVED], ()) for i in range(MOVED, len(dropped), MOVED)]
         for pages, places in itertools.chain(late, rest):
-            yield self._commands((), (), pages, places)
+            yield self._batch((), (), pages, places)
 
-    def blank(self, penalised: bool) -> Commands:
+    def blank(self, penalised: bool) -> UpdateBatch:
         """Commands that change nothing."""
         integers = np.zeros((PLACES, INTEGERS), np.int32)
         integers[:, ROW] = self.rows
         history = np.zeros((PLACES, self.vocabulary), bool) if penalised else None
-        return Commands(
-            retained=np.full(MOVED, self.bin, np.int32),
-            ended=np.zeros(self.rows, bool),
-            dropped=np.full(MOVED, self.bin, np.int32),
+        return UpdateBatch(
+            retained_pages=np.full(MOVED, self.bin, np.int32),
+            freed_rows=np.zeros(self.rows, bool),
+            released_pages=np.full(MOVED, self.bin, np.int32),
             integers=integers,
             numbers=np.ones((PLACES, len(NUMBERS)), np.float32),
             stops=np.full((PLACES, STOPS), -1, np.int32),
@@ -102,32 +107,36 @@ class Edits:
             generated=None if history is None else history.astype(np.int32),
         )
 
-    def _commands(self, retained: Any, ended: Any, dropped: Any, placed: Any) -> Commands:
-        made = self.blank(any(p.penalised is not None for p in placed))
-        made.retained[: len(retained)] = retained
-        made.ended[list(ended)] = True
-        made.dropped[: len(dropped)] = dropped
-        for place, job in enumerate(placed):
-            request = job.request
+    def _batch(self, retained: Any, ended: Any, dropped: Any, placed: Any) -> UpdateBatch:
+        batch = self.blank(any(p.penalised is not None for p in placed))
+        batch.retained_pages[: len(retained)] = retained
+        batch.freed_rows[list(ended)] = True
+        batch.released_pages[: len(dropped)] = dropped
+        for place, engine_request in enumerate(placed):
+            request = engine_request.request
             values = {
-                ROW: job.row,
+                ROW: engine_request.row,
                 SEED: request.seed,
-                TOKEN: job.token,
-                LIMIT: job.limit,
-                STATUS: RUNNING if job.read else READING,
-                SHARED: len(job.shared),
+                TOKEN: engine_request.token,
+                LIMIT: engine_request.limit,
+                STATUS: RUNNING if engine_request.ready else PREFILLING,
+                SHARED: len(engine_request.shared),
                 TOP_K: request.top_k,
-                BRANCHES: job.branches,
+                BRANCHES: engine_request.branches,
             }
-            made.integers[place, list(values)] = list(values.values())
-            made.numbers[place] = [getattr(request, name) for name in NUMBERS]
-            made.stops[place, : len(job.stops)] = job.stops
-            made.bias_tokens[place, : len(request.logit_bias)] = list(request.logit_bias)
-            made.bias_values[place, : len(request.logit_bias)] = list(request.logit_bias.values())
-            made.pages[place, : len(job.shared)] = job.shared
-            made.gains[place] = job.gains
-            if job.penalised is not None and made.prompt is not None and made.generated is not None:
-                prompt, generated = job.penalised
-                made.prompt[place, list(prompt)] = True
-                np.add.at(made.generated[place], generated, 1)
-        return made
+            batch.integers[place, list(values)] = list(values.values())
+            batch.numbers[place] = [getattr(request, name) for name in NUMBERS]
+            batch.stops[place, : len(engine_request.stops)] = engine_request.stops
+            batch.bias_tokens[place, : len(request.logit_bias)] = list(request.logit_bias)
+            batch.bias_values[place, : len(request.logit_bias)] = list(request.logit_bias.values())
+            batch.pages[place, : len(engine_request.shared)] = engine_request.shared
+            batch.gains[place] = engine_request.gains
+            if (
+                engine_request.penalised is not None
+                and batch.prompt is not None
+                and batch.generated is not None
+            ):
+                prompt, generated = engine_request.penalised
+                batch.prompt[place, list(prompt)] = True
+                np.add.at(batch.generated[place], generated, 1)
+        return batch

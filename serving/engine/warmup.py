@@ -11,11 +11,11 @@ import numpy as np
 from .launch_planner import empty_chunk
 from .options import EngineOptions, cores
 from .programs import Programs
-from .scheduler import Batcher
+from .scheduler import Scheduler
 
 
 def compile_ahead(
-    programs: Programs, batcher: Batcher, options: EngineOptions, told: Callable[[int, int], None]
+    programs: Programs, scheduler: Scheduler, options: EngineOptions, progress: Callable[[int, int], None]
 ) -> None:
     """Compile all programs (`full`), those that every job needs (`min`), or none.
 
@@ -25,42 +25,42 @@ def compile_ahead(
     """
     if options.warmup == "none":
         return
-    _compile(programs, batcher, options, told)
+    _compile(programs, scheduler, options, progress)
     give_memory_back()
 
 
 def _compile(
-    programs: Programs, batcher: Batcher, options: EngineOptions, told: Callable[[int, int], None]
+    programs: Programs, scheduler: Scheduler, options: EngineOptions, progress: Callable[[int, int], None]
 ) -> None:
-    launches = batcher.launches
+    planner = scheduler.planner
     prunes = options.preset in ("meso", "full")
-    full, board, shapes = options.warmup == "full", batcher.board, programs.shapes
+    full, device_state, shapes = options.warmup == "full", scheduler.device_state, programs.shapes
     examples: list[tuple[tuple, tuple]] = [
-        (("apply", p), (programs.blank, board, batcher.edits.blank(p))) for p in (False, True)
+        (("apply", p), (programs.blank, device_state, scheduler.updates.blank(p))) for p in (False, True)
     ]
     for prompts, size in shapes.chunks:
-        chunk = empty_chunk(prompts, size, batcher.sizes.rows)
+        chunk = empty_chunk(prompts, size, scheduler.sizes.rows)
         for scored in (False, True)[: 1 + full]:
-            examples.append((("read", prompts, size + 1, scored), (programs.params, board, chunk)))
+            examples.append((("prefill", prompts, size + 1, scored), (programs.params, device_state, chunk)))
     if shapes.compression is not None:
-        examples.append((("compress",), (board, np.int32(0))))
+        examples.append((("compress",), (device_state, np.int32(0))))
     for width in shapes.widths:
         page_policies = shapes.page_policies if full or prunes else shapes.page_policies[:1]
         samplers = shapes.samplers if full else shapes.samplers[-1:]
         for page_policy, samples in itertools.product(page_policies, samplers):
             given = (
                 programs.params,
-                board,
+                device_state,
                 np.int32(1),
-                launches.constraints({}),
-                launches.unforced,
+                planner.constraints({}),
+                planner.unforced,
                 programs.prior,
             )
             examples.append((("decode", width, page_policy, samples), given))
-    programs.compile_ahead(examples, options.compile_workers or cores(), told)
+    programs.compile_ahead(examples, options.compile_workers or cores(), progress)
     if full:
-        parked = programs.park(board, 0)
-        programs.compile_ahead([(("unpark",), (board, np.int32(0), parked))], 1, told)
+        parked = programs.park(device_state, 0)
+        programs.compile_ahead([(("unpark",), (device_state, np.int32(0), parked))], 1, progress)
 
 
 def give_memory_back() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..control_options import AUTO, calibration_of
-from ..engine.interface import Delta, Job, JobEngine, QueueFullError, Ticket
+from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
 from ..request import RequestError
 from .grammar import Grammars
 from .metrics import Metrics
@@ -43,19 +43,19 @@ class Frontend:
     """An engine with the text side of its model, and the state of the server around them."""
 
     def __init__(
-        self, engine: JobEngine, model: ServedModel, settings: Settings, metrics: Metrics | None = None
+        self, engine: Engine, model: ServedModel, settings: Settings, metrics: Metrics | None = None
     ) -> None:
         self.engine, self.model, self.settings = engine, model, settings
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
         self.grammars = Grammars(model, settings.limits.grammar)
         self.started = int(time.time())
         self.draining = False
-        self.tickets: set[Ticket] = set()
+        self.output_streams: set[OutputStream] = set()
 
     @property
     def busy(self) -> bool:
         """Whether jobs are in flight."""
-        return bool(self.tickets)
+        return bool(self.output_streams)
 
     def check_model(self, name: str | None) -> str:
         """The name under which the model answers; FrontendError for one that is not served."""
@@ -71,52 +71,52 @@ class Frontend:
         if self.draining:
             raise FrontendError(503, "the server is shutting down", retry_after=RETRY)
 
-    def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
+    def submit(self, engine_requests: Sequence[EngineRequest]) -> list[OutputStream]:
         """Hand all jobs to the engine, or none of them."""
         self.check_able()
-        tickets: list[Ticket] = []
+        output_streams: list[OutputStream] = []
         try:
-            for job in jobs:
-                tickets.append(self.engine.submit(job))
+            for engine_request in engine_requests:
+                output_streams.append(self.engine.submit(engine_request))
         except BaseException as error:
-            for ticket in tickets:
-                ticket.cancel()
+            for output_stream in output_streams:
+                output_stream.cancel()
             if isinstance(error, QueueFullError):
                 self.metrics.refused()
                 raise FrontendError(429, str(error), retry_after=error.retry_after) from None
             if isinstance(error, RuntimeError):  # the engine has stopped
                 raise FrontendError(503, f"the engine is not able: {error}", retry_after=RETRY) from error
             raise
-        self.tickets.update(tickets)
-        return tickets
+        self.output_streams.update(output_streams)
+        return output_streams
 
-    async def follow(self, ticket: Ticket) -> AsyncIterator[Delta]:
+    async def follow(self, output_stream: OutputStream) -> AsyncIterator[Delta]:
         """The deltas of a job; who leaves before the last cancels it."""
-        watch = self.metrics.watch(ticket.job)
+        watch = self.metrics.watch(output_stream.engine_request)
         try:
-            async for delta in ticket:
+            async for delta in output_stream:
                 watch.note(delta)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
             if watch.ended:
-                self.tickets.discard(ticket)
+                self.output_streams.discard(output_stream)
             else:
-                self.release((ticket,))
+                self.release((output_stream,))
 
-    def release(self, tickets: Iterable[Ticket]) -> None:
+    def release(self, output_streams: Iterable[OutputStream]) -> None:
         """Cancel those of the jobs that nobody follows to their end."""
-        for ticket in tickets:
-            if ticket in self.tickets:
-                self.tickets.discard(ticket)
-                ticket.cancel()
+        for output_stream in output_streams:
+            if output_stream in self.output_streams:
+                self.output_streams.discard(output_stream)
+                output_stream.cancel()
                 self.metrics.abandoned()
 
     def abandon(self) -> None:
         """End all jobs in flight now; their readers get what there is."""
-        for ticket in tuple(self.tickets):
-            ticket.cancel()
+        for output_stream in tuple(self.output_streams):
+            output_stream.cancel()
 
     @functools.cached_property
     def target_entropy(self) -> float:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..engine.interface import Delta, Job, JobEngine
+from ..engine.interface import Delta, Engine, EngineRequest
 
 LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -42,7 +42,7 @@ OWN = (
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, engine: JobEngine, model: str, prefix: str = "vllm") -> None:
+    def __init__(self, engine: Engine, model: str, prefix: str = "vllm") -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, prefix))
         label = {"labelnames": ["model_name"], "registry": self.registry}
@@ -93,9 +93,9 @@ class Metrics:
         """All of them in Prometheus' text format."""
         return exposition.generate_latest(self.registry)
 
-    def watch(self, job: Job) -> "Watch":
+    def watch(self, engine_request: EngineRequest) -> "Watch":
         """What measures one job."""
-        return Watch(self, job)
+        return Watch(self, engine_request)
 
     def refused(self) -> None:
         """Count a request that found the queue full."""
@@ -109,8 +109,8 @@ class Metrics:
 class Watch:
     """Measures one job from now to its end."""
 
-    def __init__(self, metrics: Metrics, job: Job) -> None:
-        self.metrics, self.job = metrics, job
+    def __init__(self, metrics: Metrics, engine_request: EngineRequest) -> None:
+        self.metrics, self.engine_request = metrics, engine_request
         self.start = time.perf_counter()
         self.latest: float | None = None
         self.tokens = 0
@@ -136,7 +136,7 @@ class Watch:
                     (m.kept, "kept_fraction"),
                     (m.cost, "cost"),
                 ):
-                    value = token.measures.get(name)
+                    value = token.metrics.get(name)
                     if value is not None and math.isfinite(value):
                         histogram.observe(value)
         if delta.finish_reason is not None:
@@ -164,7 +164,7 @@ class Watch:
 class EngineCollector(Collector):
     """What the engine's snapshot says, read when Prometheus asks."""
 
-    def __init__(self, engine: JobEngine, model: str, prefix: str) -> None:
+    def __init__(self, engine: Engine, model: str, prefix: str) -> None:
         self.engine, self.model, self.prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Any]:

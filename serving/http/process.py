@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
             if not self.frontend.busy:
                 self.should_exit = True
             elif time.monotonic() >= self.deadline:
-                logger.warning("drain timed out", extra={"ended": len(self.frontend.tickets)})
+                logger.warning("drain timed out", extra={"ended": len(self.frontend.output_streams)})
                 self.frontend.abandon()
                 self.should_exit = True
         return await super().on_tick(counter)
@@ -104,7 +104,7 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     server.run(sockets=[listener])
     left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())
-    frontend.engine.close(drain=left if frontend.tickets else 0.0)
+    frontend.engine.close(drain=left if frontend.output_streams else 0.0)
     if tracer_provider is not None:
         tracer_provider.shutdown()  # sends what is left
     logger.info("stopped")

@@ -71,13 +71,13 @@ class Scripted:
             entropy = 0.5 * (count % 11)
             time += 0.25
             count += 1
-            measures = {
+            metrics = {
                 "entropy": entropy,
                 "varentropy": entropy**2,
                 "surprisal": float("inf"),
                 "entropic_time": time,
             }
-            yield from transcript.add(token, measures)
+            yield from transcript.add(token, metrics)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""An engine that says what it is told to, at the pace it is told to: a `JobEngine` without a model."""
+"""An engine that says what it is told to, at the pace it is told to: a `Engine` without a model."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from entropic_jax.serving.engine.interface import Delta, Job, PromptToken, QueueFullError
+from entropic_jax.serving.engine.interface import Delta, EngineRequest, PromptToken, QueueFullError
 from entropic_jax.serving.http.served_model import ServedModel
 from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.transcript import Alternative, Transcript, Usage
@@ -13,17 +13,17 @@ from entropic_jax.serving.transcript import Alternative, Transcript, Usage
 SCRIPT = "def add(a, b):\n    return a + b\n"
 
 
-class ScriptedTicket:
+class ScriptedOutputStream:
     """Says the script token by token, from the seed'th token on."""
 
-    def __init__(self, engine: "ScriptedEngine", job: Job) -> None:
-        self.engine, self.job, self.cancelled = engine, job, asyncio.Event()
+    def __init__(self, engine: "ScriptedEngine", engine_request: EngineRequest) -> None:
+        self.engine, self.engine_request, self.cancelled = engine, engine_request, asyncio.Event()
 
     def __iter__(self) -> Iterator[Delta]:
         raise NotImplementedError
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        engine, request = self.engine, self.job.request
+        engine, request = self.engine, self.engine_request.request
         model, began = engine.model, time.perf_counter()
         transcript = Transcript(request, model.tokenizer.stream(), len(request.prompt), model.stop_tokens)
         engine.running += 1
@@ -34,7 +34,10 @@ class ScriptedTicket:
             yield Delta(prompt=self._prompt(), cached_tokens=min(4, len(request.prompt) - 1))
             script = engine.script(request.seed)
             for count in range(10**9):
-                late = self.job.timeout is not None and time.perf_counter() - began > self.job.timeout
+                late = (
+                    self.engine_request.timeout is not None
+                    and time.perf_counter() - began > self.engine_request.timeout
+                )
                 if late:
                     yield self._last(transcript, "error", "the timeout has passed")._replace(timed_out=True)
                     return
@@ -42,21 +45,25 @@ class ScriptedTicket:
                     yield self._last(transcript, "abort")
                     return
                 token = script[count % len(script)]
-                if self.job.grammar is not None:
-                    bits = self.job.grammar.mask()
+                if self.engine_request.grammar is not None:
+                    bits = self.engine_request.grammar.mask()
                     token = next(t for t in range(model.vocabulary) if bits[t // 32] >> (t % 32) & 1)
                 top = ()
-                if self.job.alternatives is not None:
-                    top = tuple(Alternative(token + k, -0.25 - k) for k in range(self.job.alternatives))
-                logprob = None if self.job.alternatives is None else -0.25
-                measures = {
+                if self.engine_request.alternatives is not None:
+                    top = tuple(
+                        Alternative(token + k, -0.25 - k) for k in range(self.engine_request.alternatives)
+                    )
+                logprob = None if self.engine_request.alternatives is None else -0.25
+                metrics = {
                     "entropy": 0.5 * count,
                     "temperature": 0.75,
                     "kept_fraction": 1.0,
                     "surprisal": 0.25,
                 }
-                settled = transcript.add(token, measures, logprob, top)
-                ended = self.job.grammar is not None and not self.job.grammar.accept(token)
+                settled = transcript.add(token, metrics, logprob, top)
+                ended = self.engine_request.grammar is not None and not self.engine_request.grammar.accept(
+                    token
+                )
                 if ended:
                     settled += transcript.finish("stop")
                 if transcript.finish_reason is not None:
@@ -68,7 +75,7 @@ class ScriptedTicket:
             engine.running -= 1
 
     def cancel(self) -> None:
-        self.engine.cancelled.append(self.job.id)
+        self.engine.cancelled.append(self.engine_request.id)
         self.cancelled.set()
 
     async def _sleep(self, seconds: float) -> bool:
@@ -83,7 +90,7 @@ class ScriptedTicket:
 
     def _last(self, transcript: Transcript, reason: Any, error: str | None = None) -> Delta:
         settled = transcript.finish(reason, error)
-        usage = Usage(len(self.job.request.prompt), len(transcript._token_ids))
+        usage = Usage(len(self.engine_request.request.prompt), len(transcript._token_ids))
         summary = {"entropic_time": 1.5, "mean_entropy": 0.5, "kept_fraction": 1.0, "certificate": 0.0}
         return Delta(
             tuple(settled),
@@ -97,7 +104,7 @@ class ScriptedTicket:
         )
 
     def _prompt(self) -> tuple[PromptToken, ...]:
-        number = self.job.prompt_alternatives
+        number = self.engine_request.prompt_alternatives
         if number is None:
             return ()
         text = self.engine.model.token_text
@@ -105,7 +112,7 @@ class ScriptedTicket:
             PromptToken(t, text(t), None)
             if not place
             else PromptToken(t, text(t), -1.0, tuple(Alternative(t + k, -1.0 - k) for k in range(number)))
-            for place, t in enumerate(self.job.request.prompt)
+            for place, t in enumerate(self.engine_request.request.prompt)
         )
 
 
@@ -120,7 +127,7 @@ class ScriptedEngine:
         self.running = 0
         self.is_ready = True
         self.failed: str | None = None
-        self.jobs: list[Job] = []
+        self.engine_requests: list[EngineRequest] = []
         self.cancelled: list[str] = []
         self.closed: float | None = None
 
@@ -129,17 +136,17 @@ class ScriptedEngine:
         first = seed % len(self.tokens)
         return [*self.tokens[first:], *self.tokens[:first], *self.model.stop_tokens[:1]]
 
-    def submit(self, job: Job) -> ScriptedTicket:
+    def submit(self, engine_request: EngineRequest) -> ScriptedOutputStream:
         if self.failed is not None:
             raise RuntimeError(self.failed)
         if self.running >= self.room:
             raise QueueFullError(7.0)
-        if dict(job.control.gains).get("lowest_temperature", 0) > dict(job.control.gains).get(
-            "highest_temperature", 1000
-        ):
+        if dict(engine_request.control.gains).get("lowest_temperature", 0) > dict(
+            engine_request.control.gains
+        ).get("highest_temperature", 1000):
             raise RequestError("lowest is above highest; accepted are lowest < highest")
-        self.jobs.append(job)
-        return ScriptedTicket(self, job)
+        self.engine_requests.append(engine_request)
+        return ScriptedOutputStream(self, engine_request)
 
     def ready(self) -> bool:
         return self.is_ready

@@ -19,7 +19,7 @@ def chat(live, **body) -> dict:
 
 
 def prompt(live) -> str:
-    return live.model.tokenizer.decode(live.engine.jobs[-1].request.prompt, skip_special=False)
+    return live.model.tokenizer.decode(live.engine.engine_requests[-1].request.prompt, skip_special=False)
 
 
 def test_an_answer(live):
@@ -28,7 +28,7 @@ def test_an_answer(live):
     assert choice["message"] == {"role": "assistant", "content": SCRIPT}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
-    request = live.engine.jobs[-1].request
+    request = live.engine.engine_requests[-1].request
     assert request.max_tokens == live.model.context - len(request.prompt)  # all that is left
     begin = live.model.tokenizer.bos_token
     assert prompt(live) == f"{begin}### System\nBe brief.\n\n### User\nHello\n\n### Assistant\n"
@@ -48,7 +48,7 @@ def test_the_last_message_is_continued(live):
 
 def test_max_completion_tokens_takes_the_place_of_max_tokens(live):
     chat(live, max_tokens=9, max_completion_tokens=3)
-    assert live.engine.jobs[-1].request.max_tokens == 3
+    assert live.engine.engine_requests[-1].request.max_tokens == 3
 
 
 def test_a_stream(live):
@@ -109,7 +109,7 @@ def test_there_and_back(live):
 def test_tokens_of_a_conversation(live):
     cut = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()
     chat(live)
-    assert tuple(cut["tokens"]) == live.engine.jobs[-1].request.prompt
+    assert tuple(cut["tokens"]) == live.engine.engine_requests[-1].request.prompt
 
 
 def test_tokenizer_info(live):

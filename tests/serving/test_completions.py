@@ -54,10 +54,13 @@ def test_a_text(live):
 
 def test_defaults_are_those_of_openai_and_of_the_model(live):
     complete(live)
-    request = live.engine.jobs[-1].request
+    request = live.engine.engine_requests[-1].request
     assert request.max_tokens == 16
     assert (request.temperature, request.top_p, request.repetition_penalty) == (0.8, 0.95, 1.1)
-    assert (live.engine.jobs[-1].alternatives, live.engine.jobs[-1].timeout) == (None, 30.0)
+    assert (live.engine.engine_requests[-1].alternatives, live.engine.engine_requests[-1].timeout) == (
+        None,
+        30.0,
+    )
 
 
 def test_every_field_reaches_the_job(live):
@@ -83,8 +86,8 @@ def test_every_field_reaches_the_job(live):
         deadline=2.5,
         entropic={"preset": "full", "target_entropy": 1.25, "law": "exact", "low_entropy": "auto"},
     )
-    job = live.engine.jobs[-1]
-    request = job.request
+    engine_request = live.engine.engine_requests[-1]
+    request = engine_request.request
     assert (request.max_tokens, request.min_tokens, request.temperature, request.top_k) == (7, 2, 0.0, 0)
     assert (request.top_p, request.min_p, request.typical_p, request.repetition_penalty) == (
         0.5,
@@ -96,9 +99,13 @@ def test_every_field_reaches_the_job(live):
     assert (request.logit_bias, request.seed) == ({17: -100.0}, 2**31 - 1)
     assert (request.stop, request.stop_token_ids) == (("@", "~~"), (9,))
     assert request.include_stop and request.ignore_eos
-    assert (job.priority, job.deadline) == (-3, 2.5)
-    assert job.control.preset == "full"
-    assert dict(job.control.gains) == {"law": "exact", "target_entropy": 1.25, "low_entropy": "auto"}
+    assert (engine_request.priority, engine_request.deadline) == (-3, 2.5)
+    assert engine_request.control.preset == "full"
+    assert dict(engine_request.control.gains) == {
+        "law": "exact",
+        "target_entropy": 1.25,
+        "low_entropy": "auto",
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,15 +116,15 @@ def test_every_field_reaches_the_job(live):
 def test_prompts_of_every_form(live, prompt, count):
     answer = complete(live, prompt=prompt, n=2, seed=3)
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
-    jobs = live.engine.jobs[-2 * count :]
-    assert [job.request.seed for job in jobs] == [3, 4] * count
-    assert len({job.id for job in jobs}) == 2 * count
-    read = sum(len(job.request.prompt) for job in jobs[::2])
+    engine_requests = live.engine.engine_requests[-2 * count :]
+    assert [engine_request.request.seed for engine_request in engine_requests] == [3, 4] * count
+    assert len({engine_request.id for engine_request in engine_requests}) == 2 * count
+    read = sum(len(engine_request.request.prompt) for engine_request in engine_requests[::2])
     assert answer["usage"]["prompt_tokens"] == read
     if prompt == [[5], [6, 7]]:
-        assert jobs[2].request.prompt == (6, 7)
+        assert engine_requests[2].request.prompt == (6, 7)
     if prompt == "a":
-        assert jobs[0].request.prompt[0] == 0  # the model expects BOS before a text
+        assert engine_requests[0].request.prompt[0] == 0  # the model expects BOS before a text
 
 
 def test_a_stream_says_what_the_whole_says(live):
@@ -159,7 +166,7 @@ def test_logprobs(live):
     assert said["text_offset"] == [0, len(names[0]), len(names[0] + names[1])]
     assert all(top[name] == -0.25 for top, name in zip(said["top_logprobs"], names, strict=True))
     assert said["entropy"] == [0.0, 0.5, 1.0] and said["temperature"] == [0.75] * 3
-    assert live.engine.jobs[-1].alternatives == 2
+    assert live.engine.engine_requests[-1].alternatives == 2
     (choice,) = complete(live, max_tokens=1, logprobs=0, return_tokens_as_token_ids=True, seed=0)["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{live.engine.tokens[0]}"]
     assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.25]
@@ -193,10 +200,10 @@ def test_echo_with_logprobs_of_the_prompt(live, streamed):
 
 
 def test_echo_alone_needs_no_model(live):
-    jobs = len(live.engine.jobs)
+    engine_requests = len(live.engine.engine_requests)
     (choice,) = complete(live, prompt="x = 1", echo=True, max_tokens=0)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("x = 1", "length")
-    assert len(live.engine.jobs) == jobs
+    assert len(live.engine.engine_requests) == engine_requests
     answer = complete(live, prompt="x = 1", echo=True, max_tokens=0, logprobs=1)
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("x = 1", "length")
@@ -231,7 +238,7 @@ def test_best_of_gives_the_likeliest(live):
 
 def test_an_empty_prompt_is_the_beginning_of_a_text(live):
     complete(live, prompt="", add_special_tokens=False, max_tokens=1)
-    assert live.engine.jobs[-1].request.prompt == (0,)
+    assert live.engine.engine_requests[-1].request.prompt == (0,)
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -273,9 +273,13 @@ def test_the_real_server_speaks_the_same_language(chromium, live):
     )
     chromium.point("#compare", click=True)
     chromium.until(ENDED)
-    job = live.engine.jobs[-1]
-    assert {j.control.preset for j in live.engine.jobs[-2:]} == {"off", "full"}
-    assert (job.request.seed, job.request.max_tokens, job.alternatives) == (0, 12, 5)
+    engine_request = live.engine.engine_requests[-1]
+    assert {j.control.preset for j in live.engine.engine_requests[-2:]} == {"off", "full"}
+    assert (engine_request.request.seed, engine_request.request.max_tokens, engine_request.alternatives) == (
+        0,
+        12,
+        5,
+    )
     said = live.model.tokenizer.decode(live.engine.script(0)[:12])
     assert (
         chromium.value(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.models.tokenizer import Tokenizer
-from entropic_jax.serving.engine.detokenizer import ByteStream, streams
+from entropic_jax.serving.engine.detokenizer import ByteLevelDetokenizer, detokenizer_factory
 from entropic_jax.serving.generation import EMBEDDED
 
 
@@ -22,8 +22,8 @@ def joined(stream, tokens) -> str:
 
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x  # ½ of it\n", "naïve 日本語 🙂🙃 \x00\x7f", ""])
 def test_texts_come_back_piece_by_piece(tokenizer, text):
-    make = streams(tokenizer)
-    assert isinstance(make(), ByteStream)
+    make = detokenizer_factory(tokenizer)
+    assert isinstance(make(), ByteLevelDetokenizer)
     tokens = tokenizer.encode(text, special=False)
     assert joined(make(), tokens) == text
     pieces = [make().push(token) for token in tokens[:1]]
@@ -31,7 +31,7 @@ def test_texts_come_back_piece_by_piece(tokenizer, text):
 
 
 def test_any_tokens_decode_as_the_tokenizer_decodes_them(tokenizer):
-    make, rng = streams(tokenizer), np.random.default_rng(0)
+    make, rng = detokenizer_factory(tokenizer), np.random.default_rng(0)
     for length in (1, 2, 5, 40):
         for _ in range(40):
             tokens = rng.integers(0, tokenizer.vocabulary, length).tolist()

@@ -11,8 +11,8 @@ import pytest
 
 from entropic_jax import cache, models
 from entropic_jax.serving.control_options import Control
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
-from entropic_jax.serving.engine.interface import Delta, Job, QueueFullError
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.interface import Delta, EngineRequest, QueueFullError
 from entropic_jax.serving.request import Request, RequestError
 
 EXACT = dict(
@@ -30,8 +30,8 @@ def model(directory) -> models.Model:
     return dataclasses.replace(loaded, params=params)
 
 
-def engine_of(model, **options) -> Iterator[ContinuousEngine]:
-    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, **options}))
+def engine_of(model, **options) -> Iterator[LLMEngine]:
+    engine = LLMEngine(model, EngineOptions(**{**EXACT, **options}))
     yield engine
     engine.close()
     nothing_is_left(engine)
@@ -39,14 +39,14 @@ def engine_of(model, **options) -> Iterator[ContinuousEngine]:
 
 def nothing_is_left(engine) -> None:
     """Every page is free or kept by the prefix cache, on the device as in the host's account."""
-    batcher = engine.batcher
-    batcher._collect_all()
-    batcher._flush()
-    kept = [] if batcher.pages.prefix is None else batcher.pages.prefix.pages()
+    scheduler = engine.scheduler
+    scheduler._collect_all()
+    scheduler._flush()
+    kept = [] if scheduler.block_manager.prefix is None else scheduler.block_manager.prefix.pages()
     if engine._failure is None:
-        cache.check(batcher.board.state.cache, kept)
-        assert batcher.pages.free == engine.sizes.pages - len(kept)
-        assert int(batcher.board.state.cache.available) == batcher.pages.free
+        cache.check(scheduler.device_state.state.cache, kept)
+        assert scheduler.block_manager.num_free_pages == engine.sizes.pages - len(kept)
+        assert int(scheduler.device_state.state.cache.available) == scheduler.block_manager.num_free_pages
     assert not engine._live and engine._queued == 0
 
 
@@ -64,28 +64,30 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 200, length).tolist())
 
 
-def job(name: str, ids, control: Control | None = None, **given) -> Job:
+def engine_request(name: str, ids, control: Control | None = None, **given) -> EngineRequest:
     outside = {k: given.pop(k) for k in list(given) if k not in Request.__dataclass_fields__}
     fields = {"max_tokens": 12, "ignore_eos": True, **given}
-    return Job(id=name, request=Request(prompt=ids, **fields), control=control or Control(), **outside)
+    return EngineRequest(
+        id=name, request=Request(prompt=ids, **fields), control=control or Control(), **outside
+    )
 
 
-def collect(ticket) -> tuple[list[int], Delta]:
-    deltas = list(ticket)
+def collect(output_stream) -> tuple[list[int], Delta]:
+    deltas = list(output_stream)
     return [token.id for delta in deltas for token in delta.tokens], deltas[-1]
 
 
-def run(engine, *jobs: Job) -> list[tuple[list[int], Delta]]:
-    return [collect(ticket) for ticket in [engine.submit(j) for j in jobs]]
+def run(engine, *engine_requests: EngineRequest) -> list[tuple[list[int], Delta]]:
+    return [collect(output_stream) for output_stream in [engine.submit(j) for j in engine_requests]]
 
 
-def crowd(seed: int = 1) -> list[Job]:
+def crowd(seed: int = 1) -> list[EngineRequest]:
     lengths = (5, 31, 1, 17, 40, 8, 22)
-    return [job(f"crowd {i}", prompt(n, seed + i), seed=i, **WARM) for i, n in enumerate(lengths)]
+    return [engine_request(f"crowd {i}", prompt(n, seed + i), seed=i, **WARM) for i, n in enumerate(lengths)]
 
 
 def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
-    mine = job("mine", prompt(37, 99), seed=5, **WARM)
+    mine = engine_request("mine", prompt(37, 99), seed=5, **WARM)
     ((alone, last),) = run(exact, mine)
     assert last.finish_reason == "length" and last.usage == (37, 12)
     results = run(exact, *crowd(), mine, *crowd(20))
@@ -96,11 +98,11 @@ def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
 
 def test_a_prefix_is_found_and_changes_nothing(exact, plain):
     ids = prompt(100, 1007)
-    first = job("first", ids, seed=3, **WARM)
+    first = engine_request("first", ids, seed=3, **WARM)
     (cold, told), (warm, again) = run(exact, first)[0], run(exact, first)[0]
     assert cold == warm
     assert told.cached_tokens == 0 and again.cached_tokens == 64  # one piece
-    longer = job("longer", ids[:70] + prompt(9, 8), seed=3, **WARM)
+    longer = engine_request("longer", ids[:70] + prompt(9, 8), seed=3, **WARM)
     ((after, found),) = run(exact, longer)
     assert found.cached_tokens == 64
     assert after == run(plain, longer)[0][0]
@@ -111,21 +113,23 @@ def test_a_prefix_is_found_and_changes_nothing(exact, plain):
 def test_generated_pages_are_found_by_a_prompt_that_continues_the_text(model):
     for engine in engine_of(model, batch_invariant=False):
         ids = prompt(20, 3)
-        ((tokens, _),) = run(engine, job("first", ids, temperature=0.0, max_tokens=20))
+        ((tokens, _),) = run(engine, engine_request("first", ids, temperature=0.0, max_tokens=20))
         follow = (*ids, *tokens, *prompt(3, 4))
-        ((_, last),) = run(engine, job("second", follow, temperature=0.0))
+        ((_, last),) = run(engine, engine_request("second", follow, temperature=0.0))
         assert last.cached_tokens == 36  # 39 positions were in the cache
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch_invariant):
-    jobs = [
-        job(f"j{i}", prompt(30, i), seed=i, max_tokens=40, frequency_penalty=0.5 * (i == 2), **WARM)
+    engine_requests = [
+        engine_request(
+            f"j{i}", prompt(30, i), seed=i, max_tokens=40, frequency_penalty=0.5 * (i == 2), **WARM
+        )
         for i in range(6)
     ]
-    reference = run(exact if batch_invariant else plain, *jobs)
+    reference = run(exact if batch_invariant else plain, *engine_requests)
     for engine in engine_of(model, num_pages=40, batch_invariant=batch_invariant):
-        results = run(engine, *jobs)
+        results = run(engine, *engine_requests)
         assert [tokens for tokens, _ in results] == [tokens for tokens, _ in reference]
         found = engine.snapshot()
         assert found["preemptions"] > 0
@@ -143,17 +147,19 @@ def test_control_is_a_matter_of_each_sequence(exact):
         ("high_entropy", 9.0),
     )
     full = Control("full", gains)
-    off = [job(f"off {i}", prompt(40, i), seed=i, **WARM) for i in range(2)]
-    on = [job(f"on {i}", prompt(100, 10 + i), full, seed=i, max_tokens=25, **WARM) for i in range(2)]
+    off = [engine_request(f"off {i}", prompt(40, i), seed=i, **WARM) for i in range(2)]
+    on = [
+        engine_request(f"on {i}", prompt(100, 10 + i), full, seed=i, max_tokens=25, **WARM) for i in range(2)
+    ]
     alone = [run(exact, j)[0] for j in (*off, *on)]
     together = run(exact, *off, *on)
     assert [x[0] for x in together] == [x[0] for x in alone]
     plain = dataclasses.replace(on[0], control=Control())
     assert run(exact, plain)[0][0] != together[2][0]
-    measures = [t.measures for d in exact.submit(on[0]) for t in d.tokens]
-    assert len({m["temperature"] for m in measures}) > 1
-    assert any(m["kept_fraction"] < 1 for m in measures)
-    assert all(m["kept_fraction"] == 1 for d in exact.submit(off[0]) for t in d.tokens for m in [t.measures])
+    metrics = [t.metrics for d in exact.submit(on[0]) for t in d.tokens]
+    assert len({m["temperature"] for m in metrics}) > 1
+    assert any(m["kept_fraction"] < 1 for m in metrics)
+    assert all(m["kept_fraction"] == 1 for d in exact.submit(off[0]) for t in d.tokens for m in [t.metrics])
 
 
 def test_a_pruned_job_survives_preemption(model, exact):
@@ -163,48 +169,59 @@ def test_a_pruned_job_survives_preemption(model, exact):
         ("low_entropy", 0.1),
         ("high_entropy", 9.0),
     )
-    jobs = [
-        job(f"j{i}", prompt(90, i), Control("full", gains), seed=i, max_tokens=30, **WARM) for i in range(4)
+    engine_requests = [
+        engine_request(f"j{i}", prompt(90, i), Control("full", gains), seed=i, max_tokens=30, **WARM)
+        for i in range(4)
     ]
-    reference = run(exact, *jobs)
+    reference = run(exact, *engine_requests)
     for engine in engine_of(model, num_pages=80):
-        assert [t for t, _ in run(engine, *jobs)] == [t for t, _ in reference]
+        assert [t for t, _ in run(engine, *engine_requests)] == [t for t, _ in reference]
         assert engine.snapshot()["preemptions"] > 0
 
 
 def test_ends(exact):
-    free, _ = run(exact, job("free", prompt(9), temperature=0.0, max_tokens=20))[0]
+    free, _ = run(exact, engine_request("free", prompt(9), temperature=0.0, max_tokens=20))[0]
     cut = next(i for i in range(2, 20) if free[i] not in free[:i])
     stopped, last = run(
-        exact, job("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[cut],))
+        exact, engine_request("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[cut],))
     )[0]
     assert stopped == free[: cut + 1]
     assert (last.finish_reason, last.stop_reason) == ("stop", free[cut])
     late, _ = run(
         exact,
-        job("late", prompt(9), temperature=0.0, stop_token_ids=(free[0],), min_tokens=3, max_tokens=20),
+        engine_request(
+            "late", prompt(9), temperature=0.0, stop_token_ids=(free[0],), min_tokens=3, max_tokens=20
+        ),
     )[0]
     assert free[0] not in late[:3] and len(late) > 3
     text = "".join(
-        t.text for d in exact.submit(job("t", prompt(9), temperature=0.0, max_tokens=20)) for t in d.tokens
+        t.text
+        for d in exact.submit(engine_request("t", prompt(9), temperature=0.0, max_tokens=20))
+        for t in d.tokens
     )
     part = text[3:5]
-    deltas = list(exact.submit(job("string", prompt(9), temperature=0.0, max_tokens=20, stop=(part,))))
+    deltas = list(
+        exact.submit(engine_request("string", prompt(9), temperature=0.0, max_tokens=20, stop=(part,)))
+    )
     assert "".join(t.text for d in deltas for t in d.tokens) == text[: text.index(part)]
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", part)
-    full, last = run(exact, job("context", prompt(120), temperature=0.0, max_tokens=99))[0]
+    full, last = run(exact, engine_request("context", prompt(120), temperature=0.0, max_tokens=99))[0]
     assert (len(full), last.finish_reason) == (exact.context - 119, "length")
 
 
 def test_bias_and_logprobs(exact):
     ids = prompt(20)
-    deltas = list(exact.submit(job("bias", ids, logit_bias={77: 100.0}, temperature=0.0, alternatives=3)))
+    deltas = list(
+        exact.submit(engine_request("bias", ids, logit_bias={77: 100.0}, temperature=0.0, alternatives=3))
+    )
     tokens = [t for d in deltas for t in d.tokens]
     assert {t.id for t in tokens} == {77}
     for token in tokens:
         assert len(token.top) == 3 and token.logprob <= token.top[0].logprob < 0
         assert token.top[0].logprob >= token.top[1].logprob >= token.top[2].logprob
-    greedy = list(exact.submit(job("greedy", ids, temperature=0.0, alternatives=1, prompt_alternatives=1)))
+    greedy = list(
+        exact.submit(engine_request("greedy", ids, temperature=0.0, alternatives=1, prompt_alternatives=1))
+    )
     scored = [p for d in greedy for p in d.prompt]
     assert [p.id for p in scored] == list(ids) and scored[0].logprob is None
     assert all(p.logprob <= p.top[0].logprob for p in scored[1:])
@@ -212,9 +229,15 @@ def test_bias_and_logprobs(exact):
     assert all(t.logprob == t.top[0].logprob and t.id == t.top[0].id for t in tokens)
     # The prompt's next token, scored as part of a longer prompt, is as likely as when it was generated.
     longer = (*ids, tokens[0].id, 5)
-    again = [p for d in exact.submit(job("longer", longer, prompt_alternatives=1)) for p in d.prompt]
+    again = [
+        p for d in exact.submit(engine_request("longer", longer, prompt_alternatives=1)) for p in d.prompt
+    ]
     assert again[20].logprob == pytest.approx(tokens[0].logprob, abs=1e-4)
-    total = [t for d in exact.submit(job("sum", ids, temperature=0.0, alternatives=20)) for t in d.tokens]
+    total = [
+        t
+        for d in exact.submit(engine_request("sum", ids, temperature=0.0, alternatives=20))
+        for t in d.tokens
+    ]
     assert 0.1 < sum(math.exp(a.logprob) for a in total[0].top) <= 1 + 1e-5
 
 
@@ -236,67 +259,67 @@ class Alternating:
 
 
 def test_grammars_hold_beside_free_jobs(exact):
-    free = job("free", prompt(30), seed=4, **WARM)
+    free = engine_request("free", prompt(30), seed=4, **WARM)
     ((alone, _),) = run(exact, free)
     (beside, _), (held, last) = run(
-        exact, free, job("held", prompt(12), seed=1, grammar=Alternating(), **WARM)
+        exact, free, engine_request("held", prompt(12), seed=1, grammar=Alternating(), **WARM)
     )
     assert beside == alone
     assert [t % 2 for t in held] == [0, 1, 0, 1, 0, 1] and last.finish_reason == "stop"
 
 
 def test_nan_ends_one_row(model, exact):
-    good = job("good", prompt(20), seed=1, logit_bias={250: -math.inf}, **WARM)
+    good = engine_request("good", prompt(20), seed=1, logit_bias={250: -math.inf}, **WARM)
     ((alone, _),) = run(exact, good)
     embedding = model.params["embed_tokens"]["weight"].at[250].set(math.nan)
     broken = dataclasses.replace(model, params={**model.params, "embed_tokens": {"weight": embedding}})
     for engine in engine_of(broken):
-        (tokens, _), (none, last) = run(engine, good, job("bad", (5, 250, 7, 9)))
+        (tokens, _), (none, last) = run(engine, good, engine_request("bad", (5, 250, 7, 9)))
         assert tokens == alone
         assert (none, last.finish_reason) == ([], "error") and "not numbers" in last.error
 
 
 def test_cancelling_at_any_point(exact):
-    long = [job(f"long {i}", prompt(100, i), max_tokens=20, seed=i, **WARM) for i in range(9)]
-    tickets = [exact.submit(j) for j in long]
-    for delay, ticket in zip((0, 0, 0.001, 0.003, 0.01, 0.03), tickets, strict=False):
+    long = [engine_request(f"long {i}", prompt(100, i), max_tokens=20, seed=i, **WARM) for i in range(9)]
+    output_streams = [exact.submit(j) for j in long]
+    for delay, output_stream in zip((0, 0, 0.001, 0.003, 0.01, 0.03), output_streams, strict=False):
         time.sleep(delay)
-        ticket.cancel()
-    results = [collect(t) for t in tickets]
+        output_stream.cancel()
+    results = [collect(t) for t in output_streams]
     assert all(last.finish_reason in ("abort", "length") for _, last in results)
     assert results[0][1].finish_reason == "abort"
     assert [last.finish_reason for _, last in results[6:]] == ["length"] * 3
-    tickets[0].cancel()  # once more is no harm
+    output_streams[0].cancel()  # once more is no harm
 
 
 def test_timeouts(exact):
-    ((tokens, last),) = run(exact, job("slow", prompt(90), max_tokens=38, timeout=1e-4))
+    ((tokens, last),) = run(exact, engine_request("slow", prompt(90), max_tokens=38, timeout=1e-4))
     assert last.finish_reason == "error" and last.timed_out and "timeout of 0.0001 s" in last.error
 
 
 def test_readers_in_an_event_loop(exact):
-    async def read(ticket):
-        return [token.id async for delta in ticket for token in delta.tokens]
+    async def read(output_stream):
+        return [token.id async for delta in output_stream for token in delta.tokens]
 
     async def main():
-        jobs = crowd(50)
-        return await asyncio.gather(*(read(exact.submit(j)) for j in jobs))
+        engine_requests = crowd(50)
+        return await asyncio.gather(*(read(exact.submit(j)) for j in engine_requests))
 
     assert asyncio.run(main()) == [tokens for tokens, _ in run(exact, *crowd(50))]
 
 
 def test_the_queue_is_bounded_and_drains(model):
-    engine = ContinuousEngine(model, EngineOptions(**{**EXACT, "max_queue": 3, "max_num_seqs": 1}))
-    tickets = []
-    flood = (tickets.append(engine.submit(job(str(i), prompt(5, i)))) for i in range(9))
+    engine = LLMEngine(model, EngineOptions(**{**EXACT, "max_queue": 3, "max_num_seqs": 1}))
+    output_streams = []
+    flood = (output_streams.append(engine.submit(engine_request(str(i), prompt(5, i)))) for i in range(9))
     with pytest.raises(QueueFullError) as full:
         list(flood)
     assert full.value.retry_after >= 1
     engine.close(drain=60)
-    assert [collect(t)[1].finish_reason for t in tickets] == ["length"] * len(tickets)
+    assert [collect(t)[1].finish_reason for t in output_streams] == ["length"] * len(output_streams)
     nothing_is_left(engine)
     with pytest.raises(QueueFullError):
-        engine.submit(job("late", prompt(5)))
+        engine.submit(engine_request("late", prompt(5)))
 
 
 @pytest.mark.parametrize(
@@ -314,26 +337,26 @@ def test_the_queue_is_bounded_and_drains(model):
 )
 def test_jobs_that_cannot_be_served(exact, given, message):
     with pytest.raises(RequestError, match=message):
-        exact.submit(job("wrong", **given))
+        exact.submit(engine_request("wrong", **given))
 
 
 def test_a_failure_ends_every_job(model, monkeypatch):
-    engine = ContinuousEngine(model, EngineOptions(**EXACT))
+    engine = LLMEngine(model, EngineOptions(**EXACT))
     assert engine._ready.wait(60)
-    monkeypatch.setattr(engine.batcher, "turn", lambda: 1 / 0)
-    ticket = engine.submit(job("one", prompt(5)))
-    _, last = collect(ticket)
+    monkeypatch.setattr(engine.scheduler, "step", lambda: 1 / 0)
+    output_stream = engine.submit(engine_request("one", prompt(5)))
+    _, last = collect(output_stream)
     assert last.finish_reason == "error" and "division by zero" in last.error
     assert not engine.ready()
     with pytest.raises(RuntimeError, match="the engine has failed"):
-        engine.submit(job("two", prompt(5)))
+        engine.submit(engine_request("two", prompt(5)))
     engine.close()
 
 
 def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(model, monkeypatch):
-    engine = ContinuousEngine(model, EngineOptions(**EXACT))
-    monkeypatch.setattr(engine.batcher.pages, "reserve", lambda *given: False)
-    _, last = collect(engine.submit(job("one", prompt(5))))
+    engine = LLMEngine(model, EngineOptions(**EXACT))
+    monkeypatch.setattr(engine.scheduler.block_manager, "reserve", lambda *given: False)
+    _, last = collect(engine.submit(engine_request("one", prompt(5))))
     assert last.finish_reason == "error" and "a sequence alone finds no page" in last.error
     assert isinstance(engine.failure(), RuntimeError)
     engine.close()
@@ -344,8 +367,8 @@ def test_nothing_is_compiled_after_a_full_warm_up(model):
     for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):
         assert engine._ready.wait(300)
         gains = (("dropped_mass_limit", 0.3), ("lowest_dropped_mass_limit", 0.3))
-        jobs = [
-            job(
+        engine_requests = [
+            engine_request(
                 f"j{i}",
                 prompt(10 + 20 * i, i),
                 max_tokens=60,
@@ -355,24 +378,28 @@ def test_nothing_is_compiled_after_a_full_warm_up(model):
             )
             for i in range(3)
         ]
-        run(engine, *jobs, job("full", prompt(60, 3), Control("full", gains), prompt_alternatives=2))
+        run(
+            engine,
+            *engine_requests,
+            engine_request("full", prompt(60, 3), Control("full", gains), prompt_alternatives=2),
+        )
         assert engine.compilations == 0
 
 
 def test_snapshot_says_what_is_in_flight(exact):
-    ticket = exact.submit(job("shown", prompt(20), max_tokens=100, **WARM))
-    next(iter(ticket))
+    output_stream = exact.submit(engine_request("shown", prompt(20), max_tokens=100, **WARM))
+    next(iter(output_stream))
     shown = exact.snapshot()
     (sequence,) = shown["sequences"]
     assert sequence["id"] == "shown" and sequence["state"] in ("decode", "ended") and sequence["entropy"] > 0
     assert 0 < shown["kv_usage"] <= 1 and shown["running"] == 1
-    ticket.cancel()
-    collect(ticket)
+    output_stream.cancel()
+    collect(output_stream)
 
 
-def copies_no_pool(engine: ContinuousEngine, *kinds: str) -> None:
+def copies_no_pool(engine: LLMEngine, *kinds: str) -> None:
     """Check that programs of these kinds have been compiled, and that none of them copies the pool."""
-    shape = f"f32[{','.join(map(str, engine.batcher.board.state.cache.layers[0].keys.shape))}]"
+    shape = f"f32[{','.join(map(str, engine.scheduler.device_state.state.cache.layers[0].keys.shape))}]"
     seen = set()
     for key, program in engine.programs._compiled.items():
         if key[0] in kinds:
@@ -385,5 +412,9 @@ def copies_no_pool(engine: ContinuousEngine, *kinds: str) -> None:
 
 
 def test_no_program_copies_the_pool(exact):
-    run(exact, job("one", prompt(20)), job("two", prompt(90, 1), Control("full"), presence_penalty=0.5))
-    copies_no_pool(exact, "apply", "read", "decode")
+    run(
+        exact,
+        engine_request("one", prompt(20)),
+        engine_request("two", prompt(90, 1), Control("full"), presence_penalty=0.5),
+    )
+    copies_no_pool(exact, "apply", "prefill", "decode")

@@ -8,8 +8,8 @@ import pytest
 from entropic_jax import cache, models
 from entropic_jax.calibration import load_calibration
 from entropic_jax.serving.control_options import Control
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
-from entropic_jax.serving.engine.metrics_hooks import Observer
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
 from entropic_jax.serving.engine.sequence import Sequence
 from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.serving.request import RequestError
@@ -20,7 +20,7 @@ from tests.serving.test_engine import (
     Alternating,
     collect,
     copies_no_pool,
-    job,
+    engine_request,
     nothing_is_left,
     prompt,
     run,
@@ -54,12 +54,12 @@ def calibration():
 
 
 def engine_of(model, calibration, **options):
-    engine = ContinuousEngine(model, EngineOptions(**{**OPTIONS, **options}), calibration)
+    engine = LLMEngine(model, EngineOptions(**{**OPTIONS, **options}), calibration)
     yield engine
     engine.close()
     nothing_is_left(engine)
-    state, desk = engine.batcher.board.state, engine.batcher.board.desk
-    assert not np.asarray(state.cache.granted).any() and not np.asarray(desk.search.left).any()
+    state, branch_state = engine.scheduler.device_state.state, engine.scheduler.device_state.branch_state
+    assert not np.asarray(state.cache.granted).any() and not np.asarray(branch_state.search.left).any()
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +70,19 @@ def exact(model, calibration):
 def searching(seed: int = 1, **given):
     lengths = (5, 31, 1, 17, 40)
     given = {"max_tokens": 30, **WARM, **given}
-    return [job(f"s{seed}-{i}", prompt(n, seed + i), THREE, seed=i, **given) for i, n in enumerate(lengths)]
+    return [
+        engine_request(f"s{seed}-{i}", prompt(n, seed + i), THREE, seed=i, **given)
+        for i, n in enumerate(lengths)
+    ]
 
 
-def offline(model, calibration, control, *jobs):
+def offline(model, calibration, control, *engine_requests):
     reference = offline_engine(control, calibration, model)
-    return [list(done.token_ids) for done in reference.batch([j.request for j in jobs])]
+    return [list(done.token_ids) for done in reference.batch([j.request for j in engine_requests])]
 
 
-def plain(jobs):
-    return [dataclasses.replace(one, control=Control()) for one in jobs]
+def plain(engine_requests):
+    return [dataclasses.replace(one, control=Control()) for one in engine_requests]
 
 
 def tokens_of(results):
@@ -87,11 +90,13 @@ def tokens_of(results):
 
 
 ENDS = dict(
-    eos=job(
+    eos=engine_request(
         "eos", prompt(12, 5), THREE, seed=5, max_tokens=40, ignore_eos=False, logit_bias={1: 4.0}, **WARM
     ),
-    token=job("token", prompt(9, 6), THREE, seed=6, max_tokens=40, stop_token_ids=(*range(40, 56),), **WARM),
-    context=job("context", prompt(110, 5), THREE, max_tokens=99, **WARM),
+    token=engine_request(
+        "token", prompt(9, 6), THREE, seed=6, max_tokens=40, stop_token_ids=(*range(40, 56),), **WARM
+    ),
+    context=engine_request("context", prompt(110, 5), THREE, max_tokens=99, **WARM),
 )
 
 
@@ -104,12 +109,12 @@ def reference(model, calibration):
 
 
 def test_as_offline_alone_and_in_a_crowd(reference, exact):
-    jobs, expected = searching(), reference[:5]
-    assert [run(exact, one)[0][0] for one in jobs] == expected
+    engine_requests, expected = searching(), reference[:5]
+    assert [run(exact, one)[0][0] for one in engine_requests] == expected
     tally = exact.snapshot()
     assert all(tally[name] > 0 for name in ("explored", "looked", "returned", "discarded")), tally
-    alone = [run(exact, one)[0][0] for one in plain(jobs)]
-    mixed = run(exact, *searching(50), *jobs, *plain(jobs), *searching(70))
+    alone = [run(exact, one)[0][0] for one in plain(engine_requests)]
+    mixed = run(exact, *searching(50), *engine_requests, *plain(engine_requests), *searching(70))
     assert tokens_of(mixed[5:15]) == expected + alone
 
 
@@ -123,7 +128,7 @@ def test_ends_of_every_kind(reference, exact):
     text = "".join(t.text for d in exact.submit(searching()[1]) for t in d.tokens)
     deltas = list(exact.submit(searching(stop=(text[9:12],))[1]))
     assert "".join(t.text for d in deltas for t in d.tokens) == text[: text.index(text[9:12])]
-    greedy = job("greedy", prompt(9), THREE, temperature=0.0)
+    greedy = engine_request("greedy", prompt(9), THREE, temperature=0.0)
     assert run(exact, greedy)[0][0] == run(exact, *plain([greedy]))[0][0]
 
 
@@ -132,7 +137,7 @@ def test_what_was_told_is_what_the_model_says(exact):
     mine = searching(alternatives=5)[4]
     told = [t for d in exact.submit(mine) for t in d.tokens]
     text = (*mine.request.prompt, *(t.id for t in told), 5)
-    scored = job("scored", text, prompt_alternatives=5, max_tokens=1)
+    scored = engine_request("scored", text, prompt_alternatives=5, max_tokens=1)
     again = [p for d in exact.submit(scored) for p in d.prompt][len(mine.request.prompt) :]
     for token, expected in zip(told, again, strict=False):
         assert token.logprob == pytest.approx(expected.logprob, abs=1e-3)
@@ -140,7 +145,7 @@ def test_what_was_told_is_what_the_model_says(exact):
 
 
 def test_a_prompt_that_is_known_changes_nothing(exact):
-    mine = job("mine", prompt(100, 1007), THREE, seed=3, max_tokens=20, **WARM)
+    mine = engine_request("mine", prompt(100, 1007), THREE, seed=3, max_tokens=20, **WARM)
     (cold, told), (warm, again) = run(exact, mine)[0], run(exact, mine)[0]
     assert (told.cached_tokens, again.cached_tokens) == (0, 64) and cold == warm
 
@@ -148,37 +153,39 @@ def test_a_prompt_that_is_known_changes_nothing(exact):
 def test_the_ledger_has_what_branches_cost(exact):
     for one in searching()[:3]:
         deltas = list(exact.submit(one))
-        kept = sum(t.measures["cost"] for d in deltas for t in d.tokens)
+        kept = sum(t.metrics["cost"] for d in deltas for t in d.tokens)
         assert deltas[-1].summary["cost"] > 1.2 * kept
 
 
 def test_work_given_ahead(reference, exact, monkeypatch):
     """As on an accelerator: what a launch came to is looked at after the next was given."""
-    monkeypatch.setattr(exact.batcher, "overlapped", True)
+    monkeypatch.setattr(exact.scheduler, "overlapped", True)
     mixed = run(exact, *searching(50), *searching(), *plain(searching(9)))
     assert tokens_of(mixed[5:10]) == reference[:5]
 
 
 def test_cancelling_within_a_branch(exact, monkeypatch):
     """Rows and pages of a group come back at once, and whoever sits there next is not disturbed."""
-    batcher, left = exact.batcher, []
-    vacate = batcher._vacate
-    looked = lambda s: left.append(int(np.asarray(batcher.board.desk.search.left)[s.row])) or vacate(s)
-    monkeypatch.setattr(batcher, "_vacate", looked)
+    scheduler, left = exact.scheduler, []
+    vacate = scheduler._vacate
+    looked = lambda s: (
+        left.append(int(np.asarray(scheduler.device_state.branch_state.search.left)[s.row])) or vacate(s)
+    )
+    monkeypatch.setattr(scheduler, "_vacate", looked)
     expected = tokens_of(run(exact, *searching()))
     for attempt in range(12):
-        tickets = [exact.submit(one) for one in searching(30 + attempt)[:4]]
-        next(iter(tickets[attempt % 4]))
-        for ticket in tickets:
-            ticket.cancel()
+        output_streams = [exact.submit(one) for one in searching(30 + attempt)[:4]]
+        next(iter(output_streams[attempt % 4]))
+        for output_stream in output_streams:
+            output_stream.cancel()
         after = [exact.submit(one) for one in searching()]
-        assert {collect(t)[1].finish_reason for t in tickets} <= {"abort", "length"}
+        assert {collect(t)[1].finish_reason for t in output_streams} <= {"abort", "length"}
         if attempt % 4 == 3:
             assert tokens_of(map(collect, after)) == expected
         else:
-            for ticket in after:
-                ticket.cancel()
-                collect(ticket)
+            for output_stream in after:
+                output_stream.cancel()
+                collect(output_stream)
     assert any(n > 0 for n in left), "nobody was cancelled within a branch"
     assert exact.snapshot()["kv_usage"] == 0
 
@@ -186,7 +193,7 @@ def test_cancelling_within_a_branch(exact, monkeypatch):
 def test_grammars_hold_beside_branches(exact):
     """A text of a given form does not branch."""
     expected = tokens_of(run(exact, *searching()[:2]))
-    held = job("held", prompt(12), THREE, seed=1, grammar=Alternating(), **WARM)
+    held = engine_request("held", prompt(12), THREE, seed=1, grammar=Alternating(), **WARM)
     *others, (tokens, last) = run(exact, *searching()[:2], held)
     assert tokens_of(others) == expected
     assert [t % 2 for t in tokens] == [0, 1, 0, 1, 0, 1] and last.finish_reason == "stop"
@@ -201,13 +208,13 @@ def scarce(model, calibration):
 @pytest.mark.slow
 def test_scarce_pages(exact, scarce, monkeypatch):
     """Who branches waits until it has all it needs, and keeps it; others give way as ever."""
-    jobs = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
+    engine_requests = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
     gave_way: list[Sequence] = []
-    monkeypatch.setattr(scarce.batcher, "observer", Preempted(gave_way))
-    assert tokens_of(run(scarce, *jobs)) == tokens_of(run(exact, *jobs))
-    assert gave_way and all(s.job.control == Control() for s in gave_way)
+    monkeypatch.setattr(scarce.scheduler, "metrics_hooks", Preempted(gave_way))
+    assert tokens_of(run(scarce, *engine_requests)) == tokens_of(run(exact, *engine_requests))
+    assert gave_way and all(s.engine_request.control == Control() for s in gave_way)
     assert scarce.context == 4 * (36 - 2 * 3)
-    long = job("long", prompt(99, 3), THREE, seed=1, max_tokens=99, **WARM)
+    long = engine_request("long", prompt(99, 3), THREE, seed=1, max_tokens=99, **WARM)
     assert len(run(scarce, long)[0][0]) == scarce.context - 98
 
 
@@ -223,21 +230,21 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
         *searching(60, stop_token_ids=(*range(40, 56),), alternatives=2),
     ]
     expected = [run(exact, one)[0][0] for one in kinds]
-    monkeypatch.setattr(scarce.batcher, "overlapped", overlapped)
+    monkeypatch.setattr(scarce.scheduler, "overlapped", overlapped)
     before, draw = scarce.snapshot(), np.random.default_rng(overlapped)
-    tickets = []
+    output_streams = []
     for number in draw.integers(0, len(kinds), 150).tolist():
         grammar = Alternating() if draw.random() < 0.05 else None
         chosen = dataclasses.replace(kinds[number], grammar=grammar)
         leaves = draw.random() < 0.2
-        ticket = scarce.submit(chosen)
+        output_stream = scarce.submit(chosen)
         if leaves and draw.random() < 0.5:
-            next(iter(ticket))
+            next(iter(output_stream))
         if leaves:
-            ticket.cancel()
-        tickets.append((None if leaves or grammar else expected[number], ticket))
-    for wanted, ticket in tickets:
-        found, last = collect(ticket)
+            output_stream.cancel()
+        output_streams.append((None if leaves or grammar else expected[number], output_stream))
+    for wanted, output_stream in output_streams:
+        found, last = collect(output_stream)
         assert wanted is None or found == wanted
         assert last.finish_reason in ("stop", "length", "abort")
     after = scarce.snapshot()
@@ -248,11 +255,13 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
 
 @pytest.mark.exhaustive
 def test_a_job_may_have_fewer_branches(model, calibration, exact):
-    jobs = [dataclasses.replace(one, control=TWO) for one in searching()[:2]]
-    assert tokens_of(run(exact, *jobs, *searching(50))[:2]) == offline(model, calibration, TWO, *jobs)
+    engine_requests = [dataclasses.replace(one, control=TWO) for one in searching()[:2]]
+    assert tokens_of(run(exact, *engine_requests, *searching(50))[:2]) == offline(
+        model, calibration, TWO, *engine_requests
+    )
 
 
-class Preempted(Observer):
+class Preempted(MetricsHooks):
     """Who gave way."""
 
     def __init__(self, seen: list) -> None:
@@ -264,7 +273,7 @@ class Preempted(Observer):
 
 def test_no_program_copies_the_pool(exact):
     run(exact, *searching()[:1])
-    copies_no_pool(exact, "apply", "read", "decode")
+    copies_no_pool(exact, "apply", "prefill", "decode")
 
 
 @pytest.mark.slow
@@ -282,7 +291,7 @@ def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibra
 
 def test_what_cannot_be(model, calibration, exact):
     with pytest.raises(RequestError, match="branches is 4; accepted by this server are 1 to 3"):
-        exact.submit(job("x", (1,), Control("entropix", (("branches", 4),))))
+        exact.submit(engine_request("x", (1,), Control("entropix", (("branches", 4),))))
     for given, said in (
         (dict(preset="off"), "branches is 3; accepted with the preset off is 1"),
         (dict(method="snapkv"), "method is 'snapkv'; accepted with branches is dense"),
@@ -290,4 +299,4 @@ def test_what_cannot_be(model, calibration, exact):
         (dict(branches=0), "branches is 0; accepted are integers of at least 1"),
     ):
         with pytest.raises(ValueError, match=said):
-            ContinuousEngine(model, EngineOptions(**{**OPTIONS, **given}), calibration)
+            LLMEngine(model, EngineOptions(**{**OPTIONS, **given}), calibration)

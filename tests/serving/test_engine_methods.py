@@ -14,10 +14,18 @@ from entropic_jax.methods.registry import METHODS, Entry
 from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.serving import offline
 from entropic_jax.serving.control_options import Control
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
-from entropic_jax.serving.engine.metrics_hooks import Observer
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
 from entropic_jax.serving.request import Request, RequestError
-from tests.serving.test_engine import EXACT, WARM, copies_no_pool, job, nothing_is_left, prompt, run
+from tests.serving.test_engine import (
+    EXACT,
+    WARM,
+    copies_no_pool,
+    engine_request,
+    nothing_is_left,
+    prompt,
+    run,
+)
 
 SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0, page_size=4)
 OPTIONS = {**EXACT, "batch_invariant": False, "pruning": False}
@@ -44,7 +52,7 @@ def model(directory) -> models.Model:
 
 
 def engine_of(model, name: str, **options):
-    engine = ContinuousEngine(model, EngineOptions(**{**OPTIONS, "method": name, **options}))
+    engine = LLMEngine(model, EngineOptions(**{**OPTIONS, "method": name, **options}))
     yield engine
     engine.close()
     nothing_is_left(engine)
@@ -52,7 +60,10 @@ def engine_of(model, name: str, **options):
 
 def crowd(seed: int = 1):
     lengths = (5, 80, 1, 37, 90, 61)
-    return [job(f"c{i}", prompt(n, seed + i), seed=i, max_tokens=16, **WARM) for i, n in enumerate(lengths)]
+    return [
+        engine_request(f"c{i}", prompt(n, seed + i), seed=i, max_tokens=16, **WARM)
+        for i, n in enumerate(lengths)
+    ]
 
 
 OTHERS = ("entropy-prefill", "criti-prefill", "snapkv", "adakv", "quest")
@@ -61,12 +72,12 @@ RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
 
 @pytest.mark.parametrize("name", ["entropyinfer", *RARELY])
 def test_as_offline_alone_and_in_a_crowd(model, name):
-    mine = job("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
+    mine = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()
     for engine in engine_of(model, name, budgets=budgets, block_size=16 if name == "quest" else 4):
         ((alone, last),) = run(engine, mine)
         assert last.finish_reason == "length"
-        left = engine.submit(job("leaves", prompt(90, 3), max_tokens=30, **WARM))
+        left = engine.submit(engine_request("leaves", prompt(90, 3), max_tokens=30, **WARM))
         next(iter(left))
         left.cancel()
         results = run(engine, *crowd(), mine, *crowd(20))
@@ -77,25 +88,27 @@ def test_as_offline_alone_and_in_a_crowd(model, name):
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
-class Events(Observer):
+class Events(MetricsHooks):
     """Who came and went."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
 
     def admitted(self, sequence) -> None:
-        self.seen.append(("admitted", sequence.job.id))
+        self.seen.append(("admitted", sequence.engine_request.id))
 
     def finished(self, sequence, delta) -> None:
-        self.seen.append(("finished", sequence.job.id))
+        self.seen.append(("finished", sequence.engine_request.id))
 
 
 @pytest.mark.parametrize(("name", "together"), [("entropyinfer", True), ("dense", False)])
 def test_pages_emptied_serve_others(model, name, together):
     """Two long prompts do not fit beside one another, unless the first is compressed."""
     for engine in engine_of(model, name, num_pages=40, enable_prefix_caching=False):
-        engine.batcher.observer = events = Events()
-        results = run(engine, *(job(f"j{i}", prompt(100, i), max_tokens=25, **WARM) for i in range(2)))
+        engine.scheduler.metrics_hooks = events = Events()
+        results = run(
+            engine, *(engine_request(f"j{i}", prompt(100, i), max_tokens=25, **WARM) for i in range(2))
+        )
         assert [last.finish_reason for _, last in results] == ["length"] * 2
         first, then = ("admitted", "finished") if together else ("finished", "admitted")
         assert [what for what, _ in events.seen] == ["admitted", first, then, "finished"]
@@ -106,17 +119,19 @@ def test_what_a_method_made_is_not_shared(model):
     for engine in engine_of(model, "entropyinfer"):
         long, short = prompt(90, 7), prompt(16, 8)
         for ids, found in ((long, 0), (short, 12)):
-            run(engine, job("first", ids))
-            assert run(engine, job("again", ids))[0][1].cached_tokens == found
-        cache.check(engine.batcher.board.state.cache, engine.batcher.pages.prefix.pages())
+            run(engine, engine_request("first", ids))
+            assert run(engine, engine_request("again", ids))[0][1].cached_tokens == found
+        cache.check(engine.scheduler.device_state.state.cache, engine.scheduler.block_manager.prefix.pages())
 
 
 def test_preemption_tells_a_compressed_row_its_tokens_again(model):
-    jobs = [job(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)]
+    engine_requests = [
+        engine_request(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)
+    ]
     found = []
     for pages in (400, 34):
         for engine in engine_of(model, "snapkv", num_pages=pages):
-            found.append([tokens for tokens, _ in run(engine, *jobs)])
+            found.append([tokens for tokens, _ in run(engine, *engine_requests)])
             assert (engine.snapshot()["preemptions"] > 0) == (pages == 34)
     assert found[0] == found[1]
 
@@ -124,12 +139,12 @@ def test_preemption_tells_a_compressed_row_its_tokens_again(model):
 def test_no_program_copies_the_pool(model):
     for engine in engine_of(model, "entropyinfer"):
         run(engine, *crowd())
-        copies_no_pool(engine, "read", "decode", "compress")
+        copies_no_pool(engine, "prefill", "decode", "compress")
 
 
 def test_what_a_server_refuses(model):
     for engine in engine_of(model, "snapkv"):
         with pytest.raises(RequestError, match="method is 'h2o'; accepted by this server is snapkv"):
-            engine.submit(job("x", (1,), Control(method="h2o")))
+            engine.submit(engine_request("x", (1,), Control(method="h2o")))
     with pytest.raises(ValueError, match="budget is 3; accepted are integers of at least 64"):
-        ContinuousEngine(model, EngineOptions(**OPTIONS, method="h2o", budgets=(("budget", 3),)))
+        LLMEngine(model, EngineOptions(**OPTIONS, method="h2o", budgets=(("budget", 3),)))

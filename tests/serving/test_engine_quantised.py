@@ -3,12 +3,12 @@
 import pytest
 
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.options import sizes
 from entropic_jax.serving.kv_cache import check_pages, stored_as
 from entropic_jax.serving.offline import Engine
 from entropic_jax.serving.request import Request
-from tests.serving.test_engine import WARM, engine_of, job, model, prompt, run
+from tests.serving.test_engine import WARM, engine_of, engine_request, model, prompt, run
 
 __all__ = ["model"]
 
@@ -16,11 +16,13 @@ __all__ = ["model"]
 @pytest.mark.parametrize(("name", "dtype"), [("int8_per_token_head", "int8"), ("bfloat16", "bfloat16")])
 def test_with_a_narrow_cache_a_job_still_gets_the_same_whatever_befalls_it(model, name, dtype):
     options = dict(kv_cache_dtype=name, num_pages=40)
-    jobs = [job(f"j{i}", prompt(30, i), seed=i, max_tokens=40, **WARM) for i in range(5)]
+    engine_requests = [
+        engine_request(f"j{i}", prompt(30, i), seed=i, max_tokens=40, **WARM) for i in range(5)
+    ]
     for engine in engine_of(model, **options):
-        assert engine.batcher.board.state.cache.layers[0].keys.dtype == dtype
-        together = run(engine, *jobs)
-        alone = [run(engine, j)[0] for j in jobs]
+        assert engine.scheduler.device_state.state.cache.layers[0].keys.dtype == dtype
+        together = run(engine, *engine_requests)
+        alone = [run(engine, j)[0] for j in engine_requests]
         assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
 
 
@@ -43,7 +45,7 @@ def test_a_cache_of_eight_bits_holds_more_pages(model):
 def test_fp8_is_declined_where_it_would_copy_the_cache(model):
     check_pages("float8_e4m3fn", "gpu")
     with pytest.raises(ValueError, match="kv_cache_dtype is fp8 on a CPU"):
-        ContinuousEngine(model, EngineOptions(kv_cache_dtype="fp8"))
+        LLMEngine(model, EngineOptions(kv_cache_dtype="fp8"))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head"])

@@ -8,11 +8,11 @@ import pytest
 from entropic_jax import models
 from entropic_jax.calibration import load_calibration
 from entropic_jax.serving.control_options import Control
-from entropic_jax.serving.engine.engine import ContinuousEngine, EngineOptions
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.serving.request import Request, RequestError
 from entropic_jax.serving.samplers import engine as offline_engine
-from tests.serving.test_engine import EXACT, WARM, collect, job, nothing_is_left, prompt, run
+from tests.serving.test_engine import EXACT, WARM, collect, engine_request, nothing_is_left, prompt, run
 
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")
 
@@ -35,7 +35,7 @@ def calibration():
 
 def engine_of(model, calibration, name: str, **options):
     given = {**EXACT, "preset": name, "branches": 1, **options}
-    engine = ContinuousEngine(model, EngineOptions(**given), calibration)
+    engine = LLMEngine(model, EngineOptions(**given), calibration)
     yield engine
     engine.close()
     nothing_is_left(engine)
@@ -43,19 +43,22 @@ def engine_of(model, calibration, name: str, **options):
 
 def sampled(control: Control, seed: int = 1):
     lengths = (5, 31, 1, 17, 40)
-    return [job(f"s{seed}-{i}", prompt(n, seed + i), control, seed=i, **WARM) for i, n in enumerate(lengths)]
+    return [
+        engine_request(f"s{seed}-{i}", prompt(n, seed + i), control, seed=i, **WARM)
+        for i, n in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
     for engine in engine_of(model, calibration, name, block_size=64):  # as offline: agreement is over pages
-        mine = job("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
+        mine = engine_request("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
         plain = dataclasses.replace(mine, control=Control())
         ((alone, last),) = run(engine, mine)
         ((other, _),) = run(engine, plain)
         assert last.finish_reason == "length" and alone != other
-        left = engine.submit(job("leaves", prompt(9, 3), control, max_tokens=60, **WARM))
+        left = engine.submit(engine_request("leaves", prompt(9, 3), control, max_tokens=60, **WARM))
         next(iter(left))
         left.cancel()
         mixed = run(engine, *sampled(control), mine, plain, *sampled(Control("micro"), 20))
@@ -75,11 +78,13 @@ def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
 
 def test_preemption_keeps_what_a_law_remembers(model, calibration):
     control = Control("dslider")
-    jobs = [job(f"j{i}", prompt(30, i), control, seed=i, max_tokens=40, **WARM) for i in range(6)]
+    engine_requests = [
+        engine_request(f"j{i}", prompt(30, i), control, seed=i, max_tokens=40, **WARM) for i in range(6)
+    ]
     found = []
     for pages in (200, 40):
         for engine in engine_of(model, calibration, "dslider", num_pages=pages):
-            found.append([tokens for tokens, _ in run(engine, *jobs)])
+            found.append([tokens for tokens, _ in run(engine, *engine_requests)])
             assert (engine.snapshot()["preemptions"] > 0) == (pages == 40)
     assert found[0] == found[1]
 
@@ -87,7 +92,11 @@ def test_preemption_keeps_what_a_law_remembers(model, calibration):
 def test_steps_without_it_do_not_pay_for_it(model, calibration):
     given = dict(batch_invariant=False, max_num_seqs=2)
     for engine in engine_of(model, calibration, "entropix", **given):
-        run(engine, job("plain", prompt(9)), job("drawn", prompt(9, 1), Control("entropix"), **WARM))
+        run(
+            engine,
+            engine_request("plain", prompt(9)),
+            engine_request("drawn", prompt(9, 1), Control("entropix"), **WARM),
+        )
         kinds = {key[3]: program for key, program in engine.programs._compiled.items() if key[0] == "decode"}
         cost = {samples: program.cost_analysis()["flops"] for samples, program in kinds.items()}
         assert cost[False] < cost[True]
@@ -97,7 +106,7 @@ def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
     always = calibration._replace(quantiles=(0.0,) * 7, varentropy_quantiles=(90.0,) * 7)
     for engine in engine_of(model, always, "entropix", clarification="hm"):
         words = engine.tokenizer.encode("hm", special=False)
-        mine = job("mine", prompt(7), Control("entropix"), **WARM)
+        mine = engine_request("mine", prompt(7), Control("entropix"), **WARM)
         assert run(engine, mine)[0][0][: len(words)] == words
         never = dataclasses.replace(mine.request, logit_bias={words[0]: -np.inf})
         assert words[0] not in run(engine, dataclasses.replace(mine, request=never))[0][0]
@@ -108,10 +117,10 @@ def test_what_a_server_refuses(model, calibration):
         with pytest.raises(
             RequestError, match="accepted by this server are off, micro, meso, macro, full, entropix"
         ):
-            engine.submit(job("x", (1,), Control("dslider")))
+            engine.submit(engine_request("x", (1,), Control("dslider")))
         with pytest.raises(RequestError, match="branches is 3; accepted by this server are 1 to 1"):
-            engine.submit(job("x", (1,), Control("entropix", (("branches", 3),))))
-        ticket = engine.submit(job("x", (1,), Control("micro", (("clarification", "hm"),))))
-        assert collect(ticket)[1].finish_reason == "length"
+            engine.submit(engine_request("x", (1,), Control("entropix", (("branches", 3),))))
+        output_stream = engine.submit(engine_request("x", (1,), Control("micro", (("clarification", "hm"),))))
+        assert collect(output_stream)[1].finish_reason == "length"
     with pytest.raises(RequestError, match=r"accepted with a calibration\.json"):
-        ContinuousEngine(model, EngineOptions(**{**EXACT, "preset": "entropix"}))
+        LLMEngine(model, EngineOptions(**{**EXACT, "preset": "entropix"}))

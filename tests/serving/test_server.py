@@ -169,11 +169,11 @@ def test_all_of_a_batch_or_nothing(live, monkeypatch):
 
     submit, taken = live.engine.submit, []
 
-    def third_fails(job):
+    def third_fails(engine_request):
         if len(taken) == 2:
             raise QueueFullError(1.0)
-        taken.append(job.id)
-        return submit(job)
+        taken.append(engine_request.id)
+        return submit(engine_request)
 
     monkeypatch.setattr(live.engine, "submit", third_fails)
     refused(httpx2.post(live.url + PATH, json={"prompt": ["a", "b", "c"]}), 429)

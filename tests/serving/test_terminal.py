@@ -3,10 +3,7 @@ import os
 import sys
 
 import pytest
-from rich.color import Color
-from rich.console import Console
-
-from entropic_jax.serving.commands.terminal import (
+from entropic_jax.serving.batch.terminal import (
     SCALE,
     Screen,
     legend,
@@ -14,6 +11,9 @@ from entropic_jax.serving.commands.terminal import (
     tint,
     visible,
 )
+from rich.color import Color
+from rich.console import Console
+
 from entropic_jax.serving.transcript import Token
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine.interface import Delta, Job
+from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
@@ -59,7 +59,7 @@ def limit(body: ChatBody) -> int | None:
 
 def prepare(
     frontend: Frontend, body: ChatBody, name: str
-) -> tuple[list[Job], list[tuple[Sequence[int], Job | None]]]:
+) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
     """The jobs of a body, and for every text its prompt and its job; none where there is nothing to write."""
     count, most = body.choices, limit(body)
     if count > frontend.settings.limits.sequences:
@@ -79,8 +79,8 @@ def prepare(
     if most == 0:
         return [], [(tokens, None)] * count
     alternatives = (body.top_logprobs or 0) if body.wants_logprobs else None
-    jobs = generation.jobs_of(frontend, body, requests, name, alternatives)
-    return jobs, [(tokens, job) for job in jobs]
+    engine_requests = generation.engine_requests_of(frontend, body, requests, name, alternatives)
+    return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 
 def whole(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine.interface import Delta, Job
+from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.completion import Completion, CompletionBody
@@ -53,7 +53,7 @@ def router(frontend: Frontend) -> APIRouter:
 
 def prepare(
     frontend: Frontend, body: CompletionBody, name: str
-) -> tuple[list[Job], list[tuple[Sequence[int], Job | None]]]:
+) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
     """The jobs of a body, and for every text its prompt and its job; none where the prompt is all of it."""
     limits = frontend.settings.limits
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -79,8 +79,8 @@ def prepare(
         places += [tokens] * count
     if most == 0 and of_prompt is None:
         return [], [(tokens, None) for tokens in places]
-    jobs = generation.jobs_of(frontend, body, requests, name, alternatives, of_prompt)
-    return jobs, list(zip(places, jobs, strict=True))
+    engine_requests = generation.engine_requests_of(frontend, body, requests, name, alternatives, of_prompt)
+    return engine_requests, list(zip(places, engine_requests, strict=True))
 
 
 def rendered(

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...engine.interface import Delta, Job, Ticket
+from ...engine.interface import Delta, EngineRequest, OutputStream
 from ...request import Request, RequestError
 from ...transcript import Token, Usage
 from .. import grammar, log, tracing
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Choice:
     """One text on its way: its job, and what has been handed out of it."""
 
-    def __init__(self, index: int, prompt: Sequence[int], ticket: Ticket | None) -> None:
-        self.index, self.prompt, self.ticket = index, prompt, ticket
+    def __init__(self, index: int, prompt: Sequence[int], output_stream: OutputStream | None) -> None:
+        self.index, self.prompt, self.output_stream = index, prompt, output_stream
         self.begun = False  # whether anything was handed out
         self.offset = 0  # characters handed out
         self.tokens = 0
@@ -76,19 +76,19 @@ def requests_of(
     ]
 
 
-def jobs_of(
+def engine_requests_of(
     frontend: Frontend,
     body: SamplingBody,
     requests: Sequence[Request],
     name: str,
     alternatives: int | None,
     prompt_alternatives: int | None = None,
-) -> list[Job]:
+) -> list[EngineRequest]:
     """The jobs of requests, each with a follower of the grammar that the body asks for."""
     default = frontend.settings.control
     constraint = constraint_of(body)
     return [
-        Job(
+        EngineRequest(
             id=f"{name}-{index}",
             request=request,
             control=default if body.entropic is None else body.entropic.control(default),
@@ -126,25 +126,32 @@ def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
 
 
 async def start(
-    frontend: Frontend, prepare: Callable[[], tuple[list[Job], list[tuple[Sequence[int], Job | None]]]]
+    frontend: Frontend,
+    prepare: Callable[[], tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]],
 ) -> list[Choice]:
     """Prepare jobs in a thread, since long prompts and grammars take their time, and hand them in."""
     frontend.check_able()
     with refusals():
-        jobs, plan = await asyncio.to_thread(prepare)
-        tickets = dict(zip((job.id for job in jobs), frontend.submit(jobs), strict=True))
+        engine_requests, plan = await asyncio.to_thread(prepare)
+        output_streams = dict(
+            zip(
+                (engine_request.id for engine_request in engine_requests),
+                frontend.submit(engine_requests),
+                strict=True,
+            )
+        )
     return [
-        Choice(index, prompt, None if job is None else tickets[job.id])
-        for index, (prompt, job) in enumerate(plan)
+        Choice(index, prompt, None if engine_request is None else output_streams[engine_request.id])
+        for index, (prompt, engine_request) in enumerate(plan)
     ]
 
 
 async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIterator[Delta]:
     """The deltas of a choice; where its prompt alone is wanted (`silent`), without the tokens after it."""
-    if choice.ticket is None:
+    if choice.output_stream is None:
         yield Delta(finish_reason="length", usage=Usage(len(choice.prompt), 0))
         return
-    async with contextlib.aclosing(frontend.follow(choice.ticket)) as deltas:  # type: ignore[type-var]
+    async with contextlib.aclosing(frontend.follow(choice.output_stream)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
             if not silent or delta.finish_reason == "error":
                 yield delta
@@ -169,7 +176,7 @@ async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) 
 
 def release(frontend: Frontend, choices: Sequence[Choice]) -> None:
     """Cancel what has not ended: nobody reads it any more, or ever did."""
-    frontend.release([choice.ticket for choice in choices if choice.ticket is not None])
+    frontend.release([choice.output_stream for choice in choices if choice.output_stream is not None])
 
 
 async def arriving(
@@ -291,7 +298,7 @@ def entropic(body: SamplingBody, delta: Delta, choice: Choice) -> dict[str, Any]
 
 def measured(tokens: Sequence[Token], name: str) -> list[float | None]:
     """One measure of every token."""
-    return [number(token.measures.get(name)) for token in tokens]
+    return [number(token.metrics.get(name)) for token in tokens]
 
 
 def number(value: float | None) -> float | None:

@@ -70,7 +70,7 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
                 **entry(token.id, token.logprob),
                 "top_logprobs": [entry(*alternative) for alternative in token.top[:most]],
                 **{
-                    measure: number(token.measures.get(measure))
+                    measure: number(token.metrics.get(measure))
                     for measure in ("entropy", "temperature", "kept_fraction", "surprisal")
                 },
             }
