@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from entropic_jax.serving.batch import doctor
 
 from entropic_jax.pallas import self_test
 from entropic_jax.pallas.dispatch import Operation
 from entropic_jax.serving.cli import main
+from entropic_jax.serving.commands import doctor
 
 
 @pytest.fixture(autouse=True)

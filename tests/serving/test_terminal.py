@@ -3,7 +3,10 @@ import os
 import sys
 
 import pytest
-from entropic_jax.serving.batch.terminal import (
+from rich.color import Color
+from rich.console import Console
+
+from entropic_jax.serving.commands.terminal import (
     SCALE,
     Screen,
     legend,
@@ -11,9 +14,6 @@ from entropic_jax.serving.batch.terminal import (
     tint,
     visible,
 )
-from rich.color import Color
-from rich.console import Console
-
 from entropic_jax.serving.transcript import Token
 
 
