@@ -33,7 +33,7 @@ def random_model(quick: bool) -> Subject:
 def halved(subject: Subject) -> Subject:
     """The same with matrices of bfloat16, as checkpoints have them, where products read them as they are."""
     narrow = lambda x: (
-        x.astype("bfloat16") if x.ndim == 2 and skinny_matmul.serves(x.shape, "bfloat16") else x
+        x.astype("bfloat16") if x.ndim == 2 and skinny_matmul.reads_as_stored(x.shape, "bfloat16") else x
     )
     kept = {"embed_tokens": subject.params["embed_tokens"]}  # looked up, not multiplied
     return subject._replace(params={**jax.tree.map(narrow, subject.params), **kept})

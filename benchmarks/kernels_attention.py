@@ -64,24 +64,24 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     first = jnp.zeros_like(last)
     programs: dict[str, Callable[[], Any]] = {}
     entries: dict[str, dict[str, Any]] = {}
-    for back_end in accepted(q, keys, values, table, first, last):
-        decode = jax.jit(partial(paged_attention.decode, back_end=back_end))
+    for backend in accepted(q, keys, values, table, first, last):
+        decode = jax.jit(partial(paged_attention.decode, backend=backend))
         for fraction in FRACTIONS:
             lists = listed(shape, fraction)
             kept = shape.pages if fraction == 1 else int(lists[1][0, 0])
-            name = f"{back_end} {fraction:g}"
+            name = f"{backend} {fraction:g}"
             programs[name] = partial(decode, q, keys, values, table, *lists, first, last)
-            entries[name] = {"engine": back_end, "kept": kept / shape.pages}
-        name = f"{back_end} ragged"
+            entries[name] = {"engine": backend, "kept": kept / shape.pages}
+        name = f"{backend} ragged"
         lengths = ragged(shape)
         programs[name] = partial(decode, q, keys, values, table, None, None, first, lengths)
         share = float(lengths.sum()) / (shape.rows * shape.context)
-        entries[name] = {"engine": f"{back_end}, ragged", "kept": share}
+        entries[name] = {"engine": f"{backend}, ragged", "kept": share}
     for dtype in ("bfloat16", "int8") if on_cpu() else ("int8", "float8_e4m3fn"):
         pools = [narrowed(pool, dtype) for pool in (keys, values)]
-        back_end = accepted(q, *pools, table, first, last)[0]
-        decode = jax.jit(partial(paged_attention.decode, back_end=back_end))
-        name = f"{back_end}, {dtype}"
+        backend = accepted(q, *pools, table, first, last)[0]
+        decode = jax.jit(partial(paged_attention.decode, backend=backend))
+        name = f"{backend}, {dtype}"
         programs[name] = partial(decode, q, *pools, table, None, None, first, last)
         smaller = bytes_per_number(dtype, shape.head_dim) / jnp.dtype(shape.dtype).itemsize
         entries[name] = {"engine": name, "kept": 1.0, "bytes": shape.bytes * smaller}
@@ -100,8 +100,8 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
 
 def accepted(q, keys, values, table, first, last) -> list[str]:
     """The back ends that serve these arguments; of a GPU or TPU, the reference is not of interest."""
-    verdicts = paged_attention.DECODE.verdicts(q, keys, values, table, None, None, first, last)
-    found = [name for name, reason in verdicts.items() if reason is None]
+    reasons = paged_attention.DECODE.decline_reasons(q, keys, values, table, None, None, first, last)
+    found = [name for name, reason in reasons.items() if reason is None]
     return found if on_cpu() else found[:1]
 
 

@@ -22,13 +22,13 @@ def run() -> Iterator[dict[str, str]]:
         yield {"operation": operation, "case": name, "verdict": verdict(call)}
 
 
-def calls(back_end: str) -> Iterator[tuple[str, str, Callable[[], float]]]:
+def calls(backend: str) -> Iterator[tuple[str, str, Callable[[], float]]]:
     """Operation, case, and a function of how far off the result of a back end is, over what is accepted."""
     for case in paged_cases.SMALL:
         if case.soft_cap is None:
-            yield "decode", case.name, partial(_decode, case, back_end)
+            yield "decode", case.name, partial(_decode, case, backend)
     for case in topk_cases.SMALL:
-        yield "topk_entropy", case.name, partial(_topk_entropy, case, back_end)
+        yield "topk_entropy", case.name, partial(_topk_entropy, case, backend)
 
 
 def verdict(call: Callable[[], float]) -> str:
@@ -42,16 +42,16 @@ def verdict(call: Callable[[], float]) -> str:
     return "yes" if error <= 1 else f"fails: {error:.2g} times what is accepted"
 
 
-def _decode(case: paged_cases.Case, back_end: str) -> float:
+def _decode(case: paged_cases.Case, backend: str) -> float:
     given = paged_cases.build(case)
     arguments = jax.tree.map(jnp.asarray, tuple(given))
-    found = jax.jit(partial(paged_attention.decode, back_end=back_end))(*arguments)
+    found = jax.jit(partial(paged_attention.decode, backend=backend))(*arguments)
     tolerance = FLOAT32 if case.dtype == "float32" else BFLOAT16
     return difference(tuple(found), paged_cases.exact(case, given)) / tolerance
 
 
-def _topk_entropy(case: topk_cases.Case, back_end: str) -> float:
+def _topk_entropy(case: topk_cases.Case, backend: str) -> float:
     given = topk_cases.build(case)
     logits, *at = map(jnp.asarray, given)
-    call = lambda logits, *at: topk_entropy.topk_entropy(logits, case.k, *at, back_end=back_end)
+    call = lambda logits, *at: topk_entropy.topk_entropy(logits, case.k, *at, backend=backend)
     return difference(jax.jit(call)(logits, *at), topk_cases.exact(given, case.k)) / FLOAT32

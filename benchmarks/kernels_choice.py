@@ -24,7 +24,7 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     """The same of one shape."""
     q, keys, values, table = arrays(shape)
     last = jnp.full(shape.rows, shape.context, jnp.int32)
-    dense = jax.jit(partial(paged_attention.decode, back_end=None))
+    dense = jax.jit(partial(paged_attention.decode, backend=None))
     programs = {"dense attention": partial(dense, q, keys, values, table, None, None, 0 * last, last)}
     wide = keys.astype(jnp.float32)
     summary = Summary(wide.min(2), wide.max(2), wide.sum(2))
@@ -32,8 +32,8 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     dropped_mass_limit = jnp.full(shape.rows, 0.1, jnp.float32)
     given = (q, summary, information, table, last, dropped_mass_limit)
     read = 3 * 4 * shape.rows * shape.kv_heads * shape.pages * shape.head_dim
-    verdicts = paged_attention.CHOOSE.verdicts(*given, shape.page, Rules())
-    names = [name for name, reason in verdicts.items() if reason is None]
+    reasons = paged_attention.CHOOSE.decline_reasons(*given, shape.page, Rules())
+    names = [name for name, reason in reasons.items() if reason is None]
     for name in names if on_cpu() else names[:1]:
         choose = jax.jit(partial(_choose, name, shape.page))
         programs[f"choice, {name}"] = partial(choose, *given)
@@ -42,5 +42,5 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
         yield {"shape": shape._asdict(), "engine": name, "bytes": size, "seconds": measured}
 
 
-def _choose(back_end: str, page: int, *given: Any) -> Any:
-    return paged_attention.choose(*given, page, Rules(), back_end=back_end)
+def _choose(backend: str, page: int, *given: Any) -> Any:
+    return paged_attention.choose(*given, page, Rules(), backend=backend)

@@ -36,15 +36,15 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
         first = jnp.zeros((1, queries), jnp.int32)
         where = (first, jnp.full(1, start, jnp.int32), jnp.full(1, shape.context, jnp.int32))
         programs, entries = {}, {}
-        verdicts = paged_attention.PREFILL.verdicts(q, keys, values, table, None, None, *where)
-        served = [name for name, reason in verdicts.items() if reason is None]
-        for back_end in served if on_cpu() else served[:1]:
-            prefill = jax.jit(partial(paged_attention.prefill, back_end=back_end))
+        reasons = paged_attention.PREFILL.decline_reasons(q, keys, values, table, None, None, *where)
+        served = [name for name, reason in reasons.items() if reason is None]
+        for backend in served if on_cpu() else served[:1]:
+            prefill = jax.jit(partial(paged_attention.prefill, backend=backend))
             for fraction in FRACTIONS:
                 lists, kept = listed_before(shape, start, fraction)
-                name = f"{back_end} {fraction:g}"
+                name = f"{backend} {fraction:g}"
                 programs[name] = partial(prefill, q, keys, values, table, *lists, *where)
-                entries[name] = {"engine": back_end, "kept": kept}
+                entries[name] = {"engine": backend, "kept": kept}
         tile = (1, shape.context, shape.kv_heads, shape.head_dim)
         k, v = (jax.random.normal(jax.random.key(i), tile, shape.dtype) for i in range(2))
         flat = q.reshape(1, -1, queries, shape.head_dim).swapaxes(1, 2)

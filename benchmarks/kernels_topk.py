@@ -18,8 +18,8 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
     dtype = "float32" if on_cpu() else "bfloat16"
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocabulary), dtype)
     temperature = jnp.full(rows, 0.7)
-    verdicts = topk_entropy.TOPK_ENTROPY.verdicts(logits, k, temperature, temperature)
-    names = [name for name, reason in verdicts.items() if reason is None]
+    reasons = topk_entropy.TOPK_ENTROPY.decline_reasons(logits, k, temperature, temperature)
+    names = [name for name, reason in reasons.items() if reason is None]
     programs = {name: partial(jax.jit(partial(_ours, k, name)), logits, temperature) for name in names}
     programs["lax.top_k + logsumexp"] = partial(jax.jit(partial(_plain, k)), logits)
     for name, measured in seconds(programs, repeat).items():
@@ -27,8 +27,8 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
         yield {"shape": shape, "engine": name, "bytes": logits.nbytes, "seconds": measured}
 
 
-def _ours(k: int, back_end: str, logits: jax.Array, temperature: jax.Array) -> Any:
-    return topk_entropy.topk_entropy(logits, k, temperature, back_end=back_end)
+def _ours(k: int, backend: str, logits: jax.Array, temperature: jax.Array) -> Any:
+    return topk_entropy.topk_entropy(logits, k, temperature, backend=backend)
 
 
 def _plain(k: int, logits: jax.Array) -> Any:

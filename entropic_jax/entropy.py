@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .pallas.entropy_moments import moments
+from .pallas.entropy_moments import entropy_moments
 
 LOWEST_TEMPERATURE = 1e-9  # above 0; what is colder counts as this, so that gradients stay finite
 
@@ -31,7 +31,7 @@ class Entropy(NamedTuple):
 
 def _measure(logits: jax.Array, inverse_temperature: jax.Array | float) -> Entropy:
     scale = jnp.broadcast_to(jnp.float32(inverse_temperature), logits.shape[:-1])
-    highest, log_total, mean, square = moments(logits.astype(jnp.float32), scale)
+    highest, log_total, mean, square = entropy_moments(logits.astype(jnp.float32), scale)
     return Entropy(
         log_normaliser=highest * scale + log_total,
         entropy=log_total - mean,

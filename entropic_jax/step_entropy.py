@@ -40,7 +40,7 @@ def anew(adjusted: jax.Array, temperature: jax.Array, before: jax.Array, tempere
 def kernel(logits: jax.Array, k: int = 1) -> str | None:
     """The back end, other than plain JAX, that has the k largest logits and the moments in one pass."""
     row = jnp.ones(logits.shape[:1], jnp.float32)
-    return topk_entropy.TOPK_ENTROPY.kernel(logits, k, row, row)
+    return topk_entropy.TOPK_ENTROPY.kernel_name(logits, k, row, row)
 
 
 def _tempered(adjusted: jax.Array, temperature: jax.Array) -> Entropy:

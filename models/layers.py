@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from entropic_jax.pallas.skinny_matmul import project
+from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .config import Config
 from .rope import Rotation, frequencies, rotate, rotation
@@ -44,7 +44,7 @@ class Linear(nnx.Module):
 
 def together(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """What each of the layers makes of x: one pass where x has few rows."""
-    products = project(x, *(layer.kernel[...] for layer in layers))
+    products = skinny_matmul(x, *(layer.kernel[...] for layer in layers))
     return tuple(
         y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
     )
@@ -162,7 +162,7 @@ class CausalLM(nnx.Module):
         """float32 `[..., vocabulary]` of hidden states `[..., hidden]`."""
         kernel = self.lm_head.kernel[...]
         if hidden.dtype == jnp.float32:
-            return project(hidden, kernel)[0]
+            return skinny_matmul(hidden, kernel)[0]
         return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
 
     def frequencies(self) -> np.ndarray:

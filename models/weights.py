@@ -170,7 +170,7 @@ def stays_narrow(entry: Entry, tensors: Tensors) -> bool:
     return (
         matrix
         and tensors[entry.names[0]].get_dtype() == "BF16"
-        and skinny_matmul.serves(entry.shape, "bfloat16")
+        and skinny_matmul.reads_as_stored(entry.shape, "bfloat16")
     )
 
 

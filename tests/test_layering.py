@@ -13,7 +13,9 @@ FOLDERS = {
     "serving": "entropic_jax.serving",
 }  # part of the package by a link
 LAYERS = (
-    ("entropic_jax.pallas", "entropic_jax.cpu_runtime"),
+    ("entropic_jax.devices",),
+    ("entropic_jax.cpu_runtime",),
+    ("entropic_jax.pallas",),
     (
         "entropic_jax.entropy",
         "entropic_jax.state",

@@ -18,10 +18,10 @@ STEPS = 6
 @pytest.fixture
 def with_kernel(monkeypatch):
     """What a TPU has, in the interpreter, for `topk_entropy` alone; what was traced before is forgotten."""
-    back_end = interpreted("entropic_jax.pallas.topk_entropy.tpu", "topk_entropy")
+    backend = interpreted("entropic_jax.pallas.topk_entropy.tpu", "topk_entropy")
 
     def switch(on: bool) -> None:
-        served = {"tpu": back_end} if on else {"xla": topk_entropy.reference.topk_entropy}
+        served = {"tpu": backend} if on else {"xla": topk_entropy.reference.topk_entropy}
         monkeypatch.setattr(topk_entropy, "TOPK_ENTROPY", Operation("topk_entropy", served))
         jax.clear_caches()
 

@@ -1,28 +1,52 @@
-"""Kernels for the CPU: compiled by Numba, called by XLA as typed custom calls, run by a few threads.
+"""CPU runtime: kernels compiled by Numba, called by XLA as typed custom calls, run by a small thread pool.
 
 XLA's CPU backend copies what it gathers from pages, loops over pages on one core, and multiplies a few rows
-by a matrix at a fraction of the memory's speed. What is here reads every byte once, where it lies, with every
-core. A kernel is a *body* that takes the address of XLA's call frame; see `call` and `pool`. Machine code is
-kept on disk (`library`): only whoever compiles imports Numba, and with it `call`, `pool` and `vector`.
+by a matrix at a fraction of the memory's bandwidth. The kernels built on this package read every byte once,
+in place, with every core. A kernel is a function of the address of XLA's call frame.
+
+| module | contents |
+|---|---|
+| `custom_call` | registers a kernel with XLA under a name |
+| `call_frame` | the bridge from XLA's call frame to a Numba function |
+| `code_cache` | machine code on disk, so that only the first process compiles |
+| `mailbox` | the layout of the memory through which a kernel hands work to the threads |
+| `thread_pool` | the code of the threads, and `parallel_for` |
+| `threads` | starts and stops the threads |
+| `vector` | inner loops as LLVM vector code |
+| `threshold` | the largest threshold that keeps enough weight |
+| `run_once` | a cache of one result per argument, safe with several threads |
+
+Only a process that compiles imports Numba, and with it `call_frame`, `thread_pool` and `vector`.
 """
 
 import sys
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
-from ..pallas.dispatch import device
+import numpy as np
+
+from ..devices import default_device
 
 
 @cache
-def has_numba() -> bool:
-    """Whether Numba is installed; not on every platform or Python, and then the references serve."""
+def numba_installed() -> bool:
+    """Whether Numba is installed. It is not available for every platform and Python version."""
     return find_spec("numba") is not None
 
 
-def why_not() -> str | None:
-    """The reason why these kernels cannot run here, if there is one."""
-    if (platform := device().platform) != "cpu":
+def unavailable_reason() -> str | None:
+    """The reason why CPU kernels cannot run here; None if they can."""
+    if (platform := default_device().platform) != "cpu":
         return f"the default device is a {platform}"
-    if not has_numba() or sys.platform not in ("linux", "darwin"):
+    if not numba_installed() or sys.platform not in ("linux", "darwin"):
         return "Numba is not installed or the platform has no POSIX threads"
     return None
+
+
+def check_supported(*dtypes: Any) -> None:
+    """Raise NotImplementedError with the reason if CPU kernels cannot run here, or a dtype is not float32."""
+    if reason := unavailable_reason():
+        raise NotImplementedError(reason)
+    if any(np.dtype(dtype) != np.float32 for dtype in dtypes):
+        raise NotImplementedError(f"dtypes {', '.join(map(str, dtypes))}: only float32 is supported")

@@ -1,7 +1,8 @@
-"""The bridge from XLA to a Numba function: call frames, buffers, memory, and names that are found later.
+"""Call frames: the bridge from XLA's foreign function interface to Numba functions.
 
-The layout of the structures is that of `xla/ffi/api/c_api.h`, whose stability XLA promises; every field is a
-machine word here.
+It gives Numba code access to the operands and results of a custom call, to memory, and to symbols that are
+resolved when the code is loaded. The layout of the structures is that of `xla/ffi/api/c_api.h`, whose
+stability XLA promises; every field that is used is a machine word.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ BYTES = ir.IntType(8).as_pointer()
 
 
 @intrinsic
-def pointer(context, address):
+def as_pointer(context, address):
     """An integer as a pointer."""
 
     def generate(context, builder, signature, arguments):
@@ -25,7 +26,7 @@ def pointer(context, address):
 
 
 @intrinsic
-def address(context, value):
+def as_address(context, value):
     """A pointer as an integer."""
 
     def generate(context, builder, signature, arguments):
@@ -35,48 +36,48 @@ def address(context, value):
 
 
 @njit(nogil=True)
-def words(place, count):
-    """`count` machine words at an address."""
-    return carray(pointer(place), (count,), np.intp)
+def words(address, count):
+    """An array of `count` machine words at an address."""
+    return carray(as_pointer(address), (count,), np.intp)
 
 
 @njit(nogil=True)
-def _buffer(table, place):
-    fields = words(words(table, place + 1)[place], 6)  # XLA_FFI_Buffer
-    return fields[3], carray(pointer(fields[5]), (fields[4],), np.int64)
+def _buffer(table, number):
+    fields = words(words(table, number + 1)[number], 6)  # XLA_FFI_Buffer
+    return fields[3], carray(as_pointer(fields[5]), (fields[4],), np.int64)
 
 
 @njit(nogil=True)
-def operand(frame, place):
-    """Address of the data, and the dimensions, of an operand."""
-    return _buffer(words(frame, 15)[9], place)
+def operand(frame, number):
+    """The address of the data of an operand, and its dimensions."""
+    return _buffer(words(frame, 15)[9], number)
 
 
 @njit(nogil=True)
-def result(frame, place):
-    """Address of the data, and the dimensions, of a result."""
-    return _buffer(words(frame, 15)[14], place)
+def result(frame, number):
+    """The address of the data of a result, and its dimensions."""
+    return _buffer(words(frame, 15)[14], number)
 
 
-def symbol(name: str) -> Any:
-    """A function of no arguments for Numba code: the address that goes by a name when the code is loaded."""
+def symbol_address(name: str) -> Any:
+    """A Numba function without arguments that returns the address of a symbol, resolved at load time."""
 
     @intrinsic
-    def place(context):
+    def address_of_symbol(context):
         def generate(context, builder, signature, arguments):
-            found = builder.module.globals.get(name)
-            if found is None:
-                found = ir.GlobalVariable(builder.module, ir.IntType(8), name)
-            return builder.ptrtoint(found, context.get_value_type(types.intp))
+            variable = builder.module.globals.get(name)
+            if variable is None:
+                variable = ir.GlobalVariable(builder.module, ir.IntType(8), name)
+            return builder.ptrtoint(variable, context.get_value_type(types.intp))
 
         return types.intp(), generate
 
-    return place
+    return address_of_symbol
 
 
 @intrinsic
 def allocate(context, size):
-    """The address of so many bytes of memory, to be given back with `release`."""
+    """The address of `size` bytes of new memory, to be freed with `free`."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(BYTES, [context.get_value_type(types.intp)])
@@ -87,8 +88,8 @@ def allocate(context, size):
 
 
 @intrinsic
-def release(context, place):
-    """Give memory of `allocate` back."""
+def free(context, address):
+    """Free memory that `allocate` returned."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [BYTES])
@@ -100,29 +101,29 @@ def release(context, place):
 
 
 @njit(nogil=True)
-def floats(place, shape):
+def floats(address, shape):
     """An array of float32 at an address."""
-    return carray(pointer(place), shape, np.float32)
+    return carray(as_pointer(address), shape, np.float32)
 
 
-def handler(body: Any) -> Any:
-    """`body(frame)`, compiled by Numba, as a C function that XLA calls."""
+def xla_handler(body: Any) -> Any:
+    """Wrap `body(frame)`, compiled by Numba, as a C function that XLA calls."""
 
     @cfunc(types.intp(types.voidptr))
     def call(argument):
-        frame = words(address(argument), 15)
+        frame = words(as_address(argument), 15)
         if frame[1] != 0:  # XLA asks for the handler's metadata: answer with the version of its interface
             metadata = words(words(frame[1], 4)[3], 5)
-            metadata[3] = words(frame[2] + 4 * 8, 1)[0]  # of XLA's own table of functions
+            metadata[3] = words(frame[2] + 4 * 8, 1)[0]  # from XLA's own table of functions
             return 0
-        body(address(argument))
+        body(as_address(argument))
         return 0
 
     return call
 
 
-def task(function: Any) -> Any:
-    """`function(argument, chunk)`, compiled by Numba, as a C function for `pool.parallel`."""
+def thread_task(function: Any) -> Any:
+    """Wrap `function(argument, chunk)`, compiled by Numba, as a C function for `thread_pool.parallel_for`."""
 
     @cfunc(types.void(types.intp, types.intp))
     def entry(argument, chunk):

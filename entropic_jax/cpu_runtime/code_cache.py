@@ -1,11 +1,12 @@
-"""Machine code of the kernels: compiled once, kept on disk, loaded.
+"""Code cache of the CPU kernels: machine code is compiled once and stored on disk for later processes.
 
-A kernel is described by a function that yields its C functions in the order in which they need one another,
-`(symbol, function)` each, compiled by Numba. Their objects are kept in a folder of their own for every
-processor and every state of the sources. Whoever finds them there imports no Numba.
+A kernel is described by a builder: a generator of `(symbol, function)` pairs, where each function was
+compiled by Numba and later ones may call earlier ones. The objects are stored in a folder whose name is a
+hash of the processor, the versions of the compilers, and the source text of this package and of the package
+that holds the builder. A process that finds them there does not import Numba.
 
-Objects refer to one another, to the threads' board and to the C library by name, never by address.
-ENTROPIC_KERNEL_CACHE names another folder; if it is empty, nothing is kept.
+Objects refer to one another, to the mailbox of the threads and to the C library by name, never by address.
+The environment variable ENTROPIC_KERNEL_CACHE names another parent folder; if it is empty, nothing is stored.
 """
 
 import hashlib
@@ -21,12 +22,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .run_once import once
+from .run_once import run_once
 
 LOG = logging.getLogger("entropic_jax.kernels")
 VARIABLE = "ENTROPIC_KERNEL_CACHE"
-PREFIX = "entropic_"  # of every symbol of ours
-# What the objects may call besides: anything else would need a library that is not there without Numba.
+PREFIX = "entropic_"  # of every symbol that kernels define
+# The C functions that an object may call. Any other would need a library that only Numba loads.
 C_LIBRARY = {
     "malloc",
     "free",
@@ -41,57 +42,67 @@ C_LIBRARY = {
     "memmove",
 }
 
-Parts = list[tuple[str, bytes]]
-Source = Callable[[], Iterator[tuple[str, Any]]]
-_alive: list[Any] = []  # compiled code must outlive every executable that calls it
+Objects = list[tuple[str, bytes]]  # symbol and machine code, in the order of loading
+KernelBuilder = Callable[[], Iterator[tuple[str, Any]]]
+_kept_alive: list[Any] = []  # compiled code must outlive every executable that calls it
 
 
-@once
-def compiled(name: str, source: Source) -> int:
-    """The address of the last C function that `source` yields, whose symbol is `name`."""
+@run_once
+def load_or_compile(name: str, build: KernelBuilder) -> int:
+    """The address of a kernel in memory, from the cache if it is there.
+
+    Args:
+        name: the name of the kernel and the symbol of the last function that `build` yields.
+        build: the builder; it runs only if the cache does not hold the kernel. The folder of the file that
+            defines it holds all source text, beside that of this package, on which the code depends.
+
+    Returns:
+        The address of that last function.
+    """
+    package = Path(build.__code__.co_filename).resolve().parent
     address = 0
-    for symbol, code in _find(name) or ():
-        address = _load(symbol, code)
+    for symbol, code in _read_objects(package, name) or ():
+        address = _load_object(symbol, code)
     if address:
         return address
-    parts: Parts = []
-    whole = True
-    for symbol, function in source():
-        code = _object(function, symbol)
+    objects: Objects = []
+    complete = True
+    for symbol, function in build():
+        code = _emit_object(function, symbol)
         if code is None:
-            whole, address = False, function.address
-            _alive.append(function)
-            name_address(symbol, address)
+            complete, address = False, function.address
+            _kept_alive.append(function)
+            define_symbol(symbol, address)
         else:
-            parts.append((symbol, code))
-            address = _load(symbol, code)
-    if whole:
-        _keep(name, parts)
+            objects.append((symbol, code))
+            address = _load_object(symbol, code)
+    if complete:
+        _write_objects(package, name, objects)
     return address
 
 
-def name_address(symbol: str, address: int) -> None:
-    """Let code that is loaded later find an address by its name."""
+def define_symbol(symbol: str, address: int) -> None:
+    """Define a symbol for the code that is loaded later."""
     import llvmlite.binding as llvm
 
     llvm.add_symbol(symbol, address)
 
 
-def _machine() -> Any:
-    """A target machine: an engine owns the one it is given."""
+def _target_machine() -> Any:
+    """A new target machine: an engine takes ownership of the one it is given."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
-    # For code that is loaded anywhere: nothing is near, so every address is a whole word.
+    # Code may be loaded anywhere, far from what it refers to, so every address takes a full word.
     return llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3, codemodel="jitdefault", jit=True
     )
 
 
-def _object(function: Any, symbol: str) -> bytes | None:
-    """Machine code of a function that Numba compiled, under a name; None if it cannot stand alone."""
+def _emit_object(function: Any, symbol: str) -> bytes | None:
+    """Machine code of a function that Numba compiled, under a symbol; None if it needs other libraries."""
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(function.inspect_llvm())
@@ -100,100 +111,97 @@ def _object(function: Any, symbol: str) -> bytes | None:
     for inner in module.functions:
         if not inner.is_declaration and inner.name != symbol:
             inner.linkage = "internal"
-    _simplify(module)
-    outside = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
-    foreign = {name for name in outside if name not in C_LIBRARY and not name.startswith(PREFIX)}
+    _optimise(module)
+    declared = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
+    foreign = {name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX)}
     if foreign:
-        LOG.debug("%s is not kept: it needs %s", symbol, ", ".join(sorted(foreign)))
+        LOG.debug("%s is not stored: it needs %s", symbol, ", ".join(sorted(foreign)))
         return None
-    return _machine().emit_object(module)
+    return _target_machine().emit_object(module)
 
 
-def _simplify(module: Any) -> None:
-    """Drop what only an error would reach: these functions raise none."""
+def _optimise(module: Any) -> None:
+    """Optimise a module, which removes the error paths: these functions raise no errors."""
     import llvmlite.binding as llvm
 
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = options.slp_vectorization = True
-    builder = llvm.create_pass_builder(_machine(), options)
+    builder = llvm.create_pass_builder(_target_machine(), options)
     builder.getModulePassManager().run(module, builder)
 
 
-def _load(symbol: str, code: bytes) -> int:
-    """Put an object into memory; the address of its symbol, which later objects find by name."""
+def _load_object(symbol: str, code: bytes) -> int:
+    """Load an object into memory and define its symbol for later objects; returns its address."""
     import llvmlite.binding as llvm
 
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     address = engine.get_function_address(symbol)
-    _alive.append(engine)
-    name_address(symbol, address)
+    _kept_alive.append(engine)
+    define_symbol(symbol, address)
     return address
 
 
 @cache
-def folder() -> Path | None:
-    """Where the objects of this processor and these sources lie; None if none are to be kept."""
+def cache_folder(package: Path) -> Path | None:
+    """The folder for the kernels of a package on this processor; None if nothing is to be stored."""
     import llvmlite.binding as llvm
 
-    given = os.environ.get(VARIABLE)
-    if given == "":
+    parent = os.environ.get(VARIABLE)
+    if parent == "":
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    here = Path(__file__).resolve().parent
-    sources = sorted(
-        [*here.glob("*.py"), *here.parent.glob("*/cpu*.py"), *here.parent.glob("*/reference.py")]
-    )
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    sources = sorted({*Path(__file__).resolve().parent.glob("*.py"), *package.glob("*.py")})
     state = hashlib.sha256()
     for part in (
         platform.platform(),
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
-        *(f"{package} {metadata.version(package)}" for package in ("llvmlite", "numba", "numpy")),
+        *(f"{module} {metadata.version(module)}" for module in ("llvmlite", "numba", "numpy")),
         *(source.read_text("utf-8") for source in sources),
     ):
         state.update(part.encode() + b"\0")
-    return (Path(given) if given else home / "entropic_jax") / f"kernels-{state.hexdigest()[:16]}"
+    return (Path(parent) if parent else user_cache / "entropic_jax") / f"kernels-{state.hexdigest()[:16]}"
 
 
-def _file(name: str) -> Path | None:
-    place = folder()
-    return None if place is None else place / f"{re.sub(r'[^A-Za-z0-9_]', '-', name)}.kernel"
+def _file(package: Path, name: str) -> Path | None:
+    folder = cache_folder(package)
+    return None if folder is None else folder / f"{re.sub(r'[^A-Za-z0-9_]', '-', name)}.kernel"
 
 
-def _find(name: str) -> Parts | None:
-    """The objects of a kernel as they were kept; None where there are none or they are damaged."""
-    file = _file(name)
+def _read_objects(package: Path, name: str) -> Objects | None:
+    """The stored objects of a kernel; None if there are none or they are damaged."""
+    file = _file(package, name)
     try:
         data = file.read_bytes() if file else b""
     except OSError:
         return None
-    head, _, body = data.partition(b"\n")
+    header, _, body = data.partition(b"\n")
     try:
-        index = json.loads(head)
+        index = json.loads(header)
         if index["digest"] != hashlib.sha256(body).hexdigest():
             raise ValueError("its contents have changed")
-        sizes = [(str(symbol), int(size)) for symbol, size in index["parts"]]
+        sizes = [(str(symbol), int(size)) for symbol, size in index["objects"]]
     except (ValueError, KeyError, TypeError) as error:
         if data:
             LOG.debug("%s cannot be used: %s", file, error)
         return None
-    found, place = [], 0
+    objects, offset = [], 0
     for symbol, size in sizes:
-        found.append((symbol, body[place : place + size]))
-        place += size
-    return found
+        objects.append((symbol, body[offset : offset + size]))
+        offset += size
+    return objects
 
 
-def _keep(name: str, parts: Parts) -> None:
-    """Write the objects of a kernel, all or nothing; a folder that cannot be written keeps none."""
-    file = _file(name)
+def _write_objects(package: Path, name: str, objects: Objects) -> None:
+    """Store the objects of a kernel, all or none. A folder that cannot be written to is not an error."""
+    file = _file(package, name)
     if file is None:
         return
-    body = b"".join(code for _, code in parts)
+    body = b"".join(code for _, code in objects)
     index = {
-        "parts": [(symbol, len(code)) for symbol, code in parts],
+        "objects": [(symbol, len(code)) for symbol, code in objects],
         "digest": hashlib.sha256(body).hexdigest(),
     }
     try:
@@ -202,4 +210,4 @@ def _keep(name: str, parts: Parts) -> None:
             stream.write(json.dumps(index).encode() + b"\n" + body)
         os.replace(stream.name, file)
     except OSError as error:
-        LOG.debug("%s is not kept: %s", name, error)
+        LOG.debug("%s is not stored: %s", name, error)

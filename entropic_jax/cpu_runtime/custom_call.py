@@ -1,17 +1,17 @@
-"""Kernels as targets of XLA's custom calls."""
+"""Registration of CPU kernels as targets of XLA's custom calls."""
 
 import ctypes
 
-from .code_cache import Source, compiled
+from .code_cache import KernelBuilder, load_or_compile
 from .threads import start
 
 
-def register(name: str, source: Source) -> None:
-    """Make the kernel `name` known to XLA's CPU client under that name."""
+def register(name: str, build: KernelBuilder) -> None:
+    """Register the kernel `name` with XLA's CPU client under that name; see `load_or_compile`."""
     import jax
 
     start()
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    address = compiled(name, source)
+    address = load_or_compile(name, build)
     jax.ffi.register_ffi_target(name, capsule(address, None, None), platform="cpu")

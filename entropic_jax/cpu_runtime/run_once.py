@@ -1,4 +1,7 @@
-"""What is made once: several threads compile programs, and XLA refuses a second target of a name."""
+"""Cache of one result per argument, safe with several threads.
+
+Several threads compile programs at the same time, and XLA refuses a second custom-call target of one name.
+"""
 
 import threading
 from collections.abc import Callable
@@ -6,23 +9,23 @@ from functools import cache, wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_making = threading.RLock()
+_lock = threading.RLock()
 
 
-def once(make: Callable[..., T]) -> Callable[..., T]:
-    """`make`, remembering its results, in one thread at a time.
+def run_once(function: Callable[..., T]) -> Callable[..., T]:
+    """`function` with its results cached, run by one thread at a time.
 
-    >>> once(lambda: object())() is once(lambda: object())()
+    >>> run_once(lambda: object())() is run_once(lambda: object())()
     False
-    >>> only = once(lambda: object())
-    >>> only() is only()
+    >>> single = run_once(lambda: object())
+    >>> single() is single()
     True
     """
-    remembered = cache(make)
+    cached = cache(function)
 
-    @wraps(make)
-    def alone(*arguments: Any) -> T:
-        with _making:
-            return remembered(*arguments)
+    @wraps(function)
+    def locked(*arguments: Any) -> T:
+        with _lock:
+            return cached(*arguments)
 
-    return alone
+    return locked

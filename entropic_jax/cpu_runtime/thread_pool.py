@@ -1,11 +1,12 @@
-"""Threads that share the chunks of a kernel's work.
+"""Thread pool of the CPU kernels: `parallel_for` over the chunks of a kernel's work.
 
-The caller publishes a job as one word, `generation << 32 | chunks left`, and works on it itself; whoever
-decrements the word owns the chunk. A thread that sleeps, or that the system gives no time, delays nobody:
-its chunks are taken by others. After a fork there are no other threads, and the caller does all.
+The caller publishes a job as one word, `generation << 32 | chunks left`, in the mailbox and works on it
+itself. The thread that decrements the word owns the chunk. A thread that sleeps, or that the system does not
+schedule, delays nobody: other threads take its chunks. After a fork there are no other threads, and the
+caller does all.
 
-Waiting threads spin for some microseconds, then nap for a few at a time, so that XLA's own threads get the
-cores between two kernels of a step; after some tens of milliseconds without work the naps grow.
+Idle threads spin for some microseconds, then sleep for a few at a time, so that XLA's own threads get the
+cores between two kernels of a step. After some tens of milliseconds without work they sleep longer.
 """
 
 import sys
@@ -15,28 +16,21 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from .call_frame import symbol
-from .mailbox import (
-    ARGUMENT,
-    BOARD,
-    BUSY,
-    DONE,
-    FUNCTION,
-    JOB,
-    THREADS,
-)
+from .call_frame import symbol_address
+from .mailbox import ARGUMENT, BUSY, DONE, FUNCTION, JOB, MAILBOX, THREADS
 from .vector import intrinsic_of
 
-SPINS = 20_000
-NAP, LONGEST_NAP, NAPS = 10, 2000, 2000  # µs, µs, and how many short ones
-TIMER_SLACK = 29  # of prctl: without, Linux adds 50 µs to every nap
+SPINS = 20_000  # before the first sleep
+SHORT_SLEEP, LONG_SLEEP = 10, 2000  # µs
+SHORT_SLEEPS = 2000  # before the sleeps grow
+TIMER_SLACK = 29  # of prctl: without it, Linux adds 50 µs to every sleep
 
-place_of_board = symbol(BOARD)
+mailbox_address = symbol_address(MAILBOX)
 
 
 @intrinsic
-def load(context, place):
-    """The word at an address, with all that was written before it."""
+def load_acquire(context, address):
+    """The word at an address, and with it everything that was written before it."""
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
@@ -46,8 +40,8 @@ def load(context, place):
 
 
 @intrinsic
-def store(context, place, value):
-    """Write a word after all that was written before."""
+def store_release(context, address, value):
+    """Write a word, after everything that was written before."""
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
@@ -59,8 +53,8 @@ def store(context, place, value):
 
 
 @intrinsic
-def add(context, place, value):
-    """Add to a word; returns what it was."""
+def fetch_add(context, address, value):
+    """Add to a word atomically; returns the old value."""
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
@@ -71,8 +65,8 @@ def add(context, place, value):
 
 
 @intrinsic
-def swap_if(context, place, expected, value):
-    """Replace the word if it is `expected`; 1 if it was."""
+def compare_and_swap(context, address, expected, value):
+    """Replace a word if it equals `expected`; returns 1 if it did."""
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
@@ -84,85 +78,91 @@ def swap_if(context, place, expected, value):
 
 
 @intrinsic
-def invoke(context, function, argument, chunk):
-    """Call the task at an address."""
+def call_task(context, function, argument, chunk):
+    """Call the task at the address `function`."""
 
     def generate(context, builder, signature, arguments):
         word = context.get_value_type(types.intp)
-        kind = ir.FunctionType(ir.VoidType(), [word, word])
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        function_type = ir.FunctionType(ir.VoidType(), [word, word])
+        builder.call(builder.inttoptr(arguments[0], function_type.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), generate
 
 
 @njit(nogil=True)
-def work(board):
-    """Take chunks of the job on the board until none is left; how many there were."""
-    taken = 0
+def run_chunks(mailbox):
+    """Run chunks of the job in the mailbox until none is left; returns how many."""
+    num_chunks = 0
     while True:
-        job = load(board + JOB)
+        job = load_acquire(mailbox + JOB)
         left = job & 0xFFFFFFFF
         if left == 0:
-            return taken
-        function, argument = load(board + FUNCTION), load(board + ARGUMENT)
-        if swap_if(board + JOB, job, job - 1) == 1:
-            invoke(function, argument, left - 1)
-            add(board + DONE, 1)
-            taken += 1
+            return num_chunks
+        function, argument = load_acquire(mailbox + FUNCTION), load_acquire(mailbox + ARGUMENT)
+        if compare_and_swap(mailbox + JOB, job, job - 1) == 1:
+            call_task(function, argument, left - 1)
+            fetch_add(mailbox + DONE, 1)
+            num_chunks += 1
 
 
 @njit(nogil=True)
-def parallel(function, argument, chunks):
-    """Call `function(argument, chunk)` for every chunk, on all threads."""
-    board = place_of_board()
-    if chunks < 2 or load(board + THREADS) < 2 or swap_if(board + BUSY, 0, 1) == 0:
-        for chunk in range(chunks):
-            invoke(function, argument, chunk)
+def parallel_for(function, argument, num_chunks):
+    """Call the task `function(argument, chunk)` for every chunk, on all threads."""
+    mailbox = mailbox_address()
+    if num_chunks < 2 or load_acquire(mailbox + THREADS) < 2 or compare_and_swap(mailbox + BUSY, 0, 1) == 0:
+        for chunk in range(num_chunks):
+            call_task(function, argument, chunk)
         return
-    generation = (load(board + JOB) >> 32) + 1
-    store(board + DONE, 0)
-    store(board + FUNCTION, function)
-    store(board + ARGUMENT, argument)
-    store(board + JOB, ((generation & 0x3FFFFFFF) << 32) | chunks)
-    work(board)
-    while load(board + DONE) < chunks:
+    generation = (load_acquire(mailbox + JOB) >> 32) + 1
+    store_release(mailbox + DONE, 0)
+    store_release(mailbox + FUNCTION, function)
+    store_release(mailbox + ARGUMENT, argument)
+    store_release(mailbox + JOB, ((generation & 0x3FFFFFFF) << 32) | num_chunks)
+    run_chunks(mailbox)
+    while load_acquire(mailbox + DONE) < num_chunks:
         pass
-    store(board + BUSY, 0)
+    store_release(mailbox + BUSY, 0)
 
 
-def worker() -> Any:
-    """What a thread does: `void *worker(void *)`, which returns once the board says that it is alone."""
-    nap = external("usleep")
-    be_punctual = external("prctl", TIMER_SLACK, 1000) if sys.platform == "linux" else njit(lambda: None)
+def worker_loop() -> Any:
+    """The start routine of a thread, `void *worker(void *)`; it returns once the mailbox says one thread."""
+    sleep = c_function("usleep")
+    if sys.platform == "linux":
+        set_timer_slack = c_function("prctl", TIMER_SLACK, 1000)
+    else:
+        set_timer_slack = njit(lambda: None)
 
     @cfunc(types.voidptr(types.voidptr))
     def run(argument):
-        be_punctual()
-        board = place_of_board()
-        idle, rest = 0, NAP
-        while load(board + THREADS) > 1:
-            if work(board) > 0:
-                idle, rest = 0, NAP
+        set_timer_slack()
+        mailbox = mailbox_address()
+        idle, duration = 0, SHORT_SLEEP
+        while load_acquire(mailbox + THREADS) > 1:
+            if run_chunks(mailbox) > 0:
+                idle, duration = 0, SHORT_SLEEP
                 continue
             idle += 1
             if idle > SPINS:
-                nap(rest)
-            if idle > SPINS + NAPS:
-                rest = min(2 * rest, LONGEST_NAP)
+                sleep(duration)
+            if idle > SPINS + SHORT_SLEEPS:
+                duration = min(2 * duration, LONG_SLEEP)
         return argument
 
     return run
 
 
-def external(name: str, *constants: int) -> Any:
-    """A function of the C library for Numba code: called with the constants, or with the one number given."""
+def c_function(name: str, *constants: int) -> Any:
+    """A function of the C library for Numba code, without its result.
+
+    It is called with the constants; without constants, with the one number that its caller passes.
+    """
     narrow, word = ir.IntType(32), ir.IntType(64)
 
-    def call(builder, given):
-        values = [word(c) for c in constants] if constants else [builder.trunc(given[0], narrow)]
-        kind = ir.FunctionType(narrow, [v.type for v in values])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    def emit(builder, arguments):
+        values = [word(c) for c in constants] if constants else [builder.trunc(arguments[0], narrow)]
+        function_type = ir.FunctionType(narrow, [v.type for v in values])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
         builder.call(function, values)
 
-    return intrinsic_of(0 if constants else 1, call)
+    return intrinsic_of(0 if constants else 1, emit)

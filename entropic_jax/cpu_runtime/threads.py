@@ -1,4 +1,4 @@
-"""The threads that help a kernel; `pool` is what they do."""
+"""Start and stop of the worker threads; `thread_pool` holds the code that they run."""
 
 import atexit
 import ctypes
@@ -7,44 +7,44 @@ from typing import Any
 
 import numpy as np
 
-from .code_cache import compiled, name_address
-from .mailbox import BOARD, SIZE, THREADS
-from .run_once import once
+from .code_cache import define_symbol, load_or_compile
+from .mailbox import MAILBOX, SIZE, THREADS
+from .run_once import run_once
 
-MOST_THREADS = 8
-_kept: list[Any] = []
+MAX_THREADS = 8
+_kept_alive: list[Any] = []
 
 
-@once
+@run_once
 def start() -> None:
-    """Put up the board and start the threads, one fewer than there are processors to run on."""
-    count = min(MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    memory = np.zeros(SIZE // 8, np.int64)
-    memory[THREADS // 8] = count
-    _kept.append(memory)
-    name_address(BOARD, memory.ctypes.data)
-    if count < 2:
+    """Allocate the mailbox and start the threads, one fewer than there are processors to run on."""
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    mailbox = np.zeros(SIZE // 8, np.int64)
+    mailbox[THREADS // 8] = num_threads
+    _kept_alive.append(mailbox)
+    define_symbol(MAILBOX, mailbox.ctypes.data)
+    if num_threads < 2:
         return
-    worker = compiled("entropic_worker", _worker)
+    worker = load_or_compile("entropic_worker", _build_worker)
     library = ctypes.CDLL(None)
     create, join = library.pthread_create, library.pthread_join
     create.argtypes, create.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     join.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
-    handles = [ctypes.c_size_t() for _ in range(count - 1)]
+    handles = [ctypes.c_size_t() for _ in range(num_threads - 1)]
     running = [handle for handle in handles if create(ctypes.byref(handle), None, worker, None) == 0]
-    mine = os.getpid()
+    process = os.getpid()
 
     def stop() -> None:
-        """Let the threads end: the interpreter is about to take their code and the board from under them."""
-        memory[THREADS // 8] = 1
-        if os.getpid() == mine:  # a fork has none of the threads
+        """End the threads before the interpreter frees their code and the mailbox."""
+        mailbox[THREADS // 8] = 1
+        if os.getpid() == process:  # a fork has none of the threads
             for handle in running:
                 join(handle, None)
 
     atexit.register(stop)
 
 
-def _worker() -> Any:
+def _build_worker() -> Any:
     from . import thread_pool
 
-    yield "entropic_worker", thread_pool.worker()
+    yield "entropic_worker", thread_pool.worker_loop()

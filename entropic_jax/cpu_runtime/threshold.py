@@ -1,8 +1,8 @@
-"""The least weight that has to be kept, found by the bits of the weights instead of by bisection.
+"""Weight threshold: the largest threshold with enough weight at or above it, by radix selection.
 
-Floats above 0 are ordered as their bits are. So the weights are counted by their leading bits, the bin in
-which enough is reached is counted by the bits that follow, and so on: one pass over all of them and a few
-over what shares a bin with the least one that is needed.
+Positive floats are ordered as their bits are. The weights are counted by their leading bits; the bin in which
+the required mass is reached is counted by the following bits, and so on. This takes one pass over all weights
+and a few over those that share a bin with the threshold.
 """
 
 from typing import Any
@@ -10,58 +10,70 @@ from typing import Any
 import numpy as np
 
 BINS = 256
-NONE, ALL = np.float32(np.inf), np.float32(-1)
+KEEP_NONE, KEEP_ALL = np.float32(np.inf), np.float32(-1)
 
 
-def thresholds(least: float) -> Any:
-    """`threshold(weight, need, number, left, mass, count)`: the greatest floor that keeps enough.
+def compile_threshold(min_weight: float) -> Any:
+    """Compile `threshold(weight, need, number, candidates, mass, count)` with Numba.
 
-    That is the greatest w among the weights of at least `least` with Σ weight[weight ≥ w] ≥ need and `number`
-    of them, or as many as there are; NONE where nothing has to be kept, ALL where there is not enough, or
-    NaN. Memory to work in: left float32 as long as weight, mass float32 and count int32 `[BINS]`.
+    It returns the largest w among the weights of at least `min_weight` for which Σ weight[weight ≥ w] ≥ need
+    and at least `number` weights (or all, if there are fewer) are ≥ w. It returns `KEEP_NONE` if nothing has
+    to be kept, and `KEEP_ALL` if the weights do not suffice or are NaN.
+
+    Args of the compiled function:
+        weight: float32 `[n]`.
+        need: float32, the mass to reach.
+        number: the number of weights to keep at least.
+        candidates: scratch buffer, float32 `[n]`.
+        mass: scratch buffer, float32 `[BINS]`.
+        count: scratch buffer, int32 `[BINS]`.
     """
     from numba import njit
 
-    base, smallest = int(np.float32(least).view(np.int32)), np.float32(least)
+    base, smallest = int(np.float32(min_weight).view(np.int32)), np.float32(min_weight)
     reach = int(np.float32(2).view(np.int32)) - base
-    wide = BINS.bit_length() - 1
-    shifts = np.array([max(0, shift) for shift in range(reach.bit_length() - wide, -wide, -wide)])
+    bits_per_pass = BINS.bit_length() - 1
+    shifts = np.array(
+        [max(0, shift) for shift in range(reach.bit_length() - bits_per_pass, -bits_per_pass, -bits_per_pass)]
+    )
     zero = np.float32(0)
 
     @njit(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
-    def threshold(weight, need, number, left, mass, count):
+    def threshold(weight, need, number, candidates, mass, count):
         if need <= zero and number <= 0:
-            return NONE
+            return KEEP_NONE
         size, total = 0, zero
         for b in range(weight.shape[0]):
-            left[size] = weight[b]
+            candidates[size] = weight[b]
             size += np.int64(weight[b] >= smallest)
         for b in range(size):
-            total += left[b]
+            total += candidates[b]
         if not total >= need or size == 0:
-            return ALL
+            return KEEP_ALL
         number = min(number, size)
-        code = left.view(np.int32)
-        above, more, found = zero, 0, 0
+        code = candidates.view(np.int32)
+        mass_above, count_above, prefix = zero, 0, 0
         for shift in shifts:
             mass[:], count[:] = zero, 0
             lowest, highest = BINS, 0
             for i in range(size):
-                place = ((code[i] - base) >> shift) & (BINS - 1)
-                mass[place] += left[i]
-                count[place] += 1
-                lowest, highest = min(lowest, place), max(highest, place)
-            place = highest
-            while place > lowest and not (above + mass[place] >= need and more + count[place] >= number):
-                above += mass[place]
-                more += count[place]
-                place -= 1
-            found |= place << shift
+                digit = ((code[i] - base) >> shift) & (BINS - 1)
+                mass[digit] += candidates[i]
+                count[digit] += 1
+                lowest, highest = min(lowest, digit), max(highest, digit)
+            digit = highest
+            while digit > lowest and not (
+                mass_above + mass[digit] >= need and count_above + count[digit] >= number
+            ):
+                mass_above += mass[digit]
+                count_above += count[digit]
+                digit -= 1
+            prefix |= digit << shift
             kept = 0
             for i in range(size):
-                left[kept] = left[i]
-                kept += np.int64((code[i] - base) >> shift == found >> shift)
+                candidates[kept] = candidates[i]
+                kept += np.int64((code[i] - base) >> shift == prefix >> shift)
             size = kept
-        return left[0]
+        return candidates[0]
 
     return threshold

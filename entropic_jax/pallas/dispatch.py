@@ -1,10 +1,16 @@
-"""Which back end serves an operation: the first that accepts, or the one that is named.
+"""Kernel dispatch: which back end computes an operation.
 
-`ENTROPIC_KERNELS` names a back end for every operation that has one of that name: `xla` (plain JAX, the
-reference), `cpu`, `tpu`, `gpu`, or `interpret`, which runs the TPU's kernels in Pallas's interpreter on any
-device. The argument `back_end` of a call comes before it. Both are read while a program is traced: one that
-is compiled stays as it is. What was chosen, and why the others declined, is logged once at debug level by
-the logger `entropic_jax.kernels`.
+An operation takes the first of its back ends that supports the arguments. A back end declines a case by
+raising NotImplementedError with the reason. A caller can name a back end with the argument `backend`, and the
+environment variable ENTROPIC_KERNELS names one for every operation that has a back end of that name; the
+argument comes first. The names are
+
+* `xla`: plain JAX, the reference,
+* `cpu`, `tpu`, `gpu`: the kernels for this kind of device,
+* `interpret`: the TPU kernels in Pallas's interpreter, on any device. It serves only where it is named.
+
+Both settings are read while a program is traced; a compiled program does not change. The logger
+`entropic_jax.kernels` says once, at debug level, which back end was chosen and why others declined.
 """
 
 import importlib
@@ -16,43 +22,46 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..devices import default_device
+
 LOG = logging.getLogger("entropic_jax.kernels")
 VARIABLE = "ENTROPIC_KERNELS"
 NAMES = ("xla", "cpu", "tpu", "gpu", "interpret")
-PLAIN = "xla"
+REFERENCE = "xla"
 ONLY_BY_NAME = ("interpret",)
-CAPABILITY = "9.0"  # of the GPUs that the kernels are written for: Hopper
-_said: set[str] = set()
+COMPUTE_CAPABILITY = "9.0"  # of the GPUs that the kernels are written for: Hopper
+_logged: set[str] = set()
 
-BackEnd = Callable[..., Any]
-
-
-def device() -> jax.Device:
-    """The device that what is traced now is meant for: the default one, which may be that of a compiler."""
-    settings: Any = jax.config
-    chosen = settings.jax_default_device
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+Backend = Callable[..., Any]
 
 
-def on(platform: str, module: str, name: str) -> BackEnd:
-    """A function of a module, for one kind of device; on another one it declines.
+def for_platform(platform: str, module: str, name: str) -> Backend:
+    """A back end that declines unless the default device is of the given platform.
 
-    The module is imported where it is needed: Pallas's parts for TPU and GPU cost 0.7 seconds.
+    The module is imported when the back end is used: Pallas's parts for TPU and GPU take 0.7 seconds to
+    import.
+
+    Args:
+        platform: `tpu` or `gpu`.
+        module: the full name of the module that holds the kernel.
+        name: the function in that module.
     """
 
     def call(*arguments: Any) -> Any:
-        here = device()
-        if here.platform != platform:
-            raise NotImplementedError(f"the default device is a {here.platform}")
-        if platform == "gpu" and (capability := here.compute_capability) != CAPABILITY:
-            raise NotImplementedError(f"compute capability {capability}: {CAPABILITY} is served")
+        device = default_device()
+        if device.platform != platform:
+            raise NotImplementedError(f"the default device is a {device.platform}")
+        if platform == "gpu" and (capability := device.compute_capability) != COMPUTE_CAPABILITY:
+            raise NotImplementedError(
+                f"compute capability {capability}: only {COMPUTE_CAPABILITY} is supported"
+            )
         return getattr(importlib.import_module(module), name)(*arguments)
 
     return call
 
 
-def interpreted(module: str, name: str) -> BackEnd:
-    """A kernel for TPU in the interpreter."""
+def interpreted(module: str, name: str) -> Backend:
+    """A back end that runs a TPU kernel in Pallas's interpreter."""
 
     def call(*arguments: Any) -> Any:
         from jax.experimental.pallas import tpu as pltpu
@@ -64,69 +73,70 @@ def interpreted(module: str, name: str) -> BackEnd:
 
 
 class Operation(NamedTuple):
-    """An operation, and its back ends by name, in the order in which they are tried."""
+    """An operation and its back ends by name, in the order in which they are tried."""
 
     name: str
-    back_ends: Mapping[str, BackEnd]
+    backends: Mapping[str, Backend]
 
-    def __call__(self, *arguments: Any, back_end: str | None = None) -> Any:
-        """The result of the first back end that accepts, or of the one named; see the module.
+    def __call__(self, *arguments: Any, backend: str | None = None) -> Any:
+        """Compute the operation with the first back end that supports it, or with the named one.
 
-        A back end declines with NotImplementedError. Raises ExceptionGroup with every reason if all that
-        were tried decline, ValueError for a name that is none.
+        Raises:
+            ExceptionGroup: every back end that was tried declined; it holds their reasons.
+            ValueError: the operation has no back end of this name.
         """
-        reasons: list[Exception] = []
-        for name in self.candidates(back_end):
+        declined: list[Exception] = []
+        for name in self.candidates(backend):
             try:
-                result = self.back_ends[name](*arguments)
-            except NotImplementedError as declined:
-                reasons.append(NotImplementedError(f"{name}: {declined}"))
+                result = self.backends[name](*arguments)
+            except NotImplementedError as reason:
+                declined.append(NotImplementedError(f"{name}: {reason}"))
                 continue
-            because = "; ".join(map(str, reasons)) or "none"
-            _say_once(f"{self.name}: {name} is chosen; declined: {because}")
+            reasons = "; ".join(map(str, declined)) or "none"
+            _log_once(f"{self.name}: {name} is chosen; declined: {reasons}")
             return result
-        raise ExceptionGroup(f"no back end accepts {self.name}", reasons)
+        raise ExceptionGroup(f"no back end supports {self.name}", declined)
 
-    def candidates(self, back_end: str | None = None) -> list[str]:
+    def candidates(self, backend: str | None = None) -> list[str]:
         """The names of the back ends to try, in order."""
-        if back_end is not None and back_end not in self.back_ends:
-            accepted = ", ".join(self.back_ends)
-            raise ValueError(f"back_end is {back_end!r}; {self.name} accepts {accepted}")
-        wanted = back_end or os.environ.get(VARIABLE) or None
-        if wanted is not None and wanted not in NAMES:
-            raise ValueError(f"{VARIABLE} is {wanted!r}; accepted are {', '.join(NAMES)}")
-        if wanted in self.back_ends:
-            return [wanted]
-        return [name for name in self.back_ends if name not in ONLY_BY_NAME]
+        if backend is not None and backend not in self.backends:
+            accepted = ", ".join(self.backends)
+            raise ValueError(f"backend of {self.name} must be one of {accepted}; got {backend!r}")
+        requested = backend or os.environ.get(VARIABLE) or None
+        if requested is not None and requested not in NAMES:
+            raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}; got {requested!r}")
+        if requested in self.backends:
+            return [requested]
+        return [name for name in self.backends if name not in ONLY_BY_NAME]
 
-    def kernel(self, *arguments: Any) -> str | None:
-        """The name of the back end that serves these arguments, or None if it is plain JAX; nothing runs."""
-        before = itertools.takewhile(lambda name: name != PLAIN, self.candidates())
-        return next((name for name in before if self._why_not(name, arguments) is None), None)
+    def kernel_name(self, *arguments: Any) -> str | None:
+        """The back end that would compute these arguments; None if it is plain JAX. Nothing runs."""
+        kernels = itertools.takewhile(lambda name: name != REFERENCE, self.candidates())
+        return next((name for name in kernels if self._decline_reason(name, arguments) is None), None)
 
-    def verdicts(self, *arguments: Any) -> dict[str, str | None]:
-        """For each back end the reason why it declines these arguments; None where it accepts them.
+    def decline_reasons(self, *arguments: Any) -> dict[str, str | None]:
+        """The reason why each back end declines these arguments; None for one that supports them.
 
-        Nothing runs: what is found out while a program is traced. Those that serve by name alone are left
-        out unless they are named.
+        Nothing runs; the reasons are found by tracing. A back end that serves only by name is left out unless
+        it is named.
         """
-        found: dict[str, str | None] = {}
-        for name in self.back_ends:
+        reasons: dict[str, str | None] = {}
+        for name in self.backends:
             if name in ONLY_BY_NAME and name not in self.candidates():
                 continue
-            found[name] = self._why_not(name, arguments)
-        return found
+            reasons[name] = self._decline_reason(name, arguments)
+        return reasons
 
-    def _why_not(self, name: str, arguments: tuple[Any, ...]) -> str | None:
+    def _decline_reason(self, name: str, arguments: tuple[Any, ...]) -> str | None:
         try:
-            # Without parameters, so that what is static may be among the arguments.
-            jax.eval_shape(lambda: self.back_ends[name](*arguments))
-        except NotImplementedError as declined:
-            return str(declined)
+            # The function has no parameters, so that static arguments may be among the others.
+            jax.eval_shape(lambda: self.backends[name](*arguments))
+        except NotImplementedError as reason:
+            return str(reason)
         return None
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
         LOG.debug(text)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..devices import default_device
 from . import entropy_moments, paged_attention, skinny_matmul, topk_entropy
-from .dispatch import Operation, device
+from .dispatch import Operation
 from .paged_attention import Rules, Summary
 from .paged_attention import cases as paged_cases
 from .paged_attention.reference import estimate
@@ -52,17 +53,17 @@ def examine(trial: Trial) -> Finding:
     operation, arguments = trial.operation, trial.arguments
     try:
         candidates = operation.candidates()
-        verdicts = operation.verdicts(*arguments)
+        reasons = operation.decline_reasons(*arguments)
     except Exception as error:  # whatever it is, the other operations are to be looked at
         return Finding(operation.name, None, {}, problem=_said(error))
-    declined = {name: reason for name, reason in verdicts.items() if reason is not None}
-    chosen = next((name for name in candidates if verdicts[name] is None), None)
+    declined = {name: reason for name, reason in reasons.items() if reason is not None}
+    chosen = next((name for name in candidates if reasons[name] is None), None)
     if chosen is None:
         return Finding(operation.name, None, declined, problem="every back end declines")
     try:
         begin = time.perf_counter()
         # A function of its own: what was traced before under another name must not be found again.
-        call = lambda *x: operation.back_ends[chosen](*x)
+        call = lambda *x: operation.backends[chosen](*x)
         program = jax.jit(call, static_argnums=trial.static).lower(*arguments).compile()
         seconds = time.perf_counter() - begin
         operands = [x for i, x in enumerate(arguments) if i not in trial.static]
@@ -79,7 +80,7 @@ def _said(error: BaseException) -> str:
 
 def trials() -> list[Trial]:
     """The operations in the type and with the shapes that the default device is used with."""
-    dtype = "float32" if device().platform == "cpu" else "bfloat16"
+    dtype = "float32" if default_device().platform == "cpu" else "bfloat16"
     return [
         _decode(dtype),
         _prefill(dtype),
@@ -228,7 +229,9 @@ def _few_rows(dtype: str) -> Trial:
     expected = tuple(x.astype(np.float64) @ weight.astype(np.float64) for weight in weights)
     arguments = jax.tree.map(jnp.asarray, (x, weights))
     error = lambda found: difference(found, expected)
-    return Trial(skinny_matmul.PROJECT, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16)
+    return Trial(
+        skinny_matmul.SKINNY_MATMUL, arguments, (), error, FLOAT32 if dtype == "float32" else BFLOAT16
+    )
 
 
 def _moments() -> Trial:
@@ -240,4 +243,6 @@ def _moments() -> Trial:
     share = weight / weight.sum(-1, keepdims=True)
     expected = (highest, np.log(weight.sum(-1)), (share * distance).sum(-1), (share * distance**2).sum(-1))
     error = lambda found: difference(tuple(found), expected)
-    return Trial(entropy_moments.MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32)
+    return Trial(
+        entropy_moments.ENTROPY_MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32
+    )

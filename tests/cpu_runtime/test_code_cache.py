@@ -22,7 +22,7 @@ out = np.asarray(cpu.decode(q, keys, values, *where).out)
 print("numba" in sys.modules, out.tobytes().hex())
 """
 
-pytestmark = pytest.mark.skipif(not cpu_runtime.has_numba(), reason="Numba is not installed")
+pytestmark = pytest.mark.skipif(not cpu_runtime.numba_installed(), reason="Numba is not installed")
 
 
 def run(folder: Path | str) -> tuple[bool, str]:
@@ -61,15 +61,48 @@ def test_objects_come_back_as_they_were(tmp_path, monkeypatch):
     from entropic_jax.cpu_runtime import code_cache
 
     monkeypatch.setenv(code_cache.VARIABLE, str(tmp_path))
-    code_cache.folder.cache_clear()
+    code_cache.cache_folder.cache_clear()
+    package = tmp_path / "package"
     try:
-        parts = [("first", b"\n\x00abc"), ("second", b"")]
-        assert code_cache._find("some") is None
-        code_cache._keep("some", parts)
-        assert code_cache._find("some") == parts
-        (file,) = tmp_path.glob("*/some.kernel")
+        objects = [("first", b"\n\x00abc"), ("second", b"")]
+        assert code_cache._read_objects(package, "kernel") is None
+        code_cache._write_objects(package, "kernel", objects)
+        assert code_cache._read_objects(package, "kernel") == objects
+        (file,) = tmp_path.glob("kernels-*/kernel.kernel")
         file.write_bytes(file.read_bytes()[:-1] + b"!")
-        assert code_cache._find("some") is None
+        assert code_cache._read_objects(package, "kernel") is None
         assert oct(file.stat().st_mode & 0o777) == "0o600"  # nobody else may put code there
     finally:
-        code_cache.folder.cache_clear()
+        code_cache.cache_folder.cache_clear()
+
+
+def test_kernels_are_compiled_again_when_the_source_text_of_their_package_changes(tmp_path, monkeypatch):
+    from entropic_jax.cpu_runtime import code_cache
+    from entropic_jax.pallas.paged_attention import cpu
+
+    monkeypatch.setenv(code_cache.VARIABLE, str(tmp_path / "cache"))
+    packages = [tmp_path / "a", tmp_path / "b"]
+    for package in packages:
+        package.mkdir()
+        (package / "cpu.py").write_text("X = 1")
+        (package / "reference.py").write_text("Y = 1")
+
+    def folders():
+        code_cache.cache_folder.cache_clear()
+        return [code_cache.cache_folder(package) for package in packages]
+
+    try:
+        before = folders()
+        assert before[0] == before[1]  # names of folders do not matter, text does
+        for name in ("cpu.py", "reference.py"):
+            (packages[1] / name).write_text("Z = 2")
+            after = folders()
+            assert after[0] == before[0]
+            assert after[1] not in before
+            before = after
+    finally:
+        code_cache.cache_folder.cache_clear()
+    # The package of a kernel is that of its builder.
+    source = Path(cpu.__file__).resolve()
+    (build,) = [x for x in cpu._register_decode.__wrapped__.__code__.co_consts if hasattr(x, "co_filename")]
+    assert Path(build.co_filename).resolve() == source

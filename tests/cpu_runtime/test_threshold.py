@@ -5,13 +5,13 @@ import pytest
 
 from entropic_jax import cpu_runtime
 
-if not cpu_runtime.has_numba():
+if not cpu_runtime.numba_installed():
     pytest.skip("Numba is not installed", allow_module_level=True)
 
-from entropic_jax.cpu_runtime.threshold import ALL, BINS, NONE, thresholds
+from entropic_jax.cpu_runtime.threshold import BINS, KEEP_ALL, KEEP_NONE, compile_threshold
 
 LEAST = 1e-12
-threshold = thresholds(LEAST)
+threshold = compile_threshold(LEAST)
 
 
 def found(weight: np.ndarray, need: float, number: int = 0) -> np.float32:
@@ -41,7 +41,7 @@ def test_the_least_weight_is_that_of_sorting(size, power):
         have = weight[weight >= np.float32(LEAST)].astype(float).sum()
         for share in (0.05, 0.5, 0.9, 0.999):
             floor = found(weight, share * have, number)
-            want = expected(weight, share * have, number) if have else ALL
+            want = expected(weight, share * have, number) if have else KEEP_ALL
             # Sums are of float32: where two weights decide a tie of the sum, either will do.
             kept, wanted = (float(weight[weight >= x].sum()) for x in (floor, want))
             assert floor == np.float32(want) or abs(kept - wanted) < 2e-5 * max(have, 1e-30)
@@ -55,10 +55,10 @@ def test_weights_that_are_alike_are_kept_together():
 
 def test_nothing_everything_and_nan():
     weight = np.array([0.5, 0.3, 0.2], np.float32)
-    assert found(weight, 0.0) == NONE
+    assert found(weight, 0.0) == KEEP_NONE
     assert found(weight, -1.0, 2) == np.float32(0.3)
-    assert found(weight, 1.5) == ALL
-    assert found(np.zeros(4, np.float32), 0.1) == ALL
-    assert found(np.full(4, np.nan, np.float32), 0.1) == ALL
-    assert found(weight, np.nan) == ALL
+    assert found(weight, 1.5) == KEEP_ALL
+    assert found(np.zeros(4, np.float32), 0.1) == KEEP_ALL
+    assert found(np.full(4, np.nan, np.float32), 0.1) == KEEP_ALL
+    assert found(weight, np.nan) == KEEP_ALL
     assert found(weight, 0.1, 99) == np.float32(0.2)

@@ -279,7 +279,7 @@ def test_experts_need_numbers():
         models.initialise(Config("MixtralForCausalLM", 61, 16, 24, 2, 4, 2), seed=0)
 
 
-@pytest.mark.skipif(cpu_runtime.why_not() is not None, reason="no kernels for this CPU")
+@pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
 def test_matrices_stay_as_narrow_as_they_are_stored(tmp_path):
     config = Config("LlamaForCausalLM", 128, 64, 192, 2, 1, 1, tie_word_embeddings=True)
     models.save(models.initialise(config, seed=0), tmp_path, dtype="bfloat16")

@@ -18,7 +18,9 @@ SHAPES = (
 )
 
 
-pytestmark = pytest.mark.skipif(cpu_runtime.why_not() is not None, reason=str(cpu_runtime.why_not()))
+pytestmark = pytest.mark.skipif(
+    cpu_runtime.unavailable_reason() is not None, reason=str(cpu_runtime.unavailable_reason())
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,13 +67,13 @@ def exact(q, keys, values, table, index, count, first, last):
     return out, log_sum
 
 
-@pytest.mark.parametrize("name", paged_attention.DECODE.back_ends)
+@pytest.mark.parametrize("name", paged_attention.DECODE.backends)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_back_ends_agree_with_float64(name, sizes):
     for seed in range(4):
         arguments = case(seed, *sizes)
         try:
-            found = jax.jit(paged_attention.DECODE.back_ends[name])(*arguments)
+            found = jax.jit(paged_attention.DECODE.backends[name])(*arguments)
         except NotImplementedError as declined:
             pytest.skip(str(declined))
         for x, expected in zip(found, exact(*arguments), strict=True):
@@ -90,11 +90,11 @@ def test_the_chosen_back_end_on_random_lengths(seed):
 
 @pytest.mark.parametrize("back_end", ["cpu", "xla"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_share_of_each_page(seed, back_end):
+def test_the_share_of_each_page(seed, backend):
     arguments = case(seed, 3, 2, 2, 16, 8, 5)
     q, keys, values, table, index, count, first, last = arguments
     by_page = jax.jit(paged_attention.decode_by_page, static_argnames="back_end")
-    whole, share = by_page(*arguments, back_end=back_end)
+    whole, share = by_page(*arguments, backend=backend)
     out, log_sum = exact(*arguments)
     np.testing.assert_allclose(whole.out, out, atol=2e-5)
     np.testing.assert_allclose(whole.log_sum, log_sum, atol=2e-5)
@@ -239,7 +239,7 @@ def exact_choice(q, summary, information, table, last, drop, page, rules, row, h
     return mass, weight / weight.sum(), bound
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE.back_ends)
+@pytest.mark.parametrize("name", paged_attention.CHOOSE.backends)
 @pytest.mark.parametrize("rules", [Rules(), Rules(sink=0, recent=1, least=1, guard=0.0), Rules(2, 3, 8, 1.0)])
 def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
     page, sizes = 8, (3, 2, 3, 16, 8, 20)
@@ -247,7 +247,7 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
         arguments, keys = summarised(seed, *sizes)
         q, summary, information, table, last, drop = arguments
         try:
-            choice = paged_attention.CHOOSE.back_ends[name](
+            choice = paged_attention.CHOOSE.backends[name](
                 *map(jnp.asarray, (q,)), summary, *arguments[2:], page, rules
             )
         except NotImplementedError as declined:
@@ -286,11 +286,11 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
                     assert (log_bound[row, head] == -np.inf).all()
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE.back_ends)
+@pytest.mark.parametrize("name", paged_attention.CHOOSE.backends)
 def test_nothing_is_dropped_where_nothing_may_be(name):
     (q, summary, information, table, last, _), _ = summarised(0, 3, 2, 3, 16, 8, 20)
     try:
-        choice = paged_attention.CHOOSE.back_ends[name](
+        choice = paged_attention.CHOOSE.backends[name](
             jnp.asarray(q), summary, information, table, last, jnp.zeros(3), 8, Rules()
         )
     except NotImplementedError as declined:

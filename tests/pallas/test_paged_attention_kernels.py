@@ -229,11 +229,11 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
         (gpu, {"page": 32, "pages": "int8"}, "page_size 32"),
     ],
 )
-def test_what_is_declined_has_a_reason(back_end, change, reason):
+def test_what_is_declined_has_a_reason(backend, change, reason):
     case = cases.Case(2, 2, 2, 128, 16, 2, dtype="bfloat16")._replace(**change)
-    arguments = programs.decode(case, back_end.decode).arguments
+    arguments = programs.decode(case, backend.decode).arguments
     with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(back_end.decode, *arguments)
+        jax.eval_shape(backend.decode, *arguments)
 
 
 def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():

@@ -216,7 +216,7 @@ def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(sto
     tiles = tuple(cases.poisoned(stored, np.nan_to_num(x, nan=1.0), every) for x in tiles)
     given = jax.tree.map(jnp.asarray, (tiles, summaries, k, v, page, slot))
     expected = reference.write(*given)
-    monkeypatch.setattr(reference, "device", lambda: SimpleNamespace(platform="tpu"))
+    monkeypatch.setattr(reference, "default_device", lambda: SimpleNamespace(platform="tpu"))
     for ours, theirs in zip(*map(jax.tree.leaves, (reference.write(*given), expected)), strict=True):
         np.testing.assert_array_equal(ours[:-1], theirs[:-1])
 

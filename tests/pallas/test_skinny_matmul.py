@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from entropic_jax import cpu_runtime
-from entropic_jax.pallas.skinny_matmul import MOST_ROWS, PROJECT, project, reference
+from entropic_jax.pallas.skinny_matmul import MAX_ROWS, SKINNY_MATMUL, reference, skinny_matmul
 
 INPUTS, COLUMNS = 96, (128, 64, 192)
-ON_CPU = pytest.mark.skipif(cpu_runtime.why_not() is not None, reason="no kernels for this CPU")
+ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
 
 
 def case(rows: int, kind: str, columns: tuple[int, ...] = COLUMNS):
@@ -19,10 +19,10 @@ def case(rows: int, kind: str, columns: tuple[int, ...] = COLUMNS):
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, MAX_ROWS, MAX_ROWS + 1])
 def test_products_are_those_of_the_widened_weights(rows, kind):
     x, weights = case(rows, kind)
-    for y, weight in zip(project(x, *weights), weights, strict=True):
+    for y, weight in zip(skinny_matmul(x, *weights), weights, strict=True):
         exact = np.asarray(x, np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64)
         np.testing.assert_allclose(y, exact, rtol=0, atol=1e-4)
         assert y.dtype == jnp.float32
@@ -31,24 +31,24 @@ def test_products_are_those_of_the_widened_weights(rows, kind):
 @ON_CPU
 @pytest.mark.parametrize(("kind", "first"), [("float32", slice(0, 2)), ("bfloat16", slice(0, 1))])
 def test_a_row_does_not_depend_on_how_many_there_are(kind, first):
-    x, weights = case(MOST_ROWS, kind)
-    whole = project(x, *weights, back_end="cpu")
+    x, weights = case(MAX_ROWS, kind)
+    whole = skinny_matmul(x, *weights, backend="cpu")
     for some in (first, slice(5, 8), slice(7, 20)):
-        for part, all_ in zip(project(x[some], *weights, back_end="cpu"), whole, strict=True):
+        for part, all_ in zip(skinny_matmul(x[some], *weights, backend="cpu"), whole, strict=True):
             np.testing.assert_array_equal(part, all_[some])
 
 
 @ON_CPU
 def test_nan_stays_in_its_row():
     x, weights = case(5, "bfloat16")
-    y = project(x.at[2].set(jnp.nan), *weights, back_end="cpu")[0]
+    y = skinny_matmul(x.at[2].set(jnp.nan), *weights, backend="cpu")[0]
     assert np.isnan(y[2]).all()
     assert np.isfinite(y[jnp.array([0, 1, 3, 4])]).all()
 
 
 def test_leading_axes_are_kept():
     x, weights = case(6, "float32")
-    y = project(x.reshape(2, 3, INPUTS), *weights)[1]
+    y = skinny_matmul(x.reshape(2, 3, INPUTS), *weights)[1]
     assert y.shape == (2, 3, COLUMNS[1])
     np.testing.assert_allclose(y.reshape(6, -1), x @ weights[1], atol=1e-4)
 
@@ -56,8 +56,8 @@ def test_leading_axes_are_kept():
 def test_gradients_are_those_of_the_plain_product():
     x, weights = case(3, "float32")
     loss = lambda product: lambda x, weights: sum((y * y).sum() for y in product(x, weights))
-    found = jax.grad(loss(lambda x, w: project(x, *w)), (0, 1))(x, weights)
-    expected = jax.grad(loss(reference.project), (0, 1))(x, weights)
+    found = jax.grad(loss(lambda x, w: skinny_matmul(x, *w)), (0, 1))(x, weights)
+    expected = jax.grad(loss(reference.skinny_matmul), (0, 1))(x, weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2), found, expected)
 
 
@@ -73,6 +73,6 @@ def test_what_is_not_served_is_declined_with_a_reason(x, kinds, columns):
     rows = jnp.ones((2, INPUTS), x)
     weights = tuple(jnp.ones((INPUTS, n), kind) for n, kind in zip(columns, kinds, strict=True))
     with pytest.raises(ExceptionGroup) as declined:
-        PROJECT(rows, weights, back_end="cpu")
+        SKINNY_MATMUL(rows, weights, backend="cpu")
     assert isinstance(declined.value.exceptions[0], NotImplementedError)
-    assert project(rows, *weights)[0].shape == (2, columns[0])
+    assert skinny_matmul(rows, *weights)[0].shape == (2, columns[0])

@@ -1,12 +1,21 @@
-"""The moments of −ln p under softmax(z / T), from which entropy and varentropy follow.
+"""Entropy moments: log-sum-exp and moments of ln p under softmax(z / T), for entropy and varentropy.
 
-Contract of every back end of `moments(logits, inverse_temperature)`: logits float32 `[rows, vocabulary]`,
-inverse_temperature float32 `[rows]`, > 0, returns `Moments`, float32 `[rows]` each. With d = (z − max z) / T:
+With d = (z − max z) / T and p = softmax(d), every back end of `entropy_moments` computes
 
     log_total = ln Σ exp d,   mean = Σ p d,   square = Σ p d²
 
-and `highest` is max z. Masked tokens (−inf) count for nothing. Where there is no distribution (all masked,
-one +inf or NaN), `highest` is 0, log_total is max z, mean and square are NaN.
+so that H = log_total − mean and V = square − mean². The contract:
+
+Args:
+    logits: float32 `[rows, vocabulary]`. Masked tokens (−inf) do not count.
+    inverse_temperature: float32 `[rows]`, 1 / T > 0.
+
+Returns:
+    `Moments`, each float32 `[rows]`; `highest` is max z. For a row that is not a distribution (all tokens
+    masked, a +inf or a NaN) `highest` is 0, `log_total` is max z, `mean` and `square` are NaN.
+
+Raises:
+    NotImplementedError: a back end does not support the case; the message is the reason.
 """
 
 import jax
@@ -15,23 +24,23 @@ from ..dispatch import Operation
 from . import cpu, reference
 from .reference import Moments
 
-__all__ = ["Moments", "moments"]
+__all__ = ["Moments", "entropy_moments"]
 
-MOMENTS = Operation("moments", {"cpu": cpu.moments, "xla": reference.moments})
+ENTROPY_MOMENTS = Operation("entropy_moments", {"cpu": cpu.entropy_moments, "xla": reference.entropy_moments})
 
 
-def moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
-    """The moments of logits `[..., vocabulary]` at `[...]`, each `[...]`; see the package."""
+def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
+    """The moments of logits `[..., vocabulary]` at `[...]`, each `[...]`; see the package's docstring."""
     leading = logits.shape[:-1]
-    found = _moments(logits.reshape(-1, logits.shape[-1]), inverse_temperature.reshape(-1))
-    return Moments(*(x.reshape(leading) for x in found))
+    moments = _entropy_moments(logits.reshape(-1, logits.shape[-1]), inverse_temperature.reshape(-1))
+    return Moments(*(x.reshape(leading) for x in moments))
 
 
 @jax.custom_jvp
-def _moments(logits, inverse_temperature):
-    return MOMENTS(logits, inverse_temperature)
+def _entropy_moments(logits, inverse_temperature):
+    return ENTROPY_MOMENTS(logits, inverse_temperature)
 
 
-@_moments.defjvp
+@_entropy_moments.defjvp
 def _derivative(primals, tangents):
-    return jax.jvp(reference.moments, primals, tangents)
+    return jax.jvp(reference.entropy_moments, primals, tangents)

@@ -1,4 +1,4 @@
-"""The moments as XLA computes them, pass by pass; differentiable."""
+"""Entropy moments in plain JAX; differentiable."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ from jax import lax
 
 
 class Moments(NamedTuple):
-    """Each `[rows]`; see the package."""
+    """Moments of d = (z − max z) / T under softmax(d), each `[rows]`."""
 
-    highest: jax.Array  # max z, 0 where that is not finite
-    log_total: jax.Array
-    mean: jax.Array
-    square: jax.Array
+    highest: jax.Array  # max z; 0 where it is not finite
+    log_total: jax.Array  # ln Σ exp d
+    mean: jax.Array  # Σ p d
+    square: jax.Array  # Σ p d²
 
 
-def moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
-    """See the package."""
+def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
+    """The contract is in the package's docstring."""
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    # Masked tokens are replaced before and after the exponential: 0 · ln 0 = 0, in gradients too.
+    # Masked tokens are replaced before and after the exponential, so that 0 · ln 0 = 0 in gradients too.
     masked = logits == -jnp.inf
     scaled = jnp.where(masked, 0.0, logits - highest) * inverse_temperature[:, None]
     ratio = jnp.where(masked, 0.0, jnp.exp(scaled))

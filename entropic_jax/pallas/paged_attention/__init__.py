@@ -26,7 +26,7 @@ list, see `Rules` and the reference.
 returns `Choice`; it is a step function, and is not differentiated.
 
 A back end that cannot serve a case raises NotImplementedError with the reason. Every operation takes
-`back_end`, the name of the one to use (see `dispatch`); gradients are those of the reference.
+`backend`, the name of the one to use (see `dispatch`); gradients are those of the reference.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import Operation, interpreted, on
+from ..dispatch import Operation, for_platform, interpreted
 from . import cpu, cpu_choose, cpu_write, lists, prefill_reference, reference
 from .reference import Choice, Partial, Rules, Summary
 from .split import merge
@@ -54,8 +54,8 @@ __all__ = [
 DECODE = Operation(
     "paged_attention.decode",
     {
-        "tpu": on("tpu", f"{__name__}.tpu", "decode"),
-        "gpu": on("gpu", f"{__name__}.gpu", "decode"),
+        "tpu": for_platform("tpu", f"{__name__}.tpu", "decode"),
+        "gpu": for_platform("gpu", f"{__name__}.gpu", "decode"),
         "cpu": cpu.decode,
         "xla": reference.decode,
         "interpret": interpreted(f"{__name__}.tpu", "decode"),
@@ -64,8 +64,8 @@ DECODE = Operation(
 PREFILL = Operation(
     "paged_attention.prefill",
     {
-        "tpu": on("tpu", f"{__name__}.prefill_tpu", "prefill"),
-        "gpu": on("gpu", f"{__name__}.prefill_gpu", "prefill"),
+        "tpu": for_platform("tpu", f"{__name__}.prefill_tpu", "prefill"),
+        "gpu": for_platform("gpu", f"{__name__}.prefill_gpu", "prefill"),
         "xla": prefill_reference.prefill,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },
@@ -73,7 +73,7 @@ PREFILL = Operation(
 WRITE = Operation(
     "paged_attention.write",
     {
-        "tpu": on("tpu", f"{__name__}.write_tpu", "write"),
+        "tpu": for_platform("tpu", f"{__name__}.write_tpu", "write"),
         "cpu": cpu_write.write,
         "xla": reference.write,
         "interpret": interpreted(f"{__name__}.write_tpu", "write"),
@@ -82,26 +82,26 @@ WRITE = Operation(
 CHOOSE = Operation("paged_attention.choose", {"cpu": cpu_choose.choose, "xla": reference.choose})
 
 
-def decode(q, keys, values, table, index, count, first, last, *, back_end: str | None = None) -> Partial:
+def decode(q, keys, values, table, index, count, first, last, *, backend: str | None = None) -> Partial:
     """Attention of one query per row, by the first back end that accepts; see the package.
 
     Raises ValueError for lists that are not ascending and distinct, where their values are known: not under
     `jit`, where they lead to anything.
     """
     lists.check(table, index, count)
-    return _decode(back_end, q, keys, values, table, index, count, first, last)
+    return _decode(backend, q, keys, values, table, index, count, first, last)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decode(back_end, q, keys, values, *where) -> Partial:
-    return DECODE(q, keys, values, *where, back_end=back_end)
+def _decode(backend, q, keys, values, *where) -> Partial:
+    return DECODE(q, keys, values, *where, backend=backend)
 
 
-def _decode_forward(back_end, q, keys, values, *where):
-    return _decode(back_end, q, keys, values, *where), (q, keys, values, where)
+def _decode_forward(backend, q, keys, values, *where):
+    return _decode(backend, q, keys, values, *where), (q, keys, values, where)
 
 
-def _decode_backward(back_end, saved, gradient):
+def _decode_backward(backend, saved, gradient):
     q, keys, values, where = saved
     _, pull = jax.vjp(lambda *x: reference.gathered(*x, *where), q, keys, values)
     return (*pull(gradient), *(None for _ in where))
@@ -111,7 +111,7 @@ _decode.defvjp(_decode_forward, _decode_backward)
 
 
 def decode_by_page(
-    q, keys, values, table, index, count, first, last, *, back_end: str | None = None
+    q, keys, values, table, index, count, first, last, *, backend: str | None = None
 ) -> tuple[Partial, jax.Array]:
     """`decode`, and the share of the attention that each page of a row got.
 
@@ -133,7 +133,7 @@ def decode_by_page(
         kept = kept.swapaxes(1, 2).reshape(rows * most, kv_heads)
         one = (jnp.zeros((*kept.shape, 1), jnp.int32), kept)
     where = (table.reshape(-1, 1), *one, within(first), within(last))
-    parts = decode(jnp.repeat(q, most, 0), keys, values, *where, back_end=back_end)
+    parts = decode(jnp.repeat(q, most, 0), keys, values, *where, backend=backend)
     apart = lambda x: jnp.moveaxis(x.reshape(rows, most, *x.shape[1:]), 1, 2)  # [rows, kv_heads, pages, …]
     log_sum = apart(parts.log_sum)
     whole = merge(apart(parts.out).astype(jnp.float32), log_sum, jnp.ones(log_sum.shape[:3], bool))
@@ -142,26 +142,26 @@ def decode_by_page(
     return Partial(whole.out.astype(q.dtype), whole.log_sum), share.swapaxes(2, 3)
 
 
-def prefill(q, keys, values, table, index, count, first, query, last, *, back_end: str | None = None):
+def prefill(q, keys, values, table, index, count, first, query, last, *, backend: str | None = None):
     """Causal attention of several queries per row, q `[rows, kv_heads, group, n, head_dim]`; q's shape.
 
     Query i of a row stands at position `query[row] + i` and sees positions from `first[row, i]` to its own,
     of the listed pages; the rest as `decode`.
     """
     lists.check(table, index, count)
-    return _prefill(back_end, q, keys, values, table, index, count, first, query, last)
+    return _prefill(backend, q, keys, values, table, index, count, first, query, last)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill(back_end, q, keys, values, *where):
-    return PREFILL(q, keys, values, *where, back_end=back_end)
+def _prefill(backend, q, keys, values, *where):
+    return PREFILL(q, keys, values, *where, backend=backend)
 
 
-def _prefill_forward(back_end, q, keys, values, *where):
-    return _prefill(back_end, q, keys, values, *where), (q, keys, values, where)
+def _prefill_forward(backend, q, keys, values, *where):
+    return _prefill(backend, q, keys, values, *where), (q, keys, values, where)
 
 
-def _prefill_backward(back_end, saved, gradient):
+def _prefill_backward(backend, saved, gradient):
     q, keys, values, where = saved
     _, pull = jax.vjp(lambda *x: reference.prefill_gathered(*x, *where).out, q, keys, values)
     return (*pull(gradient), *(None for _ in where))
@@ -172,35 +172,33 @@ _prefill.defvjp(_prefill_forward, _prefill_backward)
 
 def choose(
     q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules,
-    *, back_end: str | None = None,
+    *, backend: str | None = None,
 ) -> Choice:  # fmt: skip
     """The pages to read, by the first back end that accepts; see the package."""
-    return CHOOSE(
-        q, summary, information, table, last, dropped_mass_limit, page_size, rules, back_end=back_end
-    )
+    return CHOOSE(q, summary, information, table, last, dropped_mass_limit, page_size, rules, backend=backend)
 
 
-def write(tiles, summaries, k, v, page, slot, *, back_end: str | None = None):
+def write(tiles, summaries, k, v, page, slot, *, backend: str | None = None):
     """Store one key and value per row, in place, and take the key into the summaries of its page.
 
     tiles: keys and values of the pool; summaries: key_min, key_max, key_sum, value_norm, as in a layer; k, v
     `[rows, kv_heads, head_dim]`; page, slot int32 `[rows]`: where they go. Slot 0 starts a page, and its
     summaries. Returns what tiles and summaries have become.
     """
-    return _write(back_end, tuple(tiles), tuple(summaries), k, v, page, slot)
+    return _write(backend, tuple(tiles), tuple(summaries), k, v, page, slot)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _write(back_end, tiles, summaries, k, v, page, slot):
-    return WRITE(tiles, summaries, k, v, page, slot, back_end=back_end)
+def _write(backend, tiles, summaries, k, v, page, slot):
+    return WRITE(tiles, summaries, k, v, page, slot, backend=backend)
 
 
-def _write_forward(back_end, tiles, summaries, k, v, page, slot):
+def _write_forward(backend, tiles, summaries, k, v, page, slot):
     saved = (tiles, summaries, k, v, page, slot)
-    return _write(back_end, *saved), saved
+    return _write(backend, *saved), saved
 
 
-def _write_backward(back_end, saved, gradient):
+def _write_backward(backend, saved, gradient):
     *operands, page, slot = saved
     again = lambda tiles, summaries, k, v: reference.write(tiles, summaries, k, v, page, slot)
     _, pull = jax.vjp(again, *operands)

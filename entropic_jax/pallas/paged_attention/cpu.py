@@ -12,22 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import cpu_runtime
+from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.run_once import once
+from ...cpu_runtime.run_once import run_once
 from .quantised import Quantised
 from .reference import Partial
 
 PIECE = 1024  # positions
 LOW = np.float32(-1e30)
-
-
-def declines(*dtypes) -> None:
-    """Raise NotImplementedError with the reason, if this back end cannot serve; `dtypes` must be float32."""
-    if reason := cpu_runtime.why_not():
-        raise NotImplementedError(reason)
-    if set(dtypes) != {jnp.dtype("float32")}:
-        raise NotImplementedError(f"dtypes {', '.join(map(str, dtypes))}: float32 is served")
 
 
 def kind_of(keys, values) -> str:
@@ -41,7 +33,7 @@ def kind_of(keys, values) -> str:
 
 def decode(q, keys, values, table, index, count, first, last) -> Partial:
     """See the package; float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8."""
-    declines(q.dtype)
+    check_supported(q.dtype)
     kind = kind_of(keys, values)
     rows, kv_heads, group, head_dim = q.shape
     if head_dim % 16:
@@ -56,7 +48,7 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
     return Partial(*call(q, keys, values, table, first, last, *lists, *scales))
 
 
-@once
+@run_once
 def _register_decode(kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool, kind: str) -> str:
     """Make `decode` for one shape known to XLA; returns its name there."""
     name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{kind}"
@@ -73,22 +65,22 @@ def _compile(
     from ...cpu_runtime import vector
     from ...cpu_runtime.call_frame import (
         allocate,
+        as_pointer,
         floats,
-        handler,
+        free,
         operand,
-        pointer,
-        release,
         result,
-        symbol,
-        task,
+        symbol_address,
+        thread_task,
         words,
+        xla_handler,
     )
-    from ...cpu_runtime.thread_pool import parallel
+    from ...cpu_runtime.thread_pool import parallel_for
 
     scores, accumulate = vector.scores(group, head_dim, kind), vector.accumulate(group, head_dim, kind)
     exponentials = vector.exponentials()
     per_piece = max(1, PIECE // page_size)
-    tile = page_size * head_dim * vector.BYTES[kind]  # bytes
+    tile = page_size * head_dim * vector.ITEMSIZE[kind]  # bytes
     scaled, scales = kind == "int8", 6 if dense else 8  # and which operand the scales of keys are
 
     @njit(nogil=True)
@@ -97,15 +89,15 @@ def _compile(
         first_data, shape = operand(frame, 4)
         last_data, _ = operand(frame, 5)
         rows = shape[0]
-        first = carray(pointer(first_data), (rows,), np.int32)[row]
-        last = carray(pointer(last_data), (rows,), np.int32)[row]
+        first = carray(as_pointer(first_data), (rows,), np.int32)[row]
+        last = carray(as_pointer(last_data), (rows,), np.int32)[row]
         if last <= first:
             return 0, 0, first, last
         lead = first // page_size
         if dense:
             return lead, (last + page_size - 1) // page_size - lead, first, last
         count_data, _ = operand(frame, 7)
-        return 0, carray(pointer(count_data), (rows, kv_heads), np.int32)[row, head], first, last
+        return 0, carray(as_pointer(count_data), (rows, kv_heads), np.int32)[row, head], first, last
 
     @njit(nogil=True)
     def listed(frame, row, head, lead, entry):
@@ -113,7 +105,7 @@ def _compile(
         if dense:
             return lead + entry
         data, shape = operand(frame, 6)
-        return np.int64(carray(pointer(data), (shape[0], kv_heads, shape[2]), np.int32)[row, head, entry])
+        return np.int64(carray(as_pointer(data), (shape[0], kv_heads, shape[2]), np.int32)[row, head, entry])
 
     @njit(nogil=True)
     def piece(job_address, number):
@@ -135,20 +127,20 @@ def _compile(
         key_data, _ = operand(frame, 1)
         value_data, _ = operand(frame, 2)
         table_data, grid = operand(frame, 3)
-        table = carray(pointer(table_data), (grid[0], grid[1]), np.int32)[row]
+        table = carray(as_pointer(table_data), (grid[0], grid[1]), np.int32)[row]
         query = q_data + 4 * (row * kv_heads + head) * group * head_dim
         out = out_data + 4 * number * group * head_dim
-        sums = carray(pointer(out), (group, head_dim), np.float32)
+        sums = carray(as_pointer(out), (group, head_dim), np.float32)
         sums[:] = np.float32(0)
-        top = carray(pointer(top_data), (number + 1, group), np.float32)[number]
-        total = carray(pointer(total_data), (number + 1, group), np.float32)[number]
+        top = carray(as_pointer(top_data), (number + 1, group), np.float32)[number]
+        total = carray(as_pointer(total_data), (number + 1, group), np.float32)[number]
         top[:], total[:] = LOW, np.float32(0)
         key_scale, value_scale = np.int64(0), np.int64(0)
         if scaled:
             key_scale, value_scale = operand(frame, scales)[0], operand(frame, scales + 1)[0]
         memory = allocate(4 * (group + 1) * page_size)
         score = floats(memory, (group, page_size))
-        power = carray(pointer(memory + 4 * group * page_size), (page_size,), np.int32)
+        power = carray(as_pointer(memory + 4 * group * page_size), (page_size,), np.int32)
         end = min(count, (part + 1) * per_piece)
         later = np.int64(table[listed(frame, row, head, lead, part * per_piece)])
         for entry in range(part * per_piece, end):
@@ -178,10 +170,10 @@ def _compile(
                 if scaled:
                     weight *= floats(value_scale + scale, (page_size,))[low:high]
             accumulate(memory, value_data + offset, out, page_size, low, high, value_data + after)
-        release(memory)
+        free(memory)
 
-    yield f"{name}_piece", task(piece)
-    place_of_piece = symbol(f"{name}_piece")
+    yield f"{name}_piece", thread_task(piece)
+    place_of_piece = symbol_address(f"{name}_piece")
 
     @njit(nogil=True)
     def body(frame):
@@ -210,11 +202,11 @@ def _compile(
         job = words(job_data, 6)
         job[0], job[1], job[2] = frame, sums_data, top_data
         job[3], job[4], job[5] = total_data, owner_data, count_data
-        parallel(place_of_piece(), job_data, pieces)
+        parallel_for(place_of_piece(), job_data, pieces)
         final_data, _ = result(frame, 0)
         log_data, _ = result(frame, 1)
-        final = carray(pointer(final_data), (rows * kv_heads, group, head_dim), np.float32)
-        log_sum = carray(pointer(log_data), (rows * kv_heads, group), np.float32)
+        final = carray(as_pointer(final_data), (rows * kv_heads, group, head_dim), np.float32)
+        log_sum = carray(as_pointer(log_data), (rows * kv_heads, group), np.float32)
         for owner in range(rows * kv_heads):
             for g in range(group):
                 peak = LOW
@@ -232,7 +224,7 @@ def _compile(
                         scale = np.exp(top[p, g] - peak) / mass
                         for d in range(head_dim):
                             final[owner, g, d] += out[p, g, d] * scale
-        release(sums_data)
-        release(count_data)
+        free(sums_data)
+        free(count_data)
 
-    yield name, handler(body)
+    yield name, xla_handler(body)

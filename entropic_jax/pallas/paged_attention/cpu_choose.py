@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.run_once import once
-from .cpu import LOW, declines
+from ...cpu_runtime.run_once import run_once
+from .cpu import LOW
 from .reference import LEAST_WEIGHT, Choice, Rules, Summary
 
 
@@ -17,7 +18,7 @@ def choose(
     q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules
 ) -> Choice:
     """See the package and the reference, whose algorithm this is; float32."""
-    declines(q.dtype, *(x.dtype for x in summary), information.dtype)
+    check_supported(q.dtype, *(x.dtype for x in summary), information.dtype)
     rows, kv_heads, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: multiples of 16 are served")
@@ -33,7 +34,7 @@ def choose(
     return Choice(*call(q, *summary, information, table, last, dropped_mass_limit.astype(jnp.float32)))
 
 
-@once
+@run_once
 def _register_choose(kv_heads: int, group: int, head_dim: int, page_size: int, rules: Rules) -> str:
     """Make `choose` for one shape known to XLA; returns its name there."""
     code = "_".join(str(x).replace(".", "p") for x in rules)
@@ -50,21 +51,21 @@ def _compile(
     from ...cpu_runtime import vector
     from ...cpu_runtime.call_frame import (
         allocate,
+        as_pointer,
         floats,
-        handler,
+        free,
         operand,
-        pointer,
-        release,
         result,
-        symbol,
-        task,
+        symbol_address,
+        thread_task,
+        xla_handler,
     )
-    from ...cpu_runtime.thread_pool import parallel
-    from ...cpu_runtime.threshold import BINS, thresholds
+    from ...cpu_runtime.thread_pool import parallel_for
+    from ...cpu_runtime.threshold import BINS, compile_threshold
 
-    exponentials, peaks = vector.exponentials(), vector.peaks()
+    exponentials, peaks = vector.exponentials(), vector.lane_maxima()
     page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
-    threshold = thresholds(LEAST_WEIGHT)
+    threshold = compile_threshold(LEAST_WEIGHT)
     guard, rest, zero = (np.float32(x) for x in (rules.guard, 1 - rules.guard, 0))
     sink, recent, least = rules.sink, rules.recent, rules.least
     lanes, one_page, full = vector.LANES, np.float32(1 / page_size), np.float32(np.log(page_size))
@@ -89,13 +90,13 @@ def _compile(
         q_data, shape = operand(frame, 0)
         table_data, grid = operand(frame, 5)
         most = grid[1]
-        table = carray(pointer(table_data), (grid[0], most), np.int32)[row]
-        last = carray(pointer(operand(frame, 6)[0]), (grid[0],), np.int32)[row]
-        dropped_mass_limit = carray(pointer(operand(frame, 7)[0]), (grid[0],), np.float32)[row]
-        index = carray(pointer(result(frame, 0)[0]), (grid[0], kv_heads, most), np.int32)[row, head]
-        counts = carray(pointer(result(frame, 1)[0]), (grid[0], kv_heads), np.int32)
-        dropped = carray(pointer(result(frame, 2)[0]), (grid[0], kv_heads), np.float32)
-        log_bound = carray(pointer(result(frame, 3)[0]), (grid[0], kv_heads, group), np.float32)[row, head]
+        table = carray(as_pointer(table_data), (grid[0], most), np.int32)[row]
+        last = carray(as_pointer(operand(frame, 6)[0]), (grid[0],), np.int32)[row]
+        dropped_mass_limit = carray(as_pointer(operand(frame, 7)[0]), (grid[0],), np.float32)[row]
+        index = carray(as_pointer(result(frame, 0)[0]), (grid[0], kv_heads, most), np.int32)[row, head]
+        counts = carray(as_pointer(result(frame, 1)[0]), (grid[0], kv_heads), np.int32)
+        dropped = carray(as_pointer(result(frame, 2)[0]), (grid[0], kv_heads), np.float32)
+        log_bound = carray(as_pointer(result(frame, 3)[0]), (grid[0], kv_heads, group), np.float32)[row, head]
         pages = (max(last, 0) + page_size - 1) // page_size
         dropped[row, head] = zero
         log_bound[:] = -np.inf
@@ -104,18 +105,18 @@ def _compile(
             for b in range(most):
                 index[b] = b
             return
-        query = carray(pointer(q_data), (grid[0], kv_heads, group, head_dim), np.float32)[row, head]
+        query = carray(as_pointer(q_data), (grid[0], kv_heads, group, head_dim), np.float32)[row, head]
         low_data, pool_shape = operand(frame, 1)
-        information = carray(pointer(operand(frame, 4)[0]), (pool_shape[0], kv_heads), np.float32)
+        information = carray(as_pointer(operand(frame, 4)[0]), (pool_shape[0], kv_heads), np.float32)
         memory = allocate(4 * ((2 * group + 3) * pages + lanes + 2 * BINS + 3 * group * head_dim))
         bound = floats(memory, (group, pages))
         score = floats(memory + 4 * group * pages, (group, pages))
         mass = floats(memory + 8 * group * pages, (pages,))
         left = floats(memory + (8 * group + 4) * pages, (pages,))
-        power = carray(pointer(memory + (8 * group + 8) * pages), (pages + lanes,), np.int32)
+        power = carray(as_pointer(memory + (8 * group + 8) * pages), (pages + lanes,), np.int32)
         tally_data = memory + (8 * group + 12) * pages + 4 * lanes
         tally = floats(tally_data, (BINS,))
-        number = carray(pointer(tally_data + 4 * BINS), (BINS,), np.int32)
+        number = carray(as_pointer(tally_data + 4 * BINS), (BINS,), np.int32)
         split_data = tally_data + 8 * BINS
         split = floats(split_data, (3, group, head_dim))
         for g in range(group):
@@ -179,14 +180,14 @@ def _compile(
             for g in range(group):
                 total, peak = exponents(bound[g], left_out, power)
                 log_bound[g] = peak + np.log(total)
-        release(memory)
+        free(memory)
 
-    yield f"{name}_one", task(one)
-    place_of_one = symbol(f"{name}_one")
+    yield f"{name}_one", thread_task(one)
+    place_of_one = symbol_address(f"{name}_one")
 
     @njit(nogil=True)
     def body(frame):
         _, shape = operand(frame, 0)
-        parallel(place_of_one(), frame, shape[0] * kv_heads)
+        parallel_for(place_of_one(), frame, shape[0] * kv_heads)
 
-    yield name, handler(body)
+    yield name, xla_handler(body)

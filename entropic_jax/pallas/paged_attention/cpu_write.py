@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.run_once import once
-from .cpu import declines, kind_of
+from ...cpu_runtime.run_once import run_once
+from .cpu import kind_of
 from .quantised import LARGEST
 
 
 def write(tiles, summaries, k, v, page, slot):
     """See the package; float32 vectors into pages of float32, bfloat16 or int8."""
-    declines(*(x.dtype for x in (*summaries, k, v)))
+    check_supported(*(x.dtype for x in (*summaries, k, v)))
     kind = kind_of(*tiles)
     pools, tree = jax.tree.flatten((tuple(tiles), tuple(summaries)))
     name = _register(k.shape[1], k.shape[2], tiles[0].shape[2], kind)
@@ -27,7 +28,7 @@ def write(tiles, summaries, k, v, page, slot):
     return tree.unflatten(call(*pools, k, v, page, slot))
 
 
-@once
+@run_once
 def _register(kv_heads: int, head_dim: int, page_size: int, kind: str) -> str:
     name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}_{kind}"
     register(name, lambda: _compile(name, kv_heads, head_dim, page_size, kind))
@@ -39,12 +40,12 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
 
     from ...cpu_runtime.call_frame import (
         allocate,
+        as_pointer,
         floats,
-        handler,
+        free,
         operand,
-        pointer,
-        release,
         result,
+        xla_handler,
     )
 
     stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[kind]
@@ -79,12 +80,12 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
         rows = operand(frame, pools)[1][0]
         key = floats(operand(frame, pools)[0], (rows, kv_heads, head_dim))
         value = floats(operand(frame, pools + 1)[0], (rows, kv_heads, head_dim))
-        page = carray(pointer(operand(frame, pools + 2)[0]), (rows,), np.int32)
-        slot = carray(pointer(operand(frame, pools + 3)[0]), (rows,), np.int32)
+        page = carray(as_pointer(operand(frame, pools + 2)[0]), (rows,), np.int32)
+        slot = carray(as_pointer(operand(frame, pools + 3)[0]), (rows,), np.int32)
         data, pool_shape = result(frame, 0)
         shape = (pool_shape[0], kv_heads, page_size, head_dim)
-        keys = carray(pointer(data), shape, stored)
-        values = carray(pointer(result(frame, values_at)[0]), shape, stored)
+        keys = carray(as_pointer(data), shape, stored)
+        values = carray(as_pointer(result(frame, values_at)[0]), shape, stored)
         # Without scales, whatever memory is there: it is not touched.
         key_scale = floats(result(frame, 1)[0], shape[:3])
         value_scale = floats(result(frame, values_at + 1)[0], shape[:3])
@@ -93,7 +94,7 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
         total = floats(result(frame, summaries_at + 2)[0], (shape[0], kv_heads, head_dim))
         norm = floats(result(frame, summaries_at + 3)[0], (shape[0], kv_heads))
         memory = allocate(8 * head_dim)
-        pair, bits = floats(memory, (2, head_dim)), carray(pointer(memory), (2, head_dim), np.uint32)
+        pair, bits = floats(memory, (2, head_dim)), carray(as_pointer(memory), (2, head_dim), np.uint32)
         x, y = pair[0], pair[1]
         for row in range(rows):
             p, s = page[row], slot[row]
@@ -112,6 +113,6 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
                         total[p, head, d] += x[d]
                 longest = np.sqrt(square)
                 norm[p, head] = longest if s == 0 else max(norm[p, head], longest)
-        release(memory)
+        free(memory)
 
-    yield name, handler(body)
+    yield name, xla_handler(body)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import device
+from ...devices import default_device
 from .quantised import Quantised, gather, quantise, stored
 
 CHUNK_POSITIONS = 256  # read at once
@@ -131,7 +131,7 @@ def estimate(q, summary: Summary, information, table, last, page_size: int, rule
     low, high, total = (jnp.where(real[..., None], per_page(x), 0.0) for x in summary)
     mean = total / jnp.maximum(filled, 1.0)[:, None, :, None]
     q = q.astype(jnp.float32)
-    if device().platform == "cpu":
+    if default_device().platform == "cpu":
         product = partial(jnp.einsum, "rkgd,rkpd->rkgp", preferred_element_type=jnp.float32)
     else:
         # Fused with the gather, whose result a product of matrices would want in memory, and rounded to
@@ -283,7 +283,7 @@ def write(tiles, summaries, k, v, page, slot):
 
 def fold(pool, x, page, slot, join):
     """Take x `[rows, …]` into what is kept of each row's page `[pool, …]`; slot 0 starts anew."""
-    if device().platform != "cpu":
+    if default_device().platform != "cpu":
         fresh = (slot == 0).reshape(-1, *(1,) * (x.ndim - 1))
         return pool.at[page].set(jnp.where(fresh, x, join(pool[page], x)))
 
@@ -302,7 +302,7 @@ def _put(pool: Any, x, page, slot) -> Any:
         scales = _put(column, scale[..., None], page, slot).swapaxes(2, 3)
         return Quantised(_put(pool.tiles, tile, page, slot), scales)
     x = x.astype(pool.dtype)
-    platform = device().platform
+    platform = default_device().platform
     if platform == "tpu" and pool.shape[3] % LANES:
         # It may have positions along the lanes, and what scatters rows would copy it: pages come back whole.
         mine = jnp.arange(pool.shape[2])[:, None] == slot[:, None, None, None]

@@ -1,15 +1,21 @@
-"""A few rows times large matrices: what a step of decoding spends most of its time on.
+"""Skinny matrix products: a few rows times large weights (GEMV-like), where decoding spends most of its time.
 
-Contract of every back end of `project(x, weights)`:
+`skinny_matmul(x, *weights)` multiplies the same rows by one or more weights. Every back end has this
+contract:
 
-* x `[rows, inputs]`,
-* weights: one or more `[inputs, outputs]`, all of one dtype, that of x or a narrower one, which is widened as
-  it is read: the product is that of the widened weight,
+Args:
+    x: `[rows, inputs]`. weights: a tuple of `[inputs, outputs]`, all of one dtype: that of x, or a narrower
+    one. A narrower weight is
+        widened as it is read, and the product is that of the widened weight.
 
-returns a tuple of `[rows, outputs]`, one for each weight, in the dtype of x. A row of a result depends, bit
-for bit, on that row of x alone, not on how many there are.
+Returns:
+    A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Each row of a result depends, bit
+    for bit, on the same row of x alone, not on the number of rows.
 
-With more than `MOST_ROWS` rows, where arithmetic costs more than reading, `project` is the plain product.
+Raises:
+    NotImplementedError: a back end does not support the case; the message is the reason.
+
+With more than `MAX_ROWS` rows arithmetic costs more than reading the weights, and the plain product is used.
 """
 
 from functools import partial
@@ -20,37 +26,48 @@ import jax
 from ..dispatch import Operation
 from . import cpu, reference
 
-__all__ = ["MOST_ROWS", "project", "serves"]
+__all__ = ["MAX_ROWS", "reads_as_stored", "skinny_matmul"]
 
-MOST_ROWS = 64
-PROJECT = Operation("few_rows.project", {"cpu": cpu.project, "xla": reference.project})
-
-
-def serves(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether few float32 rows are multiplied by such a weight as it is, without a wider copy of it."""
-    return "cpu" in PROJECT.candidates() and cpu.serves(shape, dtype)
+MAX_ROWS = 64
+SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
 
-def project(x: jax.Array, *weights: jax.Array, back_end: str | None = None) -> tuple[jax.Array, ...]:
-    """Rows `[..., inputs]` times each of the weights `[inputs, outputs]`: each `[..., outputs]`."""
+def reads_as_stored(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a weight of this shape and dtype is multiplied by float32 rows without a widened copy of it."""
+    return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(shape, dtype)
+
+
+def skinny_matmul(x: jax.Array, *weights: jax.Array, backend: str | None = None) -> tuple[jax.Array, ...]:
+    """Multiply rows by each of the weights.
+
+    Args:
+        x: `[..., inputs]`.
+        weights: each `[inputs, outputs]`, of the dtype of x or a narrower one.
+        backend: the name of the back end to use; None takes the first that supports the case.
+
+    Returns:
+        `[..., outputs]` for each weight, in the dtype of x. Gradients are those of the plain product.
+    """
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    few = rows <= MOST_ROWS
-    found = _project(back_end, flat, weights) if few else reference.project(flat, weights)
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in found)
+    if rows <= MAX_ROWS:
+        products = _skinny_matmul(backend, flat, weights)
+    else:
+        products = reference.skinny_matmul(flat, weights)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(back_end, x, weights):
-    return PROJECT(x, weights, back_end=back_end)
+def _skinny_matmul(backend, x, weights):
+    return SKINNY_MATMUL(x, weights, backend=backend)
 
 
-def _forward(back_end, x, weights):
-    return _project(back_end, x, weights), (x, weights)
+def _forward(backend, x, weights):
+    return _skinny_matmul(backend, x, weights), (x, weights)
 
 
-def _backward(back_end, saved, gradient):
-    return jax.vjp(reference.project, *saved)[1](gradient)
+def _backward(backend, residuals, gradient):
+    return jax.vjp(reference.skinny_matmul, *residuals)[1](gradient)
 
 
-_project.defvjp(_forward, _backward)
+_skinny_matmul.defvjp(_forward, _backward)

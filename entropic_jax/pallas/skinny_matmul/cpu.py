@@ -1,8 +1,8 @@
-"""Products of few rows on a CPU: every weight is read once, a block of columns by whichever thread is free.
+"""Skinny matrix products on a CPU: the threads share the columns, and every weight is read once.
 
 XLA hands each product to threads of its own and waits for them, however small it is, and multiplies bfloat16
-at a small part of the memory's speed. Here bfloat16 is widened in registers: weights that were published in
-it take half of the time that float32 takes, for the same numbers.
+at a fraction of the memory's bandwidth. Here bfloat16 is widened in registers: weights that were published in
+bfloat16 take half of the time of float32, with the same result.
 """
 
 from collections.abc import Iterator
@@ -14,97 +14,102 @@ import numpy as np
 
 from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.run_once import once
+from ...cpu_runtime.run_once import run_once
 
-BLOCK = 64  # columns that a thread takes at once, at least
+BLOCK = 64  # columns of one chunk of work
 ROWS = (8, 4, 2, 1)  # rows that are multiplied together
-WIDTHS = {8: 2, 4: 4, 2: 4, 1: 4}  # and by how many vectors of columns
-KINDS = ("float32", "bfloat16")
+VECTORS = {8: 2, 4: 4, 2: 4, 1: 4}  # vectors of columns in a tile, by its rows
+WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
-def serves(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether `project` accepts float32 rows and a weight of this shape and dtype."""
-    return cpu_runtime.why_not() is None and shape[-1] % BLOCK == 0 and jnp.dtype(dtype).name in KINDS
+def supports_weight(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether `skinny_matmul` accepts float32 rows and a weight of this shape and dtype."""
+    available = cpu_runtime.unavailable_reason() is None
+    return available and shape[-1] % BLOCK == 0 and jnp.dtype(dtype).name in WEIGHT_DTYPES
 
 
-def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """See the package; float32 rows, weights of float32 or bfloat16 with a multiple of 64 columns."""
-    if reason := cpu_runtime.why_not():
+def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Float32 rows times weights of float32 or bfloat16, each with a multiple of 64 columns.
+
+    The contract is in the package's docstring.
+    """
+    if reason := cpu_runtime.unavailable_reason():
         raise NotImplementedError(reason)
-    kinds = {weight.dtype.name for weight in weights}
-    if x.dtype != jnp.float32 or len(kinds) > 1 or not kinds <= {*KINDS}:
-        found = ", ".join(sorted(kinds))
+    dtypes = {weight.dtype.name for weight in weights}
+    if x.dtype != jnp.float32 or len(dtypes) > 1 or not dtypes <= {*WEIGHT_DTYPES}:
+        names = ", ".join(sorted(dtypes))
         raise NotImplementedError(
-            f"{x.dtype} times {found}: float32 times one of {', '.join(KINDS)} is served"
+            f"{x.dtype} times {names}: only float32 times one of {', '.join(WEIGHT_DTYPES)} is supported"
         )
-    if x.shape[0] == 1 and kinds == {"float32"}:
+    if x.shape[0] == 1 and dtypes == {"float32"}:
         raise NotImplementedError(
             "one row of float32: XLA reads weights of float32 in order, which is faster"
         )
     columns = tuple(weight.shape[1] for weight in weights)
     if any(count % BLOCK for count in columns):
-        raise NotImplementedError(f"weights of {columns} columns: multiples of {BLOCK} are served")
-    name = _register(x.shape[1], columns, *kinds)
+        raise NotImplementedError(f"weights of {columns} columns: only multiples of {BLOCK} are supported")
+    name = _register(x.shape[1], columns, *dtypes)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights))
 
 
-@once
-def _register(inputs: int, columns: tuple[int, ...], kind: str) -> str:
-    """Make the product with weights of one shape known to XLA; returns its name there."""
-    name = f"entropic_project_{kind}_{inputs}_{'_'.join(map(str, columns))}"
-    register(name, lambda: _compile(name, inputs, columns, kind))
+@run_once
+def _register(inputs: int, columns: tuple[int, ...], dtype: str) -> str:
+    """Register the product with weights of one shape with XLA; returns its name there."""
+    name = f"entropic_skinny_matmul_{dtype}_{inputs}_{'_'.join(map(str, columns))}"
+    register(name, lambda: _compile(name, inputs, columns, dtype))
     return name
 
 
-def _compile(name: str, inputs: int, columns: tuple[int, ...], kind: str) -> Iterator[tuple[str, Any]]:
+def _compile(name: str, inputs: int, columns: tuple[int, ...], dtype: str) -> Iterator[tuple[str, Any]]:
     from numba import njit
 
     from ...cpu_runtime import vector
-    from ...cpu_runtime.call_frame import handler, operand, result, symbol, task
-    from ...cpu_runtime.thread_pool import parallel
+    from ...cpu_runtime.call_frame import operand, result, symbol_address, thread_task, xla_handler
+    from ...cpu_runtime.thread_pool import parallel_for
 
-    tiles = [vector.tile(rows, WIDTHS[rows], kind) for rows in ROWS]
-    eight, four, two, one = tiles
-    size = jnp.dtype(kind).itemsize
-    narrow = WIDTHS[8] * vector.LANES
+    eight_rows, four_rows, two_rows, single_row = (
+        vector.matmul_tile(rows, VECTORS[rows], dtype) for rows in ROWS
+    )
+    size = jnp.dtype(dtype).itemsize
+    narrow = VECTORS[8] * vector.LANES
     blocks = [0, *np.cumsum([count // BLOCK for count in columns]).tolist()]
-    number_of_blocks, starts, widths = blocks[-1], tuple(blocks[:-1]), columns
+    num_blocks, first_blocks, widths = blocks[-1], tuple(blocks[:-1]), columns
 
     @njit(nogil=True)
     def block(frame, number):
         """All rows times one block of columns."""
-        which = 0
-        while which + 1 < len(starts) and number >= starts[which + 1]:
-            which += 1
-        count = widths[which]
-        column = (number - starts[which]) * BLOCK
+        w = 0  # the weight that the block belongs to
+        while w + 1 < len(first_blocks) and number >= first_blocks[w + 1]:
+            w += 1
+        width = widths[w]
+        column = (number - first_blocks[w]) * BLOCK
         x, shape = operand(frame, 0)
-        weight = operand(frame, 1 + which)[0]
-        out = result(frame, which)[0]
+        weight = operand(frame, 1 + w)[0]
+        out = result(frame, w)[0]
         rows, row = shape[0], 0
         while row < rows:
             left = rows - row
-            source, target = x + 4 * row * inputs, out + 4 * row * count
+            source, target = x + 4 * row * inputs, out + 4 * row * width
             if left >= 8:
                 for c in range(column, column + BLOCK, narrow):
-                    eight(source, weight + size * c, target + 4 * c, inputs, count)
+                    eight_rows(source, weight + size * c, target + 4 * c, inputs, width)
                 row += 8
             elif left >= 4:
-                four(source, weight + size * column, target + 4 * column, inputs, count)
+                four_rows(source, weight + size * column, target + 4 * column, inputs, width)
                 row += 4
             elif left >= 2:
-                two(source, weight + size * column, target + 4 * column, inputs, count)
+                two_rows(source, weight + size * column, target + 4 * column, inputs, width)
                 row += 2
             else:
-                one(source, weight + size * column, target + 4 * column, inputs, count)
+                single_row(source, weight + size * column, target + 4 * column, inputs, width)
                 row += 1
 
-    yield f"{name}_block", task(block)
-    place_of_block = symbol(f"{name}_block")
+    yield f"{name}_block", thread_task(block)
+    block_address = symbol_address(f"{name}_block")
 
     @njit(nogil=True)
     def body(frame):
-        parallel(place_of_block(), frame, number_of_blocks)
+        parallel_for(block_address(), frame, num_blocks)
 
-    yield name, handler(body)
+    yield name, xla_handler(body)

@@ -1,8 +1,8 @@
-"""The products as XLA computes them."""
+"""Skinny matrix products in plain JAX."""
 
 import jax
 
 
-def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """See the package."""
+def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The contract is in the package's docstring."""
     return tuple(x @ weight.astype(x.dtype) for weight in weights)

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..dispatch import Operation, interpreted, on
+from ..dispatch import Operation, for_platform, interpreted
 from . import reference
 from .reference import Head, Moments, TopkEntropy
 
@@ -37,8 +37,8 @@ __all__ = ["Head", "Moments", "TopkEntropy", "project", "topk_entropy"]
 TOPK_ENTROPY = Operation(
     "topk_entropy",
     {
-        "tpu": on("tpu", f"{__name__}.tpu", "topk_entropy"),
-        "gpu": on("gpu", f"{__name__}.gpu", "topk_entropy"),
+        "tpu": for_platform("tpu", f"{__name__}.tpu", "topk_entropy"),
+        "gpu": for_platform("gpu", f"{__name__}.gpu", "topk_entropy"),
         "xla": reference.topk_entropy,
         "interpret": interpreted(f"{__name__}.tpu", "topk_entropy"),
     },
@@ -46,8 +46,8 @@ TOPK_ENTROPY = Operation(
 PROJECT = Operation(
     "topk_entropy.project",
     {
-        "tpu": on("tpu", f"{__name__}.tpu", "project"),
-        "gpu": on("gpu", f"{__name__}.gpu", "project"),
+        "tpu": for_platform("tpu", f"{__name__}.tpu", "project"),
+        "gpu": for_platform("gpu", f"{__name__}.gpu", "project"),
         "xla": reference.project,
         "interpret": interpreted(f"{__name__}.tpu", "project"),
     },
@@ -60,7 +60,7 @@ def topk_entropy(
     temperature: jax.Array | float = 1.0,
     calibration: jax.Array | float = 1.0,
     *,
-    back_end: str | None = None,
+    backend: str | None = None,
 ) -> TopkEntropy:
     """The result of the first back end that accepts, or of the one named; its gradient is the reference's.
 
@@ -75,7 +75,7 @@ def topk_entropy(
     """
     rows, vocabulary = logits.shape
     _check(k, vocabulary)
-    return _topk_entropy(k, back_end, logits, *(_per_row(x, rows) for x in (temperature, calibration)))
+    return _topk_entropy(k, backend, logits, *(_per_row(x, rows) for x in (temperature, calibration)))
 
 
 def project(
@@ -85,7 +85,7 @@ def project(
     temperature: jax.Array | float = 1.0,
     calibration: jax.Array | float = 1.0,
     *,
-    back_end: str | None = None,
+    backend: str | None = None,
 ) -> TopkEntropy:
     """`topk_entropy(hidden @ weight, …)` by the first back end that accepts; its gradient is the reference's.
 
@@ -94,7 +94,7 @@ def project(
     """
     _check(k, weight.shape[1])
     at = (_per_row(x, hidden.shape[0]) for x in (temperature, calibration))
-    return _project(k, back_end, hidden, weight, *at)
+    return _project(k, backend, hidden, weight, *at)
 
 
 def _check(k: int, vocabulary: int) -> None:
@@ -107,15 +107,15 @@ def _per_row(temperature: jax.Array | float, rows: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _topk_entropy(k: int, back_end: str | None, logits: Any, *at: Any) -> TopkEntropy:
-    return TOPK_ENTROPY(logits, k, *at, back_end=back_end)
+def _topk_entropy(k: int, backend: str | None, logits: Any, *at: Any) -> TopkEntropy:
+    return TOPK_ENTROPY(logits, k, *at, backend=backend)
 
 
-def _forward(k, back_end, *operands):
-    return _topk_entropy(k, back_end, *operands), operands
+def _forward(k, backend, *operands):
+    return _topk_entropy(k, backend, *operands), operands
 
 
-def _backward(k, back_end, operands, gradient):
+def _backward(k, backend, operands, gradient):
     _, pull = jax.vjp(lambda logits, *at: reference.topk_entropy(logits, k, *at), *operands)
     return pull(gradient)
 
@@ -124,15 +124,15 @@ _topk_entropy.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _project(k: int, back_end: str | None, hidden: Any, weight: Any, *at: Any) -> TopkEntropy:
-    return PROJECT(hidden, weight, k, *at, back_end=back_end)
+def _project(k: int, backend: str | None, hidden: Any, weight: Any, *at: Any) -> TopkEntropy:
+    return PROJECT(hidden, weight, k, *at, backend=backend)
 
 
-def _forward_project(k, back_end, *operands):
-    return _project(k, back_end, *operands), operands
+def _forward_project(k, backend, *operands):
+    return _project(k, backend, *operands), operands
 
 
-def _backward_project(k, back_end, operands, gradient):
+def _backward_project(k, backend, operands, gradient):
     _, pull = jax.vjp(lambda hidden, weight, *at: reference.project(hidden, weight, k, *at), *operands)
     return pull(gradient)
 

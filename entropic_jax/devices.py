@@ -1,0 +1,16 @@
+"""The default device: where a program that is being traced will run."""
+
+from typing import Any
+
+import jax
+
+
+def default_device() -> jax.Device:
+    """The device that the program being traced is meant for.
+
+    It is JAX's default device, which may belong to a compiler for hardware that this machine does not have
+    (ahead-of-time compilation).
+    """
+    settings: Any = jax.config
+    device = settings.jax_default_device
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
