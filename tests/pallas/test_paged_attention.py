@@ -88,12 +88,12 @@ def test_the_chosen_back_end_on_random_lengths(seed):
         np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("back_end", ["cpu", "xla"])
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_share_of_each_page(seed, backend):
     arguments = case(seed, 3, 2, 2, 16, 8, 5)
     q, keys, values, table, index, count, first, last = arguments
-    by_page = jax.jit(paged_attention.decode_by_page, static_argnames="back_end")
+    by_page = jax.jit(paged_attention.decode_by_page, static_argnames="backend")
     whole, share = by_page(*arguments, backend=backend)
     out, log_sum = exact(*arguments)
     np.testing.assert_allclose(whole.out, out, atol=2e-5)

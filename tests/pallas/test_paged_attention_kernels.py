@@ -216,7 +216,7 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("back_end", "change", "reason"),
+    ("backend", "change", "reason"),
     [
         (tpu, {"head_dim": 64}, "head_dim 64 and page_size 16"),
         (tpu, {"head_dim": 72, "page": 128}, "head_dim 72"),

@@ -84,7 +84,7 @@ def fails(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("back_end", "said"), [(declines, "every back end declines"), (fails, "ValueError: out of")]
+    ("backend", "said"), [(declines, "every back end declines"), (fails, "ValueError: out of")]
 )
 def test_what_cannot_run_is_said(backend, said, monkeypatch, trials, capsys):
     operation = Operation("topk_entropy", {"xla": backend})
