@@ -29,8 +29,8 @@ from entropic_jax.analysis import studies
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Material, Row
 from entropic_jax.calibration import load_calibration
-from entropic_jax.control.presets import FINE, Gains, preset
-from entropic_jax.control.scheduling import Moments
+from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.control.presets import FINE_PAGES, Gains, preset
 from entropic_jax.serving.compilation import remember_compilations
 from entropic_jax.serving.generation import EMBEDDED
 
@@ -71,7 +71,7 @@ def material_of(folder: Path, texts: list[str]) -> Material:
     model = models.load(folder, "float32")
     assert model.tokenizer is not None
     found = load_calibration(folder)
-    prior = Moments(found.mean, found.scale, found.correlation)
+    prior = AR1(found.mean, found.scale, found.correlation)
     gains = Gains(
         target_entropy=found.target_entropy,
         low_entropy=found.low_entropy,
@@ -154,7 +154,7 @@ class Run:
 
     def shapes(self) -> Iterator[Cell]:
         """The larger shape; what is imposed is what the trained model read in the layers that choose."""
-        first = FINE.dense_layers / self.material.subject.decoder.shape.layers
+        first = FINE_PAGES.dense_layers / self.material.subject.decoder.shape.layers
         for context in (256,) if self.quick else (512, 16384, 32768):
 
             def measure(context: int = context) -> list[Row]:

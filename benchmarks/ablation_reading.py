@@ -15,7 +15,7 @@ from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2
 from entropic_jax.analysis.studies import READING, Material, Row, set_up
 from entropic_jax.attention import page_selection as pages
-from entropic_jax.control.presets import FINE, Preset, preset
+from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.models.train import recall
 from entropic_jax.pallas.paged_attention import Rules
@@ -75,7 +75,7 @@ def asked(
         gains = material.gains._replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
         ways[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
     for steps in refreshes:
-        ways[f"meso, every {steps}"] = ways["meso"]._replace(page_policy=replace(FINE, refresh=steps))
+        ways[f"meso, every {steps}"] = ways["meso"]._replace(page_policy=replace(FINE_PAGES, refresh=steps))
     rows = []
     for name, setting in ways.items():
         answers, kept = windows.ask(material, setting)
@@ -117,7 +117,7 @@ def selectors(material: Material, filler: recall.Filler, distance: int, seed: in
 
 def settings(material: Material, context: int, quick: bool) -> list[tuple[str, float, Preset]]:
     """Selector, its budget or ε, and how to run it."""
-    total, fine = -(-context // (FINE.page_size or 16)), FINE.rules
+    total, fine = -(-context // (FINE_PAGES.page_size or 16)), FINE_PAGES.rules
     budgets = (0.25,) if quick else (0.08, 0.15, 0.3)
     drops = (0.1,) if quick else (0.02, 0.05, 0.1, 0.2)
     fixed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), None, None)
@@ -125,7 +125,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
     for drop in drops:
         gains = material.gains._replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
         made.append(("entropy", drop, preset("meso", gains=gains)))
-        made.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE, None)))
+        made.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE_PAGES, None)))
     for share in budgets:
         k = max(fine.sink + fine.recent + 1, round(share * total))
         rules = {
@@ -135,7 +135,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
             "random": fine._replace(least=k),
         }
         made += [
-            (name, share, fixed._replace(page_policy=replace(FINE, information="mass", rules=r)))
+            (name, share, fixed._replace(page_policy=replace(FINE_PAGES, information="mass", rules=r)))
             for name, r in rules.items()
             if not quick or name == "quest"
         ]

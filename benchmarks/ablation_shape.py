@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from entropic_jax import cache, models, parameters, start
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Row, take_turns
-from entropic_jax.control.presets import FINE, Gains, Preset, preset
+from entropic_jax.control.presets import FINE_PAGES, Gains, Preset, preset
 from entropic_jax.ledger import HARDWARE
 from entropic_jax.pallas import skinny_matmul
 
@@ -64,11 +64,11 @@ def random_context(subject: Subject, way: Preset, context: int, room: int, dtype
 
 def imposed(context: int, kept: float) -> Preset:
     """`full`, reading the share `kept` in the layers that choose."""
-    total = -(-context // (FINE.page_size or 16))
-    least = max(FINE.rules.sink + FINE.rules.recent, round(kept * total))
+    total = -(-context // (FINE_PAGES.page_size or 16))
+    least = max(FINE_PAGES.rules.sink + FINE_PAGES.rules.recent, round(kept * total))
     gains = Gains(dropped_mass_limit=EVERYTHING_MAY_GO, lowest_dropped_mass_limit=EVERYTHING_MAY_GO)
     return preset("full", gains=gains)._replace(
-        page_policy=replace(FINE, rules=FINE.rules._replace(least=least))
+        page_policy=replace(FINE_PAGES, rules=FINE_PAGES.rules._replace(least=least))
     )
 
 

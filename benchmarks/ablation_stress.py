@@ -10,9 +10,9 @@ from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Material, Row, set_up, take_turns
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.calibration import teacher_forced
-from entropic_jax.control.controller import advance, pytree
+from entropic_jax.control.controller import pytree, update_rows
 from entropic_jax.control.estimation import ESTIMATORS, Estimated
-from entropic_jax.control.presets import FINE, Preset, preset
+from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import Pruning
 from entropic_jax.pallas.paged_attention import Rules
 
@@ -22,7 +22,7 @@ HEAD = 50  # logits that an estimator sees
 SCORED = 192
 # A bare choice of pages: no sink, no page but the newest for certain, no bound beside the mean key.
 BARE = Selection(
-    "value", Rules(sink=0, recent=1, least=0, guard=0.0), dense_layers=0, page_size=FINE.page_size
+    "value", Rules(sink=0, recent=1, least=0, guard=0.0), dense_layers=0, page_size=FINE_PAGES.page_size
 )
 
 
@@ -39,7 +39,7 @@ class Biased:
 
     def update(self, signal: Any, action: Any, state: Any) -> tuple[Any, Any]:
         wrong = signal._replace(entropy=signal.entropy + self.bias)
-        return advance(self.controller, wrong, action, state)
+        return update_rows(self.controller, wrong, action, state)
 
 
 def scaled(material: Material, scale: float) -> ablation.Subject:
@@ -61,7 +61,7 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
     bare = Pruning(**bounds, patience=0, smoothing=1.0, rate=1.0)
     ways = {
         "dense": (chain(), None),
-        "guarded": (chain(Biased(guarded, 0.0)), FINE),
+        "guarded": (chain(Biased(guarded, 0.0)), FINE_PAGES),
         "bare": (chain(Biased(bare, 0.0)), BARE),
     }
     rows = []
@@ -160,8 +160,10 @@ def correlations(material: Material, texts: list[list[int]]) -> dict[str, dict[s
     @jax.jit
     def measured(logits: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits = logits / subject.belief_temperature
-        top = entropy.head(logits, HEAD)
-        return entropy.measure(logits).entropy, {kind: make(top) for kind, make in ESTIMATORS.items()}
+        top = entropy.top_k_summary(logits, HEAD)
+        return entropy.entropy_statistics(logits).entropy, {
+            kind: make(top) for kind, make in ESTIMATORS.items()
+        }
 
     for _, logits, wanted in teacher_forced(subject.decoder, subject.params, texts):
         whole, parts = jax.device_get(measured(logits))

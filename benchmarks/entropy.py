@@ -44,16 +44,19 @@ LOOP = 16  # tokens of a timed launch
 
 Estimator = Callable[[jax.Array, int], Any]
 ESTIMATORS: dict[str, Estimator] = {
-    "exact": lambda logits, k: entropy.measure(logits).entropy,
+    "exact": lambda logits, k: entropy.entropy_statistics(logits).entropy,
     "surrogate": lambda logits, k: entropy.surrogate(logits),
-    "truncated": lambda logits, k: entropy.truncated(entropy.head(logits, k)),
-    "tail-corrected": lambda logits, k: entropy.tail_corrected(entropy.head(logits, k)),
-    "upper": lambda logits, k: entropy.upper_bound(entropy.head(logits, k)),
-    "lower": lambda logits, k: entropy.lower_bound(entropy.head(logits, k)),
-    "midpoint": lambda logits, k: entropy.midpoint(entropy.head(logits, k)).entropy,
+    "truncated": lambda logits, k: entropy.truncated(entropy.top_k_summary(logits, k)),
+    "tail-corrected": lambda logits, k: entropy.tail_corrected(entropy.top_k_summary(logits, k)),
+    "upper": lambda logits, k: entropy.upper_bound(entropy.top_k_summary(logits, k)),
+    "lower": lambda logits, k: entropy.lower_bound(entropy.top_k_summary(logits, k)),
+    "midpoint": lambda logits, k: entropy.midpoint(entropy.top_k_summary(logits, k)).entropy,
 }
 # What a step of decoding asks for, beside the entropy alone.
-TIMED: dict[str, Estimator] = {"with varentropy": lambda logits, k: entropy.measure(logits), **ESTIMATORS}
+TIMED: dict[str, Estimator] = {
+    "with varentropy": lambda logits, k: entropy.entropy_statistics(logits),
+    **ESTIMATORS,
+}
 HEADLESS = ("with varentropy", "exact", "surrogate")  # k does not matter to them
 
 

@@ -25,8 +25,8 @@ from rich.console import Console
 from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.analysis.ablation import distinct
 from entropic_jax.calibration import Calibration, load_calibration
+from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.control.presets import Gains, Preset, preset
-from entropic_jax.control.scheduling import Moments
 from entropic_jax.control.temperature import Mirostat
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 def ways(found: Calibration, model: models.Model) -> dict[str, Way]:
     """The samplers that are compared. Constants of others are those of their papers."""
-    prior = Moments(found.mean, found.scale, found.correlation)
+    prior = AR1(found.mean, found.scale, found.correlation)
     gains = Gains(
         target_entropy=found.target_entropy,
         low_entropy=found.low_entropy,

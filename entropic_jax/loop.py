@@ -17,7 +17,7 @@ from .attention.attend import Step, attend_to
 from .attention.page_selection import PagePolicy, ReadStats
 from .attention.statistics import Observer
 from .cache import Cache, ModelShape, grant, note_surprisal
-from .control import Controller, advance
+from .control import Controller, update_rows
 from .row_subset import RowSubset
 from .sampling.constraints import Constraints, any_constraint, constrain, likeliest
 from .sampling.randomness import row_keys
@@ -165,7 +165,7 @@ def prefill(
     signal = state.signal
     if cache.surprisal is not None:
         logits = decoder.logits(params, hidden)
-        scores = entropy.surprisal(logits, following, entropy.measure(logits).log_normaliser)
+        scores = entropy.surprisal(logits, following, entropy.entropy_statistics(logits).log_normaliser)
         own = jnp.concatenate(
             [signal.surprisal[:, None], scores[:, :-1]], 1
         )  # the first: of the chunk before
@@ -247,7 +247,7 @@ def step(
         focus=jax.tree.map(lambda x: cut.scatter(x, 0.0), observer.total()) if observer else None,
     )
     undecided = state.action._replace(token=jnp.full_like(state.token, -1))
-    action, control = advance(controller, signal, undecided, state.control)
+    action, control = update_rows(controller, signal, undecided, state.control)
 
     # Sampling.
     length = state.length + active.astype(jnp.int32)

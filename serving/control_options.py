@@ -143,8 +143,8 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
 
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     """The gains alone."""
+    from entropic_jax.control.entropy_drop import AR1
     from entropic_jax.control.presets import Gains
-    from entropic_jax.control.scheduling import Moments
 
     given = dict(control.gains)
     if control.preset in SAMPLERS:
@@ -157,7 +157,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     given = {name: value for name, value in given.items() if value != AUTO}
     if calibration is not None:
         found: dict[str, Any] = {k: getattr(calibration, v) for k, v in FROM_CALIBRATION.items()}
-        found["prior"] = Moments(calibration.mean, calibration.scale, calibration.correlation)
+        found["prior"] = AR1(calibration.mean, calibration.scale, calibration.correlation)
         given = {**found, **given}
     made = Gains(**given)
     for low, high in (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy")):

@@ -15,14 +15,14 @@ from entropic_jax import entropy
 
 ROWS, VOCABULARY = 5, 67
 
-measure = jax.jit(entropy.measure)
+entropy_statistics = jax.jit(entropy.entropy_statistics)
 at_temperature = jax.jit(entropy.at_temperature)
 surrogate = jax.jit(entropy.surrogate)
 
 
 @partial(jax.jit, static_argnames="k")
 def estimators(logits, k):
-    head = entropy.head(logits, k)
+    head = entropy.top_k_summary(logits, k)
     middle = entropy.midpoint(head)
     return dict(
         truncated=entropy.truncated(head),
@@ -36,7 +36,7 @@ def estimators(logits, k):
     )
 
 
-def exact(logits, temperature=1.0) -> entropy.Entropy:
+def exact(logits, temperature=1.0) -> entropy.EntropyStatistics:
     """In float64, with 0 · ln 0 = 0."""
     z = np.asarray(logits, np.float64) / temperature
     highest = z.max(-1, keepdims=True)
@@ -46,7 +46,7 @@ def exact(logits, temperature=1.0) -> entropy.Entropy:
     information = np.where(p > 0, -log_p, 0.0)
     mean = (p * information).sum(-1)
     variance = (p * (information - mean[..., None]) ** 2).sum(-1)
-    return entropy.Entropy(normaliser, mean, variance)
+    return entropy.EntropyStatistics(normaliser, mean, variance)
 
 
 def zipf(exponent: float, vocabulary: int = VOCABULARY) -> np.ndarray:
@@ -76,7 +76,7 @@ rows_of_logits = arrays.arrays(np.float32, (ROWS, VOCABULARY), elements=finite_o
 @settings(max_examples=60)
 @given(rows_of_logits)
 def test_measure_is_exact_and_within_its_range(logits):
-    found = measure(logits)
+    found = entropy_statistics(logits)
     assert_entropies_equal(found, exact(logits), 3e-5)
     assert (np.asarray(found.entropy) >= 0).all()
     assert (np.asarray(found.entropy) <= math.log(VOCABULARY) * (1 + 1e-6)).all()
@@ -89,7 +89,11 @@ def test_a_shift_and_a_permutation_change_nothing(logits, shift, random):
     order = random.sample(range(VOCABULARY), VOCABULARY)
     # Quarters are exact in float32 whatever is added here.
     logits, shift = np.round(logits * 4) / 4, np.float32(np.round(shift * 4) / 4)
-    found, shifted, permuted = measure(logits), measure(logits + shift), measure(logits[:, order])
+    found, shifted, permuted = (
+        entropy_statistics(logits),
+        entropy_statistics(logits + shift),
+        entropy_statistics(logits[:, order]),
+    )
     assert_entropies_equal(shifted._replace(log_normaliser=shifted.log_normaliser - shift), found, 2e-5)
     assert_entropies_equal(permuted, found, 1e-5)
 
@@ -101,17 +105,17 @@ def test_extremes(offset):
     logits[2, 1:] = offset - 300  # one-hot by underflow
     logits[3, 2:] = -np.inf  # a fair coin
     logits[4, 1:] = -3e38
-    found = measure(logits)
+    found = entropy_statistics(logits)
     np.testing.assert_allclose(found.entropy, [math.log(VOCABULARY), 0, 0, math.log(2), 0], rtol=1e-6)
     np.testing.assert_allclose(found.varentropy, 0, atol=1e-6)
 
 
 def test_what_is_no_distribution_is_nan_in_its_row_alone():
     logits = random_logits()
-    expected = measure(logits)
+    expected = entropy_statistics(logits)
     logits[1, 3], logits[2], logits[3, 0] = np.nan, -np.inf, np.inf
     for found in (
-        measure(logits),
+        entropy_statistics(logits),
         at_temperature(logits, jnp.ones(ROWS)),
         at_temperature(logits, jnp.array([1.0, 0.0, 0.0, 0.0, 1.0])),
     ):
@@ -128,17 +132,20 @@ def test_what_is_no_distribution_is_nan_in_its_row_alone():
 
 def test_half_precision_is_summed_in_float32():
     logits = jnp.asarray(random_logits(), jnp.bfloat16)
-    found = measure(logits)
+    found = entropy_statistics(logits)
     assert found.entropy.dtype == jnp.float32
     assert_entropies_equal(found, exact(np.asarray(logits, np.float32)))
 
 
 def test_any_leading_axes_and_vmap():
     logits = random_logits()
-    expected = measure(logits)
-    for found in (jax.vmap(measure)(logits), jax.tree.map(lambda x: x[0], measure(logits[None]))):
+    expected = entropy_statistics(logits)
+    for found in (
+        jax.vmap(entropy_statistics)(logits),
+        jax.tree.map(lambda x: x[0], entropy_statistics(logits[None])),
+    ):
         assert_entropies_equal(found, expected, 1e-6)
-    assert measure(logits[0]).entropy.shape == ()
+    assert entropy_statistics(logits[0]).entropy.shape == ()
 
 
 # At a temperature.
@@ -159,8 +166,8 @@ def test_temperature_zero_is_greedy_and_one_is_measure():
     np.testing.assert_array_equal(np.asarray(found.varentropy)[[0, 3]], 0)
     np.testing.assert_allclose(np.asarray(found.entropy)[[1, 2, 4]], math.log(VOCABULARY), rtol=1e-6)
     logits = random_logits(2)
-    assert_entropies_equal(at_temperature(logits, jnp.ones(ROWS)), measure(logits), 1e-6)
-    assert_entropies_equal(entropy.at_temperature(jnp.asarray(logits), 1.0), measure(logits), 1e-6)
+    assert_entropies_equal(at_temperature(logits, jnp.ones(ROWS)), entropy_statistics(logits), 1e-6)
+    assert_entropies_equal(entropy.at_temperature(jnp.asarray(logits), 1.0), entropy_statistics(logits), 1e-6)
 
 
 def test_the_slope_of_entropy_is_varentropy():
@@ -202,14 +209,14 @@ def test_gradients_are_finite():
     for temperature in (0.0, 1e-20, 1e-3, 1.0):
         for slope in slopes(jnp.asarray(logits), jnp.full(ROWS, temperature)):
             assert np.isfinite(slope).all(), temperature
-    totals = lambda logits: jnp.stack([field.sum() for field in entropy.measure(logits)])
+    totals = lambda logits: jnp.stack([field.sum() for field in entropy.entropy_statistics(logits)])
     assert np.isfinite(jax.jit(jax.jacrev(totals))(jnp.asarray(logits))).all()
 
 
 def test_the_gradient_of_entropy_is_its_formula():
     """dH/dz = −p (ln p + H)."""
     logits = random_logits(5)
-    slope = jax.grad(lambda logits: measure(logits).entropy.sum())(jnp.asarray(logits))
+    slope = jax.grad(lambda logits: entropy_statistics(logits).entropy.sum())(jnp.asarray(logits))
     belief = exact(logits)
     log_p = logits - belief.log_normaliser[:, None]
     np.testing.assert_allclose(slope, -np.exp(log_p) * (log_p + belief.entropy[:, None]), atol=2e-6)
@@ -219,12 +226,12 @@ def test_surprisal():
     logits = random_logits(6)
     logits[1, 4] = -np.inf
     token = jnp.array([0, 4, 2, int(logits[3].argmax()), VOCABULARY - 1])
-    found = entropy.surprisal(jnp.asarray(logits), token, measure(logits).log_normaliser)
+    found = entropy.surprisal(jnp.asarray(logits), token, entropy_statistics(logits).log_normaliser)
     expected = exact(logits).log_normaliser - logits[np.arange(ROWS), token]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert (np.asarray(found) >= 0).all()
     certain = jnp.array([0.0, -200.0])
-    assert entropy.surprisal(certain, jnp.array(0), entropy.measure(certain).log_normaliser) == 0
+    assert entropy.surprisal(certain, jnp.array(0), entropy.entropy_statistics(certain).log_normaliser) == 0
 
 
 # The surrogate.
@@ -280,7 +287,7 @@ def check_bounds(logits, k):
     assert (lower >= found["truncated"] - slack).all()
     assert (found["tail_corrected"] >= upper - slack).all()
     assert (np.abs(true - found["middle"]) <= found["error"] + slack).all()
-    np.testing.assert_allclose(found["head"].mass + found["head"].tail, 1, rtol=1e-6)
+    np.testing.assert_allclose(found["head"].head_mass + found["head"].tail_mass, 1, rtol=1e-6)
     return found, true
 
 
@@ -348,9 +355,9 @@ def test_bounds_are_those_of_the_formula():
 def test_the_printed_estimator_exceeds_the_largest_possible_entropy():
     """The example of the docstring: Zipf 0.8, 128256 tokens, k = 50."""
     logits = jnp.asarray(zipf(0.8, 128_256), jnp.float32)
-    head = entropy.head(logits, 50)
+    head = entropy.top_k_summary(logits, 50)
     assert round(float(entropy.tail_corrected(head)), 2) == 14.05
-    assert round(float(entropy.measure(logits).entropy), 2) == 10.20
+    assert round(float(entropy.entropy_statistics(logits).entropy), 2) == 10.20
     assert round(math.log(128_256), 2) == 11.76
     assert entropy.lower_bound(head) < 10.20 < entropy.upper_bound(head) < 11.76
 
@@ -365,5 +372,7 @@ def test_estimators_have_finite_gradients():
 
 @pytest.mark.parametrize("k", [0, VOCABULARY + 1])
 def test_k_outside_the_vocabulary_is_refused(k):
-    with pytest.raises(ValueError, match=f"k is {k}; accepted are 1 to {VOCABULARY}"):
-        entropy.head(jnp.zeros(VOCABULARY), k)
+    with pytest.raises(
+        ValueError, match=f"k must be between 1 and {VOCABULARY}, the size of the vocabulary; got {k}"
+    ):
+        entropy.top_k_summary(jnp.zeros(VOCABULARY), k)

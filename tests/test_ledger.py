@@ -207,7 +207,7 @@ def test_alternating_temperature_makes_time_of_nothing():
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((1, 50)) * 3, jnp.float32)
     temperature = np.tile([0.5, 1.5], 50)
     sampled = np.array([float(entropy.at_temperature(logits, t).entropy[0]) for t in temperature])[:, None]
-    belief = np.full_like(sampled, float(entropy.measure(logits).entropy[0]))
+    belief = np.full_like(sampled, float(entropy.entropy_statistics(logits).entropy[0]))
     every = np.ones((100, 1), bool)
     assert entered(belief, every).entropic_time == 0
     gamed = entered(sampled, every)

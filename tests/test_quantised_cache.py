@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, cache, chain, generate, loop, parameters, replay, start
-from entropic_jax.control.presets import FINE
+from entropic_jax.control.presets import FINE_PAGES
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import quantised
 from tests import tiny
@@ -63,7 +63,7 @@ def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_pages_kept_is_dense(dtype):
-    dense, listed = (teacher_forced(dtype, page_policy)[1] for page_policy in (None, FINE))
+    dense, listed = (teacher_forced(dtype, page_policy)[1] for page_policy in (None, FINE_PAGES))
     np.testing.assert_allclose(dense.surprisal, listed.surprisal, atol=1e-4)
 
 

@@ -93,7 +93,7 @@ def test_plain_jax_is_what_it_was():
     at = jnp.array([0.7, 0.0])
     belief, tempered = step_entropy.of_step(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5))
     for ours, theirs in (
-        (belief, entropy.measure(logits / 1.5)),
+        (belief, entropy.entropy_statistics(logits / 1.5)),
         (tempered, entropy.at_temperature(2 * logits, at)),
         (step_entropy.anew(logits, at, 2 * at, tempered), entropy.at_temperature(logits, at)),
     ):

@@ -17,7 +17,7 @@ from ..attention.page_selection import Selection, no_page_lists
 from ..cache import Cache, Layer, allocate
 from ..control import Controller, chain
 from ..control.presets import Preset
-from ..control.scheduling import no_demand, with_demand
+from ..control.scheduling import default_load, with_load
 from ..pallas.paged_attention.quantised import Quantised
 from ..sampling import parameters
 from ..state import FULL, RUNNING, State, plain_action
@@ -250,9 +250,9 @@ def serve(subject: Subject, setting: Preset, state: State, arrivals: np.ndarray,
     `steps` are run between two looks at the clock.
     """
     rows = len(arrivals)
-    order = no_demand(rows)._replace(arrival=jnp.arange(rows, dtype=jnp.int32))
+    order = default_load(rows)._replace(arrival=jnp.arange(rows, dtype=jnp.int32))
     waiting = jnp.full(rows, FULL, jnp.int32)
-    state = state._replace(status=waiting, control=with_demand(state.control, order))
+    state = state._replace(status=waiting, control=with_load(state.control, order))
     came, ended = np.zeros(rows, bool), np.full(rows, np.nan)
     tokens, began = 0, time.perf_counter()
     while np.isnan(ended).any():

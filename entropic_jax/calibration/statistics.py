@@ -35,7 +35,7 @@ class _Measures(NamedTuple):
 @jax.jit
 def _measure(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> _Measures:
     token, scaled = jnp.maximum(tokens, 0), logits / temperature
-    plain, belief = entropy.measure(logits), entropy.measure(scaled)
+    plain, belief = entropy.entropy_statistics(logits), entropy.entropy_statistics(scaled)
     return _Measures(
         plain_entropy=plain.entropy,
         entropy=belief.entropy,

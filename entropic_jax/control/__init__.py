@@ -1,5 +1,5 @@
 """Controllers: each reads a `Signal` and rewrites an `Action`."""
 
-from .controller import Chain, Controller, Every, When, advance, chain, pytree
+from .controller import Chain, Controller, Every, When, chain, pytree, update_rows
 
-__all__ = ["Chain", "Controller", "Every", "When", "advance", "chain", "pytree"]
+__all__ = ["Chain", "Controller", "Every", "When", "chain", "pytree", "update_rows"]

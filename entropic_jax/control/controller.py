@@ -1,7 +1,7 @@
-"""The one abstraction of the loop: a controller reads what was measured and rewrites what is obeyed.
+"""Controller protocol and combinators: a controller reads a `Signal` and rewrites an `Action`.
 
-Temperature, pruning and scheduling differ only in the field of `Action` they write and in how often they
-run. Controllers are frozen dataclasses that are pytrees: their gains are leaves, so new gains never
+Temperature, pruning and scheduling laws differ only in the field of `Action` that they write and in how often
+they run. Controllers are frozen dataclasses registered as pytrees. Their gains are leaves, so new gains never
 retrace, and `vmap` over gains and `grad` with respect to gains work.
 """
 
@@ -15,44 +15,70 @@ import jax.numpy as jnp
 from ..state import Action, Signal
 
 T = TypeVar("T")
-STATIC = "static"  # marks a field of a `pytree` class that is no leaf
+STATIC = "static"  # marks a field of a `pytree` class that is part of the structure, not a leaf
 
 
 class Controller(Protocol):
     """A control law. All arrays have one entry per row.
 
-    It runs after the logits of a step are known and before the step samples. A row that emits nothing keeps
-    its action, and its entries of the state, whatever `update` returns; a law that looks across rows says so
-    with a class attribute `across_rows = True` and is left to handle `signal.emitting` itself. A law that
-    needs `signal.focus` has an attribute `observes`, a static `observation.Observation`.
+    A controller runs after the logits of a step are computed and before the step samples. For rows that emit
+    no token, the action and the row's entries of the state are kept, whatever `update` returns. A law that
+    looks across rows declares a class attribute `across_rows = True` and handles `signal.emitting` itself. A
+    law that needs `signal.focus` has an attribute `observes`, a static `attention.statistics.Observation`.
     """
 
     def init(self, action: Action) -> Any:
-        """The controller's own state, a pytree, for a batch that starts with `action`."""
+        """The initial state of the controller, a pytree, for a batch that starts with `action`."""
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        """The next action and state. Structure, shapes and dtypes stay what they were."""
+        """The next action and state.
+
+        Args:
+            signal: what the step measured.
+            action: the action in force.
+            state: the controller's state.
+
+        Returns:
+            The new action and state, with the same structure, shapes and dtypes.
+        """
 
 
-def advance(controller: Controller, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-    """`controller.update`, held in the rows that emit nothing unless the law looks across rows."""
-    changed, after = controller.update(signal, action, state)
+def update_rows(controller: Controller, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    """Runs `controller.update` and keeps the action and state of rows that emit nothing.
+
+    Args:
+        controller: the law; one with `across_rows` decides itself what happens to rows that emit nothing.
+        signal: what the step measured.
+        action: the action in force.
+        state: the controller's state.
+
+    Returns:
+        The new action and state.
+    """
+    new_action, new_state = controller.update(signal, action, state)
     if getattr(controller, "across_rows", False):
-        return changed, after
-    by_row = lambda new, old: keep_rows(signal.emitting, new, old)
-    return jax.tree.map(by_row, changed, action), jax.tree.map(by_row, after, state)
+        return new_action, new_state
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+        return keep_rows(signal.emitting, new, old)
+
+    return jax.tree.map(keep, new_action, action), jax.tree.map(keep, new_state, state)
 
 
-def observed(*controllers: Any) -> Any:
-    """What the controllers ask to be observed, None where none does; ValueError where they disagree."""
-    asked = {found for c in controllers if (found := getattr(c, "observes", None)) is not None}
-    if len(asked) > 1:
-        raise ValueError(f"observes is {asked}; accepted is one for all controllers of a chain")
-    return next(iter(asked), None)
+def required_observation(*controllers: Any) -> Any:
+    """The attention `Observation` that the controllers need, None if none does.
+
+    Raises:
+        ValueError: if two controllers need different observations.
+    """
+    observations = {o for c in controllers if (o := getattr(c, "observes", None)) is not None}
+    if len(observations) > 1:
+        raise ValueError(f"observes must be the same for all controllers of a chain; got {observations}")
+    return next(iter(observations), None)
 
 
 def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` in the flagged rows and `old` elsewhere; what has no row axis is shared, and new."""
+    """`new` in the flagged rows, bool `[rows]`, else `old`; arrays without a row axis are `new`."""
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.ndim == 0 or new.shape[0] != flag.shape[0]:
         return new
@@ -61,9 +87,9 @@ def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass whose fields are pytree leaves.
+    """Class decorator: a frozen dataclass whose fields are pytree leaves.
 
-    Fields annotated `Annotated[…, STATIC]` are part of the structure instead: changing one retraces.
+    Fields annotated `Annotated[…, STATIC]` are part of the pytree structure: changing one retraces.
 
     >>> @pytree
     ... class Gain:
@@ -76,8 +102,8 @@ def pytree(cls: type[T]) -> type[T]:
     static = [f.name for f in fields if STATIC in getattr(f.type, "__metadata__", ())]
     leaves = [f.name for f in fields if f.name not in static]
 
-    # Not by jax.tree_util.register_dataclass: of its classes, any two with as many fields have structures
-    # that compare equal, and a jitted function may then run the law that was compiled for the other.
+    # jax.tree_util.register_dataclass does not serve: any two of its classes with the same number of fields
+    # compare as equal structures, so a jitted function could run the law compiled for another class.
     def flatten(controller: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         pairs = [(jax.tree_util.GetAttrKey(name), getattr(controller, name)) for name in leaves]
         return pairs, tuple(getattr(controller, name) for name in static)
@@ -92,14 +118,14 @@ def pytree(cls: type[T]) -> type[T]:
 
 @pytree
 class Chain:
-    """Controllers applied in order; the later one sees the action of the earlier."""
+    """Controllers applied in order; each sees the action written by the one before it."""
 
     controllers: tuple[Any, ...]
     across_rows: ClassVar[bool] = True
 
     @property
     def observes(self) -> Any:
-        return observed(*self.controllers)
+        return required_observation(*self.controllers)
 
     def init(self, action: Action) -> tuple[Any, ...]:
         return tuple(c.init(action) for c in self.controllers)
@@ -107,20 +133,20 @@ class Chain:
     def update(
         self, signal: Signal, action: Action, state: tuple[Any, ...]
     ) -> tuple[Action, tuple[Any, ...]]:
-        after = []
-        for controller, own in zip(self.controllers, state, strict=True):
-            action, own = advance(controller, signal, action, own)
-            after.append(own)
-        return action, tuple(after)
+        new_states = []
+        for controller, controller_state in zip(self.controllers, state, strict=True):
+            action, controller_state = update_rows(controller, signal, action, controller_state)
+            new_states.append(controller_state)
+        return action, tuple(new_states)
 
 
 def chain(*controllers: Controller) -> Chain:
-    """The controllers in order. `chain()` changes nothing: it is the ablation's baseline."""
+    """Applies controllers in order. `chain()` changes nothing: it is the baseline of ablations."""
     return Chain(controllers)
 
 
-def _choose(flag: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the flag (scalar or `[rows]`) is set, for every leaf."""
+def _select(flag: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the flag (bool, scalar or `[rows]`) is set, else `old`, for every leaf."""
 
     def leaf(x, y):
         x, y = jnp.asarray(x), jnp.asarray(y)
@@ -139,7 +165,7 @@ class Every:
 
     @property
     def observes(self) -> Any:
-        return observed(self.controller)
+        return required_observation(self.controller)
 
     def init(self, action: Action) -> tuple[jax.Array, Any]:
         return jnp.int32(0), self.controller.init(action)
@@ -147,15 +173,17 @@ class Every:
     def update(self, signal: Signal, action: Action, state: tuple[jax.Array, Any]) -> tuple[Action, Any]:
         count, own = state
         due = count % self.n == 0
-        changed, after = advance(self.controller, signal, action, own)
-        return _choose(due, changed, action), (count + 1, _choose(due, after, own))
+        changed, after = update_rows(self.controller, signal, action, own)
+        return _select(due, changed, action), (count + 1, _select(due, after, own))
 
 
 @pytree
 class When:
-    """Run a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
+    """Runs a controller only in the rows where a condition holds.
 
-    State leaves of the controller must have one entry per row.
+    Args:
+        condition: maps (signal, action) to bool `[rows]`; static.
+        controller: the controller to run. Its state leaves must have one entry per row.
     """
 
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
@@ -164,12 +192,12 @@ class When:
 
     @property
     def observes(self) -> Any:
-        return observed(self.controller)
+        return required_observation(self.controller)
 
     def init(self, action: Action) -> Any:
         return self.controller.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        chosen = self.condition(signal, action)
-        changed, after = advance(self.controller, signal, action, state)
-        return _choose(chosen, changed, action), _choose(chosen, after, state)
+        selected = self.condition(signal, action)
+        new_action, new_state = update_rows(self.controller, signal, action, state)
+        return _select(selected, new_action, action), _select(selected, new_state, state)

@@ -1,42 +1,58 @@
-"""Which entropy a controller sees: the exact one, or what the largest logits say of it."""
+"""Entropy estimators for controllers: an estimate from the k largest logits replaces the exact entropy."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 import jax
 
-from ..entropy import Head, head, lower_bound, midpoint, tail_corrected, truncated, upper_bound
+from ..entropy import (
+    TopKSummary,
+    lower_bound,
+    midpoint,
+    tail_corrected,
+    top_k_summary,
+    truncated,
+    upper_bound,
+)
 from ..state import Action, Signal
-from .controller import STATIC, advance, pytree
+from .controller import STATIC, pytree, update_rows
 
-ESTIMATORS: dict[str, Callable[[Head], jax.Array]] = {
+# Estimators of H₁ from the k most probable tokens, in nats: the entropy of these alone (`truncated`), the
+# paper's tail-corrected form (`printed`), and the tight bounds with their midpoint, see `entropy`.
+ESTIMATORS: dict[str, Callable[[TopKSummary], jax.Array]] = {
     "truncated": truncated,
     "printed": tail_corrected,
     "lower": lower_bound,
-    "midpoint": lambda seen: midpoint(seen).entropy,
+    "midpoint": lambda summary: midpoint(summary).entropy,
     "upper": upper_bound,
 }
 
 
 @pytree
 class Estimated:
-    """Run a controller on an estimate of H₁ from the k largest logits, in place of the exact entropy.
+    """Runs a controller on an estimate of H₁ from the k largest logits instead of the exact entropy.
 
-    `estimator` is a name of `ESTIMATORS`: `truncated` H̃ of the head alone, `printed` the paper's
-    tail-corrected form, `upper` the tight form of it, `lower` and `midpoint` of the tight bounds. Nats.
-    belief_temperature T_cal > 0, as that of the state. The loop's own entropy, and what it traces, stay
-    exact. Raises ValueError for a name that is not known.
+    The loop's own entropy, and what it traces, stay exact.
 
-    Source: Kiruluta 2026 (arXiv 2603.03310), which estimates from the head throughout. Differs from the
-    paper: exact is the default, as the mass of the head needs the whole log-sum-exp anyway.
+    Args:
+        controller: the controller that reads the estimate as `signal.entropy`.
+        estimator: a name of `ESTIMATORS`; static.
+        k: logits used, in [1, vocabulary]; static.
+        belief_temperature: T_cal > 0, the same as in the loop's state.
+
+    Raises:
+        ValueError: by `init`, for an unknown estimator.
+
+    Source: Kiruluta 2026 (arXiv 2603.03310), which estimates from the top-k tokens throughout. Differs from
+    the paper: exact entropy is the default, since the mass of the top k needs the full log-sum-exp anyway.
 
     >>> import jax.numpy as jnp
     >>> from entropic_jax.control.pruning import Pruning
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> law = Estimated(Pruning(low_entropy=1.0, high_entropy=3.0, patience=0, rate=1.0), "truncated", 2)
     >>> signal, action = quiet_signal(1), plain_action(jnp.ones(1))
-    >>> seen = signal._replace(logits=jnp.zeros((1, 64)), emitting=jnp.ones(1, bool))
-    >>> changed, _ = law.update(seen, action, law.init(action))
+    >>> signal = signal._replace(logits=jnp.zeros((1, 64)), emitting=jnp.ones(1, bool))
+    >>> changed, _ = law.update(signal, action, law.init(action))
     >>> float(changed.dropped_mass_limit[0])  # the entropy of a uniform pair is ln 2
     0.10000000149011612
     """
@@ -49,12 +65,12 @@ class Estimated:
 
     def init(self, action: Action) -> Any:
         if self.estimator not in ESTIMATORS:
-            raise ValueError(f"estimator is {self.estimator!r}; accepted are {', '.join(ESTIMATORS)}")
+            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {self.estimator!r}")
         return self.controller.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         if signal.logits is None:
-            raise ValueError("signal.logits is None; accepted are the logits of the step, [rows, vocabulary]")
-        seen = head(signal.logits / self.belief_temperature, self.k)
-        estimated = signal._replace(entropy=ESTIMATORS[self.estimator](seen))
-        return advance(self.controller, estimated, action, state)
+            raise ValueError("signal.logits must be the logits of the step, [rows, vocabulary]; got None")
+        summary = top_k_summary(signal.logits / self.belief_temperature, self.k)
+        estimated = signal._replace(entropy=ESTIMATORS[self.estimator](summary))
+        return update_rows(self.controller, estimated, action, state)

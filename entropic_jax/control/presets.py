@@ -1,7 +1,7 @@
-"""The ablation axis: which scales of control are on, by name.
+"""Presets of control: which of the scales micro, meso and macro are on, by name.
 
-`off` is plain sampling; `micro`, `meso` and `macro` switch one scale on; `full` all three; `paper` all three
-with every law as printed.
+`off` is plain sampling; `micro` controls temperature, `meso` prunes pages, `macro` schedules sequences;
+`full` does all three; `paper` does all three with every law as printed.
 """
 
 from typing import Any, NamedTuple
@@ -9,46 +9,53 @@ from typing import Any, NamedTuple
 from ..attention.page_selection import Selection
 from ..pallas.paged_attention import Rules
 from .controller import Chain, chain
+from .entropy_drop import AR1, PRIOR
 from .pruning import PaperPruning, Pruning
-from .scheduling import PRIOR, SCHEDULES, Moments
+from .scheduling import SCHEDULES
 from .temperature import LAWS
 
 PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
-# Small pages find what a large page's mean key hides; the sink and the newest are kept whole. In the first
-# layer attention is spread over everything. Lists that outlive their step miss facts just asked for.
+# Small pages expose keys that the mean key of a large page hides. The sink and the newest pages are always
+# kept. The lowest layer attends to everything, so it needs only a part of it. Page lists are made at
+# every step: older lists miss facts that a question has just made relevant.
 RULES = Rules(sink=4, recent=8, least=16, guard=0.5)
-FINE = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
-UNTARGETED = ("edt", "dynatemp")  # laws without a set-point
+FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
+LAWS_WITHOUT_TARGET = ("edt", "dynatemp")
 
 
 class Gains(NamedTuple):
-    """What a preset can be given instead of its defaults; entropies in nats."""
+    """Settings of a preset; entropies in nats."""
 
-    law: str = "normalised"  # of temperature, a name of `LAWS`
-    target_entropy: float = 1.0  # H*, held by the law
+    law: str = "normalised"  # temperature law, a name of `temperature.LAWS`
+    target_entropy: float = 1.0  # H*, the set-point of the temperature law
     lowest_temperature: float = 0.3  # T_min
     highest_temperature: float = 1.2  # T_max
-    dropped_mass_limit: float = 0.03  # ε_max: most attention mass to leave unread
-    lowest_dropped_mass_limit: float = 0.012  # ε_min, however uncertain
-    low_entropy: float = 0.3  # H₁ at and below which `dropped_mass_limit` may stay unread
-    high_entropy: float = 2.5  # H₁ at and above which only `lowest_dropped_mass_limit` may
-    schedule: str = "entropic"  # a name of `SCHEDULES`
-    prior: Moments = PRIOR  # of H₁ along a sequence, for the schedule
+    dropped_mass_limit: float = 0.03  # ε_max: most attention mass that may stay unread
+    lowest_dropped_mass_limit: float = 0.012  # ε_min: the limit at high entropy
+    low_entropy: float = 0.3  # H₁ at and below which the limit is `dropped_mass_limit`
+    high_entropy: float = 2.5  # H₁ at and above which it is `lowest_dropped_mass_limit`
+    schedule: str = "entropic"  # scheduling law, a name of `scheduling.SCHEDULES`
+    prior: AR1 = PRIOR  # of H₁ along a sequence, for the scheduling law
 
 
 class Preset(NamedTuple):
-    """What `start` and `generate` take."""
+    """Arguments of `loop.start` and `loop.generate` that a preset sets."""
 
     controller: Chain
-    page_policy: Any  # a `attention.page_selection.PagePolicy`; None reads everything
+    page_policy: Any  # an `attention.page_selection.PagePolicy` (a protocol), or None to read every page
     width: int | None  # sequences that advance in a step; None is all
 
 
 def preset(name: str, width: int | None = None, gains: Gains | None = None) -> Preset:
-    """The controller, page selection and width behind a name of `PRESETS`.
+    """The controller, page policy and width of a preset.
 
-    `width` is how many sequences a step may advance; without it, or without the macro scale, all do. Raises
-    ValueError for a name that is not known.
+    Args:
+        name: one of `PRESETS`.
+        width: most sequences that advance in a step. Without it, or without the macro scale, all advance.
+        gains: settings of the laws; None is the defaults.
+
+    Raises:
+        ValueError: for an unknown preset, temperature law or schedule.
 
     >>> preset("off").controller == chain()
     True
@@ -60,7 +67,7 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
         ("schedule", gains.schedule, tuple(SCHEDULES)),
     ):
         if value not in accepted:
-            raise ValueError(f"{argument} is {value!r}; accepted are {', '.join(accepted)}")
+            raise ValueError(f"{argument} must be one of {', '.join(accepted)}; got {value!r}")
     laws: list[Any] = []
     page_policy = None
     if name == "paper":
@@ -68,31 +75,32 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
             LAWS["paper"](target_entropy=gains.target_entropy),
             PaperPruning(entropy_threshold=gains.high_entropy),
         ]
-        laws += [SCHEDULES["paper"](width)] if width else []
-        return Preset(chain(*laws), Selection(dense_layers=0), width)  # as printed: coarse blocks, no guards
+        if width:
+            laws.append(SCHEDULES["paper"](width))
+        return Preset(chain(*laws), Selection(dense_layers=0), width)  # as printed: coarse pages, no guards
     if name in ("micro", "full"):
-        laws.append(temperature(gains))
+        laws.append(temperature_law(gains))
     if name in ("meso", "full"):
-        least = min(gains.lowest_dropped_mass_limit, gains.dropped_mass_limit)
+        lowest = min(gains.lowest_dropped_mass_limit, gains.dropped_mass_limit)
         laws.append(
             Pruning(
                 dropped_mass_limit=gains.dropped_mass_limit,
-                lowest_dropped_mass_limit=least,
+                lowest_dropped_mass_limit=lowest,
                 low_entropy=gains.low_entropy,
                 high_entropy=gains.high_entropy,
             )
         )
-        page_policy = FINE
+        page_policy = FINE_PAGES
     if name in ("macro", "full") and width:
         law = SCHEDULES[gains.schedule]
         laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))
     return Preset(chain(*laws), page_policy, width if name in ("macro", "full") else None)
 
 
-def temperature(gains: Gains) -> Any:
-    """The law of temperature that the gains name."""
+def temperature_law(gains: Gains) -> Any:
+    """The temperature law named by `gains.law`, with its gains."""
     law = LAWS[gains.law]
-    if gains.law in UNTARGETED:
+    if gains.law in LAWS_WITHOUT_TARGET:
         return law()
     if gains.law == "mirostat":
         return law(target_entropy=gains.target_entropy)

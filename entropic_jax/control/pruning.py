@@ -1,4 +1,8 @@
-"""Meso: how much attention mass the next step may leave unread, from how certain the model is now."""
+"""Pruning laws, the meso scale: how much attention mass the next step may leave unread.
+
+Every law writes the budget ε, `Action.dropped_mass_limit`: the less uncertain the model, the larger ε. The
+page policy (`attention.page_selection`) turns ε into lists of pages.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,122 +13,151 @@ from ..state import Action, Signal
 from .controller import pytree
 
 
-class Confidence(NamedTuple):
-    """What a pruning law remembers; each `[rows]`."""
+class PruningState(NamedTuple):
+    """The state of `Pruning`; each `[rows]`."""
 
-    entropy: jax.Array  # smoothed H₁, nats
-    seen: jax.Array  # int32, steps
+    smoothed_entropy: jax.Array  # Ĥ, nats
+    num_tokens: jax.Array  # int32, tokens emitted
 
 
-def opening(
+def limit_at_entropy(
     entropy: jax.Array,
     low_entropy: jax.Array | float,
     high_entropy: jax.Array | float,
     dropped_mass_limit: jax.Array | float,
     lowest_dropped_mass_limit: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """ε = ε_min + (ε_max − ε_min) · clip((H_hi − H) / (H_hi − H_lo), 0, 1).
+    """The budget ε at an entropy: ε_min + (ε_max − ε_min) · clip((H_hi − H) / (H_hi − H_lo), 0, 1).
 
-    >>> opening(jnp.array([0.0, 1.0, 2.0, 9.0]), 0.0, 2.0, 0.1).tolist()
+    Args:
+        entropy: H, nats, `[rows]`.
+        low_entropy: H_lo, nats; ε is ε_max at and below it.
+        high_entropy: H_hi > H_lo, nats; ε is ε_min at and above it.
+        dropped_mass_limit: ε_max, in [0, 1).
+        lowest_dropped_mass_limit: ε_min, in [0, ε_max].
+
+    Returns:
+        ε, `[rows]`.
+
+    >>> limit_at_entropy(jnp.array([0.0, 1.0, 2.0, 9.0]), 0.0, 2.0, 0.1).tolist()
     [0.10000000149011612, 0.05000000074505806, 0.0, 0.0]
     """
-    share = (high_entropy - entropy) / jnp.maximum(high_entropy - low_entropy, 1e-6)
-    return lowest_dropped_mass_limit + (dropped_mass_limit - lowest_dropped_mass_limit) * jnp.clip(
-        share, 0.0, 1.0
+    fraction = jnp.clip((high_entropy - entropy) / jnp.maximum(high_entropy - low_entropy, 1e-6), 0.0, 1.0)
+    return lowest_dropped_mass_limit + (dropped_mass_limit - lowest_dropped_mass_limit) * fraction
+
+
+def _with_limit(action: Action, dropped_mass_limit: jax.Array) -> Action:
+    return action._replace(
+        dropped_mass_limit=jnp.asarray(dropped_mass_limit).astype(action.dropped_mass_limit.dtype)
     )
 
 
 @pytree
 class Pruning:
-    """Prune only when confidently certain: ε(H) from a smoothed upper bound of the entropy.
+    """Prunes only when certain: ε follows a smoothed upper bound of the entropy.
 
-        Ĥ ← max(H_min, Ĥ + smoothing · (H₁ − Ĥ)),   ε* = opening(Ĥ + ε_H),
-        ε ← ε* where ε* is closer to 0,  else ε + min(ε* − ε, rate)  where ε* − ε > hysteresis
+        Ĥ ← max(H_min, Ĥ + smoothing · (H₁ − Ĥ)),   ε* = limit_at_entropy(max(Ĥ, H₁) + ε_H),
+        ε ← ε* where ε* ≤ ε,  else ε + min(ε* − ε, rate)  where ε* − ε > hysteresis
 
-    H₁ of a token that was hard to predict closes ε at once; certainty opens it by at most `rate` a step, and
-    changes of less than `hysteresis` are left alone. Entropies in nats, ε in [0, most]. The first `patience`
-    tokens of a sequence read everything. NaN counts as full uncertainty. Differentiable almost everywhere.
+    High entropy lowers ε at once; low entropy raises it by at most `rate` a step. A NaN entropy counts as
+    full uncertainty. Differentiable almost everywhere.
+
+    Args:
+        dropped_mass_limit: ε_max, in [0, 1).
+        low_entropy: H_lo, nats; ε is ε_max at and below it.
+        high_entropy: H_hi, nats; ε is ε_min at and above it.
+        lowest_dropped_mass_limit: ε_min, in [0, ε_max].
+        entropy_floor: H_min, nats, the smallest value of Ĥ.
+        entropy_error: ε_H, nats, the error bound of the entropy estimate.
+        smoothing: weight of the newest token, in (0, 1].
+        rate: largest increase of ε in a step.
+        hysteresis: increases of ε up to this size are not made.
+        patience: tokens at the start of a sequence for which ε is 0.
 
     Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning. Differs from the paper: pages are dropped
-    below the *upper* bound Ĥ + ε_H of the entropy, not the lower: an error of the estimate reads more.
+    by the *upper* bound Ĥ + ε_H of the entropy, not the lower, so that an error of the estimate reads more.
     """
 
-    dropped_mass_limit: Any = 0.1  # ε_max
-    low_entropy: Any = 0.3  # H_lo: at and below, ε_max
-    high_entropy: Any = 2.5  # H_hi: at and above, ε_min
-    lowest_dropped_mass_limit: Any = 0.0  # ε_min
-    entropy_floor: Any = 0.0  # H_min
-    entropy_error: Any = 0.0  # ε_H, of the estimate of H₁
+    dropped_mass_limit: Any = 0.1
+    low_entropy: Any = 0.3
+    high_entropy: Any = 2.5
+    lowest_dropped_mass_limit: Any = 0.0
+    entropy_floor: Any = 0.0
+    entropy_error: Any = 0.0
     smoothing: Any = 0.5
     rate: Any = 0.05
     hysteresis: Any = 0.0
     patience: Any = 4
 
-    def init(self, action: Action) -> Confidence:
+    def init(self, action: Action) -> PruningState:
+        """See `Controller`."""
         zero = jnp.zeros_like(action.dropped_mass_limit)
-        return Confidence(zero, zero.astype(jnp.int32))
+        return PruningState(zero, zero.astype(jnp.int32))
 
-    def update(self, signal: Signal, action: Action, state: Confidence) -> tuple[Action, Confidence]:
-        fresh = jnp.where(state.seen == 0, signal.entropy, state.entropy)
-        mean = jnp.maximum(fresh + self.smoothing * (signal.entropy - fresh), self.entropy_floor)
-        # A sudden doubt is believed at once, a sudden certainty is not.
-        doubt = jnp.maximum(mean, signal.entropy) + self.entropy_error
-        wanted = opening(
-            doubt,
+    def update(self, signal: Signal, action: Action, state: PruningState) -> tuple[Action, PruningState]:
+        """See `Controller`: writes `dropped_mass_limit`."""
+        previous = jnp.where(state.num_tokens == 0, signal.entropy, state.smoothed_entropy)
+        smoothed = jnp.maximum(previous + self.smoothing * (signal.entropy - previous), self.entropy_floor)
+        # A sudden rise of the entropy counts at once, a sudden fall does not.
+        upper = jnp.maximum(smoothed, signal.entropy) + self.entropy_error
+        target = limit_at_entropy(
+            upper,
             self.low_entropy,
             self.high_entropy,
             self.dropped_mass_limit,
             self.lowest_dropped_mass_limit,
         )
-        wanted = jnp.where(jnp.isfinite(doubt) & (state.seen >= self.patience), wanted, 0.0)
-        more = wanted - action.dropped_mass_limit
-        opened = action.dropped_mass_limit + jnp.minimum(more, self.rate)
-        dropped_mass_limit = jnp.where(
-            more <= 0, wanted, jnp.where(more > self.hysteresis, opened, action.dropped_mass_limit)
-        )
-        after = Confidence(jnp.where(jnp.isfinite(mean), mean, fresh), state.seen + 1)
-        return action._replace(
-            dropped_mass_limit=dropped_mass_limit.astype(action.dropped_mass_limit.dtype)
-        ), after
+        target = jnp.where(jnp.isfinite(upper) & (state.num_tokens >= self.patience), target, 0.0)
+        increase = target - action.dropped_mass_limit
+        raised = action.dropped_mass_limit + jnp.minimum(increase, self.rate)
+        limit = jnp.where(increase > self.hysteresis, raised, action.dropped_mass_limit)
+        limit = jnp.where(increase <= 0, target, limit)
+        after = PruningState(jnp.where(jnp.isfinite(smoothed), smoothed, previous), state.num_tokens + 1)
+        return _with_limit(action, limit), after
 
 
 @pytree
 class FixedPruning:
-    """ε is the same at every step: top-p over pages, what entropy must beat. ε in [0, 1)."""
+    """The same ε at every step, top-p over pages: the baseline that an entropy-dependent ε must beat.
+
+    Args:
+        dropped_mass_limit: ε, in [0, 1).
+    """
 
     dropped_mass_limit: Any = 0.05
 
     def init(self, action: Action) -> tuple[()]:
+        """See `Controller`."""
         return ()
 
     def update(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
-        return action._replace(
-            dropped_mass_limit=jnp.full_like(action.dropped_mass_limit, 1.0) * self.dropped_mass_limit
-        ), state
+        """See `Controller`: writes `dropped_mass_limit`."""
+        return _with_limit(action, jnp.ones_like(action.dropped_mass_limit) * self.dropped_mass_limit), state
 
 
 @pytree
 class PaperPruning:
-    """As printed: the share of blocks dropped grows as the entropy falls below a threshold, without guards.
+    """The law as printed: ε grows as the entropy falls below a threshold.
 
-        ε = most · max(0, 1 − H̃ / threshold)
+        ε = ε_max · max(0, 1 − H₁ / H_threshold)
 
-    with H̃ the entropy itself, neither bounded from above, smoothed nor limited in rate. Kept for comparison.
+    The entropy is neither bounded from above nor smoothed, and ε is not limited in rate. Kept for comparison.
+
+    Args:
+        dropped_mass_limit: ε_max, in [0, 1).
+        entropy_threshold: H_threshold > 0, nats; at and above it ε is 0.
 
     Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning.
     """
 
     dropped_mass_limit: Any = 0.3
-    entropy_threshold: Any = 2.0  # nats
+    entropy_threshold: Any = 2.0
 
     def init(self, action: Action) -> tuple[()]:
+        """See `Controller`."""
         return ()
 
     def update(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
-        dropped_mass_limit = self.dropped_mass_limit * jnp.maximum(
-            0.0, 1 - signal.entropy / self.entropy_threshold
-        )
-        dropped_mass_limit = jnp.where(jnp.isfinite(dropped_mass_limit), dropped_mass_limit, 0.0)
-        return action._replace(
-            dropped_mass_limit=dropped_mass_limit.astype(action.dropped_mass_limit.dtype)
-        ), state
+        """See `Controller`: writes `dropped_mass_limit`."""
+        limit = self.dropped_mass_limit * jnp.maximum(0.0, 1 - signal.entropy / self.entropy_threshold)
+        return _with_limit(action, jnp.where(jnp.isfinite(limit), limit, 0.0)), state

@@ -13,8 +13,8 @@ kept. Differs from it:
   and the square of the mean);
 * the fit is by Newton's method with the exact inverse Jacobian (the release adds a second-order term of the
   wrong sign, in which a square is missing), warm-started, so that a few iterations per step suffice;
-* the temperature of a target entropy is `control.temperature.matching_temperature` (the third central moment
-  in the release's second derivative has a factor 2 too many, see `entropy_slopes`);
+* the temperature of a target entropy is `control.temperature_solver.solve_temperature` (the third central
+  moment in the release's second derivative has a factor 2 too many, see `entropy_slopes`);
 * what is unusual is H above the mean of the running entropies by so many of their deviations: with the
   release's positive coefficients and offset every token is;
 * the pull towards the Dirichlet mean is in [0, 1] and fades with the KL divergence to it (the release has
@@ -32,7 +32,7 @@ from jax.scipy.special import digamma, gammaln
 
 from .. import entropy, sampling
 from ..control.controller import STATIC, pytree
-from ..control.temperature import matching_temperature
+from ..control.temperature_solver import solve_temperature
 from ..sampling.randomness import random_bits
 from ..state import Action, Signal
 from .entropix import Gain, needed
@@ -187,7 +187,7 @@ class DSlider:
     def update(self, signal: Signal, action: Action, state: Running) -> tuple[Action, Running]:
         logits, key, warm = needed(signal, action)
         log_p = jax.nn.log_softmax(logits, -1)
-        plain = entropy.measure(logits)
+        plain = entropy.entropy_statistics(logits)
         levels = (state.surprisal, state.adapted_surprisal, state.entropy, state.adapted_entropy)
         variances = (
             state.surprisal_variance,
@@ -201,18 +201,18 @@ class DSlider:
 
         # Inliers: the likeliest token, or one of the few likeliest at their usual entropy.
         top, place = jax.lax.top_k(logits, self.head)
-        head_entropy = entropy.measure(top).entropy
+        head_entropy = entropy.entropy_statistics(top).entropy
         usual = jnp.where(state.seen == 0, head_entropy, state.head_entropy)
         certain = head_entropy < self.sure[0] * usual + self.sure[1]
         span = jnp.full_like(level, LOWEST), jnp.full_like(level, HIGHEST)
         one = jnp.ones_like(level)
-        warmth = matching_temperature(top, usual, one, *span)
+        warmth = solve_temperature(top, usual, one, *span)
         head_logits = jnp.full_like(logits, -jnp.inf)
         head_logits = head_logits.at[jnp.arange(len(place))[:, None], place].set(top / warmth[:, None])
 
         # Outliers: at the target entropy, and towards the mean of the Dirichlet where it knows such.
         goal = self.target[0] * sum(levels) + self.target[1] / state.temperature + self.target[2]
-        heat = matching_temperature(logits, goal, one, *span)
+        heat = solve_temperature(logits, goal, one, *span)
         tuned = jax.nn.log_softmax(logits / heat[:, None], -1)
         part = tuned[:, : self.size]
         mass = jax.nn.logsumexp(part, -1, keepdims=True)
@@ -263,7 +263,7 @@ class DSlider:
         of = lambda x: -jnp.take_along_axis(x, token[:, None], 1)[:, 0]
         plain, own = of(log_p), of(adapted)
         surprisal, adapted_surprisal = mix(plain, state.surprisal), mix(own, state.adapted_surprisal)
-        final = entropy.measure(adapted)
+        final = entropy.entropy_statistics(adapted)
         return state._replace(
             alpha=fit(log_mean, state.alpha),
             log_mean=log_mean,

@@ -61,7 +61,7 @@ def measures(signal: Signal, logits: jax.Array, together: bool = True) -> Measur
     """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
     if signal.focus is None:
         raise ValueError("signal.focus is None; accepted is that of a step of a controller that `observes`")
-    plain, focus = entropy.measure(logits), signal.focus
+    plain, focus = entropy.entropy_statistics(logits), signal.focus
     each = Measures(
         plain.entropy / LN2,
         plain.varentropy / LN2**2,

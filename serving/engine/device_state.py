@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from entropic_jax import State, Trace, cache, loop
 from entropic_jax.attention.attend import Step, attend_to
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.control.scheduling import Moments, predicted_drop
+from entropic_jax.control.entropy_drop import AR1, predicted_drop
 from entropic_jax.methods import compaction
 from entropic_jax.methods.entropix_moves import Plan, Tally
 from entropic_jax.methods.method import Method
@@ -257,7 +257,7 @@ def decode(
     steps: jax.Array,
     constraints: Constraints,
     forced: jax.Array,
-    prior: Moments,
+    prior: AR1,
     *,
     width: int,
     page_policy: PagePolicy | None,

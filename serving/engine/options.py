@@ -9,7 +9,7 @@ import jax
 
 from entropic_jax import cache, models
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.control.presets import FINE, preset
+from entropic_jax.control.presets import FINE_PAGES, preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.method import Method
@@ -20,7 +20,7 @@ from .programs import Shapes
 
 # The lists of a step are for that step: kept for several, they would be made anew at steps that the sequence
 # shares with its neighbours, and depend on them.
-SELECTION = dataclasses.replace(FINE, refresh=1)
+SELECTION = dataclasses.replace(FINE_PAGES, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
 GIB = 2**30
@@ -127,7 +127,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
     longest = model.config.max_position_embeddings
     context: int = min(options.max_model_len or longest, longest)
     method = method_of(options, model)
-    asked = FINE.page_size if options.pruning else None
+    asked = FINE_PAGES.page_size if options.pruning else None
     if method is not None:
         asked = asked or method.page_size
     page_size: int = options.block_size or asked or cache.default_page_size()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from entropic_jax.control.scheduling import SMALLEST_LOAD, Moments, Scheduling, new_predictor, predicted_drop
+from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
+from entropic_jax.control.scheduling import SMALLEST_LOAD, Scheduling
 
 from .sequence import Sequence
 
@@ -26,7 +27,7 @@ class Ranking:
     every B/a rounds it waits.
     """
 
-    def __init__(self, policy: str, prior: Moments) -> None:
+    def __init__(self, policy: str, prior: AR1) -> None:
         self.policy, self.law = policy, Scheduling(width=1)
         self.drop = float(predicted_drop(new_predictor(1), prior)[0])  # of a sequence without a token
         self.longest = 0.0  # rounds that a sequence has waited for its first row, at most

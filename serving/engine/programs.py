@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.control.scheduling import Moments
+from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.methods.entropix_moves import Plan
 from entropic_jax.methods.method import Compression, Method
 from entropic_jax.sampling.constraints import Constraints
@@ -66,7 +66,7 @@ class Programs:
     """The compiled programs, by shape."""
 
     def __init__(
-        self, decoder: Any, params: Any, device_state: DeviceState, prior: Moments, shapes: Shapes
+        self, decoder: Any, params: Any, device_state: DeviceState, prior: AR1, shapes: Shapes
     ) -> None:
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
         rows = device_state.state.status.shape[0]

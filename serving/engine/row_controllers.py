@@ -11,9 +11,9 @@ import numpy as np
 from entropic_jax import Action, Signal
 from entropic_jax.control import Chain, chain, pytree
 from entropic_jax.control.controller import STATIC
-from entropic_jax.control.presets import Gains, temperature
+from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
+from entropic_jax.control.presets import Gains, temperature_law
 from entropic_jax.control.pruning import Pruning
-from entropic_jax.control.scheduling import PRIOR, Moments, Predictor, new_predictor, observe
 
 from .. import control_options
 from ..control_options import NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
@@ -94,11 +94,13 @@ def for_launch(controller: Chain, samples: bool, width: int | None) -> Chain:
 class Forecast:
     """Changes nothing; observes the entropy of every row, from which its priority follows."""
 
-    def init(self, action: Action) -> Predictor:
+    def init(self, action: Action) -> EntropyPredictor:
         return new_predictor(action.temperature.shape[0])
 
-    def update(self, signal: Signal, action: Action, state: Predictor) -> tuple[Action, Predictor]:
-        return action, observe(state, signal.entropy, signal.emitting)
+    def update(
+        self, signal: Signal, action: Action, state: EntropyPredictor
+    ) -> tuple[Action, EntropyPredictor]:
+        return action, update_predictor(state, signal.entropy, signal.emitting)
 
 
 class RowGains(NamedTuple):
@@ -136,14 +138,14 @@ class RowControllers:
         self.row_gains = functools.lru_cache(maxsize=1024)(self._row_gains)
 
     @property
-    def prior(self) -> Moments:
+    def prior(self) -> AR1:
         """Of H₁ along a sequence, where nothing was observed."""
         c = self.calibration
-        return PRIOR if c is None else Moments(c.mean, c.scale, c.correlation)
+        return PRIOR if c is None else AR1(c.mean, c.scale, c.correlation)
 
     def controller(self, rows: int) -> Chain:
         """The controller of all rows, every one of them switched off."""
-        own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), False)
+        own = self._chain(False, temperature_law(Gains(law=self.law)), False, Pruning(), False)
         return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own)
 
     def _row_gains(self, control: Control) -> RowGains:
@@ -164,7 +166,7 @@ class RowControllers:
                 raise RequestError(
                     f"branches is {branches}; accepted by this server are 1 to {self.branches}"
                 )
-            own = self._chain(False, temperature(Gains(law=self.law)), False, Pruning(), True)
+            own = self._chain(False, temperature_law(Gains(law=self.law)), False, Pruning(), True)
             searches = branches if branches > 1 else 0
             return RowGains(_numbers(own), pruning=bool(self.always), sampler=True, branches=searches)
         if given.get("law", self.law) != self.law:
@@ -179,7 +181,7 @@ class RowControllers:
                 f"preset is {control.preset!r}; accepted by this server, where no job may leave pages "
                 "unread, are off, micro and macro"
             )
-        heat = heats[0] if heats else temperature(Gains(law=self.law))
+        heat = heats[0] if heats else temperature_law(Gains(law=self.law))
         own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning(), False)
         return RowGains(_numbers(own), bool(prunes or self.always))
 

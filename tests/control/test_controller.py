@@ -60,7 +60,7 @@ TABLE: dict[str, Callable[[Any], Any]] = {
 def signal(measured: Any, temperature: Any) -> Signal:
     """What a step would measure whose logits are the sharper, the more entropy is claimed."""
     logits = (1 + jnp.float32(measured)) * LOGITS
-    belief, tempered = entropy.measure(logits), entropy.at_temperature(logits, temperature)
+    belief, tempered = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
     return quiet_signal(ROWS)._replace(
         entropy=jnp.full(ROWS, measured),
         varentropy=belief.varentropy,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.control import pruning, scheduling, temperature
-from entropic_jax.control.scheduling import Moments
+from entropic_jax.control.entropy_drop import AR1
 from tests.control.test_replay_gradients import STEPS, outside_of_traces, quotients_agree, run, with_slopes
 
 assert outside_of_traces  # used as a fixture
@@ -45,18 +45,22 @@ CASES = {
         {"target_entropy": 2.0, "rate": 2.0},
     ),
     "normalised": Case(
-        temperature.Normalised, {"target_entropy": 3.0, "rate": 0.1}, {"least": 0.1, "most": 1.0}
+        temperature.Normalised,
+        {"target_entropy": 3.0, "rate": 0.1},
+        {"lowest_varentropy": 0.1, "largest_step": 1.0},
     ),
     "normalised, limited": Case(
         temperature.Normalised,
-        {"target_entropy": 3.0, "rate": 1.0, "least": 50.0},
-        {"most": 9.0, "highest_temperature": 9.0},
+        {"target_entropy": 3.0, "rate": 1.0, "lowest_varentropy": 50.0},
+        {"largest_step": 9.0, "highest_temperature": 9.0},
     ),
-    "normalised, slow": Case(temperature.Normalised, {"most": 0.02}, {"target_entropy": 8.0, "rate": 50.0}),
+    "normalised, slow": Case(
+        temperature.Normalised, {"largest_step": 0.02}, {"target_entropy": 8.0, "rate": 50.0}
+    ),
     "normalised, clipped": Case(
         temperature.Normalised,
         {"lowest_temperature": 0.95, "highest_temperature": 1.05},
-        {"target_entropy": 2.0, "rate": 50.0, "most": 3.0},
+        {"target_entropy": 2.0, "rate": 50.0, "largest_step": 3.0},
     ),
     "exact": Case(
         temperature.Exact, {"target_entropy": 2.0}, {"lowest_temperature": 0.01, "highest_temperature": 9.0}
@@ -101,14 +105,14 @@ CASES = {
     ),
 }
 # Counts of steps have no derivative; a hysteresis decides and is never part of what it lets through.
-WITHOUT = {"patience", "hysteresis", "drafts"}
+WITHOUT = {"patience", "hysteresis", "draft_budget"}
 
 
 def defaults(kind: type) -> dict[str, float]:
     """The gains of a law that have a derivative and a default."""
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
     prior = PRIOR if "prior" in fields else {}
-    without = {"width", "most_quota", "prior"} | WITHOUT
+    without = {"width", "max_quota", "prior"} | WITHOUT
     return {n: x for n, x in fields.items() if n not in without and x is not dataclasses.MISSING} | prior
 
 
@@ -116,15 +120,15 @@ def acts(kind: type, given: dict[str, Any]) -> jax.Array:
     """What a law with these gains does to two sequences whose tokens are given, as one number."""
     gains = dict(given)
     if set(PRIOR) <= set(gains):
-        gains["prior"] = Moments(*(gains.pop(name) for name in PRIOR))
+        gains["prior"] = AR1(*(gains.pop(name) for name in PRIOR))
     if issubclass(kind, scheduling.Scheduling | scheduling.PaperScheduling):
         law = kind(2, **gains)
         state, _ = run(law)
         # Of a shorter memory the prior speaks as well; and a demand in which every weight has its share.
-        shorter = state.control.predictor._replace(count=jnp.full(2, 5, jnp.int32))
+        shorter = state.control.predictor._replace(num_tokens=jnp.full(2, 5, jnp.int32))
         shares = dict(cost=[0.4, 0.8], memory=[0.3, 0.2], slack=[0.5, 0.7])
-        demand = state.control.demand._replace(**{name: jnp.array(x) for name, x in shares.items()})
-        early = state.control._replace(predictor=shorter, wait=jnp.array([3, 7], jnp.int32), demand=demand)
+        load = state.control.load._replace(**{name: jnp.array(x) for name, x in shares.items()})
+        early = state.control._replace(predictor=shorter, wait=jnp.array([3, 7], jnp.int32), load=load)
         return law.score(None, early).mean()
     state, trace = run(kind(**gains, **({"patience": 1} if kind is pruning.Pruning else {})))
     if kind is temperature.Mirostat:
@@ -153,9 +157,7 @@ def test_no_gain_is_left_out():
     laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.PaperPruning}
     for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
         seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
-        fields = (
-            {field.name for field in dataclasses.fields(law)} - {"width", "most_quota", "prior"} - WITHOUT
-        )
+        fields = {field.name for field in dataclasses.fields(law)} - {"width", "max_quota", "prior"} - WITHOUT
         assert fields <= seen, (law.__name__, fields - seen)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from entropic_jax.control import chain
 from entropic_jax.control.presets import PRESETS, Gains, preset
-from entropic_jax.control.pruning import FixedPruning, PaperPruning, Pruning, opening
+from entropic_jax.control.pruning import FixedPruning, PaperPruning, Pruning, limit_at_entropy
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.state import plain_action, quiet_signal
 
@@ -86,7 +86,9 @@ def test_what_is_no_number_poisons_nothing(law):
 
 def test_thresholds_are_ends_of_the_opening():
     np.testing.assert_allclose(
-        opening(jnp.array([0.0, 0.5, 1.5, 2.5, 9.0]), 0.5, 2.5, 0.2), [0.2, 0.2, 0.1, 0, 0], atol=1e-6
+        limit_at_entropy(jnp.array([0.0, 0.5, 1.5, 2.5, 9.0]), 0.5, 2.5, 0.2),
+        [0.2, 0.2, 0.1, 0, 0],
+        atol=1e-6,
     )
 
 
@@ -126,5 +128,5 @@ def test_unknown_names_are_refused():
         dict(name="micro", gains=Gains(law="magic")),
         dict(name="off", gains=Gains(schedule="lottery")),
     ):
-        with pytest.raises(ValueError, match="accepted are"):
+        with pytest.raises(ValueError, match="must be one of"):
             preset(**given)

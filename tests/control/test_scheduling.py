@@ -14,20 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from entropic_jax.control import chain, scheduling
-from entropic_jax.control.scheduling import SCHEDULES, Demand, Moments, PaperScheduling, Scheduling
+from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.control.scheduling import SCHEDULES, PaperScheduling, RowLoad, Scheduling
 from entropic_jax.state import Signal, plain_action, quiet_signal
+from tests.control.test_entropy_drop import PRIOR, all_emitting, exact_ar1
 
-PRIOR = Moments(2.0, 1.0, 0.3)
 GAINS = dict(cost=0.5, memory=0.25, slack=0.25, ageing=0.05, bound=4.0)
 
-moments = jax.jit(scheduling.moments)
-outlook = lambda predictor, prior: scheduling.predicted_drop(predictor, prior).sum()
-outlook_and_slopes = jax.jit(jax.value_and_grad(outlook, argnums=(0, 1), allow_int=True))
-expected_drop = jax.jit(scheduling.expected_drop)
 
-
-def demand(rows: int, **fields: Any) -> Demand:
-    plain = scheduling.no_demand(rows)
+def load(rows: int, **fields: Any) -> RowLoad:
+    plain = scheduling.default_load(rows)
     return plain._replace(**{k: jnp.asarray(v, getattr(plain, k).dtype) for k, v in fields.items()})
 
 
@@ -36,22 +32,15 @@ def measured(runnable, emitting, **fields: Any) -> Signal:
     return quiet_signal(runnable.shape[0])._replace(runnable=runnable, emitting=emitting, **fields)
 
 
-@jax.jit
-def watch(entropies, emitting):
-    """The predictor after the steps of a stream, both arguments `[steps, rows]`."""
-    step = lambda predictor, now: (scheduling.observe(predictor, *now), None)
-    return jax.lax.scan(step, scheduling.new_predictor(entropies.shape[1]), (entropies, emitting))[0]
-
-
 @partial(jax.jit, static_argnames="adversary")
-def serve(law, demand, entropies, arrived, adversary=None):
+def serve(law, load, entropies, arrived, adversary=None):
     """Who advanced at each step, and the quota after it, `[steps, rows]`."""
     rows = entropies.shape[1]
 
     def step(carry, now):
         action, state, last, length = carry
         entropy, arrived = now
-        runnable = arrived & (length < demand.true_end)
+        runnable = arrived & (length < load.true_end)
         emitting = runnable & (action.quota > 0)
         emitting &= jnp.cumsum(emitting) <= law.width  # as the loop gathers them
         entropy = entropy if adversary is None else adversary(state, emitting, entropy)
@@ -61,13 +50,9 @@ def serve(law, demand, entropies, arrived, adversary=None):
         return (action, state, last, length), (emitting, action.quota)
 
     action = plain_action(jnp.ones(rows))
-    state = scheduling.with_demand(law.init(action), demand)
+    state = scheduling.with_load(law.init(action), load)
     start = (action, state, jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
     return jax.lax.scan(step, start, (entropies, arrived))[1]
-
-
-def everyone(steps: int, rows: int) -> np.ndarray:
-    return np.ones((steps, rows), bool)
 
 
 def ends(emitted) -> np.ndarray:
@@ -75,104 +60,19 @@ def ends(emitted) -> np.ndarray:
     return (np.arange(1, len(emitted) + 1)[:, None] * np.asarray(emitted)).max(0)
 
 
-def exact_moments(entropies, emitting) -> list[Moments]:
-    """In float64, from all that was seen."""
-    series = [entropies[emitting[:, row], row].astype(np.float64) for row in range(entropies.shape[1])]
-
-    def fit(x, y, weight):
-        middle = lambda a: np.average(a, weights=weight)
-        spread = lambda a, b: middle((a - middle(a)) * (b - middle(b)))
-        correlation = spread(x, y) / math.sqrt(spread(x, x) * spread(y, y))
-        scale = math.sqrt(spread(y, y) * (1 - correlation**2))
-        return Moments((middle(x) + middle(y)) / 2, scale, correlation)
-
-    # The prior as four points of its mean, variance and covariance, with the weight of eight tokens.
-    variance = PRIOR.scale**2 / (1 - PRIOR.correlation**2)
-    along = math.sqrt(variance * (1 + PRIOR.correlation)) * np.array([1, -1, 0, 0])
-    across = math.sqrt(variance * (1 - PRIOR.correlation)) * np.array([0, 0, 1, -1])
-    x = np.concatenate([PRIOR.mean + along + across, *(s[:-1] for s in series)])
-    y = np.concatenate([PRIOR.mean + along - across, *(s[1:] for s in series)])
-    pooled = fit(x, y, np.where(np.arange(len(x)) < 4, 2.0, 1.0))
-    own = lambda s: fit(s[:-1], s[1:], None)._replace(mean=s.mean())
-    return [own(s) if len(s) > 8 else pooled for s in series]
-
-
-@pytest.mark.parametrize("steps", [1, 3, 8, 9, 12, 200])  # after the eighth token each speaks for itself
-def test_moments_are_those_of_the_tokens_seen(steps):
-    rng = np.random.default_rng(steps)
-    entropies = rng.gamma(2.0, 1.0, (steps, 5)).astype(np.float32)
-    emitting = rng.random((steps, 5)) < [0, 0.2, 0.5, 0.9, 1]
-    predictor = watch(entropies, emitting)
-    assert predictor.count.tolist() == emitting.sum(0).tolist()
-    found = moments(predictor, PRIOR)
-    for row, expected in enumerate(exact_moments(entropies, emitting)):
-        np.testing.assert_allclose([x[row] for x in found], expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("correlation", [-0.6, 0.0, 0.4, 0.9])
-def test_estimates_converge_on_an_autoregressive_series(correlation):
-    rng = np.random.default_rng(3)
-    series = np.zeros((20_000, 2))
-    for t in range(1, len(series)):
-        series[t] = correlation * series[t - 1] + 0.7 * rng.standard_normal(2)
-    series = (series + 9).astype(np.float32)
-    found = moments(watch(series, everyone(20_000, 2)), PRIOR)
-    np.testing.assert_allclose(found.mean, 9, atol=0.12)
-    np.testing.assert_allclose(found.scale, 0.7, atol=0.02)
-    np.testing.assert_allclose(found.correlation, correlation, atol=0.02)
-
-
-ODD = ([0.0], [5.0], [1e-30], [1e38], [-1.0], [0.0, 100.0], [3.0, 3.0000002], [np.inf, 1.0], [np.nan, 2.0])
-
-
-@pytest.mark.parametrize("values", ODD)
-def test_any_series_leaves_the_prediction_and_its_gradient_finite(values):
-    series = np.resize(np.float32(values), 1000)[:, None]
-    predictor = watch(series, everyone(1000, 1))
-    drop, slopes = outlook_and_slopes(predictor, PRIOR)
-    assert 0 <= drop < 250
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes) if x.dtype != jax.dtypes.float0)
-    if len(values) == 1:  # nothing varies: nothing is expected to
-        assert drop < 1e-5 and predictor.before_variance.tolist() == [0.0]
-
-
-@pytest.mark.parametrize("mean", [-3.0, -0.4, 0.0, 0.7, 2.5])
-@pytest.mark.parametrize("scale", [0.05, 0.6, 2.0])
-def test_expected_drop_is_the_mean_of_the_positive_part(mean, scale):
-    now, given = 3 + mean / 1.25, Moments(3.0, scale, -0.25)
-    noise = np.linspace(-12, 12, 400_001)
-    drop = lambda noise: np.maximum(0, now - (3 - 0.25 * (now - 3) + scale * noise))
-    integral = np.trapezoid(drop(noise) * np.exp(-0.5 * noise**2) / math.sqrt(2 * math.pi), noise)
-    simulated = drop(np.random.default_rng(0).standard_normal(200_000)).mean()
-    found = expected_drop(jnp.float32(now), given)
-    np.testing.assert_allclose(found, integral, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found, simulated, atol=0.01 * scale)
-
-
-def test_slopes_of_the_expected_drop():
-    slope = jax.grad(lambda h, s: scheduling.expected_drop(h, Moments(0.0, s, 0.0)), argnums=(0, 1))
-    for entropy, scale in ((-1.0, 0.5), (0.0, 2.0), (1.5, 1.0)):
-        ratio = entropy / scale
-        found = slope(entropy, scale)
-        np.testing.assert_allclose(found[0], math.erfc(-ratio / math.sqrt(2)) / 2, rtol=1e-5)
-        np.testing.assert_allclose(found[1], math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi), rtol=1e-5)
-    assert slope(2.0, 0.0) == (1, 0) and slope(-2.0, 0.0) == (0, 0)
-    assert [expected_drop(x, Moments(0.0, 0.0, 0.0)) for x in (2.0, -2.0)] == [2, 0]
-
-
 # The priority and the choice.
 
 
-def exact_priority(drop, demand, wait, cost, memory, slack, ageing, bound):
+def exact_priority(drop, load, wait, cost, memory, slack, ageing, bound):
     field = lambda x: np.asarray(x, np.float64)
-    load = cost * field(demand.cost) + memory * field(demand.memory) + slack * field(demand.slack)
+    load = cost * field(load.cost) + memory * field(load.memory) + slack * field(load.slack)
     return np.clip(field(drop) / np.maximum(load, 0.05), 0, bound) + ageing * field(wait)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_priority_against_float64_and_its_gradients(seed):
     drop, cost, memory, slack, wait = np.random.default_rng(seed).random((5, 6))
-    rows = demand(6, cost=cost, memory=memory, slack=slack)
+    rows = load(6, cost=cost, memory=memory, slack=slack)
     queue = jnp.asarray(4 * drop, jnp.float32), rows, jnp.asarray(60 * wait).astype(jnp.int32)
     exact = lambda **gains: exact_priority(*queue, **{**GAINS, **gains})
     np.testing.assert_allclose(scheduling.priority(*queue, **GAINS), exact(), rtol=1e-5)
@@ -180,7 +80,7 @@ def test_priority_against_float64_and_its_gradients(seed):
     for name, slope in slopes.items():
         rise = exact(**{name: GAINS[name] + 1e-6}) - exact(**{name: GAINS[name] - 1e-6})
         np.testing.assert_allclose(slope, rise / 2e-6, rtol=1e-4, atol=1e-5, err_msg=name)
-    broken = demand(6, cost=[0.0, math.nan, math.inf, -9.0, 2.0, 2.0], slack=np.zeros(6))
+    broken = load(6, cost=[0.0, math.nan, math.inf, -9.0, 2.0, 2.0], slack=np.zeros(6))
     found = scheduling.priority(jnp.ones(6), broken, jnp.zeros(6, jnp.int32), **GAINS)
     assert found.tolist() == [4, 4, 0, 4, 1, 1]
 
@@ -188,13 +88,13 @@ def test_priority_against_float64_and_its_gradients(seed):
 def test_the_law_is_what_its_formula_says():
     rng = np.random.default_rng(1)
     entropies = rng.gamma(2.0, 1.0, (60, 5)).astype(np.float32)
-    rows = demand(5, **{name: rng.random(5) for name in ("cost", "memory", "slack")})
-    emitted = np.asarray(serve(Scheduling(2, prior=PRIOR, **GAINS), rows, entropies, everyone(60, 5))[0])
+    rows = load(5, **{name: rng.random(5) for name in ("cost", "memory", "slack")})
+    emitted = np.asarray(serve(Scheduling(2, prior=PRIOR, **GAINS), rows, entropies, all_emitting(60, 5))[0])
     wait, last = np.zeros(5), np.full(5, np.nan)
     for step in range(59):
         wait = np.where(emitted[step], 0, wait + 1)
         last = np.where(emitted[step], entropies[step], last)
-        mean, scale, correlation = np.transpose(exact_moments(entropies[: step + 1], emitted[: step + 1]))
+        mean, scale, correlation = np.transpose(exact_ar1(entropies[: step + 1], emitted[: step + 1]))
         d = (1 - correlation) * np.nan_to_num(last - mean)
         below = np.vectorize(math.erfc)(-d / scale / 2**0.5) / 2
         drop = d * below + scale * np.exp(-((d / scale) ** 2) / 2) / (2 * np.pi) ** 0.5
@@ -211,26 +111,28 @@ def test_the_law_is_what_its_formula_says():
 )
 def test_the_greatest_are_chosen(score, wait, runnable, width):
     order = sorted(np.flatnonzero(runnable), key=lambda row: (-score[row], -wait[row], row))
-    found = scheduling.choose(jnp.asarray(score), jnp.asarray(wait), jnp.asarray(runnable), width)
+    found = scheduling.select_rows(jnp.asarray(score), jnp.asarray(wait), jnp.asarray(runnable), width)
     assert set(np.flatnonzero(found)) == set(order[:width])
 
 
 @settings(max_examples=60)
 @given(arrays(np.float32, 5, elements=st.floats(0, 4, width=32)), arrays(bool, 5), st.integers(0, 40))
-def test_drafts_are_shared_in_proportion(weight, chosen, drafts):
+def test_drafts_are_shared_in_proportion(weight, selected, draft_budget):
     most = 6
-    found = np.asarray(scheduling.share(jnp.asarray(weight), jnp.asarray(chosen), drafts, most))
-    assert found.sum() == min(drafts, most * chosen.sum())
-    assert (found[~chosen] == 0).all() and (found <= most).all()
-    if drafts <= most and chosen.any() and weight[chosen].min() > 0.01:  # no share is cut off
-        proportion = drafts * weight[chosen] / weight[chosen].sum()
-        assert (np.abs(found[chosen] - proportion) < 1.5).all()
+    found = np.asarray(
+        scheduling.allocate_drafts(jnp.asarray(weight), jnp.asarray(selected), draft_budget, most)
+    )
+    assert found.sum() == min(draft_budget, most * selected.sum())
+    assert (found[~selected] == 0).all() and (found <= most).all()
+    if draft_budget <= most and selected.any() and weight[selected].min() > 0.01:  # no share is cut off
+        proportion = draft_budget * weight[selected] / weight[selected].sum()
+        assert (np.abs(found[selected] - proportion) < 1.5).all()
 
 
 def test_quota_beyond_one_follows_the_priority():
-    law = Scheduling(2, most_quota=5, drafts=4, ageing=0.0)
-    rows = demand(3, cost=[0.25, 0.75, 1.0])
-    _, quota = serve(law, rows, np.full((3, 3), 2.0, np.float32), everyone(3, 3))
+    law = Scheduling(2, max_quota=5, draft_budget=4, ageing=0.0)
+    rows = load(3, cost=[0.25, 0.75, 1.0])
+    _, quota = serve(law, rows, np.full((3, 3), 2.0, np.float32), all_emitting(3, 3))
     assert quota[0].tolist() == [4, 2, 0]  # loads of 0.375, 0.625 and 0.75, the same drop
 
 
@@ -265,7 +167,7 @@ ENTROPIES = st.sampled_from([0, 1, 3, 11, 12, math.nan, math.inf])
 )
 def test_no_one_waits_longer_than_promised(entropies, loads, begins, width, bound, turns, adaptive):
     law = Scheduling(width, bound=jnp.float32(bound), ageing=jnp.float32(bound / turns))
-    rows = demand(6, cost=loads[0], memory=loads[1], slack=loads[2])
+    rows = load(6, cost=loads[0], memory=loads[1], slack=loads[2])
     runnable = np.arange(150)[:, None] >= begins
     emitted, _ = serve(law, rows, entropies, runnable, adversary=feed_the_favourite if adaptive else None)
     assert longest_wait(emitted, runnable) <= turns + 1e-3 + math.ceil(6 / width)
@@ -274,8 +176,11 @@ def test_no_one_waits_longer_than_promised(entropies, loads, begins, width, boun
 
 
 def test_the_printed_law_starves_and_the_corrected_one_does_not():
-    entropies, arrived = np.random.default_rng(0).choice(np.float32([1, 3]), (10_000, 2)), everyone(10_000, 2)
-    rows = demand(2, cost=[0.1, 1.0], memory=[0.1, 1.0], slack=[1.0, 0.0])  # the second is in haste, and dear
+    entropies, arrived = (
+        np.random.default_rng(0).choice(np.float32([1, 3]), (10_000, 2)),
+        all_emitting(10_000, 2),
+    )
+    rows = load(2, cost=[0.1, 1.0], memory=[0.1, 1.0], slack=[1.0, 0.0])  # the second is in haste, and dear
     emitted, _ = serve(PaperScheduling(1), rows, entropies, arrived)
     assert np.asarray(emitted).sum(0).tolist() == [10_000, 0]
     emitted, _ = serve(Scheduling(1), rows, entropies, arrived, adversary=feed_the_favourite)
@@ -289,15 +194,15 @@ def test_the_printed_law_starves_and_the_corrected_one_does_not():
 
 def test_the_urgent_go_first_unless_by_the_printed_law():
     entropies = np.full((1, 2), 2.0, np.float32)
-    rows = demand(2, slack=[1.0, 0.1])
-    second = lambda law: serve(law, rows, entropies, everyone(1, 2))[1][0].tolist()
+    rows = load(2, slack=[1.0, 0.1])
+    second = lambda law: serve(law, rows, entropies, all_emitting(1, 2))[1][0].tolist()
     assert second(Scheduling(1, ageing=0.0)) == [0, 1]
     assert second(PaperScheduling(1)) == [1, 0]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_where_all_fit_nothing_changes(name):
-    with pytest.raises(ValueError, match="width is 0; accepted are whole numbers from 1"):
+    with pytest.raises(ValueError, match="width must be an integer of at least 1; got 0"):
         SCHEDULES[name](0).init(plain_action(jnp.ones(2)))
     law, action = SCHEDULES[name](3), plain_action(jnp.array([0.5, 1.0, 1.0, 1.0]))
     update, signal = jax.jit(law.update), measured([True, False, True, True], [True] * 4)
@@ -312,8 +217,8 @@ ORDERS = {"fcfs": [1, 3, 0, 2], "shortest-job": [3, 1, 0, 2], "shortest-remainin
 
 @pytest.mark.parametrize(("name", "order"), ORDERS.items())
 def test_baselines_do_what_their_names_say(name, order):
-    rows = demand(4, arrival=[2, 0, 3, 1], true_end=[9, 4, 12, 2], expected_end=[1, 9, 2, 5])
-    emitted, _ = serve(SCHEDULES[name](1), rows, np.ones((40, 4), np.float32), everyone(40, 4))
+    rows = load(4, arrival=[2, 0, 3, 1], true_end=[9, 4, 12, 2], expected_end=[1, 9, 2, 5])
+    emitted, _ = serve(SCHEDULES[name](1), rows, np.ones((40, 4), np.float32), all_emitting(40, 4))
     assert np.asarray(emitted).sum(0).tolist() == [9, 4, 12, 2]
     assert np.argsort(ends(emitted)).tolist() == order
 
@@ -331,10 +236,10 @@ def test_what_found_no_page_does_not_hold_its_place():
 
 def test_a_new_demand_is_found_in_any_state_and_forgets_who_left():
     busy = jax.tree.map(jnp.ones_like, chain(Scheduling(1)).init(plain_action(jnp.ones(3))))
-    coming = demand(3, arrival=[1, 9, 1], cost=[0.1, 0.2, 0.3])
-    (after,) = scheduling.with_demand(busy, coming)
-    chex.assert_trees_all_equal(after.demand, coming)
-    assert after.predictor.count.tolist() == [1, 0, 1] and after.wait.tolist() == [1, 0, 1]
+    coming = load(3, arrival=[1, 9, 1], cost=[0.1, 0.2, 0.3])
+    (after,) = scheduling.with_load(busy, coming)
+    chex.assert_trees_all_equal(after.load, coming)
+    assert after.predictor.num_tokens.tolist() == [1, 0, 1] and after.wait.tolist() == [1, 0, 1]
     jax.tree.map(lambda x: x.delete(), after)
     assert coming.arrival.tolist() == [1, 9, 1]  # the caller's arrays are not those of the state
 
@@ -349,8 +254,8 @@ def test_mean_completion_time_of_the_laws(alike):
     entropies = rng.gamma(2, 1, (seeds, steps, 12)).astype(np.float32)  # says nothing of the length
     mean = {}
     for name, law in SCHEDULES.items():
-        rows = jax.vmap(lambda true, guess: demand(12, true_end=true, expected_end=guess))(lengths, expected)
-        emitted, _ = jax.vmap(lambda *one: serve(law(3), *one, everyone(steps, 12)))(rows, entropies)
+        rows = jax.vmap(lambda true, guess: load(12, true_end=true, expected_end=guess))(lengths, expected)
+        emitted, _ = jax.vmap(lambda *one: serve(law(3), *one, all_emitting(steps, 12)))(rows, entropies)
         assert (np.asarray(emitted).sum(1) == lengths).all()  # everyone came to an end
         mean[name] = np.array([ends(one).mean() for one in emitted])
     assert all((mean["shortest-job"] <= 1.02 * other).all() for other in mean.values())  # a lower bound
@@ -365,9 +270,11 @@ whole = lambda x: jnp.asarray(x).astype(jnp.int32)
 TABLE = {
     "entropic": lambda gain: Scheduling(2, ageing=gain, bound=4 * gain),
     "entropic, drafts": lambda gain: Scheduling(2, 4, 3, cost=gain),
-    "entropic, prior": lambda gain: Scheduling(2, prior=Moments(gain, 1.0, 0.1)),
+    "entropic, prior": lambda gain: Scheduling(2, prior=AR1(gain, 1.0, 0.1)),
     "paper": lambda gain: PaperScheduling(2, cost=gain),
-    **{name: lambda gain, law=law: law(2, 3, drafts=whole(4 * gain)) for name, law in BASELINES.items()},
+    **{
+        name: lambda gain, law=law: law(2, 3, draft_budget=whole(4 * gain)) for name, law in BASELINES.items()
+    },
     "chained": lambda gain: chain(Scheduling(2, memory=gain), chain()),
 }
 

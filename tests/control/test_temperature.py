@@ -18,7 +18,7 @@ from entropic_jax.control.temperature import (
     Mirostat,
     Normalised,
     Paper,
-    matching_temperature,
+    solve_temperature,
 )
 from entropic_jax.sampling import sample
 from entropic_jax.state import Signal, plain_action, quiet_signal
@@ -77,7 +77,7 @@ def random_logits(scale=3.0, rows: int = ROWS, seed: int = 0) -> np.ndarray:
 def seen(logits, temperature) -> Signal:
     """What the loop would measure."""
     logits = jnp.asarray(logits, jnp.float32)
-    belief, now = entropy.measure(logits), entropy.at_temperature(logits, temperature)
+    belief, now = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
     return quiet_signal(len(logits))._replace(
         entropy=belief.entropy,
         varentropy=belief.varentropy,
@@ -312,7 +312,7 @@ def test_exact_is_differentiated_at_the_solution():
 
     @jax.jit
     def solve(logits, target, highest=2.0):
-        return matching_temperature(logits, target, start, jnp.full(4, 0.1), jnp.full(4, highest))
+        return solve_temperature(logits, target, start, jnp.full(4, 0.1), jnp.full(4, highest))
 
     slope = jax.grad(lambda t: solve(logits, t).sum())(target)
     found = np.asarray(solve(logits, target))
@@ -333,7 +333,7 @@ def test_exact_is_differentiated_at_the_solution():
 
 
 def test_logits_are_asked_for():
-    with pytest.raises(ValueError, match=r"signal\.logits is None"):
+    with pytest.raises(ValueError, match=r"signal\.logits must be the logits"):
         Exact(1.0).update(quiet_signal(2), plain_action(jnp.ones(2)), ())
 
 
@@ -355,7 +355,7 @@ def test_open_loops_stay_finite_at_the_ends():
 def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
     rows, steps = 32, 300
     logits = jnp.asarray(np.tile(-1.1 * np.log(np.arange(1, 501)), (rows, 1)), jnp.float32)
-    normaliser = entropy.measure(logits).log_normaliser
+    normaliser = entropy.entropy_statistics(logits).log_normaliser
     law, sampling = Mirostat(target), parameters(rows)
     key, row = jax.random.key(0), jnp.arange(rows)
 
@@ -372,7 +372,7 @@ def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
     np.testing.assert_allclose(limits[0], 2 * target)
     least = float(normaliser[0])  # of the most probable token, which is never cut off
     assert (np.asarray(surprisals) <= np.maximum(limits, least) + 1e-4).all()
-    assert float(entropy.measure(logits).entropy[0]) > target + 1, "it would not be so by itself"
+    assert float(entropy.entropy_statistics(logits).entropy[0]) > target + 1, "it would not be so by itself"
     np.testing.assert_allclose(surprisals[100:].mean(), target, atol=0.05)
     np.testing.assert_allclose(surprisals[100:].mean(0), target, atol=0.2)
 

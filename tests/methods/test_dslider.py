@@ -106,7 +106,7 @@ def test_running_means_begin_with_what_is_seen_and_follow_it():
     entropies = []
     for step in range(5):
         logits = rng.standard_normal((1, 8)).astype(np.float32)
-        entropies.append(float(entropy.measure(jnp.asarray(logits)).entropy[0]))
+        entropies.append(float(entropy.entropy_statistics(jnp.asarray(logits)).entropy[0]))
         _, state = update(signal(logits, step), undecided(1), state)
     want = entropies[0]
     for value in entropies[1:]:

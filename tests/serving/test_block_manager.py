@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from entropic_jax.control.scheduling import PRIOR
+from entropic_jax.control.entropy_drop import PRIOR
 from entropic_jax.serving.engine.block_manager import BlockManager
 from entropic_jax.serving.engine.prefix_cache import ROOT_HASH, PrefixCache, page_hashes
 from entropic_jax.serving.engine.priority import Ranking
