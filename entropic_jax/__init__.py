@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .control import chain
     from .loop import generate, replay, start, step
     from .sampling import parameters
+    from .sampling_params import SamplingParams
     from .state import Action, Sampling, Signal, State, Trace
 
 _HOMES = {
@@ -18,6 +19,7 @@ _HOMES = {
     "control": ("chain",),
     "loop": ("generate", "replay", "start", "step"),
     "sampling": ("parameters",),
+    "sampling_params": ("SamplingParams",),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -27,6 +29,7 @@ __all__ = [
     "Cache",
     "ModelShape",
     "Sampling",
+    "SamplingParams",
     "Signal",
     "State",
     "Trace",

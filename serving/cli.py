@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from entropic_jax.parameter_table import ParameterError
+
 from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
-from .request import RequestError
 
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()
         return status
-    except RequestError as error:
+    except ParameterError as error:
         return options.error(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -10,6 +10,7 @@ import numpy as np
 from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
 from entropic_jax.methods import compaction
+from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from .kv_cache import KvCacheDtype, pages_of
@@ -44,10 +45,7 @@ class Engine:
     @property
     def defaults(self) -> Mapping[str, Any]:
         """The sampling fields that generation_config.json sets; greedy if it says not to sample."""
-        stated = {k: v for k, v in self.model.generation.items() if v is not None}
-        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-        chosen = {name: stated[name] for name in names if name in stated}
-        return chosen if stated.get("do_sample", True) else {"temperature": 0.0}
+        return recommended(self.model.generation)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt, as token ids, that the model's chat template makes of the messages."""
@@ -90,6 +88,8 @@ class Engine:
 
     def prompt_tokens(self, request: Request) -> list[int]:
         """The request's prompt as token ids; RequestError if the model cannot take it."""
+        if request.logprobs is not None:
+            raise RequestError(f"logprobs must be null offline; got {request.logprobs}", "logprobs")
         prompt = request.prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.context:
@@ -182,8 +182,7 @@ class Engine:
 
 def drawing(requests: Sequence[Request]) -> sampling.Sampling:
     """How each request is to be sampled, one row each."""
-    names = set(Request.__dataclass_fields__) & set(sampling.Sampling._fields)
-    fields = {name: [getattr(r, name) for r in requests] for name in names}
+    fields = {name: [getattr(r, name) for r in requests] for name in DEVICE_PARAMETERS}
     biases = [r.logit_bias for r in requests]
     slots = power_of_two(max(8, *(len(b) for b in biases), 8))
     return sampling.parameters(len(requests), **fields, logit_bias=biases, bias_slots=slots)

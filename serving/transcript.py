@@ -140,7 +140,7 @@ class Transcript:
             self._trace.setdefault(name, []).append(float(value))
         asked = token in self.request.stop_token_ids
         ended = (asked or token in self.eos) and self._may_end()
-        silent = ended and not (asked and self.request.include_stop)
+        silent = ended and not (asked and self.request.include_stop_str_in_output)
         text = "" if silent else self.detokenizer.push(token)
         new = Token(token, text, metrics, logprob=logprob, top=top)
         if not (ended or self._held or self.request.stop or len(self._token_ids) >= self.request.max_tokens):
@@ -191,7 +191,7 @@ class Transcript:
         if not places:
             return False
         left, stop = min(places)
-        left += len(stop) if self.request.include_stop else 0
+        left += len(stop) if self.request.include_stop_str_in_output else 0
         self.stop_reason = stop
         for i, token in enumerate(self._held):
             self._held[i] = token._replace(text=token.text[: max(left, 0)])

@@ -22,6 +22,8 @@ LAYERS = (
         "entropic_jax.cache",
         "entropic_jax.row_subset",
         "entropic_jax.ledger",
+        "entropic_jax.parameter_table",
+        "entropic_jax.sampling_params",
     ),
     (
         "entropic_jax.control",

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..generation import Generator
-from ..request import FIELDS, Request, RequestError
+from ..request import Request, RequestError
+from ..sampling_options import OPTIONS
 
+FIELDS = ("prompt", *(line.name for line in OPTIONS))
 KEYS = (*FIELDS, "messages", "id")
 
 

@@ -7,12 +7,12 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options, kv_cache
+from .. import control_options, kv_cache, sampling_options
 from ..generation import EMBEDDED
-from ..request import FIELDS, LIMITS, Request, RequestError
+from ..request import Request, RequestError
 from . import model_options
 from .text_input import has_standard_input, read_text
 
@@ -28,19 +28,6 @@ from pathlib import Path
 def read_config(path):
     """Read the configuration file and check its fields."""
 '''
-HELP = {
-    "max_tokens": "most tokens to generate (default: 256)",
-    "temperature": "0 is greedy (default: the model's, or 1)",
-    "top_k": "sample from this many tokens only; 0 is off",
-    "top_p": "sample from the likeliest tokens that hold this probability; 1 is off",
-    "min_p": "drop tokens less likely than this fraction of the likeliest; 0 is off",
-    "typical_p": "sample from the most typical tokens that hold this probability; 1 is off",
-    "top_n_sigma": "keep tokens within this many standard deviations of the largest logit; 0 is off",
-    "repetition_penalty": "divide the logits of tokens in prompt or text; 1 is off",
-    "presence_penalty": "subtract from the logits of tokens in the text; 0 is off",
-    "frequency_penalty": "the same, once for each time; 0 is off",
-    "seed": "seed of the random draws (default: drawn anew)",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,27 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
 
-    sampling = parser.add_argument_group("generation")
-    for name, limit in LIMITS.items():
-        sampling.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_number(name),
-            metavar=limit.kind.__name__.upper(),
-            help=HELP[name],
-        )
-    sampling.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        metavar="ID=VALUE",
-        help="add to a token's logit; repeatable",
-    )
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the text before this; repeatable"
-    )
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after the end of the text"
-    )
+    sampling_options.add_arguments(parser.add_argument_group("sampling parameters"))
     control_options.add_arguments(parser)
     parser.add_argument(
         "--json",
@@ -93,12 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate, and return the exit status."""
-    given = {name: value for name in FIELDS if (value := getattr(options, name, None)) is not None}
-    given.pop("prompt", None)
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+    given = sampling_options.read(options)  # what is wrong should be said before a model is loaded
     given.setdefault("seed", secrets.randbelow(2**31))
-    Request(prompt="", **given)  # what is wrong should be said before a model is loaded
     if options.batch_file is not None:
         return _batch(options, given)
     return _single(options, given, _prompt(options))
@@ -172,23 +135,3 @@ def _prompt(options: argparse.Namespace) -> str:
     if options.model == EMBEDDED and not options.chat:
         return DEFAULT_PROMPT
     raise RequestError("the prompt is empty; accepted are --prompt, --prompt-file and standard input")
-
-
-def _number(name: str) -> Callable[[str], float]:
-    limit = LIMITS[name]
-
-    def convert(text: str) -> float:
-        try:
-            return limit.check(name, limit.kind(text))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not accepted; give {limit}") from None
-
-    return convert
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not accepted; give ID=VALUE, as 17=-2.5") from None

@@ -17,6 +17,7 @@ from entropic_jax.methods import compaction
 from entropic_jax.methods.entropix_moves import Plan, Tally
 from entropic_jax.methods.method import Method
 from entropic_jax.sampling.constraints import Constraints, Likeliest, likeliest
+from entropic_jax.sampling_params import DEVICE_PARAMETERS
 from entropic_jax.state import FULL, RUNNING
 
 from ..transcript import TRACE_FIELDS
@@ -24,19 +25,11 @@ from . import branching
 from .branching import BranchState
 from .row_controllers import for_launch, set_gains
 
-# Columns of `Commands.integers` and `.numbers`.
-ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, TOP_K, BRANCHES = range(8)
-INTEGERS = 8
-NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+# Columns of `Commands.integers` and `.numbers`: sampling parameters come after what else a job brings.
+WHOLE_NUMBERS = tuple(name for name, line in DEVICE_PARAMETERS.items() if line.accepts.kind is int)
+NUMBERS = tuple(name for name, line in DEVICE_PARAMETERS.items() if line.accepts.kind is float)
+ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, BRANCHES = range(7)
+INTEGERS = 7 + len(WHOLE_NUMBERS)
 
 
 Array = Any  # of NumPy on the host, of JAX in a program
@@ -138,9 +131,9 @@ def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -
     state = state._replace(**jax.tree.map(clear, small, {name: getattr(blank, name) for name in small}))
     put = lambda array, values: array.at[row].set(values.astype(array.dtype), mode="drop")
     numbers = {name: batch.numbers[:, i] for i, name in enumerate(NUMBERS)}
+    numbers |= {name: batch.integers[:, i] for i, name in enumerate(WHOLE_NUMBERS, BRANCHES + 1)}
     sampling = state.sampling._replace(
         **{name: put(getattr(state.sampling, name), values) for name, values in numbers.items()},
-        top_k=put(state.sampling.top_k, batch.integers[:, TOP_K]),
         bias_tokens=put(state.sampling.bias_tokens, batch.bias_tokens),
         bias_values=put(state.sampling.bias_values, batch.bias_values),
     )

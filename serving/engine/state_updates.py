@@ -19,7 +19,7 @@ from .device_state import (
     SHARED,
     STATUS,
     TOKEN,
-    TOP_K,
+    WHOLE_NUMBERS,
     UpdateBatch,
 )
 
@@ -121,10 +121,10 @@ class StateUpdates:
                 LIMIT: engine_request.limit,
                 STATUS: RUNNING if engine_request.ready else PREFILLING,
                 SHARED: len(engine_request.shared),
-                TOP_K: request.top_k,
                 BRANCHES: engine_request.branches,
             }
             batch.integers[place, list(values)] = list(values.values())
+            batch.integers[place, BRANCHES + 1 :] = [getattr(request, name) for name in WHOLE_NUMBERS]
             batch.numbers[place] = [getattr(request, name) for name in NUMBERS]
             batch.stops[place, : len(engine_request.stops)] = engine_request.stops
             batch.bias_tokens[place, : len(request.logit_bias)] = list(request.logit_bias)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from entropic_jax import models
+from entropic_jax import models, sampling_params
 
 from ..request import RequestError
 
@@ -18,7 +18,6 @@ DEFAULT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}
 ### Assistant
 {% endif %}"""
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +124,6 @@ def describe(
         raise RequestError(f"--model is {path}: it has no tokenizer.json; accepted is a directory with it")
     tokenizer = model.tokenizer
     tokenizer.chat_template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
-    stated = {k: v for k, v in model.generation.items() if v is not None} if recommended else {}
-    defaults = {name: stated[name] for name in SAMPLING if name in stated}
-    if not stated.get("do_sample", True):
-        defaults = {"temperature": 0.0}
     return ServedModel(
         names=tuple(names),
         path=path,
@@ -136,5 +131,5 @@ def describe(
         context=context,
         vocabulary=model.config.vocab_size,
         stop_tokens=model.stop_tokens,
-        defaults=defaults,
+        defaults=sampling_params.recommended(model.generation) if recommended else {},
     )

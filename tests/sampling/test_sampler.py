@@ -141,6 +141,7 @@ rows_of_logits = arrays.arrays(np.float32, (ROWS, VOCABULARY), elements=finite_o
     lambda a: np.where(np.isneginf(a).all(1, keepdims=True), 0, a).astype(np.float32)
 )
 unit = st.floats(0, 1, width=32, allow_subnormal=False)
+probability = st.floats(0, 1, exclude_min=True, width=32, allow_subnormal=False)
 
 
 def expected_top_p(logits: np.ndarray, p: float, slack: float) -> np.ndarray:
@@ -182,7 +183,7 @@ def test_top_n_sigma_keeps_the_same_tokens_at_every_temperature(n, temperature):
 
 
 @settings(max_examples=60)
-@given(rows_of_logits, st.integers(0, VOCABULARY), unit, unit, unit)
+@given(rows_of_logits, st.integers(0, VOCABULARY), probability, unit, probability)
 def test_filters_keep_a_token_and_do_not_touch_what_they_keep(logits, k, top_p, min_p, typical_p):
     asked = sampling.parameters(ROWS, top_k=k, top_p=top_p, min_p=min_p, typical_p=typical_p)
     found = np.asarray(truncate(logits, asked))
@@ -191,7 +192,7 @@ def test_filters_keep_a_token_and_do_not_touch_what_they_keep(logits, k, top_p, 
 
 
 @settings(max_examples=40)
-@given(rows_of_logits, st.floats(0, 5, width=32), unit, st.integers(0, 2**31 - 1))
+@given(rows_of_logits, st.floats(0, 5, width=32), probability, st.integers(0, 2**31 - 1))
 def test_a_masked_token_is_never_drawn(logits, temperature, top_p, seed):
     tokens = draw(logits, sampling.parameters(ROWS, top_p=top_p), temperature, seed=np.full(ROWS, seed))
     assert np.isfinite(logits[np.arange(ROWS), tokens]).all()
@@ -328,7 +329,7 @@ def decode(logits, asked, history, temperature, steps):
 
 
 def test_in_a_loop_the_history_is_never_copied():
-    asked = sampling.parameters(ROWS, frequency_penalty=100.0)
+    asked = sampling.parameters(ROWS)._replace(frequency_penalty=jnp.full(ROWS, 100.0))
     temperature, history = jnp.zeros(ROWS, jnp.float32), sampling.history(ROWS, VOCABULARY)
     text = decode.lower(jnp.asarray(random_logits(0)), asked, history, temperature, 5).compile().as_text()
     assert text
@@ -379,20 +380,21 @@ def test_kept_logits_have_unit_gradient():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(temperature=-1.0), "temperature is -1.0; accepted are finite numbers >= 0"),
-        (dict(temperature=float("nan")), "temperature is nan"),
-        (dict(top_k=2.5), "top_k is 2.5; accepted are integers >= 0"),
-        (dict(top_p=[0.5] * 3), r"top_p has shape \(3,\); accepted are "),
-        (dict(min_p=1.1), "min_p is 1.1"),
-        (dict(typical_p=-0.1), "typical_p is -0.1"),
-        (dict(top_n_sigma=-1), "top_n_sigma is -1; accepted are finite numbers >= 0"),
-        (dict(repetition_penalty=0.0), "repetition_penalty is 0.0; accepted are finite numbers > 0"),
-        (dict(presence_penalty=float("inf")), "presence_penalty is inf"),
-        (dict(logit_bias={-1: 1.0}), "logit_bias has the token -1"),
-        (dict(logit_bias={1: float("inf")}), "logit_bias of 1 is inf"),
-        (dict(logit_bias=dict.fromkeys(range(9), 1.0)), "accepted are up to bias_slots = 8"),
-        (dict(logit_bias=[{}, {}]), "logit_bias has 2 entries"),
-        (dict(bias_slots=0), "bias_slots is 0"),
+        (dict(temperature=-1.0), "temperature must be a number between 0 and 1000; got -1.0"),
+        (dict(temperature=float("nan")), "temperature must be .*; got nan"),
+        (dict(top_k=2.5), "top_k must be an integer between -1 and 2147483647; got 2.5"),
+        (dict(top_p=[0.5] * 3), r"top_p must have shape \(\) or \(\d+,\), one per row; got \(3,\)"),
+        (dict(top_p=0.0), "top_p must be a number above 0 and at most 1; got 0.0"),
+        (dict(min_p=1.1), "min_p must be .*; got 1.1"),
+        (dict(typical_p=-0.1), "typical_p must be .*; got -0.1"),
+        (dict(top_n_sigma=-1), "top_n_sigma must be a number between 0 and 1000; got -1"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be a number above 0 and at most 1000; got 0"),
+        (dict(presence_penalty=float("inf")), "presence_penalty must be .*; got inf"),
+        (dict(logit_bias={-1: 1.0}), r"logit_bias must be .*; got \{-1: 1.0\}"),
+        (dict(logit_bias={1: float("inf")}), r"logit_bias must be .*; got \{1: inf\}"),
+        (dict(logit_bias=dict.fromkeys(range(9), 1.0)), "logit_bias must have at most bias_slots = 8 tokens"),
+        (dict(logit_bias=[{}, {}]), "logit_bias must have .* entries, one per row; got 2"),
+        (dict(bias_slots=0), "bias_slots must be an integer of at least 1; got 0"),
     ],
 )
 def test_errors_name_argument_value_and_what_is_accepted(arguments, message):

@@ -98,7 +98,7 @@ def test_every_field_reaches_the_job(live):
     assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
     assert (request.logit_bias, request.seed) == ({17: -100.0}, 2**31 - 1)
     assert (request.stop, request.stop_token_ids) == (("@", "~~"), (9,))
-    assert request.include_stop and request.ignore_eos
+    assert request.include_stop_str_in_output and request.ignore_eos
     assert (engine_request.priority, engine_request.deadline) == (-3, 2.5)
     assert engine_request.control.preset == "full"
     assert dict(engine_request.control.gains) == {

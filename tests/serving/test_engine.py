@@ -329,7 +329,10 @@ def test_the_queue_is_bounded_and_drains(model):
         (dict(ids=(1,) * 200), "prompt has 200 tokens"),
         (dict(ids=(1, 258)), "prompt holds the token 258; accepted are 0 to 257"),
         (dict(ids=(1,), stop_token_ids=(999,)), "stop_token_ids holds the token 999"),
-        (dict(ids=(1,), logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias has 301 entries"),
+        (
+            dict(ids=(1,), logit_bias=dict.fromkeys(range(301), 1.0)),
+            "logit_bias must be a mapping of up to 300 ",
+        ),
         (dict(ids=(1,), alternatives=21), "alternatives has 21 entries; accepted are up to 20"),
         (dict(ids=(1,), control=Control("paper")), "preset is 'paper'"),
         (dict(ids=(1,), control=Control("micro", (("law", "exact"),))), "law is 'exact'; accepted"),

@@ -49,14 +49,14 @@ def test_without_stop_strings_every_token_is_settled_at_once():
     ("include", "text"), [(False, "ab"), (True, "ab.")], ids=["without the stop", "with the stop"]
 )
 def test_a_token_of_the_request_ends_the_text(include, text):
-    transcript, _ = run("ab.c", stop_token_ids=[ord(".")], include_stop=include)
+    transcript, _ = run("ab.c", stop_token_ids=[ord(".")], include_stop_str_in_output=include)
     assert (transcript.completion().text, transcript.finish_reason) == (text, "stop")
     assert transcript.stop_reason == ord(".")
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "abc")])
 def test_the_stop_string_that_ended_the_text_is_named(include, text):
-    transcript, _ = run("abcd", stop=("x", "bc"), include_stop=include)
+    transcript, _ = run("abcd", stop=("x", "bc"), include_stop_str_in_output=include)
     assert (transcript.completion().text, transcript.stop_reason) == (text, "bc")
 
 

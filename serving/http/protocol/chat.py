@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from .entropic import EntropicResult
-from .fields import Alternatives, Answer, Body, Count, Usage
-from .sampling import SamplingBody
+from .fields import Answer, Body, Count, Usage
+from .sampling import Alternatives, SamplingBody
 
 
 class TextPart(Body):

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .entropic import EntropicResult
-from .fields import Alternatives, Answer, Choices, TokenId, Usage
-from .sampling import SamplingBody
+from .fields import Answer, Choices, TokenId, Usage
+from .sampling import Alternatives, SamplingBody
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]

@@ -1,12 +1,21 @@
-"""What the bodies are made of: strict types with the ranges that /openapi.json then states."""
+"""Building blocks of request and response bodies: strict types with the ranges that /openapi.json states."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-TOKENS = 2**31 - 1  # most of anything that is counted in tokens
+from entropic_jax.parameter_table import (
+    LARGEST_INT,
+    Choice,
+    Flag,
+    Number,
+    Parameter,
+    Strings,
+    TokenBiases,
+    TokenIds,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -15,27 +24,49 @@ def _whole(value: Any) -> Any:
 
 
 Whole = BeforeValidator(_whole)  # the last of the annotations, or the range is not in the document
-Count = Annotated[int, Field(ge=0, le=TOKENS), Whole]
-Positive = Annotated[int, Field(ge=1, le=TOKENS), Whole]
+Count = Annotated[int, Field(ge=0, le=LARGEST_INT), Whole]
+Positive = Annotated[int, Field(ge=1, le=LARGEST_INT), Whole]
 Choices = Annotated[int, Field(ge=1, le=128), Whole]
-Alternatives = Annotated[int, Field(ge=0, le=20), Whole]
-TokenId = Annotated[int, Field(ge=0, le=TOKENS), Whole]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), Whole]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT), Whole]
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
-Temperature = Annotated[float, Field(ge=0, le=1000)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Repetition = Annotated[float, Field(gt=0, le=1000)]
-TopK = Annotated[int, Field(ge=-1, le=TOKENS), Whole]  # -1 and 0 are off
-Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopString], Field(max_length=64)]
+
+
+def annotation(accepts: Any) -> Any:
+    """The Pydantic type of the values that a parameter of a table accepts."""
+    if isinstance(accepts, Number):
+        low = {"gt" if accepts.above_low else "ge": accepts.low}
+        high = {"lt" if accepts.below_high else "le": accepts.high}
+        bounds = Field(**low, **high)  # type: ignore[no-matching-overload]
+        value = Annotated[int, bounds, Whole] if accepts.kind is int else Annotated[float, bounds]
+        return value | Literal["auto"] if accepts.auto else value
+    if isinstance(accepts, Flag):
+        return bool
+    if isinstance(accepts, Choice):
+        literal: Any = Literal
+        return literal[accepts.names]
+    if isinstance(accepts, Strings):
+        text = Annotated[str, Field(min_length=1, max_length=accepts.length)]
+        return text | Annotated[list[text], Field(max_length=accepts.most)]
+    if isinstance(accepts, TokenIds):
+        return Annotated[list[TokenId], Field(max_length=accepts.most)]
+    assert isinstance(accepts, TokenBiases)
+    bias = Annotated[float, Field(ge=accepts.low, le=accepts.high)]
+    token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+    return Annotated[dict[token, bias], Field(max_length=accepts.most)]
+
+
+def optional_fields(name: str, lines: Iterable[Parameter]) -> Any:
+    """A body with an optional field for each of some lines of a table; null is as if it were missing."""
+    fields: dict[str, Any] = {}
+    for line in lines:
+        text = f"{line.help} ({line.unit})" if line.unit else line.help
+        fields[line.name] = (annotation(line.accepts) | None, Field(None, description=text))
+    return create_model(name, __base__=Body, **fields)
 
 
 class Body(BaseModel):
-    """A body from a client: types are not bent into shape, and fields that nobody knows are left alone."""
+    """A body from a client: types are not coerced; unknown fields are ignored."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()

@@ -5,28 +5,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from entropic_jax.sampling_params import DEVICE, HOST, PARAMETERS
+
 from .entropic import Entropic
 from .fields import (
-    Bias,
     Body,
     Choices,
     Count,
-    Penalty,
     Positive,
     Priority,
-    Repetition,
     Seconds,
-    Seed,
-    Share,
-    ShareAboveZero,
-    Stops,
-    StopString,
     StreamOptions,
-    Temperature,
-    TokenId,
-    TopK,
+    annotation,
+    optional_fields,
     unicode,
 )
+
+FIELDS = tuple(line for line in PARAMETERS.values() if line.scope in (DEVICE, HOST))
+Alternatives = annotation(PARAMETERS["logprobs"].accepts)
+SamplingFields: Any = optional_fields("SamplingFields", FIELDS)
 
 
 class NamedSchema(Body):
@@ -73,32 +70,14 @@ class StructuredOutputs(Body):
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
-class SamplingBody(Body):
-    """What completions and chat have in common. A field that is missing or null has the model's default."""
+class SamplingBody(SamplingFields):
+    """The fields of completions and chat alike. A field that is missing or null has the model's default."""
 
     model: str | None = Field(None, description="one of those that /v1/models lists")
     n: Choices | None = Field(None, description="texts for each prompt")
-    temperature: Temperature | None = Field(None, description="0 is greedy")
-    top_p: ShareAboveZero | None = None
-    top_k: TopK | None = Field(None, description="-1 and 0 are off")
-    min_p: Share | None = None
-    typical_p: ShareAboveZero | None = None
-    top_n_sigma: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        None, description="keeps tokens within so many standard deviations of the largest logit; 0 is off"
+    max_tokens: Count | None = Field(
+        None, description=f"{PARAMETERS['max_tokens'].help}; 0 computes the prompt alone (tokens)"
     )
-    repetition_penalty: Repetition | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(
-        None, max_length=300, description="from token ids to what is added to their logits"
-    )
-    seed: Seed | None = None
-    stop: StopString | Stops | None = Field(None, description="the text ends before the first of these")
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=16)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = None
-    max_tokens: Count | None = Field(None, description="0 computes the prompt alone")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -149,26 +128,10 @@ class SamplingBody(Body):
         return secrets.randbelow(2**31) if self.seed is None else self.seed % 2**31
 
     def sampling(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """The fields of `request.Request`, with `defaults` for those that are not given."""
-        names = (
-            "temperature",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "top_n_sigma",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "ignore_eos",
-            "min_tokens",
-            "top_k",
-        )
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        fields = {**defaults, **given}
-        if "top_k" in fields:
-            fields["top_k"] = max(fields["top_k"], 0)
-        fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        fields["include_stop"] = bool(self.include_stop_str_in_output)
+        """Fields of `Request`, apart from `prompt`, `max_tokens` and `seed`: these, else `defaults`."""
+        fields = dict(defaults)
+        for line in FIELDS:
+            value = getattr(self, line.name)
+            if value is not None and line.name not in ("max_tokens", "seed"):
+                fields[line.name] = line.accepts.check(line.name, value)
         return fields

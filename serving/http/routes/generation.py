@@ -68,7 +68,7 @@ def requests_of(
     fields["min_tokens"] = min(fields.get("min_tokens", 0), wanted)
     last = frontend.model.vocabulary - 1
     for name in ("stop_token_ids", "logit_bias"):
-        if (wrong := max(fields[name], default=0)) > last:
+        if (wrong := max(fields.get(name, ()), default=0)) > last:
             raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {last}")
     first = body.first_seed()
     return [

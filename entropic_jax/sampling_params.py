@@ -1,0 +1,158 @@
+"""Sampling parameters of one sequence: the table that every interface is derived from.
+
+The command line, the HTTP schema, `sampling.parameters`, the engine and the documentation read the fields of
+`SamplingParams`. A new parameter needs a field here, one in `state.Sampling` if it is applied on the device,
+and the code that applies it. Names are vLLM's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .parameter_table import (
+    LARGEST_INT,
+    Flag,
+    Number,
+    Strings,
+    Table,
+    TokenBiases,
+    TokenIds,
+    parameter,
+    parameters_of,
+)
+
+DEVICE, HOST, OUTPUT = "device", "host", "output"
+"""Who applies a parameter: the sampler, per row; the engine's host side; whoever writes the answer."""
+
+_PROBABILITY = Number(float, 0, 1, above_low=True)
+_PENALTY = Number(float, -2, 2)
+_LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(Table):
+    """How to continue a prompt. Every default is off, except `max_tokens` and `temperature`.
+
+    Raises ParameterError, a ValueError, which names the parameter, the accepted values and the value.
+
+    >>> SamplingParams(temperature=0.7, stop="END").stop
+    ('END',)
+    >>> SamplingParams(top_p=0)
+    Traceback (most recent call last):
+    entropic_jax.parameter_table.ParameterError: top_p must be a number above 0 and at most 1; got 0
+    """
+
+    max_tokens: int = parameter(
+        256, Number(int, 1, LARGEST_INT), "most tokens to generate", unit="tokens", scope=HOST
+    )
+    temperature: float = parameter(
+        1.0, Number(float, 0, _LARGE), "divides the logits; 0 is greedy", scope=DEVICE
+    )
+    top_k: int = parameter(
+        0, Number(int, -1, LARGEST_INT), "sample from this many tokens only; 0 and -1 are off", scope=DEVICE
+    )
+    top_p: float = parameter(
+        1.0,
+        _PROBABILITY,
+        "sample from the likeliest tokens that hold this probability; 1 is off",
+        scope=DEVICE,
+    )
+    min_p: float = parameter(
+        0.0,
+        Number(float, 0, 1),
+        "drop tokens less likely than this fraction of the likeliest; 0 is off",
+        scope=DEVICE,
+    )
+    typical_p: float = parameter(
+        1.0,
+        _PROBABILITY,
+        "sample from the most typical tokens that hold this probability; 1 is off",
+        scope=DEVICE,
+    )
+    top_n_sigma: float = parameter(
+        0.0,
+        Number(float, 0, _LARGE),
+        "keep tokens within this many standard deviations of the largest logit; 0 is off",
+        scope=DEVICE,
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        Number(float, 0, _LARGE, above_low=True),
+        "divides the logits of tokens in the prompt or the text; 1 is off",
+        scope=DEVICE,
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        _PENALTY,
+        "subtracted from the logits of tokens in the text; 0 is off",
+        scope=DEVICE,
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        _PENALTY,
+        "subtracted from the logits of tokens in the text, once per occurrence; 0 is off",
+        scope=DEVICE,
+    )
+    logit_bias: Mapping[int, float] = parameter(
+        {}, TokenBiases(-100, 100, 300), "added to the logits of these tokens; -inf bans one", scope=HOST
+    )
+    seed: int | None = parameter(
+        None,
+        Number(int, -(2**63), 2**63 - 1, optional=True),
+        "of the random draws, modulo 2³¹; drawn anew where there is none",
+        scope=HOST,
+    )
+    stop: str | Sequence[str] = parameter(
+        (), Strings(64, 1024), "the text ends before the first of these strings", scope=HOST
+    )
+    stop_token_ids: Sequence[int] = parameter(
+        (), TokenIds(16), "the text ends at the first of these tokens", scope=HOST
+    )
+    include_stop_str_in_output: bool = parameter(
+        False, Flag(), "keep the stop string or token that ended the text", scope=HOST
+    )
+    ignore_eos: bool = parameter(False, Flag(), "continue past the model's end-of-text token", scope=HOST)
+    min_tokens: int = parameter(
+        0,
+        Number(int, 0, LARGEST_INT),
+        "nothing ends the text before it has this many",
+        unit="tokens",
+        scope=HOST,
+    )
+    logprobs: int | None = parameter(
+        None,
+        Number(int, 0, 20, optional=True),
+        "report each token's log-probability and those of this many likeliest tokens",
+        unit="tokens",
+        scope=OUTPUT,
+    )
+
+    def __post_init__(self) -> None:
+        """Check every parameter and bring it into its normal form."""
+        super().__post_init__()
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", self.seed % 2**31)
+
+
+PARAMETERS = {line.name: line for line in parameters_of(SamplingParams)}
+"""Every sampling parameter by name."""
+
+DEVICE_PARAMETERS = {line.name: line for line in parameters_of(SamplingParams, (DEVICE,))}
+"""Those that `state.Sampling` holds, one number per row."""
+
+IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a model's generation_config.json recommends.
+
+    >>> recommended({"temperature": 0.6, "top_p": None, "eos_token_id": 2})
+    {'temperature': 0.6}
+    >>> recommended({"temperature": 0.6, "do_sample": False})
+    {'temperature': 0.0}
+    """
+    if generation_config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    stated = {name: generation_config.get(name) for name in IN_GENERATION_CONFIG}
+    return {name: value for name, value in stated.items() if value is not None}

@@ -1,0 +1,86 @@
+"""Sampling parameters on the command line: one option for each of `SamplingParams`."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from entropic_jax.parameter_table import (
+    Flag,
+    Number,
+    Parameter,
+    Strings,
+    TokenBiases,
+    TokenIds,
+    parameters_of,
+)
+from entropic_jax.sampling_params import DEVICE, HOST, SamplingParams
+
+OPTIONS = parameters_of(SamplingParams, (DEVICE, HOST))
+"""The parameters that have an option; the others are for an answer that the command line does not write."""
+
+
+def add_arguments(group: argparse._ActionsContainer) -> None:
+    """Declare an option for each parameter. None stands for one that is not given."""
+    for line in OPTIONS:
+        flag = f"--{line.name.replace('_', '-')}"
+        accepts, text = line.accepts, _help(line)
+        if isinstance(accepts, Flag):
+            group.add_argument(flag, action="store_true", default=None, help=text)
+        elif isinstance(accepts, Number):
+            metavar = "INT" if accepts.kind is int else "FLOAT"
+            group.add_argument(flag, type=number(accepts), metavar=metavar, help=text)
+        elif isinstance(accepts, Strings):
+            group.add_argument(flag, action="append", metavar="TEXT", help=f"{text}; repeatable")
+        elif isinstance(accepts, TokenIds):
+            group.add_argument(flag, action="append", type=_token, metavar="ID", help=f"{text}; repeatable")
+        else:
+            assert isinstance(accepts, TokenBiases)
+            text = f"{text}; repeatable"
+            group.add_argument(flag, action="append", type=_bias, metavar="ID=VALUE", help=text)
+
+
+def read(options: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that the command line gives, by name. Their values are checked."""
+    values = {line.name: value for line in OPTIONS if (value := getattr(options, line.name)) is not None}
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(values["logit_bias"])
+    for line in OPTIONS:
+        if line.name in values:
+            line.accepts.check(line.name, values[line.name])
+    return values
+
+
+def number(accepts: Number) -> Callable[[str], Any]:
+    """What converts an option's text to a number that is accepted. For argparse."""
+
+    def convert(text: str) -> Any:
+        if accepts.auto and text == "auto":
+            return text
+        try:
+            return accepts.check("", accepts.kind(text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {accepts}; got {text}") from None
+
+    return convert
+
+
+def _help(line: Parameter) -> str:
+    """The help of an option, with its default unless that is what the text calls off."""
+    text = line.help.replace("%", "%%")
+    if line.name == "temperature":
+        return f"{text} (default: the model's, or {line.default:g})"
+    return f"{text} (default: {line.default})" if line.name == "max_tokens" else text
+
+
+def _token(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a token id; got {text}")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=VALUE, as 17=-2.5; got {text}") from None
