@@ -41,7 +41,8 @@ def test_top_k(k):
 def test_top_p(p):
     logits = random_logits(1)
     expected = processed(logits, processors.TopPLogitsWarper(p))
-    np.testing.assert_array_equal(truncate(logits, parameters(ROWS, top_p=p)), expected)
+    sampling = parameters(ROWS)._replace(top_p=jnp.full(ROWS, p))  # 0 too, which `parameters` refuses
+    np.testing.assert_array_equal(truncate(logits, sampling), expected)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.7, 1.0])

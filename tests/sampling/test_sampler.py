@@ -155,7 +155,7 @@ def expected_top_p(logits: np.ndarray, p: float, slack: float) -> np.ndarray:
 
 
 @settings(max_examples=60)
-@given(rows_of_logits, unit)
+@given(rows_of_logits, probability)
 def test_top_p_keeps_the_smallest_set_with_all_its_ties(logits, p):
     found = kept(logits, top_p=p)
     most = logits == logits.max(1, keepdims=True)

@@ -1,0 +1,133 @@
+"""Every interface to sampling covers every field of the one table, and accepts the same values."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pydantic
+import pytest
+
+from entropic_jax import SamplingParams, parameters
+from entropic_jax.parameter_table import Number, ParameterError, markdown
+from entropic_jax.sampling_params import DEVICE_PARAMETERS, OUTPUT, PARAMETERS
+from entropic_jax.serving import sampling_options
+from entropic_jax.serving.cli import parser
+from entropic_jax.serving.engine import device_state
+from entropic_jax.serving.http.protocol.chat import ChatBody
+from entropic_jax.serving.http.protocol.completion import CompletionBody
+from entropic_jax.serving.request import Request
+from entropic_jax.state import Sampling
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BODIES = (
+    (CompletionBody, {"prompt": "x"}),
+    (ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
+)
+NUMBERS = {name: line for name, line in PARAMETERS.items() if isinstance(line.accepts, Number)}
+HTTP_ONLY = {("max_tokens", 0)}  # computes a prompt alone, which other interfaces have no use for
+
+
+def test_the_device_has_a_field_for_each_parameter_that_it_applies():
+    assert set(Sampling._fields) == {*DEVICE_PARAMETERS, "bias_tokens", "bias_values"}
+
+
+def test_parameters_makes_an_array_of_each():
+    made = parameters(2)
+    for name, line in DEVICE_PARAMETERS.items():
+        array = np.asarray(getattr(made, name))
+        assert array.dtype == (np.int32 if line.accepts.kind is int else np.float32)
+        assert array.tolist() == [line.default] * 2
+
+
+def test_the_engine_sends_each_to_the_device():
+    assert {*device_state.NUMBERS, *device_state.WHOLE_NUMBERS} == set(DEVICE_PARAMETERS)
+
+
+def test_a_request_has_each():
+    assert set(PARAMETERS) < set(Request.__dataclass_fields__)
+
+
+def test_the_command_line_has_an_option_for_each():
+    options = vars(parser().parse_args(["generate"]))
+    assert {name for name, line in PARAMETERS.items() if line.scope != OUTPUT} <= options.keys()
+
+
+@pytest.mark.parametrize(("body", "needed"), BODIES, ids=["completions", "chat"])
+def test_the_http_schema_states_each_with_its_range(body, needed):
+    properties = body.model_json_schema()["properties"]
+    assert set(PARAMETERS) <= set(properties)
+    for name, line in NUMBERS.items():
+        if name in ("max_tokens", "logprobs"):
+            continue
+        stated = properties[name]["anyOf"][0]
+        low = "exclusiveMinimum" if line.accepts.above_low else "minimum"
+        assert (stated[low], stated["maximum"]) == (line.accepts.low, line.accepts.high), name
+        assert properties[name]["description"].startswith(line.help)
+
+
+def test_a_body_brings_each_to_the_request():
+    stated = {"temperature": 0.5, "top_k": -1, "logit_bias": {"3": 1}, "stop": "x", "ignore_eos": True}
+    fields = CompletionBody.model_validate({"prompt": "x", **stated}).sampling({"top_p": 0.5, "min_p": 0.1})
+    request = Request(prompt="x", **fields)
+    assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.5, 0, 0.5, 0.1)
+    assert (request.logit_bias, request.stop, request.ignore_eos) == ({3: 1.0}, ("x",), True)
+
+
+def edges(accepts: Number) -> list[float]:
+    """The ends of a range, values just outside and inside, and what is no number."""
+    step = 1 if accepts.kind is int else 1e-3
+    ends = [x + d for x in (accepts.low, accepts.high) for d in (-step, 0, step)]
+    return [*ends, 0, -1, 0.5, math.nan, math.inf, -math.inf]
+
+
+def accepted(call, *errors: type[Exception]) -> bool:
+    try:
+        call()
+    except errors:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_interface_accepts_the_same_numbers(name, capsys):
+    line = NUMBERS[name]
+    for value in edges(line.accepts):
+        answer = accepted(lambda: SamplingParams(**{name: value}), ParameterError)
+        verdicts = {"request": accepted(lambda: Request(prompt="x", **{name: value}), ParameterError)}
+        if name in DEVICE_PARAMETERS:
+            verdicts["arrays"] = accepted(lambda: parameters(2, **{name: value}), ParameterError)
+        if line.scope != OUTPUT:
+            option = f"--{name.replace('_', '-')}={value!r}"
+            verdicts["options"] = accepted(lambda: parser().parse_args(["generate", option]), SystemExit)
+        if line.scope != OUTPUT and (name, value) not in HTTP_ONLY:
+            for body, needed in BODIES:
+                verdicts[body.__name__] = accepted(
+                    lambda: body.model_validate({**needed, name: value}), pydantic.ValidationError
+                )
+        assert set(verdicts.values()) == {answer}, (name, value, verdicts)
+    capsys.readouterr()
+
+
+def test_options_are_read_by_the_parameters_names():
+    arguments = "--top-p=0.5 --stop-token-ids=3 --stop-token-ids=4 --min-tokens=2 --ignore-eos".split()
+    values = sampling_options.read(parser().parse_args(["generate", *arguments]))
+    assert values == {"top_p": 0.5, "stop_token_ids": [3, 4], "min_tokens": 2, "ignore_eos": True}
+
+
+def test_an_error_has_the_parameters_name():
+    with pytest.raises(ParameterError, match=re.escape("top_p must be a number above 0 and at most 1")) as e:
+        SamplingParams(top_p=0)
+    assert e.value.param == "top_p" and isinstance(e.value, ValueError)
+
+
+def test_the_table_is_in_the_documentation():
+    pages = [path.read_text("utf-8") for path in DOCS.rglob("*.md")]
+    assert any(markdown(SamplingParams) in page for page in pages)
+
+
+def test_a_request_of_params():
+    params = SamplingParams(temperature=0.5, stop=["a"], seed=2**31 + 3)
+    request = Request.of("x", params, seed=7)
+    assert (request.temperature, request.stop, request.seed) == (0.5, ("a",), 3)
+    assert Request.of("x", SamplingParams(), seed=7).seed == 7
