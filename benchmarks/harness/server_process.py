@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .worker import ROOT
+from .paths import ROOT
 
 
 def free_port() -> int:

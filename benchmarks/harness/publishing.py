@@ -1,0 +1,109 @@
+"""Results as files and pages: raw measurements under `benchmarks/results`, their tables under `docs/results`."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import paths
+from .provenance import file_slug
+from .tables import Table, markdown, print_tables
+
+PAGE_OF = {  # the page that holds the tables of a benchmark
+    "ablation": "ablation.md",
+    "decode": "decoding.md",
+    "entropy": "entropy.md",
+    "kernels": "kernels.md",
+    "long_context": "long-context.md",
+    "optimisers": "training.md",
+    "sampling": "sampling.md",
+    "serving": "serving.md",
+    "soak": "soak.md",
+}
+
+
+def add_document_option(parser: argparse.ArgumentParser, name: str) -> None:
+    """Give a benchmark's parser the option `--document`."""
+    page = f"docs/results/{PAGE_OF[name]}"
+    parser.add_argument("--document", action="store_true", help=f"write the tables into {page}")
+
+
+def results_file(name: str, device: str) -> Path:
+    """The file of raw measurements of a benchmark on a device."""
+    return paths.RESULTS / f"{name}-{file_slug(device)}.json"
+
+
+def write_json(file: Path, results: Any) -> None:
+    """Store results, making the folder if it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+
+
+def load_or_measure(
+    options: argparse.Namespace, name: str, measure: Callable[[], dict[str, Any]], device_field: str
+) -> dict[str, Any]:
+    """Stored results if `options.show` names some, else fresh ones, which are stored.
+
+    Args:
+        options: `show`, a file to read; `output`, a file to write; `quick`, which stores outside the tree.
+        name: of the benchmark, the first part of the file's name.
+        measure: makes the results.
+        device_field: the entry of the results that names the device, the second part of the file's name.
+
+    Returns:
+        The results.
+    """
+    if options.show:
+        return json.loads(options.show.read_text("utf-8"))
+    results = measure()
+    stored = results_file(name, results[device_field])
+    output = options.output or (Path(tempfile.gettempdir()) / stored.name if options.quick else stored)
+    write_json(output, results)
+    Console().print(f"results: {output}")
+    return results
+
+
+def publish(
+    name: str,
+    tables: list[Table],
+    notes: list[str],
+    stamps: str | Mapping[str, str],
+    document: bool,
+    console: Console,
+) -> None:
+    """Print tables, and write them into the page of a benchmark if asked to.
+
+    Args:
+        name: of the benchmark.
+        tables: title, header and rows of each.
+        notes: what applies to all tables.
+        stamps: date and commit, for all tables or for each title.
+        document: whether to write the page.
+        console: where to print.
+    """
+    print_tables(tables, notes, console)
+    if document:
+        write_section(paths.PAGES / PAGE_OF[name], name, markdown(tables, notes, stamps))
+
+
+def section_markers(name: str) -> tuple[str, str]:
+    """The lines before and after the section of a page that a benchmark writes."""
+    return f"<!-- {name}: written by benchmarks.{name} -->", f"<!-- end of {name} -->"
+
+
+def write_section(page: Path, name: str, text: str) -> None:
+    """Put text between the markers of a section; at the end of the page, with markers, if it has none."""
+    begin, end = section_markers(name)
+    section = f"{begin}\n\n{text.strip()}\n\n{end}"
+    old = page.read_text("utf-8") if page.exists() else ""
+    if begin in old and end in old:
+        before, _, rest = old.partition(begin)
+        new = before + section + rest.partition(end)[2]
+    else:
+        new = f"{old.rstrip()}\n\n{section}\n".lstrip()
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(new, "utf-8")
