@@ -22,7 +22,7 @@ class Hardware(NamedTuple):
 
 
 # Dense bfloat16 products and main memory of one chip, as published. That of a CPU is a round number for a few
-# cores, good for comparing costs in one run: for seconds, measure (`benchmarks/bandwidth.py`) and pass yours.
+# cores, good for comparing costs in one run: for seconds, measure (`benchmarks.bandwidth`) and pass yours.
 HARDWARE = {
     "cpu": Hardware(200e9, 25e9),
     "tpu-v5e": Hardware(197e12, 819e9),  # cloud.google.com/tpu/docs/v5e

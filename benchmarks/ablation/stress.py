@@ -1,4 +1,4 @@
-"""What becomes of the loop where its entropy is wrong: miscalibrated, biased, or estimated from the head."""
+"""Stress tests of the loop: miscalibrated logits, biased entropy, and entropy estimated from top-k."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 BIASES = (-1.0, 1.0)  # nats
 HEAD = 50  # logits that an estimator sees
 SCORED = 192
-# A bare choice of pages: no sink, no page but the newest for certain, no bound beside the mean key.
+# Page selection without guards: no sink, only the newest page always kept, no bound beside the mean key.
 BARE = Selection(
     "value", Rules(sink=0, recent=1, least=0, guard=0.0), dense_layers=0, page_size=FINE_PAGES.page_size
 )
@@ -28,7 +28,7 @@ BARE = Selection(
 
 @pytree
 class Biased:
-    """A controller that sees an entropy which is off by `bias` nats."""
+    """A controller that receives an entropy with a constant error of `bias` nats."""
 
     controller: Any
     bias: Any
@@ -43,14 +43,14 @@ class Biased:
 
 
 def scaled(material: Material, scale: float) -> ablation.Subject:
-    """The model with its logits multiplied: the norm before the output projection is."""
+    """The model with its logits multiplied, by way of the norm before the output projection."""
     params = dict(material.subject.params)
     params["norm"] = jax.tree.map(lambda x: x * scale, params["norm"])
     return material.subject._replace(params=params)
 
 
 def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
-    """Quality against dense attention, share read and entropy held, by scale of the logits and bias."""
+    """Quality against dense attention and kept fraction, by scale of the logits and bias of the entropy."""
     gains = material.gains
     texts = material.windows(4, context, 300 + seed)
     bounds = {
@@ -59,7 +59,7 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
     }
     guarded = Pruning(**bounds)
     bare = Pruning(**bounds, patience=0, smoothing=1.0, rate=1.0)
-    ways = {
+    arms = {
         "dense": (chain(), None),
         "guarded": (chain(Biased(guarded, 0.0)), FINE_PAGES),
         "bare": (chain(Biased(bare, 0.0)), BARE),
@@ -69,27 +69,27 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
         subject = scaled(material, scale)
         state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
         for bias in (0.0, *BIASES) if scale == 1.0 else (0.0,):
-            for name, (law, page_policy) in ways.items():
+            for name, (law, page_policy) in arms.items():
                 if law.controllers:
                     law = chain(Biased(law.controllers[0].controller, bias))
                 resumed = ablation.resume(state, law, page_policy)
-                found = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
+                outcome = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
                 rows.append(
                     {
-                        "way": name,
+                        "arm": name,
                         "scale": scale,
                         "bias": bias,
                         "seed": seed,
-                        "bits_per_byte": material.bits_per_byte(found.surprisal),
-                        "kept": float(found.kept[:, 1:].mean()),
-                        "unsteady": float(np.abs(np.diff(found.dropped_mass_limit, axis=1)).mean()),
+                        "bits_per_byte": material.bits_per_byte(outcome.surprisal),
+                        "kept": float(outcome.kept[:, 1:].mean()),
+                        "unsteady": float(np.abs(np.diff(outcome.dropped_mass_limit, axis=1)).mean()),
                     }
                 )
     return rows
 
 
 def held(material: Material, seed: int, quick: bool) -> list[Row]:
-    """How the laws of temperature hold the entropy when the logits are scaled."""
+    """How closely each temperature law holds the entropy when the logits are scaled."""
     tokens = 32 if quick else 128
     gains, rows = material.gains, []
     prompts = material.windows(4, 128, 400 + seed)
@@ -99,7 +99,7 @@ def held(material: Material, seed: int, quick: bool) -> list[Row]:
         for law in ("normalised", "paper") if quick else ("normalised", "integral", "exact", "paper"):
             setting = preset("micro", None, gains._replace(law=law))
             clips = gains.lowest_temperature, gains.highest_temperature
-            found = ablation.write(
+            outcome = ablation.write(
                 subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
             )
             rows.append(
@@ -107,44 +107,44 @@ def held(material: Material, seed: int, quick: bool) -> list[Row]:
                     "law": law,
                     "scale": scale,
                     "seed": seed,
-                    "error": found.error,
-                    "clipped": found.clipped,
-                    "temperature": found.temperature,
+                    "error": outcome.error,
+                    "clipped": outcome.clipped,
+                    "temperature": outcome.temperature,
                 }
             )
     return rows
 
 
 def estimators(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
-    """Exact entropy and estimates of it in the loop: agreement, what is read, quality, and time."""
+    """Exact entropy and its estimators in the loop: agreement, kept fraction, quality and time."""
     texts = material.windows(4, context, 600 + seed)
     state = ablation.read(material.subject, [t[:-SCORED] for t in texts], SCORED + 1)
     tails = [t[-SCORED:] for t in texts]
     full = material.preset("full")
     belief = material.subject.belief_temperature
 
-    def way(kind: str) -> Preset:
+    def with_estimator(kind: str) -> Preset:
         if kind == "exact":
             return full
         return full._replace(controller=chain(Estimated(full.controller, kind, HEAD, belief)))
 
-    ways = {kind: way(kind) for kind in ("exact", *(("upper",) if quick else ESTIMATORS))}
+    presets = {kind: with_estimator(kind) for kind in ("exact", *(("upper",) if quick else ESTIMATORS))}
     agreement = correlations(material, texts[: 1 if quick else 2])
     steps, repeat = 8, 3 if quick else 12
     single = ablation.read(material.subject, texts[:1], (repeat + 2) * steps)
-    states = {kind: set_up(single, setting) for kind, setting in ways.items()}
-    times = take_turns(dict.fromkeys(ways, material.subject), ways, states, context, steps, repeat)
+    states = {kind: set_up(single, setting) for kind, setting in presets.items()}
+    times = take_turns(dict.fromkeys(presets, material.subject), presets, states, context, steps, repeat)
     rows = []
-    for kind, setting in ways.items():
-        found = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)
-        mine = [r["milliseconds"] for r in times if r["preset"] == kind]
+    for kind, setting in presets.items():
+        outcome = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)
+        milliseconds = [r["milliseconds"] for r in times if r["preset"] == kind]
         rows.append(
             {
                 "estimator": kind,
                 "seed": seed,
-                "bits_per_byte": material.bits_per_byte(found.surprisal),
-                "kept": float(found.kept[:, 1:].mean()),
-                "milliseconds": float(np.median(mine)),
+                "bits_per_byte": material.bits_per_byte(outcome.surprisal),
+                "kept": float(outcome.kept[:, 1:].mean()),
+                "milliseconds": float(np.median(milliseconds)),
                 **agreement.get(kind, {"correlation": 1.0, "error": 0.0}),
             }
         )
@@ -165,11 +165,11 @@ def correlations(material: Material, texts: list[list[int]]) -> dict[str, dict[s
             kind: make(top) for kind, make in ESTIMATORS.items()
         }
 
-    for _, logits, wanted in teacher_forced(subject.decoder, subject.params, texts):
-        whole, parts = jax.device_get(measured(logits))
-        exact.append(whole[wanted >= 0])
+    for _, logits, targets in teacher_forced(subject.decoder, subject.params, texts):
+        exact_values, parts = jax.device_get(measured(logits))
+        exact.append(exact_values[targets >= 0])
         for kind, values in parts.items():
-            seen[kind].append(values[wanted >= 0])
+            seen[kind].append(values[targets >= 0])
     true = np.concatenate(exact)
     joined = {kind: np.concatenate(parts) for kind, parts in seen.items()}
     return {

@@ -1,12 +1,5 @@
-"""The memory bandwidth of this machine: the floor under every decoding step.
+"""Copy and read bandwidth of the memory, over arrays too large for any cache."""
 
-    python -m benchmarks.bandwidth [--threads 2] [--megabytes 512] [--repeat 8]
-
-prints one JSON object. *copy* counts the bytes read plus the bytes written, *read* the bytes read.
-"""
-
-import argparse
-import json
 import statistics
 import threading
 import time
@@ -14,10 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .worker import pin
 
-
-def together(work: Callable[[int], object], threads: int) -> float:
+def run_together(work: Callable[[int], object], threads: int) -> float:
     """Seconds from the moment `threads` threads start `work(index)` together until the last is done."""
     barrier = threading.Barrier(threads + 1)
 
@@ -39,10 +30,16 @@ def together(work: Callable[[int], object], threads: int) -> float:
 
 
 def measure(threads: int = 2, megabytes: int = 512, repeat: int = 8) -> dict[str, dict[str, float]]:
-    """Best and median bandwidth in bytes per second, over arrays of `megabytes` MiB shared by all threads.
+    """Measure the bandwidth of the memory.
 
-    `copy` is an array copied into another (bytes read + bytes written, the convention of STREAM); `read` is
-    the bitwise or of all words of an array, the cheapest thing that numpy vectorises and that only reads.
+    Args:
+        threads: how many copy at the same time; they share the arrays.
+        megabytes: size of each of the two arrays, in MiB.
+        repeat: measurements of each kind.
+
+    Returns:
+        Best and median, in bytes per second, of `copy`, one array into the other (bytes read + bytes written,
+        as STREAM counts), and of `read`, the bitwise or of all words of an array.
     """
     words = max(1, (megabytes << 20) // 8 // threads)
     source = [np.ones(words, np.int64) for _ in range(threads)]
@@ -57,22 +54,7 @@ def measure(threads: int = 2, megabytes: int = 512, repeat: int = 8) -> dict[str
 
     result = {}
     for name, work, moved in (("copy", copy, 2 * size), ("read", read, size)):
-        together(work, threads)
-        rates = [moved / together(work, threads) for _ in range(repeat)]
+        run_together(work, threads)
+        rates = [moved / run_together(work, threads) for _ in range(repeat)]
         result[name] = {"best": max(rates), "median": statistics.median(rates)}
     return result
-
-
-def main() -> None:
-    """Print the bandwidths as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=2, help="threads that copy at the same time")
-    parser.add_argument("--megabytes", type=int, default=512, help="size of each of the two arrays, in MiB")
-    parser.add_argument("--repeat", type=int, default=8, help="measurements of each kind")
-    arguments = parser.parse_args()
-    pin(arguments.threads)
-    print(json.dumps(measure(arguments.threads, arguments.megabytes, arguments.repeat)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
-"""The model of the decoding benchmark, and its weights in the form that each engine reads.
+"""Weights of the reference model (a Llama of 25M parameters) in the format of each engine.
 
-`directory / "huggingface"` is the original, in float32; the others are made from it.
+`directory / "huggingface"` is the original, in float32; the others are converted from it. Needs NumPy only,
+until something is converted.
 """
 
 import json
@@ -137,7 +138,13 @@ def write_gguf(directory: Path) -> None:
         partial.rename(directory / f"llamacpp-{kind}.gguf")
 
 
-CONVERSIONS: dict[str, tuple[str, Callable[[Path], None]]] = {  # what is there when it is done, and how
+def library_of(engine: str) -> str:
+    """The library that an engine's name stands for: the part before the first hyphen."""
+    return engine.partition("-")[0]
+
+
+# By library: the file or folder that a conversion makes, and the conversion.
+CONVERSIONS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "openvino": ("openvino", write_openvino),
     "llamacpp": ("llamacpp-f16.gguf", write_gguf),
 }

@@ -1,50 +1,15 @@
-"""Results as tables, in a terminal and in docs/results.md: in common, and of `benchmarks.decode`."""
+"""Tables of the decoding benchmark: tokens per second of each engine, beside the copy floor."""
 
-import argparse
-import datetime
-import json
-import os
-import platform
-import re
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
-ROOT = Path(__file__).resolve().parents[1]
-Grid = tuple[str, list[str], list[list[str]]]  # title, header, rows
+from ..harness.provenance import stamp
+from ..harness.tables import Table, markdown, print_tables
 
-
-def processor() -> str:
-    """The name of this machine's processor, as the operating system gives it."""
-    try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def machine(console: Console) -> dict[str, Any]:
-    """When and where it is measured, and how busy that is; warns if it is."""
-    load = os.getloadavg()[0]
-    if load > 0.5:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): these numbers will mislead[/yellow]")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": processor(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "load_average": load,
-    }
-
-
-def slug(name: str) -> str:
-    """A name as part of a file name: `Intel(R) Xeon(R) Processor` becomes `intel-xeon-processor`."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", name.lower())).strip("-")
+MEASURED_CODE = ("entropic_jax", "models")  # every module that a step of decoding runs
 
 
 def rate(value: float) -> str:
@@ -58,7 +23,7 @@ def floor(cell: dict[str, Any], results: dict[str, Any], kind: str = "best") -> 
 
 
 def rates(cell: dict[str, Any], engine: str, kind: str) -> str:
-    """Median tokens per second of an engine with the least and the greatest, or why there are none."""
+    """Median tokens per second of an engine with the range, or why there are none."""
     result = cell["engines"].get(engine, {})
     measured = result.get(f"{kind}_rate")
     if not measured:
@@ -81,26 +46,26 @@ def share(cell: dict[str, Any], engine: str, results: dict[str, Any], kind: str 
     return f"{measured['median'] / floor(cell, results, kind):.0%}"
 
 
-def grids(results: dict[str, Any]) -> list[Grid]:
+def tables(results: dict[str, Any]) -> list[Table]:
     """Speed of decoding, speed of prefill, and agreement, as text: one line for a cell."""
     cells = results["cells"]
     engines = [name for name in cells[0]["engines"] if name != "ours"]
-    named: Callable[[dict[str, Any]], list[str]] = lambda cell: [f"{cell['context']}", f"{cell['batch']}"]
     rows: dict[str, list[list[str]]] = {"decode": [], "prefill": [], "agreement": []}
     for cell in cells:
-        row = [*named(cell), f"{cell['bytes_per_step'] / 1e6:.0f}", rate(floor(cell, results))]
+        place = [f"{cell['context']}", f"{cell['batch']}"]
+        row = [*place, f"{cell['bytes_per_step'] / 1e6:.0f}", rate(floor(cell, results))]
         shares = [share(cell, "ours", results, kind) for kind in ("best", "median")]
         rows["decode"].append([*row, rates(cell, "ours", "decode"), *shares])
-        rows["prefill"].append([*named(cell), rates(cell, "ours", "prefill")])
+        rows["prefill"].append([*place, rates(cell, "ours", "prefill")])
         for name in engines:
             for kind in ("decode", "prefill"):
                 rows[kind][-1].append(f"{rates(cell, name, kind)} {ratio(cell, name, kind)}")
-        for name, found in cell["agreement"].get("engines", {}).items():
+        for name, comparison in cell["agreement"].get("engines", {}).items():
             reference = cell["agreement"]["reference"]
-            verdict = "the same" if found["first"] is None else f"first differ at {found['first']}"
-            where = "" if found["first"] is None else f", {found['rows']} of {cell['batch']} rows"
+            verdict = "the same" if comparison["first"] is None else f"first differ at {comparison['first']}"
+            extent = "" if comparison["first"] is None else f", {comparison['rows']} of {cell['batch']} rows"
             rows["agreement"].append(
-                [*named(cell), f"{name} and {reference}", f"{found['tokens']}", verdict + where]
+                [*place, f"{name} and {reference}", f"{comparison['tokens']}", verdict + extent]
             )
     return [
         (
@@ -152,23 +117,25 @@ def notes(results: dict[str, Any]) -> list[str]:
                     f"{place}: all rows have the same prompt; {', '.join(copied)} read it once and copied "
                     "its keys and values, so their prefill is that of one row."
                 )
-    for name, ways in details.items():
-        only = len(ways) == 1
+    for name, choices in details.items():
+        only = len(choices) == 1
         lines.append(
             f"{name}: "
-            + "; ".join(way if only else f"{way} at {', '.join(at)}" for way, at in ways.items())
+            + "; ".join(
+                choice if only else f"{choice} at {', '.join(places)}" for choice, places in choices.items()
+            )
             + "."
         )
     for cell in results["cells"]:
         for name, result in cell["engines"].items():
-            if "error" in result:
+            if "error" in result and not result.get("decode_rate"):
                 lines.append(f"{cell['context']} × {cell['batch']}, {name} failed: {result['error']}")
     return lines
 
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print one line for every engine in every cell, the agreement of the tokens, and the notes."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     names = ("tokens/s", "engine", "decode", "least–most", "floor", "ours ÷", "prefill", "ours ÷")
     for index, name in enumerate(names):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
@@ -184,71 +151,11 @@ def show(results: dict[str, Any], console: Console) -> None:
             row = "", name, decode, between.rstrip(")"), share(cell, name, results), over[0], prefill, over[1]
             table.add_row(*row, style="bold" if name == "ours" else "")
     console.print(table)
-    show_grids(grids(results)[-1:], notes(results), console)
+    print_tables(tables(results)[-1:], notes(results), console)
 
 
-def show_grids(grids: list[Grid], notes: list[str], console: Console) -> None:
-    """Print tables that have rows, and the notes under them."""
-    for title, header, rows in grids:
-        if rows:
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
-            for name in header:
-                table.add_column(name, overflow="fold")
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-    for line in notes:
-        console.print(line, highlight=False, markup=False)
-
-
-def markdown(grids: list[Grid], notes: list[str]) -> str:
-    """The same for a document."""
-    parts = []
-    for title, header, rows in grids:
-        if rows:
-            lines = [header, ["---:"] * len(header), *rows]
-            cells = ((cell.replace("|", "\\|") for cell in line) for line in lines)
-            parts.append(f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in cells))
-    parts.append("\n".join(f"- {line}" for line in notes))
-    return "\n\n".join(parts)
-
-
-def load_or_measure(
-    options: argparse.Namespace, name: str, measure: Callable[[], dict[str, Any]], place: str
-) -> dict[str, Any]:
-    """The results that `options.show` names, or those that are measured now and stored, small ones elsewhere.
-
-    `place` is the entry of the results that says where it was measured.
-    """
-    if options.show:
-        return json.loads(options.show.read_text())
-    results = measure()
-    folder = Path(tempfile.gettempdir()) if options.quick else ROOT / "benchmarks" / "results"
-    output = options.output or folder / f"{name}-{slug(results[place])}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print(f"results: {output}")
-    return results
-
-
-def publish(
-    options: argparse.Namespace, name: str, grids: list[Grid], notes: list[str], console: Console
-) -> None:
-    """Print tables, and put them into docs/results.md if `options.document`."""
-    show_grids(grids, notes, console)
-    if options.document:
-        write_section(ROOT / "docs" / "results.md", name, markdown(grids, notes))
-
-
-def write_section(document: Path, name: str, text: str) -> None:
-    """Put text between the markers of a section of a document; at its end, with markers, if it has none."""
-    begin, end = f"<!-- {name}: written by benchmarks.{name} -->", f"<!-- end of {name} -->"
-    section = f"{begin}\n\n{text.strip()}\n\n{end}"
-    old = document.read_text("utf-8") if document.exists() else ""
-    if begin in old and end in old:
-        before, _, rest = old.partition(begin)
-        new = before + section + rest.partition(end)[2]
-    else:
-        new = f"{old.rstrip()}\n\n{section}\n".lstrip()
-    document.parent.mkdir(parents=True, exist_ok=True)
-    document.write_text(new, "utf-8")
+def page_text(runs: list[dict[str, Any]]) -> str:
+    """The tables of several runs, one after another, as Markdown."""
+    return "\n\n".join(
+        markdown(tables(results), notes(results), stamp([results], MEASURED_CODE)) for results in runs
+    )

@@ -1,4 +1,4 @@
-"""Processor affinity: every engine of a comparison runs on the same cores. Needs the standard library only."""
+"""Processor affinity, so that all engines run on the same cores. Needs the standard library only."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Provenance of a measurement: the machine, the date and the commit, and whether the code has changed since."""
+"""Provenance of a measurement: machine, date and commit, and whether the code has changed since."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""Results as files and pages: raw measurements under `benchmarks/results`, their tables under `docs/results`."""
+"""Files of raw measurements (`benchmarks/results`) and pages with their tables (`docs/results`)."""
 
 import argparse
 import json

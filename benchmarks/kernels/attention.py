@@ -1,4 +1,4 @@
-"""Paged attention of one query per row: what it costs, dense and by lists, beside what others take."""
+"""Decode attention to paged keys: dense and by page lists, beside other implementations."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,13 +11,13 @@ import numpy as np
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention.quantised import Pool, Quantised, bytes_per_number, quantise
 
-from .kernels_timing import on_cpu, seconds
+from .timing import interleaved_seconds, on_cpu
 
 FRACTIONS = (1.0, 0.5, 0.25, 0.0625)  # of the pages of a row
 
 
 class Shape(NamedTuple):
-    """Of a batch; every row has `context` positions."""
+    """Sizes of a batch; every row has `context` positions."""
 
     rows: int
     kv_heads: int
@@ -29,18 +29,18 @@ class Shape(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Of a row."""
+        """Pages of a row."""
         return -(-self.context // self.page)
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, of all rows."""
+        """Bytes of the keys and values of all rows."""
         size = jnp.dtype(self.dtype).itemsize
         return 2 * self.rows * self.kv_heads * self.context * self.head_dim * size
 
 
 def shapes(quick: bool) -> list[Shape]:
-    """Those of the default device."""
+    """The shapes that the default device is measured at."""
     if on_cpu():
         return [Shape(2, 2, 1, 64, 512, 64, "float32") if quick else Shape(8, 8, 1, 64, 16384, 64, "float32")]
     if quick:
@@ -52,22 +52,22 @@ def shapes(quick: bool) -> list[Shape]:
 
 
 def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
-    """One entry for each shape, back end and share of the pages, and for each of the others."""
+    """One entry for each shape, back end and share of the pages, and for each alternative."""
     for shape in shapes(quick):
-        yield from of_shape(shape, repeat)
+        yield from measure_shape(shape, repeat)
 
 
-def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
-    """The same of one shape; all take turns."""
+def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
+    """The entries of one shape; all programs take turns."""
     q, keys, values, table = arrays(shape)
     last = jnp.full(shape.rows, shape.context, jnp.int32)
     first = jnp.zeros_like(last)
     programs: dict[str, Callable[[], Any]] = {}
     entries: dict[str, dict[str, Any]] = {}
-    for backend in accepted(q, keys, values, table, first, last):
+    for backend in accepting_backends(q, keys, values, table, first, last):
         decode = jax.jit(partial(paged_attention.decode, backend=backend))
         for fraction in FRACTIONS:
-            lists = listed(shape, fraction)
+            lists = random_page_lists(shape, fraction)
             kept = shape.pages if fraction == 1 else int(lists[1][0, 0])
             name = f"{backend} {fraction:g}"
             programs[name] = partial(decode, q, keys, values, table, *lists, first, last)
@@ -78,35 +78,35 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
         share = float(lengths.sum()) / (shape.rows * shape.context)
         entries[name] = {"engine": f"{backend}, ragged", "kept": share}
     for dtype in ("bfloat16", "int8") if on_cpu() else ("int8", "float8_e4m3fn"):
-        pools = [narrowed(pool, dtype) for pool in (keys, values)]
-        backend = accepted(q, *pools, table, first, last)[0]
+        pools = [cast_pool(pool, dtype) for pool in (keys, values)]
+        backend = accepting_backends(q, *pools, table, first, last)[0]
         decode = jax.jit(partial(paged_attention.decode, backend=backend))
         name = f"{backend}, {dtype}"
         programs[name] = partial(decode, q, *pools, table, None, None, first, last)
         smaller = bytes_per_number(dtype, shape.head_dim) / jnp.dtype(shape.dtype).itemsize
         entries[name] = {"engine": name, "kept": 1.0, "bytes": shape.bytes * smaller}
-    for name, other in others(shape, q, keys, values, table, last).items():
+    for name, other in alternatives(shape, q, keys, values, table, last).items():
         entries[name] = {"engine": name, "kept": 1.0}
         try:
             jax.block_until_ready(other())
             programs[name] = other
-        except Exception as error:  # an entry of the table: what others cannot do is no failure of ours
+        except Exception as error:  # becomes an entry of the table: an alternative may not support the shape
             entries[name]["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    measured = seconds(programs, repeat)
+    measured = interleaved_seconds(programs, repeat)
     for name, entry in entries.items():
         read = {"bytes": shape.bytes * entry["kept"]}
         yield {"shape": shape._asdict(), **read, **entry, "seconds": measured.get(name, [])}
 
 
-def accepted(q, keys, values, table, first, last) -> list[str]:
-    """The back ends that serve these arguments; of a GPU or TPU, the reference is not of interest."""
+def accepting_backends(q, keys, values, table, first, last) -> list[str]:
+    """The back ends that accept these arguments; on an accelerator only the first, not the reference."""
     reasons = paged_attention.DECODE.decline_reasons(q, keys, values, table, None, None, first, last)
-    found = [name for name, reason in reasons.items() if reason is None]
-    return found if on_cpu() else found[:1]
+    backends = [name for name, reason in reasons.items() if reason is None]
+    return backends if on_cpu() else backends[:1]
 
 
 def arrays(shape: Shape) -> tuple[jax.Array, ...]:
-    """Queries, the pools of a full batch, and a page table in no order."""
+    """Queries, page pools of a full batch, and a page table in random order."""
     keys = jax.random.split(jax.random.key(0), 3)
     pool = (shape.rows * shape.pages + 1, shape.kv_heads, shape.page, shape.head_dim)
     normal = lambda key, sizes: jax.random.normal(key, sizes, shape.dtype)
@@ -117,16 +117,16 @@ def arrays(shape: Shape) -> tuple[jax.Array, ...]:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def narrowed(pool: jax.Array, dtype: str) -> Pool:
-    """The same pool in fewer bits."""
+def cast_pool(pool: jax.Array, dtype: str) -> Pool:
+    """A page pool in a narrower dtype."""
     if dtype == "bfloat16":
         return pool.astype(dtype)
     tiles, scale = quantise(pool, dtype)
     return Quantised(tiles, scale[:, :, None])
 
 
-def listed(shape: Shape, fraction: float) -> tuple[Any, Any]:
-    """Lists of random pages of every row and head; none where every page is read."""
+def random_page_lists(shape: Shape, fraction: float) -> tuple[Any, Any]:
+    """Lists of random pages for every row and KV head; None if every page is read."""
     if fraction == 1:
         return None, None
     rng = np.random.default_rng(1)
@@ -142,29 +142,31 @@ def ragged(shape: Shape) -> jax.Array:
     return jnp.asarray(np.linspace(shape.context / 8, shape.context, shape.rows), jnp.int32)
 
 
-def others(shape: Shape, q, keys, values, table, last) -> dict[str, Callable[[], Any]]:
-    """Attention to contiguous keys and values, and the paged attention that JAX brings along."""
+def alternatives(shape: Shape, q, keys, values, table, last) -> dict[str, Callable[[], Any]]:
+    """Attention to contiguous keys and values, and the paged attention that comes with JAX."""
     tile = (shape.rows, shape.kv_heads, shape.context, shape.head_dim)
     k, v = (jax.random.normal(jax.random.key(i), tile, shape.dtype) for i in range(2))
-    found: dict[str, Callable[[], Any]] = {"contiguous einsum": partial(jax.jit(einsum), q, k, v)}
+    programs: dict[str, Callable[[], Any]] = {
+        "contiguous einsum": partial(jax.jit(einsum_attention), q, k, v)
+    }
     if jax.default_backend() == "gpu":
         flat = q.reshape(shape.rows, 1, -1, shape.head_dim)
         cudnn = jax.jit(partial(jax.nn.dot_product_attention, implementation="cudnn"))
-        found["cuDNN, contiguous"] = partial(cudnn, flat, k.swapaxes(1, 2), v.swapaxes(1, 2))
+        programs["cuDNN, contiguous"] = partial(cudnn, flat, k.swapaxes(1, 2), v.swapaxes(1, 2))
         pools = (keys.swapaxes(0, 1), values.swapaxes(0, 1))
-        found["bundled Triton"] = partial(bundled, flat[:, 0], *pools, table, last)
-    return found
+        programs["bundled Triton"] = partial(bundled_triton, flat[:, 0], *pools, table, last)
+    return programs
 
 
-def einsum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Dense attention of one query, as one writes it down."""
+def einsum_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Dense attention of one query as two einsums."""
     score = jnp.einsum("rkgd,rksd->rkgs", q, k, preferred_element_type=jnp.float32)
     weight = jax.nn.softmax(score, -1).astype(v.dtype)
     return jnp.einsum("rkgs,rksd->rkgd", weight, v, preferred_element_type=jnp.float32)
 
 
-def bundled(*arguments: jax.Array) -> jax.Array:
-    """The Triton kernel that JAX brings along, as long as it does."""
+def bundled_triton(*arguments: jax.Array) -> jax.Array:
+    """The paged-attention kernel in Triton that comes with JAX."""
     from jax.experimental.pallas.ops.gpu import paged_attention as module
 
     return jax.jit(module.paged_attention)(*arguments)

@@ -1,4 +1,4 @@
-"""Causal attention of many queries to paged keys: dense, by lists, and beside contiguous attention."""
+"""Prefill attention to paged keys: dense and by page lists, beside attention to contiguous keys."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from entropic_jax.pallas import paged_attention
 
-from .kernels_attention import Shape, arrays, listed
-from .kernels_timing import on_cpu, seconds
+from .attention import Shape, arrays, random_page_lists
+from .timing import interleaved_seconds, on_cpu
 
 FRACTIONS = (1.0, 0.25)  # of the pages before the queries
 
 
 def shapes(quick: bool) -> list[tuple[int, Shape]]:
-    """Those of the default device: how many queries, the last positions of one row, and the row."""
+    """Number of queries (the last positions of the row) and the row's shape, for the default device."""
     if on_cpu():
         small = (64, Shape(1, 2, 1, 64, 512, 64, "float32"))
         large = (512, Shape(1, 4, 2, 64, 8192, 64, "float32"))
@@ -34,39 +34,39 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
         q = jax.random.normal(jax.random.key(3), size, shape.dtype) * shape.head_dim**-0.5
         q, start = q.astype(shape.dtype), shape.context - queries
         first = jnp.zeros((1, queries), jnp.int32)
-        where = (first, jnp.full(1, start, jnp.int32), jnp.full(1, shape.context, jnp.int32))
+        bounds = (first, jnp.full(1, start, jnp.int32), jnp.full(1, shape.context, jnp.int32))
         programs, entries = {}, {}
-        reasons = paged_attention.PREFILL.decline_reasons(q, keys, values, table, None, None, *where)
-        served = [name for name, reason in reasons.items() if reason is None]
-        for backend in served if on_cpu() else served[:1]:
+        reasons = paged_attention.PREFILL.decline_reasons(q, keys, values, table, None, None, *bounds)
+        backends = [name for name, reason in reasons.items() if reason is None]
+        for backend in backends if on_cpu() else backends[:1]:
             prefill = jax.jit(partial(paged_attention.prefill, backend=backend))
             for fraction in FRACTIONS:
-                lists, kept = listed_before(shape, start, fraction)
+                lists, kept = prefill_page_lists(shape, start, fraction)
                 name = f"{backend} {fraction:g}"
-                programs[name] = partial(prefill, q, keys, values, table, *lists, *where)
+                programs[name] = partial(prefill, q, keys, values, table, *lists, *bounds)
                 entries[name] = {"engine": backend, "kept": kept}
         tile = (1, shape.context, shape.kv_heads, shape.head_dim)
         k, v = (jax.random.normal(jax.random.key(i), tile, shape.dtype) for i in range(2))
         flat = q.reshape(1, -1, queries, shape.head_dim).swapaxes(1, 2)
         mask = jnp.arange(shape.context) <= start + jnp.arange(queries)[:, None]
-        whole = jax.jit(partial(jax.nn.dot_product_attention, scale=1.0, mask=mask[None, None]))
-        programs["contiguous"] = partial(whole, flat, k, v)
+        attend = jax.jit(partial(jax.nn.dot_product_attention, scale=1.0, mask=mask[None, None]))
+        programs["contiguous"] = partial(attend, flat, k, v)
         entries["contiguous"] = {"engine": "jax.nn.dot_product_attention, contiguous", "kept": 1.0}
-        measured = seconds(programs, repeat)
+        measured = interleaved_seconds(programs, repeat)
         row = {name: x for name, x in shape._asdict().items() if name != "rows"}
         for name, entry in entries.items():
             read = {"bytes": shape.bytes * entry["kept"]}
             yield {"shape": {"queries": queries, **row}, **read, **entry, "seconds": measured[name]}
 
 
-def listed_before(shape: Shape, start: int, fraction: float) -> tuple[tuple[Any, Any], float]:
-    """Lists of every page of the queries and of random ones before; and the share of the pages they have."""
+def prefill_page_lists(shape: Shape, start: int, fraction: float) -> tuple[tuple[Any, Any], float]:
+    """Page lists with all pages of the queries and random earlier ones; and their share of all pages."""
     if fraction == 1:
         return (None, None), 1.0
-    index, count = listed(shape._replace(context=start), fraction)
-    here = jnp.arange(start // shape.page, shape.pages, dtype=jnp.int32)
+    index, count = random_page_lists(shape._replace(context=start), fraction)
+    query_pages = jnp.arange(start // shape.page, shape.pages, dtype=jnp.int32)
     kept = int(count[0, 0])
-    rows = (*index.shape[:2], here.size)
-    index = jnp.concatenate([index[..., :kept], jnp.broadcast_to(here, rows)], -1)
+    rows = (*index.shape[:2], query_pages.size)
+    index = jnp.concatenate([index[..., :kept], jnp.broadcast_to(query_pages, rows)], -1)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, shape.pages - index.shape[-1])))
-    return (index, count + here.size), (kept + here.size) / shape.pages
+    return (index, count + query_pages.size), (kept + query_pages.size) / shape.pages

@@ -1,4 +1,4 @@
-"""The choice of pages: what it costs beside the dense read that it is to save."""
+"""Page selection from summaries, beside the dense attention whose reads it saves."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import Rules, Summary
 
-from .kernels_attention import Shape, arrays, shapes
-from .kernels_timing import on_cpu, seconds
+from .attention import Shape, arrays, shapes
+from .timing import interleaved_seconds, on_cpu
 
 
 def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
-    """Dense attention, then the choice by each back end; they take turns."""
+    """Entries of dense attention and of page selection by each back end; they take turns."""
     for shape in shapes(quick):
-        yield from of_shape(shape, repeat)
+        yield from measure_shape(shape, repeat)
 
 
-def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
-    """The same of one shape."""
+def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
+    """The entries of one shape."""
     q, keys, values, table = arrays(shape)
     last = jnp.full(shape.rows, shape.context, jnp.int32)
     dense = jax.jit(partial(paged_attention.decode, backend=None))
@@ -30,17 +30,17 @@ def of_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     summary = Summary(wide.min(2), wide.max(2), wide.sum(2))
     information = jnp.ones(keys.shape[:2], jnp.float32)
     dropped_mass_limit = jnp.full(shape.rows, 0.1, jnp.float32)
-    given = (q, summary, information, table, last, dropped_mass_limit)
+    arguments = (q, summary, information, table, last, dropped_mass_limit)
     read = 3 * 4 * shape.rows * shape.kv_heads * shape.pages * shape.head_dim
-    reasons = paged_attention.CHOOSE.decline_reasons(*given, shape.page, Rules())
+    reasons = paged_attention.CHOOSE.decline_reasons(*arguments, shape.page, Rules())
     names = [name for name, reason in reasons.items() if reason is None]
     for name in names if on_cpu() else names[:1]:
         choose = jax.jit(partial(_choose, name, shape.page))
-        programs[f"choice, {name}"] = partial(choose, *given)
-    for name, measured in seconds(programs, repeat).items():
+        programs[f"page selection, {name}"] = partial(choose, *arguments)
+    for name, measured in interleaved_seconds(programs, repeat).items():
         size = shape.bytes if name.startswith("dense") else read
         yield {"shape": shape._asdict(), "engine": name, "bytes": size, "seconds": measured}
 
 
-def _choose(backend: str, page: int, *given: Any) -> Any:
-    return paged_attention.choose(*given, page, Rules(), backend=backend)
+def _choose(backend: str, page: int, *arguments: Any) -> Any:
+    return paged_attention.choose(*arguments, page, Rules(), backend=backend)

@@ -1,4 +1,4 @@
-"""A step of decoding with the shape of Llama 3.1 8B and random weights, with and without control."""
+"""Decoding step of a model with the shape of Llama 3.1 8B and random weights, with and without control."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from entropic_jax.analysis.ablation import Subject
 from entropic_jax.control.presets import Preset, preset
 from entropic_jax.models.decoder import Decoder, structure
 
-from .kernels_timing import CALLS, clocked, on_cpu, traced
+from .timing import CALLS, device_seconds, on_cpu, wall_seconds
 
 EIGHT_BILLION: dict[str, Any] = {
     "vocab_size": 128256,
@@ -40,7 +40,7 @@ PRESETS = ("off", "full")
 
 
 def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
-    """One entry for each context and preset; nothing on a CPU, but for a quick try."""
+    """One entry for each context and preset; none on a CPU unless `quick`."""
     if on_cpu() and not quick:
         return
     contexts = [256] if quick else [8192, 131072]
@@ -50,14 +50,14 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
     weights -= subject.params["embed_tokens"]["weight"].nbytes  # of which a row is read
     for context in contexts:
         for name in PRESETS:
-            way = preset(name)
-            state = random_context(subject, way, context, room)
+            setting = preset(name)
+            state = random_context(subject, setting, context, room)
             keys = state.cache.layers[0].keys
             held = 2 * len(state.cache.layers) * context * keys.shape[1] * keys.shape[3] * keys.dtype.itemsize
-            launch = Launch(subject, way, state)
+            launch = Launch(subject, setting, state)
             launch()  # compiles
-            take = clocked if on_cpu() else traced
-            measured = [take(launch) / STEPS for _ in range(repeat)]
+            clock = wall_seconds if on_cpu() else device_seconds
+            measured = [clock(launch) / STEPS for _ in range(repeat)]
             yield {
                 "shape": {"context": context, "rows": 1, "dtype": str(keys.dtype)},
                 "engine": name,
@@ -69,19 +69,19 @@ def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:
 
 
 class Launch:
-    """A launch of `STEPS` steps that goes on where the last one ended."""
+    """A launch of `STEPS` steps that continues from the state of the one before."""
 
-    def __init__(self, subject: Subject, way: Preset, state: Any) -> None:
-        self.subject, self.way, self.state, self.kept = subject, way, state, 1.0
+    def __init__(self, subject: Subject, setting: Preset, state: Any) -> None:
+        self.subject, self.setting, self.state, self.kept = subject, setting, state, 1.0
 
     def __call__(self) -> Any:
-        self.state, trace, _ = ablation.launch(self.subject, self.way, self.state, STEPS)
+        self.state, trace, _ = ablation.launch(self.subject, self.setting, self.state, STEPS)
         self.kept = float(trace.kept_fraction[trace.emitted].mean())
         return self.state.token
 
 
 def random_model(sizes: dict[str, Any], context: int) -> Subject:
-    """A model with random weights, made where it is used."""
+    """A model with random weights, made on the default device."""
     config = models.Config("LlamaForCausalLM", **sizes, max_position_embeddings=context)
     dtype = "float32" if on_cpu() else "bfloat16"
     leaves, tree = jax.tree.flatten(structure(config)[1])
@@ -99,21 +99,21 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.random.normal(key, shape, dtype) / jnp.asarray(math.sqrt(shape[0]), dtype)
 
 
-def random_context(subject: Subject, way: Preset, context: int, room: int) -> Any:
-    """A state whose cache holds `context` positions of random keys and values: only their number matters."""
-    page_size = way.page_policy.page_size if way.page_policy and on_cpu() else None
+def random_context(subject: Subject, setting: Preset, context: int, room: int) -> Any:
+    """A state whose KV cache holds `context` positions of random keys and values."""
+    page_size = setting.page_policy.page_size if setting.page_policy and on_cpu() else None
     dtype = "float32" if on_cpu() else "bfloat16"
     pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)
     state = start(
         subject.decoder,
         subject.params,
-        way.controller,
+        setting.controller,
         pool,
         [[1]],
         key=jax.random.key(0),
         max_tokens=context + room,
         sample=parameters(1, temperature=0.0),
-        page_policy=way.page_policy,
+        page_policy=setting.page_policy,
     )
     layers = []
     for number, layer in enumerate(state.cache.layers):

@@ -1,4 +1,4 @@
-"""Seconds of a program: on the clock of a CPU, by the profiler on an accelerator."""
+"""Timing of compiled programs: wall-clock time on a CPU, the profiler's device time on an accelerator."""
 
 import statistics
 import tempfile
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import bandwidth
+from ..bandwidth.measure import measure as measure_bandwidth
 
 CALLS = 5  # in one trace
 
@@ -20,27 +20,27 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def seconds(programs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of each program, `repeat` times; they take turns. The first call of each is not counted."""
+def interleaved_seconds(programs: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of `repeat` calls of each program. The programs take turns; a first call is not counted."""
     measured: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(-1, repeat):
+    for repetition in range(-1, repeat):
         for name, program in programs.items():
-            if turn < 0:
+            if repetition < 0:
                 jax.block_until_ready(program())
             else:
-                measured[name].append(clocked(program) if on_cpu() else traced(program))
+                measured[name].append(wall_seconds(program) if on_cpu() else device_seconds(program))
     return measured
 
 
-def clocked(program: Callable[[], Any]) -> float:
-    """Seconds until the result of a call is there."""
+def wall_seconds(program: Callable[[], Any]) -> float:
+    """Seconds until the result of a call is ready."""
     begin = time.perf_counter()
     jax.block_until_ready(program())
     return time.perf_counter() - begin
 
 
-def traced(program: Callable[[], Any], calls: int = CALLS) -> float:
-    """Seconds in which the device was busy, per call, as its profiler saw it; nothing of the host."""
+def device_seconds(program: Callable[[], Any], calls: int = CALLS) -> float:
+    """Seconds per call in which the device was busy, by JAX's profiler; the host's time is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
@@ -57,10 +57,10 @@ def traced(program: Callable[[], Any], calls: int = CALLS) -> float:
         ]
     if not spans:
         raise RuntimeError("the profiler saw nothing on the device")
-    return covered(spans) / calls / 1e9
+    return union_length(spans) / calls / 1e9
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals."""
     total, reach = 0.0, float("-inf")
     for begin, end in sorted(spans):
@@ -72,8 +72,11 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def copy_bandwidth(quick: bool) -> dict[str, float]:
     """Bytes read and written per second by a large copy, best and median, on the default device."""
     if on_cpu():
-        return bandwidth.measure(2, 64 if quick else 512, 2 if quick else 8)["copy"]
+        return measure_bandwidth(2, 64 if quick else 512, 2 if quick else 8)["copy"]
     x = jnp.ones((1 << 20 if quick else 1 << 30,), jnp.float32)
     program = jax.jit(lambda x: x + 1)
-    rates = [2 * x.nbytes / t for t in seconds({"copy": lambda: program(x)}, 3 if quick else 10)["copy"]]
+    rates = [
+        2 * x.nbytes / t
+        for t in interleaved_seconds({"copy": lambda: program(x)}, 3 if quick else 10)["copy"]
+    ]
     return {"best": max(rates), "median": statistics.median(rates)}

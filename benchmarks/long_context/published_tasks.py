@@ -137,77 +137,79 @@ def characters(text: str) -> list[str]:
     return [c for c in text.lower() if c.isalnum()]
 
 
-def f1(said: list[str], wanted: list[str]) -> float:
+def f1(answer: list[str], expected: list[str]) -> float:
     """Harmonic mean of precision and recall over a bag of words."""
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+    common = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * common / (len(answer) + len(expected)) if common else 0.0
 
 
-def rouge(said: list[str], wanted: list[str]) -> float:
+def rouge(answer: list[str], expected: list[str]) -> float:
     """ROUGE-L: the F-measure of the longest common subsequence."""
-    row = [0] * (len(wanted) + 1)
-    for a in said:
+    row = [0] * (len(expected) + 1)
+    for a in answer:
         before = 0
-        for j, b in enumerate(wanted):
+        for j, b in enumerate(expected):
             before, row[j + 1] = row[j + 1], before + 1 if a == b else max(row[j], row[j + 1])
-    return 2 * row[-1] / (len(said) + len(wanted)) if row[-1] else 0.0
+    return 2 * row[-1] / (len(answer) + len(expected)) if row[-1] else 0.0
 
 
-def number(said: str, wanted: str) -> float:
-    """Whether the first number said is the one wanted."""
-    first, right = (re.search(r"-?\d+(\.\d+)?", text.replace(",", "")) for text in (said, wanted))
+def number(answer: str, expected: str) -> float:
+    """Whether the first number in the answer is the expected one."""
+    first, right = (re.search(r"-?\d+(\.\d+)?", text.replace(",", "")) for text in (answer, expected))
     return float(bool(first and right) and float(first[0]) == float(right[0]))  # type: ignore[index]
 
 
-def classes(said: str, wanted: str, known: Sequence[str]) -> float:
-    """One over the number of classes named, if the right one is; inside a longer one does not count."""
-    named = [c for c in known if c in said]
+def classes(answer: str, expected: str, known: Sequence[str]) -> float:
+    """1 / number of classes named, if the right one is among them; parts of longer ones do not count."""
+    named = [c for c in known if c in answer]
     named = [c for c in named if not any(c != other and c in other for other in named)]
-    return 1 / len(named) if wanted in named else 0.0
+    return 1 / len(named) if expected in named else 0.0
 
 
-def choice(said: str, wanted: str, options: Sequence[str]) -> float:
+def choice(answer: str, expected: str, options: Sequence[str]) -> float:
     """Whether the first letter that stands alone, or else the text, is that of the right option."""
     letters = string.ascii_uppercase[: len(options)]
-    right = letters[options.index(wanted)] if wanted in options else wanted
-    first = re.search(rf"\b([{letters}])\b", said) if letters else None
-    return float(first[1] == right if first else wanted.lower() in said.lower())
+    right = letters[options.index(expected)] if expected in options else expected
+    first = re.search(rf"\b([{letters}])\b", answer) if letters else None
+    return float(first[1] == right if first else expected.lower() in answer.lower())
 
 
-def sequence(said: str, wanted: str) -> float:
-    """The share of the numbers wanted that are said before the first wrong one."""
-    theirs, ours = (re.findall(r"-?\d+", text) for text in (wanted, said))
+def sequence(answer: str, expected: str) -> float:
+    """The share of the expected numbers that come before the first wrong one."""
+    theirs, ours = (re.findall(r"-?\d+", text) for text in (expected, answer))
     same = 0
     while same < min(len(theirs), len(ours)) and theirs[same] == ours[same]:
         same += 1
     return same / len(theirs) if theirs else 0.0
 
 
-def score(item: Item, said: str) -> float:
+def score(item: Item, answer: str) -> float:
     """How good an answer is, in [0, 1]: against the best of the item's answers."""
     measure = KINDS[item.task].measure
     if measure in ("classes", "f1") and item.task in ("trec", "lsht", "triviaqa"):
-        said = said.strip().partition("\n")[0]  # after its answer, a model goes on with examples of its own
+        answer = answer.strip().partition("\n")[
+            0
+        ]  # after its answer, a model goes on with examples of its own
     if measure == "edit":  # of the first line that is code
-        lines = [x for x in said.splitlines() if x.strip() and not x.strip().startswith(("#", "//", "```"))]
-        said = lines[0].strip() if lines else ""
+        lines = [x for x in answer.splitlines() if x.strip() and not x.strip().startswith(("#", "//", "```"))]
+        answer = lines[0].strip() if lines else ""
     if measure == "sequence":
-        return sequence(said, " ".join(item.answers))
-    return max(_one(measure, item, said, wanted) for wanted in item.answers)
+        return sequence(answer, " ".join(item.answers))
+    return max(_one(measure, item, answer, expected) for expected in item.answers)
 
 
-def _one(measure: str, item: Item, said: str, wanted: str) -> float:
+def _one(measure: str, item: Item, answer: str, expected: str) -> float:
     split = characters if measure.endswith("characters") else words
     if measure.startswith("f1"):
-        return f1(split(said), split(wanted))
+        return f1(split(answer), split(expected))
     if measure.startswith("rouge"):
-        return rouge(split(said), split(wanted))
+        return rouge(split(answer), split(expected))
     if measure == "classes":
-        return classes(said, wanted, item.classes)
+        return classes(answer, expected, item.classes)
     if measure == "choice":
-        return choice(said, wanted, item.classes)
+        return choice(answer, expected, item.classes)
     if measure == "number":
-        return number(said, wanted)
+        return number(answer, expected)
     if measure == "edit":
-        return difflib.SequenceMatcher(None, said, wanted.strip()).ratio()
-    return float(wanted.strip() in said)
+        return difflib.SequenceMatcher(None, answer, expected.strip()).ratio()
+    return float(expected.strip() in answer)

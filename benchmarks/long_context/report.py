@@ -6,8 +6,9 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
-from .report import Grid
+from ..harness.tables import Table
 
+MEASURED_CODE = ("entropic_jax", "models")
 Rows = list[dict[str, Any]]
 
 
@@ -24,14 +25,14 @@ def nats(answers: Rows) -> float:
     return statistics.fmean(a["surprisal"] for a in answers)
 
 
-def quality(rows: Rows) -> Grid:
+def quality(rows: Rows) -> Table:
     lines = []
-    for (context,), some in split(rows, "context"):
-        dense = next((r for r in some if r["method"] == "dense"), None)
-        for (budget, name), (mine, *_) in split(some, "budget", "method"):
-            answers = mine["answers"]
+    for (context,), selected in split(rows, "context"):
+        dense = next((r for r in selected if r["method"] == "dense"), None)
+        for (budget, name), (cell, *_) in split(selected, "budget", "method"):
+            answers = cell["answers"]
             first, later = ([a for a in answers if a["asked"] == when] for when in ("first", "later"))
-            part = lambda field, mine=mine, dense=dense: f"{mine[field] / dense[field]:.2f}" if dense else "–"
+            part = lambda field, cell=cell, dense=dense: f"{cell[field] / dense[field]:.2f}" if dense else "–"
             lines.append(
                 [
                     str(context),
@@ -48,27 +49,27 @@ def quality(rows: Rows) -> Grid:
     return "Questions answered, and attention's cost as a part of dense", head, lines
 
 
-def by_task(rows: Rows) -> Grid:
+def by_task(rows: Rows) -> Table:
     longest = max((r["context"] for r in rows), default=0)
-    some = [r for r in rows if r["context"] == longest]
-    names = list(dict.fromkeys(a["task"] for r in some for a in r["answers"]))
+    selected = [r for r in rows if r["context"] == longest]
+    names = list(dict.fromkeys(a["task"] for r in selected for a in r["answers"]))
     lines = []
-    for (budget, method), (mine, *_) in split(some, "budget", "method"):
+    for (budget, method), (cell, *_) in split(selected, "budget", "method"):
         cells = []
         for task in names:
-            answers = [a for a in mine["answers"] if a["task"] == task]
+            answers = [a for a in cell["answers"] if a["task"] == task]
             share = statistics.fmean(a["right"] for a in answers)
             cells.append(f"{100 * share:.0f} · {nats(answers):.2f}")
         lines.append(["" if budget is None else str(budget), method, *cells])
     return f"By task at {longest} tokens: % answered · nats per token", ["budget", "method", *names], lines
 
 
-def speed(rows: Rows) -> Grid:
+def speed(rows: Rows) -> Table:
     lines = []
-    for (context,), some in split(rows, "context"):
-        times = {name: [r["seconds"] for r in mine] for (name,), mine in split(some, "method")}
-        for (name,), mine in split(some, "method"):
-            middle = lambda field, mine=mine: statistics.median(r[field] for r in mine)
+    for (context,), selected in split(rows, "context"):
+        times = {name: [r["seconds"] for r in runs] for (name,), runs in split(selected, "method")}
+        for (name,), runs in split(selected, "method"):
+            middle = lambda field, runs=runs: statistics.median(r[field] for r in runs)
             over = statistics.median(times["dense"]) / middle("seconds") if "dense" in times else None
             lines.append(
                 [
@@ -78,14 +79,14 @@ def speed(rows: Rows) -> Grid:
                     f"{middle('token_seconds'):.2f}",
                     "–" if over is None else f"{over:.2f}×",
                     f"{middle('held_bytes') / 1e6:.0f}",
-                    str(len(mine)),
+                    str(len(runs)),
                 ]
             )
     head = ["context", "method", "prompt, s", "128 tokens, s", "dense ÷ it, all", "MB held", "runs"]
     return "Time end to end, 25M parameters with random weights, one sequence", head, lines
 
 
-def files(cells: dict[str, Any]) -> Grid:
+def files(cells: dict[str, Any]) -> Table:
     lines = []
     for key, cell in cells.items():
         if key.startswith("files/"):
@@ -94,15 +95,15 @@ def files(cells: dict[str, Any]) -> Grid:
     return "Files", ["file", "budget", "method", "score", "items"], lines
 
 
-def grids(results: dict[str, Any]) -> list[Grid]:
+def tables(results: dict[str, Any]) -> list[Table]:
     cells = results["cells"]
     of = lambda study: [c for c in cells.values() if c.get("study") == study]
-    found = []
+    made = []
     if of("quality"):
-        found += [quality(of("quality")), by_task(of("quality"))]
+        made += [quality(of("quality")), by_task(of("quality"))]
     if of("speed"):
-        found.append(speed(of("speed")))
-    return [*found, files(cells)]
+        made.append(speed(of("speed")))
+    return [*made, files(cells)]
 
 
 NOTES = """
@@ -123,5 +124,5 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    here = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
-    return [here, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+    run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
+    return [run, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]

@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A prompt that ends where the first answer begins, and the text after it, with the places of answers."""
+    """A prompt that ends where the first answer begins, and the text after it with the answers marked."""
 
     prompt: list[int]
     tail: list[int]

@@ -1,9 +1,8 @@
-"""A small part of Python, run by walking its syntax tree: what a model wrote is checked without running it.
+"""Interpreter of a small subset of Python, which evaluates what a model wrote without executing it.
 
-It has numbers, strings, tuples, lists, sets and dicts, operators, functions, loops, conditions,
-comprehensions, assertions, some functions and methods of the language, and nothing that reaches out of it: no
-import, no attribute but the methods listed, no file. Work is counted and bounded. What it does not know is
-`Unknown`.
+The subset has numbers, strings, tuples, lists, sets and dicts, operators, functions, loops, conditions,
+comprehensions, assertions, and some built-in functions and methods. It has no imports, no attributes but the
+methods listed, and no files. The number of steps is bounded. Code outside of the subset raises `Unknown`.
 """
 
 # ruff: noqa: N802, N815, N818 (methods are named after the nodes of the tree; not every exception is an error)
@@ -18,7 +17,7 @@ LONGEST = 10_000  # items of a container or characters, and bits of an integer
 
 
 class Unknown(Exception):
-    """Code that is not of the small part, or asks for too much."""
+    """Code outside of the subset, or beyond its bounds."""
 
 
 class _Return(Exception):
@@ -130,13 +129,13 @@ class _Machine:
         parameters = [a.arg for a in plain.args]
         defaults = [self.value(d, scope) for d in plain.defaults]
 
-        def call(*given: Any, **named: Any) -> Any:
-            own = dict(zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True))
-            own |= dict(zip(parameters, given, strict=False)) | named
-            if len(given) > len(parameters) or set(own) != set(parameters):
+        def call(*arguments: Any, **named: Any) -> Any:
+            scope_of_call = dict(zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True))
+            scope_of_call |= dict(zip(parameters, arguments, strict=False)) | named
+            if len(arguments) > len(parameters) or set(scope_of_call) != set(parameters):
                 raise TypeError(f"{node.name}: wrong arguments")
             try:
-                self.block(node.body, {**scope, **own, node.name: call})
+                self.block(node.body, {**scope, **scope_of_call, node.name: call})
             except _Return as returned:
                 return returned.value
             return None
@@ -290,14 +289,14 @@ class _Machine:
             function = self.value(node.func, scope)
         if any(isinstance(a, ast.Starred) for a in node.args) or any(k.arg is None for k in node.keywords):
             raise Unknown("unpacking")
-        given = [self.value(a, scope) for a in node.args]
-        if any(isinstance(x, range) and len(x) > LONGEST for x in given):
+        arguments = [self.value(a, scope) for a in node.args]
+        if any(isinstance(x, range) and len(x) > LONGEST for x in arguments):
             raise Unknown("too long")
-        return function(*given, **{str(k.arg): self.value(k.value, scope) for k in node.keywords})
+        return function(*arguments, **{str(k.arg): self.value(k.value, scope) for k in node.keywords})
 
     def of_Lambda(self, node: ast.Lambda, scope: dict[str, Any]) -> Any:
         names = [a.arg for a in node.args.args]
-        return lambda *given: self.value(node.body, {**scope, **dict(zip(names, given, strict=True))})
+        return lambda *arguments: self.value(node.body, {**scope, **dict(zip(names, arguments, strict=True))})
 
     def of_ListComp(self, node: ast.ListComp, scope: dict[str, Any]) -> Any:
         return [self.value(node.elt, s) for s in self.scopes(node.generators, scope)]
@@ -318,7 +317,7 @@ class _Machine:
             return
         for item in self.value(parts[0].iter, scope):
             self.count()
-            own = dict(scope)
-            self.bind(parts[0].target, item, own)
-            if all(self.value(test, own) for test in parts[0].ifs):
-                yield from self.scopes(parts[1:], own)
+            scope_of_call = dict(scope)
+            self.bind(parts[0].target, item, scope_of_call)
+            if all(self.value(test, scope_of_call) for test in parts[0].ifs):
+                yield from self.scopes(parts[1:], scope_of_call)

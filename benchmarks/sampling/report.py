@@ -1,12 +1,13 @@
-"""The tables of `benchmarks.sampling`."""
+"""Tables of the benchmark of samplers."""
 
 from typing import Any
 
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
-from .report import Grid
+from ..harness.tables import Table
 
+MEASURED_CODE = ("entropic_jax", "models")
 Rows = list[dict[str, Any]]
 
 
@@ -19,61 +20,62 @@ def per_cent(values: list[float]) -> str:
     return f"{100 * sum(values) / len(values):.1f} ({100 * low:.1f} … {100 * high:.1f})"
 
 
-def overall(results: dict[str, Any]) -> Grid:
+def overall(results: dict[str, Any]) -> Table:
     """Quality and cost in one table."""
-    base = next((r["way"] for r in results["tasks"]), None)
+    base = next((r["sampler"] for r in results["tasks"]), None)
     lines = []
     cost = lambda rows: sum(r["seconds"] for r in rows)
-    first = cost([r for r in results["tasks"] if r["way"] == base])
-    for (name,), mine in split(results["tasks"], "way"):
-        right = sum(solved(mine))
-        free = [r for r in results["texts"] if r["way"] == name]
+    first = cost([r for r in results["tasks"] if r["sampler"] == base])
+    for (name,), selected in split(results["tasks"], "sampler"):
+        right = sum(solved(selected))
+        free_texts = [r for r in results["texts"] if r["sampler"] == name]
         each = lambda total: f"{total / right:.3g}" if right else "—"
         line = [
             name,
-            per_cent(solved(mine)),
-            each(sum(r["tokens"] for r in mine)),
-            each(cost(mine)),
-            f"{cost(mine) / first:.2f}",
+            per_cent(solved(selected)),
+            each(sum(r["tokens"] for r in selected)),
+            each(cost(selected)),
+            f"{cost(selected) / first:.2f}",
         ]
-        if free:
+        if free_texts:
+            loops = [loop for r in free_texts for loop in r["loops"]]
             line += [
-                f"{sum(r['distinct_4'] for r in free) / len(free):.3f}",
-                f"{100 * sum(sum(r['loops']) for r in free) / sum(len(r['loops']) for r in free):.0f}",
-                f"{1e3 * cost(free) / sum(r['tokens'] for r in free):.2f}",
+                f"{sum(r['distinct_4'] for r in free_texts) / len(free_texts):.3f}",
+                f"{100 * sum(loops) / len(loops):.0f}",
+                f"{1e3 * cost(free_texts) / sum(r['tokens'] for r in free_texts):.2f}",
             ]
         lines.append([*line, *[""] * (8 - len(line))])
     head = ["sampler", "pass@1, % (95 %)", "tokens/solved", "s/solved", f"time ÷ {base}"]
     return "Quality and cost", [*head, "distinct-4", "loops, %", "ms/token, free text"], lines
 
 
-def by_kind(results: dict[str, Any]) -> Grid:
-    """Where it is solved."""
+def by_kind(results: dict[str, Any]) -> Table:
+    """Share of tasks solved, by kind."""
     kinds = [kind for (kind,), _ in split(results["tasks"], "kind")]
     lines = []
-    for (name,), mine in split(results["tasks"], "way"):
+    for (name,), selected in split(results["tasks"], "sampler"):
         shares = []
         for kind in kinds:
-            values = solved([r for r in mine if r["kind"] == kind])
+            values = solved([r for r in selected if r["kind"] == kind])
             shares.append(f"{100 * sum(values) / len(values):.0f}" if values else "")
         lines.append([name, *shares])
     return "Solved, %, by kind of task", ["sampler", *kinds], lines
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    counted = [r for r in results["tasks"] if r["way"] == results["tasks"][0]["way"]]
+    counted = [r for r in results["tasks"] if r["sampler"] == results["tasks"][0]["sampler"]]
     tasks = sum(len(r["solved"]) for r in counted)
     settings = results["settings"]
-    where = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}"
-    found = f"""{where}; {tasks} tasks for each sampler, {settings["rows"]} at a time, the same for all.
+    run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}"
+    sentences = f"""{run}; {tasks} tasks for each sampler, {settings["rows"]} at a time, the same for all.
 Recall (key_value, needle, variable, definition): a fact among six, then source, then the question.
-Assertions (assignment, lookup): what is written is parsed, not executed.
-Tokens: all that were computed, those taken back and those of branches left included.
-Seconds: on the clock, reading the prompts included, compilation not.
+Assertions (assignment, lookup): the text is parsed and evaluated, never executed.
+Tokens: all that were computed, including those of discarded branches.
+Seconds: wall-clock time, prefill included, compilation excluded.
 Free text: after 128 tokens of held-out source; a loop repeats up to 40 tokens three times at the end."""
-    return found.split("\n")
+    return sentences.split("\n")
 
 
-def grids(results: dict[str, Any]) -> list[Grid]:
+def tables(results: dict[str, Any]) -> list[Table]:
     """The tables."""
     return [overall(results), by_kind(results)]

@@ -1,6 +1,6 @@
-"""Tasks whose answers can be checked, generated or from files, for `benchmarks.sampling`.
+"""Tasks with checkable answers, generated or read from files, for `benchmarks.sampling`.
 
-What a model writes is never executed: an answer is compared, or walked by `interpreter`.
+The text of a model is never executed: an answer is compared, or evaluated by `interpreter`.
 """
 
 import ast
@@ -22,7 +22,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Task(NamedTuple):
-    """A prompt, and whether a continuation of it is right."""
+    """A prompt, and a check of its continuation."""
 
     kind: str
     prompt: str
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 def holds(check: Callable[[], Any]) -> bool:
-    """Whether what a model wrote passes; whatever goes wrong in it, it does not."""
+    """Whether a check passes; any error in the text of the model is a failure."""
     try:
         return bool(check())
     except (interpreter.Unknown, ArithmeticError, AssertionError, AttributeError, LookupError):
@@ -46,30 +46,30 @@ def recall(rng: np.random.Generator, kind: str, filler: str) -> Task:
     The prompt ends where a word of the tokenizer does: a space or a bracket belongs to the word after it.
     """
     facts = [tasks.KINDS[kind](rng) for _ in range(FACTS)]
-    asked = facts[int(rng.integers(FACTS))]
-    question = asked.question.rstrip(" (")
-    wanted = asked.question[len(question) :] + asked.answer.rstrip("\n")
+    question_fact = facts[int(rng.integers(FACTS))]
+    question = question_fact.question.rstrip(" (")
+    expected = question_fact.question[len(question) :] + question_fact.answer.rstrip("\n")
     text = "".join(fact.statement for fact in facts) + filler + question
     if kind != "definition":
         tokens = LONG_ANSWER if kind == "variable" else SHORT_ANSWER
-        return Task(kind, text, lambda said: said.startswith(wanted), tokens)
+        return Task(kind, text, lambda completion: completion.startswith(expected), tokens)
     head = question[question.rindex("def ") :]
     tree = lambda body: ast.dump(ast.parse(head + body))
-    lines = wanted.count("\n") + 1
+    lines = expected.count("\n") + 1
 
-    def same(said: str) -> bool:  # the same function, however it is laid out
-        return tree("\n".join(said.split("\n")[:lines])) == tree(wanted)
+    def same(completion: str) -> bool:  # the same function, however it is laid out
+        return tree("\n".join(completion.split("\n")[:lines])) == tree(expected)
 
-    return Task(kind, text, lambda said: holds(lambda: same(said)), LONG_ANSWER)
+    return Task(kind, text, lambda completion: holds(lambda: same(completion)), LONG_ANSWER)
 
 
-def asserted(said: str, names: dict[str, Any]) -> Any:
-    """The value on the right of an `assert … ==` that `said` goes on; a message may follow."""
-    statement = ast.parse("assert _ ==" + said.split("\n")[0]).body[0]
+def asserted(completion: str, names: dict[str, Any]) -> Any:
+    """The value on the right of an `assert … ==` that a completion continues; a message may follow."""
+    statement = ast.parse("assert _ ==" + completion.split("\n")[0]).body[0]
     if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
-        raise ValueError("said is no end of an assertion")
+        raise ValueError("the completion does not end an assertion")
     if not all(isinstance(operator, ast.Eq) for operator in statement.test.ops):
-        raise ValueError("said compares by other than ==")
+        raise ValueError("the completion compares by another operator than ==")
     return interpreter.evaluate(ast.unparse(statement.test.comparators[-1]), names)
 
 
@@ -86,11 +86,11 @@ def assignment(rng: np.random.Generator) -> Task:
     text = "\n".join(lines) + "\n"
     # As text, the name itself would be right.
     free = {k: v for k, v in interpreter.run(text).items() if k not in names[2:]}
-    asked, wanted = names[3], interpreter.run(text)[names[3]]
+    name, expected = names[3], interpreter.run(text)[names[3]]
     return Task(
         "assignment",
-        f"{text}assert {asked} ==",
-        lambda said: holds(lambda: asserted(said, free) == wanted),
+        f"{text}assert {name} ==",
+        lambda completion: holds(lambda: asserted(completion, free) == expected),
     )
 
 
@@ -99,9 +99,9 @@ def lookup(rng: np.random.Generator) -> Task:
     keys = [str(k) for k in rng.choice(tasks.WORDS, 5, replace=False)]
     table = {key: int(rng.integers(10, 1000)) for key in keys}
     body = "".join(f'    "{k}": {v},\n' for k, v in table.items())
-    asked = keys[int(rng.integers(5))]
-    text = f'TABLE = {{\n{body}}}\n\nassert TABLE["{asked}"] =='
-    return Task("lookup", text, lambda said: holds(lambda: asserted(said, {}) == table[asked]))
+    key = keys[int(rng.integers(5))]
+    text = f'TABLE = {{\n{body}}}\n\nassert TABLE["{key}"] =='
+    return Task("lookup", text, lambda completion: holds(lambda: asserted(completion, {}) == table[key]))
 
 
 MADE: dict[str, Callable[[np.random.Generator], Task]] = {
@@ -146,14 +146,17 @@ def number(text: str) -> float | None:
 
 def gsm8k(path: Path) -> list[Task]:
     """A file in the format of GSM8K (Cobbe et al. 2021): `question`, and `answer` ending in #### number."""
-    found = []
+    tasks_read: list[Task] = []
     for line, record in enumerate(records(path, ("question", "answer")), 1):
-        wanted = number(record["answer"])
-        if wanted is None or "####" not in record["answer"]:
+        expected = number(record["answer"])
+        if expected is None or "####" not in record["answer"]:
             raise ValueError(f"{path}, record {line}: answer has no number after ####")
-        said = lambda text, wanted=wanted: number(text.split("\nQuestion:")[0]) == wanted
-        found.append(Task("gsm8k", f"Question: {record['question']}\nAnswer:", said, 256))
-    return found
+
+        def right(completion: str, expected: float = expected) -> bool:
+            return number(completion.split("\nQuestion:")[0]) == expected
+
+        tasks_read.append(Task("gsm8k", f"Question: {record['question']}\nAnswer:", right, 256))
+    return tasks_read
 
 
 def humaneval(path: Path) -> list[Task]:
@@ -162,14 +165,15 @@ def humaneval(path: Path) -> list[Task]:
     The first function of the completion is walked, not executed: what needs more of the language than
     `interpreter` has counts as wrong, so that the share of solved tasks is a lower bound.
     """
-    found = []
+    tasks_read: list[Task] = []
     for record in records(path, ("task_id", "prompt", "entry_point", "test")):
 
-        def right(said: str, record: dict[str, Any] = record) -> bool:
-            body = re.split(r"\n(?=[^\s#)\]}])", said)[0]
+        def right(completion: str, record: dict[str, Any] = record) -> bool:
+            body = re.split(r"\n(?=[^\s#)\]}])", completion)[0]
             run = f"\ncheck({record['entry_point']})\n"
             interpreter.run("\n".join((record["prompt"] + body, record["test"], run)))
             return True
 
-        found.append(Task("humaneval", record["prompt"], lambda said, f=right: holds(lambda: f(said)), 256))
-    return found
+        check = lambda completion, f=right: holds(lambda: f(completion))
+        tasks_read.append(Task("humaneval", record["prompt"], check, 256))
+    return tasks_read

@@ -1,4 +1,4 @@
-"""The requests of the soak: every kind that a server meets, each with what makes its answer right."""
+"""Requests of the soak test: every kind that a server meets, each with a check of its answer."""
 
 import asyncio
 import json
@@ -42,19 +42,19 @@ INVALID: tuple[tuple[str, Any], ...] = (
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what it must be."""
+    """An answer differs from the right one."""
 
 
 class RefusedError(Exception):
-    """429 or 503: the server is full, and says so; ask again."""
+    """429 or 503: the server is full; the request is to be repeated."""
 
 
 class TimedOutError(Exception):
-    """The server has ended a request at its time limit, and says so."""
+    """The server has ended a request at its time limit (408)."""
 
 
 class Known(NamedTuple):
-    """A prompt with the texts that it must always get."""
+    """A prompt with the answers that it must always get."""
 
     prompt: str
     greedy: str
@@ -63,7 +63,7 @@ class Known(NamedTuple):
 
 
 class Requests:
-    """Sends requests of every kind and judges the answers; `known` are what the server said when alone."""
+    """Sends requests of every kind and checks the answers against `known`."""
 
     def __init__(self, pool: Pool, tokens: int, known: Sequence[Known] = ()) -> None:
         self.pool, self.tokens, self.known = pool, tokens, known
@@ -91,7 +91,7 @@ class Requests:
         return tree["choices"]
 
     async def stream(self, leave_after: int | None = None, **body: Any) -> tuple[str, str | None]:
-        """Text and reason of a streamed completion; `leave_after` events the client goes away."""
+        """Text and reason of a streamed completion; after `leave_after` events the client disconnects."""
         body = {"max_tokens": self.tokens, "ignore_eos": True, "stream": True, **body}
         response = await self.pool.send("POST", COMPLETIONS, body)
         text, reason, done, events = "", None, False, 0
@@ -124,20 +124,20 @@ class Requests:
             response.close()
 
     async def learn(self, prompt: str, seed: int) -> Known:
-        """What the server says when it is alone with a prompt."""
+        """The answers to a prompt when the server has no other request."""
         (greedy,) = await self.complete(prompt=prompt, temperature=0, seed=seed)
         (sampled,) = await self.complete(prompt=prompt, temperature=0.8, seed=seed)
         return Known(prompt, greedy["text"], seed, sampled["text"])
 
-    # The kinds. Each draws what it needs, and raises WrongAnswerError.
+    # The kinds. Each raises WrongAnswerError for a wrong answer.
 
     async def greedy(self, known: Known, random: np.random.Generator) -> None:
         (choice,) = await self.complete(prompt=known.prompt, temperature=0, seed=known.seed)
-        same(choice["text"], known.greedy)
+        expect_equal(choice["text"], known.greedy)
 
     async def sampled(self, known: Known, random: np.random.Generator) -> None:
         (choice,) = await self.complete(prompt=known.prompt, temperature=0.8, seed=known.seed)
-        same(choice["text"], known.sampled)
+        expect_equal(choice["text"], known.sampled)
 
     async def streamed(self, known: Known, random: np.random.Generator) -> None:
         priority = int(random.integers(-5, 6))
@@ -146,9 +146,9 @@ class Requests:
                 prompt=known.prompt, temperature=0.8, seed=known.seed, priority=priority
             )
         except TimedOutError:
-            expect(priority > 0, "timed out, though it went before most others")
+            expect(priority > 0, "timed out, though its priority was not low")
             raise
-        same(text, known.sampled)
+        expect_equal(text, known.sampled)
         expect(reason == "length", f"finish_reason {reason}")
 
     async def stopped(self, known: Known, random: np.random.Generator) -> None:
@@ -157,38 +157,38 @@ class Requests:
         text, reason = await self.stream(
             prompt=known.prompt, temperature=0, seed=known.seed, stop=[stop, "\0"]
         )
-        same(text, known.greedy[: known.greedy.index(stop)])
+        expect_equal(text, known.greedy[: known.greedy.index(stop)])
         expect(reason == "stop", f"finish_reason {reason}")
 
     async def tokens_of(self, known: Known, random: np.random.Generator) -> None:
         status, tree = await self.post("/tokenize", {"prompt": known.prompt})
         expect(status == 200, f"status {status}")
         (choice,) = await self.complete(prompt=tree["tokens"], temperature=0, seed=known.seed)
-        same(choice["text"], known.greedy)
+        expect_equal(choice["text"], known.greedy)
 
     async def several(self, known: Known, random: np.random.Generator) -> None:
         other = self.known[int(random.integers(len(self.known)))]
         choices = await self.complete(prompt=[known.prompt, other.prompt], temperature=0, seed=known.seed)
-        same(choices[0]["text"], known.greedy)
-        same(choices[1]["text"], other.greedy)
+        expect_equal(choices[0]["text"], known.greedy)
+        expect_equal(choices[1]["text"], other.greedy)
         choices = await self.complete(prompt=known.prompt, n=3, temperature=0.8, seed=known.seed)
         expect([c["index"] for c in choices] == [0, 1, 2], "the choices are not in order")
-        same(choices[0]["text"], known.sampled)
+        expect_equal(choices[0]["text"], known.sampled)
 
     async def logprobs(self, known: Known, random: np.random.Generator) -> None:
         (choice,) = await self.complete(
             prompt=known.prompt, temperature=0, seed=known.seed, logprobs=3, echo=True
         )
-        same(choice["text"], known.prompt + known.greedy)
+        expect_equal(choice["text"], known.prompt + known.greedy)
         expect(choice["logprobs"]["token_logprobs"][0] is None, "the first token has a probability")
         # Probabilities are those before penalties, and the model may recommend some.
         (choice,) = await self.complete(
             prompt=known.prompt, temperature=0, seed=known.seed, logprobs=3, repetition_penalty=1
         )
-        found = choice["logprobs"]
-        last = found["top_logprobs"][-1]
-        chosen = found["token_logprobs"][-1]
-        expect(max(last.values()) == chosen, f"a greedy token is not the likeliest: {chosen} among {last}")
+        logprobs = choice["logprobs"]
+        last = logprobs["top_logprobs"][-1]
+        chosen = logprobs["token_logprobs"][-1]
+        expect(max(last.values()) == chosen, f"a greedy token is not the most likely: {chosen} among {last}")
 
     async def constrained(self, known: Known, random: np.random.Generator) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -223,11 +223,11 @@ class Requests:
         expect(isinstance(tree["error"]["message"], str), "an error without a message")
 
     async def leaves(self, known: Known, random: np.random.Generator) -> None:
-        """The client goes away in the middle of the text."""
+        """The client disconnects during the text."""
         await self.stream(leave_after=int(random.integers(1, self.tokens)), prompt=known.prompt)
 
     async def leaves_early(self, known: Known, random: np.random.Generator) -> None:
-        """The client goes away before anything has come."""
+        """The client disconnects before the first token."""
         try:
             async with asyncio.timeout(float(random.exponential(0.02))):
                 await self.complete(prompt=(known.prompt * 3)[:1800], seed=int(random.integers(1000)))
@@ -235,7 +235,7 @@ class Requests:
             pass
 
     async def long(self, known: Known, random: np.random.Generator) -> None:
-        """Long texts, which the server may end at its time limit."""
+        """A long text, which the server may end at its time limit."""
         text, reason = await self.stream(prompt=known.prompt, max_tokens=LONG, seed=known.seed)
         expect(reason == "length", f"finish_reason {reason}")
 
@@ -265,10 +265,10 @@ def expect(condition: bool, message: str) -> None:
         raise WrongAnswerError(message)
 
 
-def same(found: str, expected: str) -> None:
+def expect_equal(text: str, expected: str) -> None:
     """Raise WrongAnswerError where the texts differ, with the place."""
-    if found != expected:
-        place = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
+    if text != expected:
+        place = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), -1)
         raise WrongAnswerError(
-            f"another text from character {place} on: {found[:60]!r}, expected {expected[:60]!r}"
+            f"another text from character {place} on: {text[:60]!r}, expected {expected[:60]!r}"
         )

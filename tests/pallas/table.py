@@ -6,7 +6,7 @@
 
 A cell is `yes`, a number in brackets (a note under the table says why the kernel declines), `fails`, or `–`
 where there is nothing to run: large shapes are compiled, small ones interpreted. What ran on hardware is what
-`benchmarks/kernels.py` stored in benchmarks/results.
+`benchmarks.kernels` stored in benchmarks/results.
 """
 
 import argparse

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from benchmarks.soak import memory_growth, verdicts
-from benchmarks.soak_requests import RefusedError, Requests, TimedOutError, WrongAnswerError
+from benchmarks.soak.report import memory_growth, verdicts
+from benchmarks.soak.workload import RefusedError, Requests, TimedOutError, WrongAnswerError
 from entropic_jax.serving.bench.connection import Pool
 
 TOKENS = 9

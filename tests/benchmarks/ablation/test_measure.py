@@ -1,4 +1,4 @@
-"""The ablation runs from end to end, goes on where it stopped, and fills every table."""
+"""The ablation runs from end to end, continues where it stopped, and fills every table."""
 
 import json
 import re
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks import ablation, ablation_report
+from benchmarks.ablation import __main__ as command
+from benchmarks.ablation import report, summary_tables
+from benchmarks.ablation.measure import STUDIES
+from benchmarks.harness import paths
 from entropic_jax.serving.generation import EMBEDDED
 
 LAYERS = 2
@@ -39,34 +43,35 @@ def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
     file = tmp_path / "found.jsonl"
 
     def run(*arguments: str) -> list[dict]:
-        given = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
-        monkeypatch.setattr("sys.argv", given)
-        ablation.main()
+        arguments_given = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
+        monkeypatch.setattr("sys.argv", arguments_given)
+        command.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     first = run("--studies", "speed")
     assert [entry.get("study") for entry in first] == [None, "speed"]
     whole = run()
-    assert whole[:2] == first and {e["study"] for e in whole[1:]} == set(ablation.STUDIES)
+    assert whole[:2] == first and {e["study"] for e in whole[1:]} == set(STUDIES)
     assert run() == whole  # everything is there: nothing is measured again
 
-    results = ablation_report.load(file)
-    titles = [title for title, _, lines in ablation_report.grids(results) if lines]
-    assert len(titles) == len(ablation.STUDIES) + 3  # the bars, the paper's table, super-additivity
-    for title, head, lines in ablation_report.grids(results):
+    results = report.load(file)
+    titles = [title for title, _, lines in report.tables(results) if lines]
+    assert len(titles) == len(STUDIES) + 3  # the targets, the paper's table, super-additivity
+    for title, head, lines in report.tables(results):
         assert all(len(line) == len(head) for line in lines), title
     text = capsys.readouterr().out
-    assert "What `full` is to reach" in text and "Recall" in text
+    assert "Targets of `full`" in text and "Recall" in text
 
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(ablation_report, "DOCUMENT", tmp_path / "results.md")
-    monkeypatch.setattr(ablation_report, "PICTURE", tmp_path / "selectors.svg")
-    ablation_report.document(results)
-    assert "<!-- ablation: written by benchmarks.ablation -->" in (tmp_path / "results.md").read_text()
+    monkeypatch.setattr(paths, "PAGES", tmp_path)
+    report.show(results, Console(quiet=True), document=True)
+    page = (tmp_path / "ablation.md").read_text()
+    assert "<!-- ablation: written by benchmarks.ablation -->" in page
+    assert page.count("*Measured ") == len(titles)
     assert (tmp_path / "selectors.svg").read_text().startswith("<?xml")
 
 
-def test_bars_say_what_was_asked_and_what_was_found():
+def test_targets_are_compared_with_measurements():
     speed = [
         {"preset": name, "context": 7976, "turn": t, "milliseconds": ms}
         for t in range(3)
@@ -76,7 +81,7 @@ def test_bars_say_what_was_asked_and_what_was_found():
         {"preset": name, "context": 8184, "seed": 0, "efficiency": e, "bits_per_byte": b}
         for name, e, b in (("off", 10.0, 1.0), ("meso", 16.0, 1.02))
     ]
-    _, _, lines = ablation_report.bars({"speed": speed, "quality": quality})
+    _, _, lines = summary_tables.targets({"speed": speed, "quality": quality})
     assert [(line[1], line[2], line[3]) for line in lines] == [
         ("≤ 0.6", "0.55", "yes"),
         ("≥ 1.7", "1.82", "yes"),

@@ -1,30 +1,30 @@
-"""What `benchmarks.kernels` makes of measurements; that it runs is tried by `--quick`."""
+"""Page lists, checks and tables of `benchmarks.kernels`."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import kernels, kernels_attention, kernels_checks, kernels_prefill, kernels_timing
+from benchmarks.kernels import attention, checks, prefill, report, timing
 
 
 def test_time_in_which_a_device_was_busy():
-    assert kernels_timing.covered([]) == 0
-    assert kernels_timing.covered([(5, 7), (0, 2), (1, 3), (1, 2), (6, 10)]) == 3 + 5
+    assert timing.union_length([]) == 0
+    assert timing.union_length([(5, 7), (0, 2), (1, 3), (1, 2), (6, 10)]) == 3 + 5
 
 
 def test_lists_and_lengths():
-    shape = kernels_attention.Shape(3, 2, 1, 64, 640, 64, "float32")
+    shape = attention.Shape(3, 2, 1, 64, 640, 64, "float32")
     assert shape.pages == 10 and shape.bytes == 2 * 3 * 2 * 640 * 64 * 4
-    assert kernels_attention.listed(shape, 1.0) == (None, None)
-    index, count = kernels_attention.listed(shape, 0.25)
+    assert attention.random_page_lists(shape, 1.0) == (None, None)
+    index, count = attention.random_page_lists(shape, 0.25)
     assert (np.asarray(count) == 2).all()
     assert (np.diff(np.asarray(index)[..., :2]) > 0).all() and (np.asarray(index) < 10).all()
-    assert kernels_attention.ragged(shape).tolist() == [80, 360, 640]
+    assert attention.ragged(shape).tolist() == [80, 360, 640]
 
 
 def test_lists_of_a_prefill_have_the_pages_of_its_queries():
-    batch = kernels_attention.Shape(1, 2, 1, 64, 640, 64, "float32")
-    assert kernels_prefill.listed_before(batch, 512, 1.0) == ((None, None), 1.0)
-    (index, count), kept = kernels_prefill.listed_before(batch, 512, 0.25)
+    batch = attention.Shape(1, 2, 1, 64, 640, 64, "float32")
+    assert prefill.prefill_page_lists(batch, 512, 1.0) == ((None, None), 1.0)
+    (index, count), kept = prefill.prefill_page_lists(batch, 512, 0.25)
     assert (np.asarray(count) == 4).all() and kept == 0.4
     listed = np.asarray(index)[..., :4]
     assert (np.diff(listed) > 0).all() and (listed[..., 2:] == [8, 9]).all()
@@ -54,19 +54,19 @@ RESULTS = {
 
 
 def test_tables_and_notes():
-    (title, header, rows), *_ = kernels.grids(RESULTS)
+    (title, header, rows), *_ = report.tables(RESULTS)
     assert title == "Paged attention of one query per row: rows × page"
     assert rows[0] == ["2 × 64", "gpu", "1", "6.000", "4.000–8.000", "1.3", "67%", "1.000"]
     assert rows[1][-1] == "0.500"
     assert rows[2][:5] == ["2 × 64", "another", "", "failed", "ValueError: no"]
     assert all(len(row) == len(header) for row in rows)
-    assert "add by gpu is wrong: differs by 1" in kernels.notes(RESULTS)
-    assert "sum small fails: twice" in kernels.notes(RESULTS)
+    assert "add by gpu is wrong: differs by 1" in report.notes(RESULTS)
+    assert "sum small fails: twice" in report.notes(RESULTS)
 
 
 def test_the_cases_of_hardware_are_right_in_plain_jax():
-    some = list(kernels_checks.calls("xla"))[::4]
-    found = {name: kernels_checks.verdict(call) for _, name, call in some}
+    some = list(checks.calls("xla"))[::4]
+    found = {name: checks.verdict(call) for _, name, call in some}
     assert set(found.values()) == {"yes"}, found
 
 
@@ -77,15 +77,15 @@ def test_what_a_case_may_come_to():
     def fails():
         raise RuntimeError("out of\nmemory")
 
-    verdicts = [kernels_checks.verdict(call) for call in (lambda: 1.0, lambda: 3.0, declines, fails)]
+    verdicts = [checks.verdict(call) for call in (lambda: 1.0, lambda: 3.0, declines, fails)]
     assert verdicts == [
         "yes",
-        "fails: 3 times what is accepted",
+        "fails: 3 times the tolerance",
         "declines: gpu: not today",
         "fails: RuntimeError: out of",
     ]
 
 
 def test_bytes_of_bfloat16():
-    shape = kernels_attention.Shape(1, 1, 1, 64, 128, 64, "bfloat16")
+    shape = attention.Shape(1, 1, 1, 64, 128, 64, "bfloat16")
     assert shape.bytes == 2 * 128 * 64 * jnp.dtype("bfloat16").itemsize

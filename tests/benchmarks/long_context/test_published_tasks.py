@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.long_files import KINDS, read_items, score
+from benchmarks.long_context.published_tasks import KINDS, read_items, score
 
 
 def written(path, *records):

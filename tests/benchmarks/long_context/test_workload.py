@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.long_tasks import TASKS, make_case
+from benchmarks.long_context.workload import TASKS, make_case
 from entropic_jax.models.train.recall import Filler
 from entropic_jax.serving.generation import EMBEDDED
 

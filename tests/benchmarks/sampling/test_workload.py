@@ -6,14 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import interpreter, sampling_tasks
+from benchmarks.sampling import interpreter, workload
 from entropic_jax.models.train import tasks
 
 
-@pytest.mark.parametrize("kind", sampling_tasks.KINDS)
+@pytest.mark.parametrize("kind", workload.KINDS)
 def test_right_answers_pass_and_others_do_not(kind):
-    made = sampling_tasks.generated(kind, 12, 3, "import json\n")
-    again = sampling_tasks.generated(kind, 12, 3, "import json\n")
+    made = workload.generated(kind, 12, 3, "import json\n")
+    again = workload.generated(kind, 12, 3, "import json\n")
     assert [t.prompt for t in made] == [t.prompt for t in again]
     assert len({t.prompt for t in made}) == 12
     for task in made:
@@ -48,9 +48,9 @@ def answer(kind: str, prompt: str) -> str:
 
 
 def test_kinds_are_those_the_model_was_trained_on_and_programs():
-    assert set(tasks.KINDS) < set(sampling_tasks.KINDS)
+    assert set(tasks.KINDS) < set(workload.KINDS)
     with pytest.raises(ValueError, match="kind is 'riddle'; accepted are key_value, needle"):
-        sampling_tasks.generated("riddle", 1, 0, "")
+        workload.generated("riddle", 1, 0, "")
 
 
 def lines(path, *records):
@@ -64,7 +64,7 @@ def test_gsm8k(tmp_path):
         {"question": "Ann has 3 bags of 4 pears. How many?", "answer": "3 * 4 = <<3*4=12>>12\n#### 12"},
         {"question": "A car costs a lot?", "answer": "so much\n#### 1,250"},
     )
-    first, second = sampling_tasks.gsm8k(file)
+    first, second = workload.gsm8k(file)
     assert first.prompt == "Question: Ann has 3 bags of 4 pears. How many?\nAnswer:"
     assert (
         first.check(" 3 times 4 is 12.")
@@ -80,7 +80,7 @@ def test_humaneval(tmp_path):
     asserts = "    assert candidate([1, 2], 3)\n    assert not candidate([4], 3)\n"
     test = f"\nMETADATA = {{}}\n\n\ndef check(candidate):\n{asserts}"
     record = {"task_id": "T/0", "prompt": prompt, "entry_point": "below", "test": test}
-    (task,) = sampling_tasks.humaneval(lines(tmp_path / "h.jsonl", record))
+    (task,) = workload.humaneval(lines(tmp_path / "h.jsonl", record))
     assert task.prompt == prompt
     assert task.check(
         "    for x in items:\n        if x >= t:\n            return False\n    return True\n\n\nprint(1)\n"
@@ -108,7 +108,7 @@ def test_humaneval(tmp_path):
 def test_files_of_another_form(tmp_path, text, said):
     (tmp_path / "f").write_text(text)
     with pytest.raises(ValueError, match=said):
-        sampling_tasks.gsm8k(tmp_path / "f")
+        workload.gsm8k(tmp_path / "f")
 
 
 PROGRAM = """
@@ -179,7 +179,7 @@ def test_what_reaches_out_or_runs_away_is_refused(text):
 
 def test_random_bytes_never_raise_out_of_a_check():
     rng = np.random.default_rng(0)
-    made = [sampling_tasks.generated(kind, 1, 0, "")[0] for kind in sampling_tasks.KINDS]
+    made = [workload.generated(kind, 1, 0, "")[0] for kind in workload.KINDS]
     for _ in range(300):
         text = "".join(chr(c) for c in rng.integers(0, 128, 20))
         assert not any(task.check(text) for task in made)

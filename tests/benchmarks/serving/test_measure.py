@@ -6,26 +6,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import serving_report
-from benchmarks.serving import STUDIES, Bench, drive, held_out_tokens, write_model
-from benchmarks.worker import PeerError
+from benchmarks.baselines.pool import EngineError
+from benchmarks.harness.held_out_text import module_tokens
+from benchmarks.serving import report
+from benchmarks.serving.measure import STUDIES, ServingBenchmark
+from benchmarks.serving.workload import drive, write_model
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.prompts import Prompts
 from entropic_jax.serving.generation import EMBEDDED
 from tests.serving.fake_server import FakeServer
 
 
-class Pretended(Bench):
-    """A bench whose servers are fake, and whose peers take a quarter of a second for everything."""
+class Pretended(ServingBenchmark):
+    """A benchmark whose servers are fake, and whose engines take a quarter of a second for every call."""
 
     def __init__(self, work, model) -> None:
         self.options = argparse.Namespace(
             model=EMBEDDED, repeat=2, threads=2, utilisation=0.9, scale=0.02, quick=True, limit=1.0
         )
         self.quick, self.work, self.model = True, work, model
-        self.tokens = held_out_tokens(EMBEDDED)
-        self.peers = SimpleNamespace(ask=self.ask, versions={"ours": "1"})
-        self.failures, self.asked, self.servers = {}, [], []
+        self.tokens = module_tokens(EMBEDDED / "tokenizer.json")
+        self.engines = SimpleNamespace(call=self.call, versions={"ours": "1"})
+        self.failures, self.calls, self.servers = {}, [], []
 
     @contextlib.contextmanager
     def server(self, *arguments):
@@ -35,10 +37,10 @@ class Pretended(Bench):
 
     llama = server
 
-    def ask(self, engine, do, *arguments):
-        self.asked.append((engine, do))
+    def call(self, engine, method, *arguments):
+        self.calls.append((engine, method))
         if engine == "transformers-batched":
-            raise PeerError("it is not installed")
+            raise EngineError("it is not installed")
         return {"seconds": 0.25}
 
 
@@ -61,16 +63,16 @@ def test_the_model_in_float32_is_the_same(work):
 def test_studies(work, study, monkeypatch):
     bench = Pretended(work, work / "huggingface")
     # Loads of a trace come faster than they would: nothing here takes time.
-    monkeypatch.setattr("benchmarks.serving.drive", hurried())
+    monkeypatch.setattr("benchmarks.serving.measure.drive", hurried())
     waited = {"longest_wait": 2.0, "longest_wait_allowed": 81.0}
-    monkeypatch.setattr("benchmarks.serving.told", lambda url: waited)
+    monkeypatch.setattr("benchmarks.serving.measure.engine_state", lambda url: waited)
     rows = getattr(bench, study)()
     assert {row["repetition"] for row in rows} == {0, 1}
     results = {"cpu": "", "threads": 2, "date": "", "load_average": 0.0, "utilisation": 0.9}
     results |= {"studies": {study: rows}, "failures": bench.failures}
-    ((_, head, lines),) = serving_report.grids(results)
+    ((_, head, lines),) = report.tables(results)
     assert lines and all(len(line) == len(head) for line in lines)
-    assert serving_report.notes(results)
+    assert report.notes(results)
     if study == "throughput":
         names = {"ours, served", "ours", "transformers", "llama_cpp.server"}
         assert {row["engine"] for row in rows} == names
@@ -92,6 +94,6 @@ def hurried():
 
 
 def test_a_request_that_fails_ends_the_study(work):
-    prompts, requests = Prompts(held_out_tokens(EMBEDDED), 0), [Arrival(0.0, 4, 2)] * 3
+    prompts, requests = Prompts(module_tokens(EMBEDDED / "tokenizer.json"), 0), [Arrival(0.0, 4, 2)] * 3
     with FakeServer() as server, pytest.raises(RuntimeError, match="requests failed: HTTP 500"):
         drive(server.url, requests, prompts, 2, fake={"status": 500})

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import serving_report
-from benchmarks.report import markdown
-from benchmarks.serving import Text
+from benchmarks.harness.tables import markdown
+from benchmarks.serving import report
+from benchmarks.serving.workload import TextPrompts
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.prompts import Prompts
 from entropic_jax.serving.generation import EMBEDDED
@@ -39,7 +39,7 @@ RESULTS = {
 
 
 def test_ratios_are_of_the_same_repetition():
-    grids = {title: rows for title, _, rows in serving_report.grids(RESULTS)}
+    grids = {title: rows for title, _, rows in report.tables(RESULTS)}
     served, bare, static = grids["64 requests at a time"]
     assert served[1:] == ["315 (300–330)", ""]
     assert bare[2] == "1 (0.909–1.1)×"
@@ -54,7 +54,7 @@ def test_ratios_are_of_the_same_repetition():
 
 
 def test_a_failure_is_reported():
-    text = markdown(serving_report.grids(RESULTS), serving_report.notes(RESULTS))
+    text = markdown(report.tables(RESULTS), report.notes(RESULTS), "")
     assert "llama_cpp.server failed: it is not installed" in text
     assert "90% of the rate" in text
 
@@ -66,6 +66,6 @@ def test_prompts_as_text_are_the_same_prompts(index):
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     source = tokenizer.encode("def add(a, b):\n    return a + b\n" * 50, add_special_tokens=False).ids
     prompts, arrival = Prompts(source, 3), Arrival(0.0, 40, 1)
-    text = Text(prompts, EMBEDDED)(index, arrival)
+    text = TextPrompts(prompts, EMBEDDED)(index, arrival)
     assert tokenizer.decode(prompts(index, arrival)) == text
     assert 35 <= len(tokenizer.encode(text, add_special_tokens=False).ids) <= 45

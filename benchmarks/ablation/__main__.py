@@ -1,0 +1,77 @@
+"""Ablation: what each scale of control (micro, meso, macro) brings, and what it costs.
+
+    python -m benchmarks.ablation [--studies quality,recall,…] [--quick] [--document]
+
+Every study compares configurations in one run, taking turns, on text that the model was not trained on: the
+source of `rich`, a held-out package that is installed with this one. An interrupted run continues where it
+stopped: every measured cell is kept as a line of JSON.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from entropic_jax.serving.compilation import remember_compilations
+from entropic_jax.serving.generation import EMBEDDED
+
+from ..harness.held_out_text import module_texts
+from ..harness.paths import RESULTS
+from ..harness.provenance import describe_run, file_slug
+from . import report
+from .measure import STUDIES, Run
+from .workload import load_material
+
+
+def main() -> None:
+    """Run the requested studies, store and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=EMBEDDED)
+    parser.add_argument("--studies", type=lambda text: text.split(","), default=list(STUDIES))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="small: shows that everything runs")
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument(
+        "--engines",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=["openvino", "openvino-half"],
+        help="of benchmarks.decode, beside the larger shape (openvino,openvino-half)",
+    )
+    default = os.environ.get("OPENVINO_PYTHON", sys.executable)
+    parser.add_argument("--openvino-python", default=default, help="its interpreter ($OPENVINO_PYTHON)")
+    parser.add_argument("--limit", type=float, default=240.0, help="most seconds of one call of an engine")
+    folder = Path(tempfile.gettempdir()) / "entropic-decode"
+    parser.add_argument("--work", type=Path, default=folder, help="keeps the weights of other engines")
+    parser.add_argument("--output", type=Path, help="benchmarks/results/ablation-CPU.jsonl")
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    parser.add_argument("--document", action="store_true", help="write tables and plot into docs/results/")
+    options = parser.parse_args()
+    unknown = [s for s in options.studies if s not in STUDIES]
+    if unknown:
+        parser.error(f"--studies has {unknown[0]}; accepted are {', '.join(STUDIES)}")
+    console = Console()
+    if not options.show:
+        description = describe_run(console)
+        stored = RESULTS / f"ablation-{file_slug(description['cpu'])}.jsonl"
+        options.show = options.output or (options.work / "quick.jsonl" if options.quick else stored)
+        if options.fresh or (options.quick and not options.output):
+            options.show.unlink(missing_ok=True)
+        remember_compilations()
+        texts = module_texts(longer_than=2000)
+        material = load_material(options.model, texts)
+        run = Run(options, material, texts, options.show, description)
+        if not run.rows:
+            gains = {k: v for k, v in run.material.gains._asdict().items() if k != "prior"}
+            run.keep({**description, "gains": gains})
+        run.measure(console)
+        console.print(f"results: {options.show}")
+    report.show(report.load(options.show), console, options.document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Tables of the single studies of the ablation."""
+
+from typing import Any
+
+from entropic_jax.analysis.statistics import compared, estimate, mean, middle, split, spread, worded
+from entropic_jax.analysis.tables import of
+
+from ..harness.tables import Table
+
+Rows = list[dict[str, Any]]
+
+
+def recalled(rows: Rows) -> Table:
+    lines = []
+    for (distance,), group in split(rows, "distance"):
+        base = {(r["seed"], r["question"]): float(r["right"]) for r in of(group, "off")}
+        for (name,), selected in split(group, "preset"):
+            right = estimate([100.0 * r["right"] for r in selected])
+            change = estimate([100 * (r["right"] - base[r["seed"], r["question"]]) for r in selected])
+            kinds = (f"{k} {100 * mean(part, 'right'):.0f}" for (k,), part in split(selected, "kind"))
+            lines.append(
+                [
+                    str(distance),
+                    name,
+                    spread(right, 1),
+                    "" if name == "off" else worded(change),
+                    str(len(selected)),
+                    f"{mean(selected, 'kept'):.3f}",
+                    ", ".join(kinds),
+                ]
+            )
+    head = ["tokens between", "preset", "right, %", "points (95 %)", "questions", "kept", "by kind, %"]
+    return "Recall", head, lines
+
+
+def selectors(rows: Rows) -> Table:
+    lines = [
+        [
+            r["selector"],
+            f"{r['setting']:g}",
+            f"{r['kept']:.3f}",
+            f"{r['bits_per_byte']:.4f}",
+            f"{100 * r['above']:+.2f}",
+            f"{100 * r['right']:.0f}",
+        ]
+        for r in curves(rows)
+    ]
+    head = ["selector", "ε or budget", "kept", "bits/byte", "against dense, %", "recall, %"]
+    return "Page selectors: quality against the fraction kept", head, lines
+
+
+def curves(rows: Rows) -> Rows:
+    """The rows of the selectors, means over seeds; `above`: bits per byte over those of dense, less 1."""
+    dense = {r["seed"]: r["bits_per_byte"] for r in rows if r["selector"] == "dense"}
+    fields = ("kept", "bits_per_byte", "right")
+    return [
+        {
+            "selector": name,
+            "setting": setting,
+            **{field: mean(selected, field) for field in fields},
+            "above": estimate([r["bits_per_byte"] / dense[r["seed"]] - 1 for r in selected]).mean,
+        }
+        for (name, setting), selected in split(rows, "selector", "setting")
+    ]
+
+
+def larger_model(rows: Rows) -> Table:
+    """The reference model beside other engines: `full` over each."""
+    lines = []
+    for (context,), group in split([r for r in rows if "milliseconds" in r], "context"):
+        ours = of(group, "full")
+        for (name,), selected in split(group, "preset"):
+            times = sorted(r["milliseconds"] for r in selected)
+            median = middle(selected, "milliseconds")
+            lines.append(
+                [
+                    str(context),
+                    name if name.startswith(("off", "full")) else f"{name} (dense)",
+                    f"{median:.2f}",
+                    f"{times[0]:.2f}–{times[-1]:.2f}",
+                    f"{1e3 / median:.0f}",
+                    f"{middle(ours, 'milliseconds') / median:.2f}",
+                    f"{median / middle(ours, 'milliseconds'):.2f}×",
+                    f"{mean(selected, 'kept'):.3f}" if "kept" in selected[0] else "1",
+                ]
+            )
+    lines += [
+        [str(r["context"]), r["preset"], "failed", r["error"], "", "", "", ""] for r in rows if "error" in r
+    ]
+    head = ["context", "engine", "ms/token", "least–greatest", "tokens/s", "full ÷ it", "speed-up", "kept"]
+    return "The 25M model, one sequence, the kept fraction imposed on `full`", head, lines
+
+
+def kv_precision(rows: Rows) -> Table:
+    """Keys and values in narrower dtypes: quality, and the time of a step."""
+    read, timed = ([r for r in rows if field in r] for field in ("bits_per_byte", "milliseconds"))
+    exact, dense = of(read, "off, float32"), of(timed, "off, float32")
+    lines = []
+    for (name,), selected in split(read, "preset"):
+        preset, _, kind = name.partition(", ")
+        times = of(timed, name)
+        line = [
+            kind,
+            preset,
+            f"{mean(selected, 'bits_per_byte'):.4f}",
+            "" if name == "off, float32" else worded(compared(selected, exact, "bits_per_byte", "seed"), 2),
+            f"{mean(selected, 'kept'):.3f}",
+            f"{mean(selected, 'bytes_read') / 1e6:.1f}",
+        ]
+        if times:
+            spent = [r["milliseconds"] for r in times]
+            median, base = middle(times, "milliseconds"), middle(dense, "milliseconds")
+            line += [f"{median:.2f} ({min(spent):.2f}–{max(spent):.2f})", f"{median / base:.2f}"]
+        lines.append([*line, *[""] * (8 - len(line))])
+    head = ["keys and values", "preset", "bits/byte", "against the first, % (95 %)", "kept", "MB/token"]
+    return "Keys and values in narrower dtypes", [*head, "ms/token", "÷ the first"], lines
+
+
+def stress(rows: Rows) -> Table:
+    lines = []
+    for (scale, bias), group in split(rows, "scale", "bias"):
+        base = [r for r in group if r["arm"] == "dense"]
+        for name in ("guarded", "bare"):
+            selected = [r for r in group if r["arm"] == name]
+            change = worded(compared(selected, base, "bits_per_byte", "seed"), 2)
+            figures = (f"{mean(selected, field):.3f}" for field in ("kept", "unsteady"))
+            lines.append([f"{scale:g}", f"{bias:+g}", name, change, *figures])
+    head = ["logits ×", "bias, nats", "guards", "bits/byte against dense, % (95 %)", "kept", "mean |Δε|"]
+    return "Stress: wrong logits and a biased entropy", head, lines
+
+
+def held(rows: Rows) -> Table:
+    lines = []
+    for (scale, law), selected in split(rows, "scale", "law"):
+        figures = (f"{mean(selected, field):.3f}" for field in ("error", "clipped", "temperature"))
+        lines.append([f"{scale:g}", law, *figures])
+    return (
+        "Stress: how closely temperature laws hold the entropy",
+        ["logits ×", "law", "|H_T − H*|", "at a clip", "T"],
+        lines,
+    )
+
+
+def estimators(rows: Rows) -> Table:
+    base = [r for r in rows if r["estimator"] == "exact"]
+    lines = []
+    for (name,), selected in split(rows, "estimator"):
+        change = lambda field, digits, selected=selected: worded(
+            compared(selected, base, field, "seed"), digits
+        )
+        lines.append(
+            [
+                name,
+                f"{mean(selected, 'correlation'):.4f}",
+                f"{mean(selected, 'error'):.3f}",
+                f"{middle(selected, 'milliseconds'):.3f}",
+                "" if name == "exact" else change("milliseconds", 1),
+                f"{mean(selected, 'kept'):.3f}",
+                "" if name == "exact" else change("bits_per_byte", 2),
+            ]
+        )
+    head = ["estimator", "correlation", "|error|, nats", "ms/token", "change, %", "kept", "bits/byte, %"]
+    return "Estimators of H₁ in the loop (50 logits), `full`", head, lines
