@@ -5,7 +5,7 @@ import re
 import tokenize
 from typing import Any
 
-from griffe import Attribute, Docstring, Extension, Object
+from griffe import Attribute, Class, Docstring, ExprName, Extension, Object
 
 DOCTEST = re.compile(r"(?:^|(?<=\n))>>> .*(?:\n(?!\s*\n).+)*")
 
@@ -17,6 +17,12 @@ class DocstringBlocks(Extension):
         """Fence the doctests of an object's docstring."""
         if obj.docstring and "```" not in obj.docstring.value:
             obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+
+    def on_class_instance(self, *, cls: Class, **_: Any) -> None:
+        """Treat `control.pytree` as the `dataclasses.dataclass` that it is, so that fields are arguments."""
+        for decorator in cls.decorators:
+            if decorator.callable_path.endswith("controller.pytree"):
+                decorator.value = ExprName("dataclasses.dataclass")
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
         """Take the comment on an attribute's lines for its docstring where it has none."""

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"<!-- modules: (?P<folder>\S+) -->\n\n(?P<rows>(?:\|.*\n)+)")
+INTERNAL = ("devices", "parameter_table")  # modules that a user of the package does not call
 FOLDERS = ("benchmarks", "docs", "entropic_jax", "examples", "models", "serving", "tests")
 NAMED = re.compile(rf"`(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*?(?:/|\.\w+))`")
 
@@ -67,6 +68,18 @@ def test_a_file_that_does_not_exist_is_found(tmp_path):
     (tmp_path / "models").mkdir()
     page = "See `models/`, `models/gone.py`, `serving/engine/` and `import models`."
     assert missing_paths(page, tmp_path) == ["models/gone.py", "serving/engine/"]
+
+
+def test_the_api_reference_has_every_module_of_the_loop():
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    folders = ("control", "attention", "sampling", "calibration")
+    files = [path for folder in folders for path in (ROOT / "entropic_jax" / folder).glob("*.py")]
+    files += [path for path in (ROOT / "entropic_jax").glob("*.py") if path.stem not in INTERNAL]
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.stem[0] != "_"
+    }
+    assert modules - documented == set()
 
 
 @pytest.mark.slow
