@@ -18,8 +18,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
+AUTO = "auto"
 LARGEST_INT = 2**31 - 1  # what the device's integers hold
 
 
@@ -45,7 +46,7 @@ class Accepted(Protocol):
 class Number(NamedTuple):
     """The finite numbers of a type from `low` to `high`.
 
-    `above_low` and `below_high` exclude the ends; `auto` also accepts the string "auto"; `optional` None.
+    `above_low` and `below_high` exclude the ends; `auto` also accepts the string AUTO; `optional` None.
     """
 
     kind: type[int] | type[float]
@@ -85,7 +86,7 @@ class Number(NamedTuple):
 
     def check(self, name: str, value: Any) -> Any:
         """The value as this type; whole floats are integers. Raises ParameterError."""
-        if (self.auto and value == "auto" and isinstance(value, str)) or (self.optional and value is None):
+        if (self.auto and isinstance(value, str) and value == AUTO) or (self.optional and value is None):
             return value
         if isinstance(value, numbers.Real) and not isinstance(value, bool) and self._contains(value):
             return self.kind(value)  # type: ignore[bad-argument-type]
@@ -259,6 +260,14 @@ class Table:
         """Check every parameter. Raises ParameterError."""
         for line in parameters_of(type(self)):
             object.__setattr__(self, line.name, line.accepts.check(line.name, getattr(self, line.name)))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values for some fields. Raises ParameterError."""
+        return dataclasses.replace(self, **changes)
+
+    def asdict(self) -> dict[str, Any]:
+        """The parameters by name."""
+        return {line.name: getattr(self, line.name) for line in parameters_of(type(self))}
 
 
 def parameters_of(table: type[Table], scopes: Iterable[str] | None = None) -> tuple[Parameter, ...]:

@@ -8,7 +8,8 @@ Needs matplotlib (`pip install -e '.[train]'`).
 import argparse
 from pathlib import Path
 
-from entropic_jax.serving.control_options import NAMES, Control
+from entropic_jax.control_gains import PRESETS
+from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.generation import EMBEDDED, load
 from entropic_jax.serving.request import Request
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("run.svg"))
     parser.add_argument("--model", type=Path, default=EMBEDDED)
-    parser.add_argument("--preset", choices=NAMES, default="full")
+    parser.add_argument("--preset", choices=PRESETS, default="full")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)
     options = parser.parse_args(arguments)

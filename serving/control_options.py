@@ -1,19 +1,22 @@
 """The control loop on the command line: a preset by name, and gains in place of its defaults."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from entropic_jax.control_gains import CALIBRATED, GAINS, PRESETS, check_order
+from entropic_jax.parameter_table import AUTO, Choice, Number, ParameterError
+
+from .option_types import number
 from .request import RequestError
 
 if TYPE_CHECKING:
     from entropic_jax.calibration import Calibration
     from entropic_jax.control.presets import Gains, Preset
 
-NAMES = ("off", "micro", "meso", "macro", "full", "paper")
-SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # whole samplers: `samplers` makes them
+SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, which `samplers` builds
 SAMPLER_OPTIONS = ("branches", "clarification")  # of entropix
+BRANCHES = Number(int, 1, 64)
 METHODS = (
     "dense",
     "entropyinfer",
@@ -30,22 +33,11 @@ METHODS = (
     "streaming-llm",
     "quest",
 )
-BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # of a method, and their options
-AUTO = "auto"
-GAINS = {
-    "target_entropy": ("target_entropy", "hold the entropy of what is sampled at this"),
-    "lowest_temperature": ("lowest_temperature", "no law goes below"),
-    "highest_temperature": ("highest_temperature", "no law goes above"),
-    "dropped_mass_limit": ("dropped_mass_limit", "most attention mass to leave unread, in [0, 1)"),
-    "lowest_dropped_mass_limit": ("lowest_dropped_mass_limit", "the same, however uncertain the model is"),
-    "low_entropy": ("low_entropy", "nats at and below which --dropped-mass-limit holds"),
-    "high_entropy": ("high_entropy", "nats at and above which --lowest-dropped-mass-limit holds"),
-}
-FROM_CALIBRATION = {name: name for name in ("target_entropy", "low_entropy", "high_entropy")}
+BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # a method's argument, and its option
 
 
 class Control(NamedTuple):
-    """What the command line asks of the loop: a preset and a method by name, and what they were given."""
+    """A preset and a method by name, with their gains and budgets."""
 
     preset: str = "off"
     gains: tuple[tuple[str, Any], ...] = ()
@@ -58,21 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("control by entropy")
     group.add_argument(
         "--preset",
-        choices=(*NAMES, *SAMPLERS),
+        choices=(*PRESETS, *SAMPLERS),
         default="off",
-        help="the scales that are on: micro (temperature), meso (pages read), macro (whose turn), "
-        "all of them (full), or all as the paper prints them; or a sampler of docs/methods.md (default: off)",
+        help="scales of control: micro (temperature), meso (pages read), macro (scheduling), full (all "
+        "three), paper (all three as printed); or a sampler of docs/methods.md (default: off)",
     )
     group.add_argument(
         "--branches",
-        type=_count,
+        type=number(BRANCHES),
         metavar="INT",
-        help="of entropix: continuations that are compared; 1 decides token by token (default: 4)",
+        help="of entropix: continuations to compare; 1 decides token by token (default: 4)",
     )
     group.add_argument(
         "--clarification",
         metavar="TEXT",
-        help="of entropix: said where entropy is high and varentropy low (default: nothing)",
+        help="of entropix: text to insert where entropy is high and varentropy low (default: nothing)",
     )
     _add_gains(group)
     group = parser.add_argument_group("long prompts")
@@ -80,41 +72,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=METHODS,
         default="dense",
-        help="a published method of reading less of a prompt, or of keeping less of it (default: dense)",
+        help="published method that reads or keeps less of a prompt's KV cache (default: dense)",
     )
     for option, text in (
-        ("prefill-budget", "tokens that each segment of a prompt reads of those before it, per KV head"),
-        ("cache-budget", "entries of the cache that stay, or that a step reads, per KV head"),
+        ("prefill-budget", "earlier tokens that each segment of a prompt attends to, per KV head"),
+        ("cache-budget", "KV cache entries to keep, or to read in a step, per KV head"),
     ):
         group.add_argument(f"--{option}", type=int, metavar="INT", help=f"{text} (default: as published)")
 
 
 def add_gains(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, without a preset: the command runs several."""
+    """Declare the gains, without a preset: the command runs several."""
     _add_gains(parser.add_argument_group("control by entropy"))
 
 
 def _add_gains(group: "argparse._ArgumentGroup") -> None:
-    laws = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
-    group.add_argument("--law", choices=laws, help="of temperature (default: normalised)")
-    schedules = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
-    group.add_argument("--schedule", choices=schedules, help="of sequences (default: entropic)")
-    for name, (_, text) in GAINS.items():
-        automatic = "; auto: from calibration.json" if GAINS[name][0] in FROM_CALIBRATION else ""
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=_gain(name), metavar="FLOAT", help=text + automatic
-        )
+    """Declare an option for each gain. None stands for one that is not given."""
+    for name, line in GAINS.items():
+        flag, unit = f"--{name.replace('_', '-')}", f" in {line.unit}" if line.unit else ""
+        auto = ", or auto: from calibration.json" if name in CALIBRATED else ""
+        text = f"{line.help}{unit}{auto} (default: {line.default})"
+        if isinstance(line.accepts, Choice):
+            group.add_argument(flag, choices=line.accepts.names, help=text)
+        else:
+            group.add_argument(flag, type=number(line.accepts), metavar="FLOAT", help=text)
 
 
 def read(options: argparse.Namespace) -> Control:
-    """What the options say."""
-    given = {name: getattr(options, name) for name in ("law", "schedule")}
-    given |= {field: getattr(options, name) for name, (field, _) in GAINS.items()}
-    given |= {name: getattr(options, name, None) for name in SAMPLER_OPTIONS}
+    """The control that parsed options describe."""
+    gains = {name: getattr(options, name, None) for name in (*GAINS, *SAMPLER_OPTIONS)}
     budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
-    some = lambda values: tuple((k, v) for k, v in values.items() if v is not None)
-    named, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
-    return Control(named, some(given), method, some(budgets))
+    stated = lambda values: tuple((k, v) for k, v in values.items() if v is not None)
+    preset, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
+    return Control(preset, stated(gains), method, stated(budgets))
 
 
 def calibration_of(model: Path) -> "Calibration | None":
@@ -142,58 +132,34 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
 
 
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":
-    """The gains alone."""
-    from entropic_jax.control.entropy_drop import AR1
+    """The gains of a control: those stated, else those of the calibration, else the defaults.
+
+    Raises RequestError where a gain is not accepted, or is "auto" and there is no calibration.
+    """
     from entropic_jax.control.presets import Gains
+    from entropic_jax.control.scheduling import AR1
 
-    given = dict(control.gains)
+    stated = dict(control.gains)
     if control.preset in SAMPLERS:
-        raise RequestError(f"preset is {control.preset!r}; accepted here are {', '.join(NAMES)}")
-    if misplaced := [name for name in SAMPLER_OPTIONS if name in given]:
-        raise RequestError(f"{misplaced[0]} is given; accepted with the preset entropix")
-    asked = [name for name, value in given.items() if value == AUTO]
-    if asked and calibration is None:
-        raise RequestError(f"{asked[0]} is auto; accepted with a calibration.json in the model's directory")
-    given = {name: value for name, value in given.items() if value != AUTO}
-    if calibration is not None:
-        found: dict[str, Any] = {k: getattr(calibration, v) for k, v in FROM_CALIBRATION.items()}
-        found["prior"] = AR1(calibration.mean, calibration.scale, calibration.correlation)
-        given = {**found, **given}
-    made = Gains(**given)
-    for low, high in (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy")):
-        if not getattr(made, low) < getattr(made, high):
+        raise RequestError(
+            f"preset must be one of {', '.join(PRESETS)} here; got {control.preset!r}", "preset"
+        )
+    for name in SAMPLER_OPTIONS:
+        if name in stated:
+            raise RequestError(f"{name} needs the preset entropix; got the preset {control.preset}", name)
+    numbers = {name: value for name, value in stated.items() if value != AUTO}
+    if calibration is None:
+        for name in stated.keys() - numbers.keys():
             raise RequestError(
-                f"{low} is {getattr(made, low)}, {high} {getattr(made, high)}; accepted are {low} < {high}"
+                f"{name} must be a number for a model without calibration.json; got 'auto'", name
             )
-    return made
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")
-
-
-def _gain(name: str):
-    field = GAINS[name][0]
-
-    def convert(text: str) -> float | str:
-        if text == AUTO and field in FROM_CALIBRATION:
-            return AUTO
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        low = value >= 0 if field not in ("lowest_temperature", "highest_temperature") else value > 0
-        if not (low and math.isfinite(value) and ("dropped_mass" not in field or value < 1)):
-            bound = (
-                "in [0, 1)"
-                if "dropped_mass" in field
-                else "above 0"
-                if field in ("lowest_temperature", "highest_temperature")
-                else "of at least 0"
-            )
-            raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")
-        return value
-
-    return convert
+        measured: dict[str, Any] = {}
+    else:
+        measured = {name: getattr(calibration, name) for name in CALIBRATED}
+        measured["prior"] = AR1(calibration.mean, calibration.scale, calibration.correlation)
+    try:
+        result = Gains(**{**measured, **numbers})
+        check_order(result.asdict(), stated)
+    except ParameterError as error:
+        raise RequestError(str(error), error.param) from None
+    return result

@@ -1,7 +1,6 @@
 """Sampling parameters on the command line: one option for each of `SamplingParams`."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from entropic_jax.parameter_table import (
@@ -14,6 +13,8 @@ from entropic_jax.parameter_table import (
     parameters_of,
 )
 from entropic_jax.sampling_params import DEVICE, HOST, SamplingParams
+
+from .option_types import number
 
 OPTIONS = parameters_of(SamplingParams, (DEVICE, HOST))
 """The parameters that have an option; the others are for an answer that the command line does not write."""
@@ -48,20 +49,6 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
         if line.name in values:
             line.accepts.check(line.name, values[line.name])
     return values
-
-
-def number(accepts: Number) -> Callable[[str], Any]:
-    """What converts an option's text to a number that is accepted. For argparse."""
-
-    def convert(text: str) -> Any:
-        if accepts.auto and text == "auto":
-            return text
-        try:
-            return accepts.check("", accepts.kind(text))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {accepts}; got {text}") from None
-
-    return convert
 
 
 def _help(line: Parameter) -> str:

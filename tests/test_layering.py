@@ -22,6 +22,7 @@ LAYERS = (
         "entropic_jax.cache",
         "entropic_jax.row_subset",
         "entropic_jax.ledger",
+        "entropic_jax.control_gains",
         "entropic_jax.parameter_table",
         "entropic_jax.sampling_params",
     ),

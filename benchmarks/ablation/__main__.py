@@ -66,7 +66,7 @@ def main() -> None:
         material = load_material(options.model, texts)
         run = Run(options, material, texts, options.show, description)
         if not run.rows:
-            gains = {k: v for k, v in run.material.gains._asdict().items() if k != "prior"}
+            gains = run.material.gains.asdict()
             run.keep({**description, "gains": gains})
         run.measure(console)
         console.print(f"results: {options.show}")

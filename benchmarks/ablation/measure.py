@@ -115,7 +115,7 @@ class Run:
             names = ("off", "micro") if quick else ("off", "micro", "full", "paper")
             presets = {name: material.preset(name) for name in names}
             for law in () if quick else LAWS:
-                presets[f"micro, {law}"] = preset("micro", None, material.gains._replace(law=law))
+                presets[f"micro, {law}"] = preset("micro", None, material.gains.replace(law=law))
             make = lambda s=seed, w=presets: studies.writing(material, s, ways=w, tokens=32 if quick else 256)
             yield "writing", {"seed": seed}, make
         for seed in range(min(3, self.seeds)):

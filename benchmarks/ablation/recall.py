@@ -81,7 +81,7 @@ def recall(
     windows = Windows(material, filler, distance, seed)
     presets = {name: material.preset(name) for name in READING}
     for drop in drops:
-        gains = material.gains._replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
+        gains = material.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
         presets[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
     for steps in refreshes:
         presets[f"meso, every {steps}"] = presets["meso"]._replace(
@@ -146,7 +146,7 @@ def settings(material: Material, context: int, quick: bool) -> list[tuple[str, f
     fixed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), None, None)
     configurations: list[tuple[str, float, Preset]] = [("dense", 1.0, material.preset("off"))]
     for drop in drops:
-        gains = material.gains._replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
+        gains = material.gains.replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
         configurations.append(("entropy", drop, preset("meso", gains=gains)))
         configurations.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE_PAGES, None)))
     for share in budgets:

@@ -97,7 +97,7 @@ def held(material: Material, seed: int, quick: bool) -> list[Row]:
         subject = scaled(material, scale)
         state = ablation.read(subject, prompts, tokens)
         for law in ("normalised", "paper") if quick else ("normalised", "integral", "exact", "paper"):
-            setting = preset("micro", None, gains._replace(law=law))
+            setting = preset("micro", None, gains.replace(law=law))
             clips = gains.lowest_temperature, gains.highest_temperature
             outcome = ablation.write(
                 subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips

@@ -4,17 +4,19 @@
 `full` does all three; `paper` does all three with every law as printed.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
+from ..control_gains import CALIBRATED, PRESETS, ControlGains
 from ..pallas.paged_attention import Rules
+from ..parameter_table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
 from .entropy_drop import AR1, PRIOR
 from .pruning import PaperPruning, Pruning
 from .scheduling import SCHEDULES
 from .temperature import LAWS
 
-PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
 # Small pages expose keys that the mean key of a large page hides. The sink and the newest pages are always
 # kept. The lowest layer attends to everything, so it needs only a part of it. Page lists are made at
 # every step: older lists miss facts that a question has just made relevant.
@@ -23,19 +25,18 @@ FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page
 LAWS_WITHOUT_TARGET = ("edt", "dynatemp")
 
 
-class Gains(NamedTuple):
-    """Settings of a preset; entropies in nats."""
+@dataclass(frozen=True, kw_only=True)
+class Gains(ControlGains):
+    """The gains of a preset as numbers, which no longer leave anything to a calibration."""
 
-    law: str = "normalised"  # temperature law, a name of `temperature.LAWS`
-    target_entropy: float = 1.0  # H*, the set-point of the temperature law
-    lowest_temperature: float = 0.3  # T_min
-    highest_temperature: float = 1.2  # T_max
-    dropped_mass_limit: float = 0.03  # ε_max: most attention mass that may stay unread
-    lowest_dropped_mass_limit: float = 0.012  # ε_min: the limit at high entropy
-    low_entropy: float = 0.3  # H₁ at and below which the limit is `dropped_mass_limit`
-    high_entropy: float = 2.5  # H₁ at and above which it is `lowest_dropped_mass_limit`
-    schedule: str = "entropic"  # scheduling law, a name of `scheduling.SCHEDULES`
     prior: AR1 = PRIOR  # of H₁ along a sequence, for the scheduling law
+
+    def __post_init__(self) -> None:
+        """Check every gain. Raises ParameterError."""
+        super().__post_init__()
+        for name in CALIBRATED:
+            if getattr(self, name) == AUTO:
+                raise ParameterError(f"{name} must be a number; got {AUTO!r}", name)
 
 
 class Preset(NamedTuple):
@@ -61,13 +62,7 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     True
     """
     gains = gains or Gains()
-    for argument, value, accepted in (
-        ("name", name, PRESETS),
-        ("law", gains.law, tuple(LAWS)),
-        ("schedule", gains.schedule, tuple(SCHEDULES)),
-    ):
-        if value not in accepted:
-            raise ValueError(f"{argument} must be one of {', '.join(accepted)}; got {value!r}")
+    Choice(PRESETS).check("preset", name)
     laws: list[Any] = []
     page_policy = None
     if name == "paper":

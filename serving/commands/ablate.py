@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from entropic_jax.control_gains import PRESETS
+
 from .. import control_options
 from ..request import RequestError
 from . import model_options
@@ -38,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--presets",
-        type=_list(control_options.NAMES),
-        default=list(control_options.NAMES),
+        type=_list(PRESETS),
+        default=list(PRESETS),
         metavar="NAMES",
-        help=f"some of {','.join(control_options.NAMES)}; off is always among them (default: all)",
+        help=f"some of {','.join(PRESETS)}; off is always among them (default: all)",
     )
     parser.add_argument(
         "--contexts",

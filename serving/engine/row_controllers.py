@@ -14,9 +14,10 @@ from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
 from entropic_jax.control.presets import Gains, temperature_law
 from entropic_jax.control.pruning import Pruning
+from entropic_jax.control_gains import PRESETS
 
 from .. import control_options
-from ..control_options import NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
+from ..control_options import SAMPLER_OPTIONS, SAMPLERS, Control
 from ..request import RequestError
 
 
@@ -150,7 +151,7 @@ class RowControllers:
 
     def _row_gains(self, control: Control) -> RowGains:
         """The numbers of one row. RequestError where the programs are not compiled for what is asked."""
-        accepted = [name for name in NAMES if name != "paper"] + ([self.sampler] if self.sampler else [])
+        accepted = [name for name in PRESETS if name != "paper"] + ([self.sampler] if self.sampler else [])
         if control.preset not in accepted:
             raise RequestError(
                 f"preset is {control.preset!r}; accepted by this server are {', '.join(accepted)}"

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..control_options import AUTO, calibration_of
+from entropic_jax.parameter_table import AUTO
+
+from ..control_options import calibration_of
 from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
 from ..request import RequestError
 from .grammar import Grammars

@@ -125,8 +125,8 @@ def test_every_law_of_temperature_can_be_named(law):
 def test_unknown_names_are_refused():
     for given in (
         dict(name="best"),
-        dict(name="micro", gains=Gains(law="magic")),
-        dict(name="off", gains=Gains(schedule="lottery")),
+        dict(name="micro", gains=dict(law="magic")),
+        dict(name="off", gains=dict(schedule="lottery")),
     ):
         with pytest.raises(ValueError, match="must be one of"):
-            preset(**given)
+            preset(given["name"], gains=Gains(**given.get("gains", {})))

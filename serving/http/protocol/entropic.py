@@ -1,66 +1,40 @@
-"""The extension: what a request may ask of the control loop, and what it is told of it."""
+"""The `entropic` extension of requests and answers: control gains in, entropic time and traces out."""
 
-from typing import Annotated, Literal
+from typing import Any
 
 from pydantic import Field
 
-from ...control_options import Control
-from .fields import Answer, Body
+from entropic_jax.control_gains import GAINS, MACRO, PRESETS
+from entropic_jax.parameter_table import Choice, Parameter
 
-PresetName = Literal["off", "micro", "meso", "macro", "full", "entropix", "entropix-as-released", "dslider"]
-LawName = Literal["paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp"]
-Nats = Annotated[float, Field(ge=0, le=100)]
-NatsOrAuto = Nats | Literal["auto"]
-Clip = Annotated[float, Field(gt=0, le=1000)]
-Branches = Annotated[int, Field(ge=1, le=64)]
-Mass = Annotated[float, Field(ge=0, lt=1)]
-# Names of the command line, and of the gains behind them.
-GAINS = {
-    "law": "law",
-    "target_entropy": "target_entropy",
-    "lowest_temperature": "lowest_temperature",
-    "highest_temperature": "highest_temperature",
-    "dropped_mass_limit": "dropped_mass_limit",
-    "lowest_dropped_mass_limit": "lowest_dropped_mass_limit",
-    "low_entropy": "low_entropy",
-    "high_entropy": "high_entropy",
-    "branches": "branches",
-}
+from ...control_options import BRANCHES, SAMPLERS, Control
+from .fields import Answer, optional_fields
+
+ACCEPTED_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)
+PRESET_HELP = "scales of control, or the sampler of a server that was started with it"
+BRANCHES_HELP = "of entropix: continuations to compare, at most as many as the server compares"
+PER_REQUEST = (
+    *(line for line in GAINS.values() if line.scope != MACRO),  # the engine has one schedule
+    Parameter("branches", None, BRANCHES, "", BRANCHES_HELP, ""),
+)
+PRESET = Parameter("preset", None, Choice(ACCEPTED_PRESETS), "", PRESET_HELP, "")
+GainFields: Any = optional_fields("GainFields", (PRESET, *PER_REQUEST))
 
 
-class Entropic(Body):
+class Entropic(GainFields):
     """Control by entropy for this request; what is left out is as the server was started.
 
-    Entropies are in nats; "auto" takes what the calibration of the model found.
+    "auto" takes the value in the model's calibration.
     """
 
-    preset: PresetName | None = Field(
-        None, description="which scales of control are on, or the sampler of a server that has it"
-    )
-    law: LawName | None = Field(None, description="of temperature")
-    target_entropy: NatsOrAuto | None = Field(None, description="held by the law of temperature")
-    lowest_temperature: Clip | None = Field(None, description="no law goes below")
-    highest_temperature: Clip | None = Field(None, description="no law goes above")
-    dropped_mass_limit: Mass | None = Field(None, description="most attention mass to leave unread")
-    lowest_dropped_mass_limit: Mass | None = Field(
-        None, description="the same, however uncertain the model is"
-    )
-    low_entropy: NatsOrAuto | None = Field(None, description="at and below which `dropped_mass_limit` holds")
-    high_entropy: NatsOrAuto | None = Field(
-        None, description="at and above which `lowest_dropped_mass_limit` holds"
-    )
-    branches: Branches | None = Field(
-        None,
-        description="of entropix: continuations that are compared, at most as many as the server compares",
-    )
-    trace: bool = Field(False, description="give every token's measures in the answer")
+    trace: bool = Field(False, description="return each token's trace with the answer")
 
     def control(self, default: Control) -> Control:
         """The server's control with what this request changes."""
         gains = dict(default.gains)
-        for name, gain in GAINS.items():
-            if (value := getattr(self, name)) is not None:
-                gains[gain] = value if isinstance(value, str | int) else float(value)
+        for line in PER_REQUEST:
+            if (value := getattr(self, line.name)) is not None:
+                gains[line.name] = line.accepts.check(line.name, value)
         return default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
 
 

@@ -1,0 +1,87 @@
+"""Control gains: the table that every interface to the control loop is derived from.
+
+The command line, the HTTP schema, `control.presets.Gains` and the documentation read the fields of
+`ControlGains`. A gain has one name from the HTTP field to the control law. Imports neither JAX nor NumPy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .parameter_table import Choice, Number, ParameterError, Table, parameter, parameters_of
+
+PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
+TEMPERATURE_LAWS = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
+SCHEDULES = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
+MICRO, MESO, MACRO = "micro", "meso", "macro"
+"""The scale of control that a gain belongs to."""
+
+_ENTROPY = Number(float, 0, 100, auto=True)
+_TEMPERATURE = Number(float, 0, 1000, above_low=True)
+_MASS = Number(float, 0, 1, below_high=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlGains(Table):
+    """Gains of the control laws.
+
+    Those in nats also take the string "auto", for the value in the model's calibration.json.
+
+    Raises ParameterError, a ValueError, which names the gain, the accepted values and the value.
+
+    >>> ControlGains(law="exact").highest_temperature
+    1.2
+    >>> ControlGains(law="magic")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    entropic_jax.parameter_table.ParameterError: law must be one of paper, integral, ...
+    """
+
+    law: str = parameter("normalised", Choice(TEMPERATURE_LAWS), "temperature law", scope=MICRO)
+    target_entropy: float = parameter(
+        1.0, _ENTROPY, "H*, the set-point of the temperature law", unit="nats", scope=MICRO
+    )
+    lowest_temperature: float = parameter(
+        0.3, _TEMPERATURE, "T_min, below which no temperature law goes", scope=MICRO
+    )
+    highest_temperature: float = parameter(
+        1.2, _TEMPERATURE, "T_max, above which no temperature law goes", scope=MICRO
+    )
+    dropped_mass_limit: float = parameter(
+        0.03, _MASS, "ε_max, the most attention mass that may stay unread at low entropy", scope=MESO
+    )
+    lowest_dropped_mass_limit: float = parameter(
+        0.012, _MASS, "ε_min, the most attention mass that may stay unread at high entropy", scope=MESO
+    )
+    low_entropy: float = parameter(
+        0.3, _ENTROPY, "H₁ at and below which `dropped_mass_limit` applies", unit="nats", scope=MESO
+    )
+    high_entropy: float = parameter(
+        2.5, _ENTROPY, "H₁ at and above which `lowest_dropped_mass_limit` applies", unit="nats", scope=MESO
+    )
+    schedule: str = parameter("entropic", Choice(SCHEDULES), "scheduling law", scope=MACRO)
+
+
+GAINS = {line.name: line for line in parameters_of(ControlGains)}
+"""Every gain by name."""
+
+CALIBRATED = tuple(name for name, line in GAINS.items() if getattr(line.accepts, "auto", False))
+"""The gains that accept "auto"; a calibration has fields of the same names."""
+
+ORDERED = (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy"))
+"""Pairs of gains of which the first must be below the second."""
+
+
+def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    """Raise ParameterError where the lower of a pair of gains is not below the higher.
+
+    Args:
+        values: All gains by name, as numbers.
+        stated: Those that the caller stated; the error names one of them where it can.
+    """
+    for low, high in ORDERED:
+        if values[low] < values[high]:
+            continue
+        if high in stated and low not in stated:
+            message = f"{high} must be above {low} = {values[low]:g}; got {values[high]:g}"
+            raise ParameterError(message, high)
+        raise ParameterError(f"{low} must be below {high} = {values[high]:g}; got {values[low]:g}", low)

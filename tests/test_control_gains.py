@@ -1,0 +1,117 @@
+"""Every interface to the control loop covers every field of the one table of gains."""
+
+import math
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from entropic_jax.control.presets import Gains
+from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
+from entropic_jax.control.temperature import LAWS
+from entropic_jax.control_gains import (
+    CALIBRATED,
+    GAINS,
+    MACRO,
+    ORDERED,
+    SCHEDULES,
+    TEMPERATURE_LAWS,
+    ControlGains,
+    check_order,
+)
+from entropic_jax.parameter_table import AUTO, Number, ParameterError, markdown
+from entropic_jax.serving import control_options
+from entropic_jax.serving.cli import parser
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.http.protocol.entropic import Entropic
+from entropic_jax.serving.request import RequestError
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+NUMBERS = {name: line for name, line in GAINS.items() if isinstance(line.accepts, Number)}
+
+
+def test_the_names_in_the_table_are_those_of_the_laws():
+    assert tuple(LAWS) == TEMPERATURE_LAWS
+    assert tuple(SCHEDULING_LAWS) == SCHEDULES
+
+
+def test_a_preset_has_each():
+    assert set(Gains.__dataclass_fields__) == {*GAINS, "prior"}
+    assert Gains().asdict() == {name: line.default for name, line in GAINS.items()}
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "ablate"])
+def test_the_command_line_has_an_option_for_each(command):
+    needed = ["--text", "x"] if command == "ablate" else []
+    options = parser().parse_args([command, *needed])
+    assert set(GAINS) <= vars(options).keys()
+    assert control_options.read(options).gains == ()
+
+
+def test_the_http_schema_states_each_with_its_range():
+    properties = Entropic.model_json_schema()["properties"]
+    assert {name for name, line in GAINS.items() if line.scope != MACRO} <= set(properties)
+    for name, line in NUMBERS.items():
+        stated = properties[name]["anyOf"][0]
+        low = "exclusiveMinimum" if line.accepts.above_low else "minimum"
+        high = "exclusiveMaximum" if line.accepts.below_high else "maximum"
+        assert (stated[low], stated[high]) == (line.accepts.low, line.accepts.high)
+        assert ({"const": AUTO, "type": "string"} in properties[name]["anyOf"]) == (name in CALIBRATED)
+
+
+def test_a_body_brings_each_to_the_preset():
+    values = {"law": "exact", "target_entropy": 2, "lowest_temperature": 0.5, "highest_temperature": 2.0}
+    values |= {"dropped_mass_limit": 0.5, "lowest_dropped_mass_limit": 0.25}
+    values |= {"low_entropy": 1.0, "high_entropy": 3.0}
+    assert values.keys() == {name for name, line in GAINS.items() if line.scope != MACRO}
+    control = Entropic.model_validate({"preset": "full", **values}).control(Control())
+    assert control_options.gains(control, None).asdict() == {**values, "schedule": "entropic"}
+
+
+def accepted(call, *errors: type[Exception]) -> bool:
+    try:
+        call()
+    except errors:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_interface_accepts_the_same_numbers(name, capsys):
+    accepts = NUMBERS[name].accepts
+    ends = [x + d for x in (accepts.low, accepts.high) for d in (-1e-3, 0, 1e-3)]
+    for value in [*ends, math.nan, math.inf, "auto", "much"]:
+        options = ["generate", f"--{name.replace('_', '-')}={value}"]
+        verdicts = {
+            "table": accepted(lambda: ControlGains(**{name: value}), ParameterError),
+            "body": accepted(lambda: Entropic.model_validate({name: value}), pydantic.ValidationError),
+            "options": accepted(lambda: parser().parse_args(options), SystemExit),
+        }
+        if value != "auto":
+            verdicts["preset"] = accepted(lambda: Gains(**{name: value}), ParameterError)
+        assert len(set(verdicts.values())) == 1, (value, verdicts)
+    with pytest.raises(ParameterError, match=f"^{name} must be a number"):
+        Gains(**{name: AUTO})
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("low", "high"), ORDERED)
+def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
+    values = Gains().asdict()
+    check_order(values, {})
+    both = {low: 5.0, high: 4.0}
+    for stated, param in ((both, low), ({low: 50.0}, low), ({high: 0.1}, high)):
+        with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
+            control_options.gains(Control("full", tuple(stated.items())), None)
+        assert error.value.param == param
+
+
+def test_auto_needs_a_calibration():
+    with pytest.raises(RequestError, match=r"without calibration\.json") as error:
+        control_options.gains(Control("full", (("low_entropy", AUTO),)), None)
+    assert error.value.param == "low_entropy"
+
+
+def test_the_table_is_in_the_documentation():
+    pages = [path.read_text("utf-8") for path in DOCS.rglob("*.md")]
+    assert any(markdown(ControlGains) in page for page in pages)
