@@ -20,10 +20,11 @@ from rich.console import Console
 from entropic_jax.serving.compilation import remember_compilations
 from entropic_jax.serving.generation import EMBEDDED
 
+from ..harness import paths
 from ..harness.held_out_text import module_texts
-from ..harness.paths import RESULTS
 from ..harness.provenance import describe_run, file_slug
-from . import report
+from ..harness.publishing import publish
+from . import plot, report
 from .measure import STUDIES, Run
 from .workload import load_material
 
@@ -57,7 +58,7 @@ def main() -> None:
     console = Console()
     if not options.show:
         description = describe_run(console)
-        stored = RESULTS / f"ablation-{file_slug(description['cpu'])}.jsonl"
+        stored = paths.RESULTS / f"ablation-{file_slug(description['cpu'])}.jsonl"
         options.show = options.output or (options.work / "quick.jsonl" if options.quick else stored)
         if options.fresh or (options.quick and not options.output):
             options.show.unlink(missing_ok=True)
@@ -70,7 +71,10 @@ def main() -> None:
             run.keep({**description, "gains": gains})
         run.measure(console)
         console.print(f"results: {options.show}")
-    report.show(report.load(options.show), console, options.document)
+    results = report.load(options.show)
+    publish("ablation", report, results, options.document, console)
+    if options.document and results["studies"].get("selectors"):
+        plot.draw(results, paths.PAGES / plot.FILE)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,17 @@
-"""Tables and plot of the ablation, gathered from its studies."""
+"""Tables of the ablation, gathered from its studies."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from entropic_jax.analysis import tables as shared_tables
 
-from ..harness import paths
 from ..harness.provenance import stamp
-from ..harness.publishing import publish
 from ..harness.tables import Table
-from . import plot, study_tables, summary_tables
+from . import study_tables, summary_tables
 
 MEASURED_CODE = ("entropic_jax", "models")
-PLOT = "selectors.svg"  # beside the page
 NOTES = (
     "`off`: plain sampling, dense attention. `paper`: every law as printed.",
     "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
@@ -113,10 +108,3 @@ def notes(results: dict[str, Any]) -> list[str]:
             "; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + "."
         )
     return sentences
-
-
-def show(results: dict[str, Any], console: Console, document: bool = False) -> None:
-    """Print the tables; write them and the plot into docs/results if `document`."""
-    publish("ablation", tables(results), notes(results), stamps(results), document, console)
-    if document and results["studies"].get("selectors"):
-        plot.draw(results["studies"]["selectors"], paths.PAGES / PLOT)

@@ -18,7 +18,14 @@ from rich.console import Console
 
 from ..baselines.engines import ENGINES
 from ..harness.paths import PAGES
-from ..harness.publishing import PAGE_OF, add_document_option, results_file, write_json, write_section
+from ..harness.publishing import (
+    PAGE_OF,
+    add_document_option,
+    results_file,
+    section_text,
+    write_json,
+    write_section,
+)
 from . import measure, report
 
 DEFAULT = [name for name in ENGINES if name not in ("torch-compile", "transformers-batched")]
@@ -75,7 +82,8 @@ def main() -> None:
     for results in runs:
         report.show(results, console)
     if options.document:
-        write_section(PAGES / PAGE_OF["decode"], "decode", report.page_text(runs))
+        sections = [section_text(report, results) for results in runs]
+        write_section(PAGES / PAGE_OF["decode"], "decode", "\n\n".join(sections))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ..harness.provenance import stamp
-from ..harness.tables import Table, markdown, print_tables
+from ..harness.tables import Table, print_tables
 
 MEASURED_CODE = ("entropic_jax", "models")  # every module that a step of decoding runs
 
@@ -154,8 +154,6 @@ def show(results: dict[str, Any], console: Console) -> None:
     print_tables(tables(results)[-1:], notes(results), console)
 
 
-def page_text(runs: list[dict[str, Any]]) -> str:
-    """The tables of several runs, one after another, as Markdown."""
-    return "\n\n".join(
-        markdown(tables(results), notes(results), stamp([results], MEASURED_CODE)) for results in runs
-    )
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ..harness.held_out_text import module_files
 from ..harness.paths import ROOT
-from ..harness.provenance import stamp
 from ..harness.publishing import add_document_option, load_or_measure, publish
 from . import measure, report
 
@@ -60,9 +59,7 @@ def main() -> None:
 
     console = Console()
     results = load_or_measure(options, "entropy", lambda: measure.run(options, console), "cpu")
-    stamps = stamp([results], report.MEASURED_CODE)
-    tables, notes = report.tables(results), report.notes(results)
-    publish("entropy", tables, notes, stamps, options.document, console)
+    publish("entropy", report, results, options.document, console)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 from .measure import ESTIMATORS, TIMED, WITHOUT_TOP_K
 
@@ -60,3 +61,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         f"The estimator as printed (tail-corrected) {excess} ({case}).",
         f"Texts of the model: {', '.join(results['texts'])}.",
     ]
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

@@ -5,7 +5,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -67,27 +67,37 @@ def load_or_measure(
     return results
 
 
-def publish(
-    name: str,
-    tables: list[Table],
-    notes: list[str],
-    stamps: str | Mapping[str, str],
-    document: bool,
-    console: Console,
-) -> None:
-    """Print tables, and write them into the page of a benchmark if asked to.
+class Report(Protocol):
+    """What the module `report` of every benchmark makes of results."""
+
+    def tables(self, results: dict[str, Any]) -> list[Table]:
+        """Title, header and rows of each table."""
+
+    def notes(self, results: dict[str, Any]) -> list[str]:
+        """Sentences that apply to all tables."""
+
+    def stamps(self, results: dict[str, Any]) -> str | Mapping[str, str]:
+        """Date and commit of all tables, or of each by its title."""
+
+
+def section_text(report: Report, results: dict[str, Any]) -> str:
+    """The tables of a benchmark as Markdown."""
+    return markdown(report.tables(results), report.notes(results), report.stamps(results))
+
+
+def publish(name: str, report: Report, results: dict[str, Any], document: bool, console: Console) -> None:
+    """Print the tables of a benchmark, and write them into its page if asked to.
 
     Args:
         name: of the benchmark.
-        tables: title, header and rows of each.
-        notes: what applies to all tables.
-        stamps: date and commit, for all tables or for each title.
+        report: its module of that name.
+        results: raw measurements.
         document: whether to write the page.
         console: where to print.
     """
-    print_tables(tables, notes, console)
+    print_tables(report.tables(results), report.notes(results), console)
     if document:
-        write_section(paths.PAGES / PAGE_OF[name], name, markdown(tables, notes, stamps))
+        write_section(paths.PAGES / PAGE_OF[name], name, section_text(report, results))
 
 
 def section_markers(name: str) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from ..harness.cores import pin_to_cores
-from ..harness.provenance import stamp
 from ..harness.publishing import add_document_option, load_or_measure, publish
 from . import report
 from .measure import PARTS, run
@@ -36,9 +35,7 @@ def main() -> None:
     if on_cpu() and not options.show:
         pin_to_cores(options.threads)
     results = load_or_measure(options, "kernels", lambda: run(options, console), "device")
-    stamps = stamp([results], report.MEASURED_CODE)
-    tables, notes = report.tables(results), report.notes(results)
-    publish("kernels", tables, notes, stamps, options.document, console)
+    publish("kernels", report, results, options.document, console)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 MEASURED_CODE = ("entropic_jax/pallas", "entropic_jax/cpu_runtime")
@@ -77,3 +78,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         serving = ", ".join(f"{x['operation']} {x['chosen']}" for x in results["checked"])
         lines.append(f"Before the measurements every operation agreed with float64: {serving}.")
     return lines
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

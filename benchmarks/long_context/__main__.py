@@ -18,7 +18,6 @@ from rich.console import Console
 
 from entropic_jax.serving.generation import EMBEDDED
 
-from ..harness.provenance import stamp
 from ..harness.publishing import add_document_option, publish
 from . import report
 from .measure import QUALITY, STUDIES, measure
@@ -55,9 +54,7 @@ def main() -> None:
         results = json.loads(options.show.read_text())
     else:
         results = measure(options, console)
-    stamps = stamp([results], report.MEASURED_CODE)
-    tables, notes = report.tables(results), report.notes(results)
-    publish("long_context", tables, notes, stamps, options.document, console)
+    publish("long_context", report, results, options.document, console)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 MEASURED_CODE = ("entropic_jax", "models")
@@ -126,3 +127,8 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 def notes(results: dict[str, Any]) -> list[str]:
     run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
     return [run, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ..harness.paths import RESULTS
-from ..harness.provenance import describe_run, stamp
+from ..harness.provenance import describe_run
 from ..harness.publishing import add_document_option, publish, write_json
 from . import report
 from .measure import RATES, prepare_corpus, run
@@ -37,9 +37,8 @@ def main() -> None:
             work = options.work / f"{name}-{rate:g}"
             results["runs"].append(run(corpus, work, name, rate, options.tokens))
             write_json(RESULTS / "optimisers.json", results)
-            publish("optimisers", report.tables(results["runs"]), report.NOTES, "", False, console)
-    stamps = stamp([results, *results["runs"]], report.MEASURED_CODE)
-    publish("optimisers", report.tables(results["runs"]), report.NOTES, stamps, options.document, console)
+            publish("optimisers", report, results, False, console)
+    publish("optimisers", report, results, options.document, console)
 
 
 if __name__ == "__main__":

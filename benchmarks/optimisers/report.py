@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 MEASURED_CODE = ("models/train", "models/model.py", "models/decoder.py", "models/layers.py")
-NOTES = ["For `adamw` the trainer multiplies the rate by 0.15; `muon` gives its Adam part a fifth of it."]
 
 
-def tables(runs: list[dict[str, Any]]) -> list[Table]:
+def tables(results: dict[str, Any]) -> list[Table]:
     """The runs, best first."""
     header = ["optimiser", "`--learning-rate`", "bits per byte at the end", "tokens/s", "seconds"]
     rows = [
@@ -19,6 +19,16 @@ def tables(runs: list[dict[str, Any]]) -> list[Table]:
             f"{run['tokens_per_second']:.0f}",
             f"{run['seconds']:.0f}",
         ]
-        for run in sorted(runs, key=lambda run: run["bits_per_byte"])
+        for run in sorted(results["runs"], key=lambda run: run["bits_per_byte"])
     ]
     return [("Training from scratch", header, rows)]
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """How the learning rates of the two compare."""
+    return ["For `adamw` the trainer multiplies the rate by 0.15; `muon` gives its Adam part a fifth of it."]
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Dates and commits of all runs."""
+    return stamp([results, *results["runs"]], MEASURED_CODE)

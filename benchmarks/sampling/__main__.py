@@ -18,7 +18,6 @@ from rich.console import Console
 
 from entropic_jax.serving.generation import EMBEDDED
 
-from ..harness.provenance import stamp
 from ..harness.publishing import add_document_option, publish
 from . import report
 from .measure import measure
@@ -46,8 +45,7 @@ def main() -> None:
         results = json.loads(options.show.read_text())
     else:
         results = measure(options, console)
-    stamps = stamp([results], report.MEASURED_CODE)
-    publish("sampling", report.tables(results), report.notes(results), stamps, options.document, console)
+    publish("sampling", report, results, options.document, console)
 
 
 if __name__ == "__main__":

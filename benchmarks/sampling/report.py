@@ -5,6 +5,7 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 MEASURED_CODE = ("entropic_jax", "models")
@@ -79,3 +80,8 @@ Free text: after 128 tokens of held-out source; a loop repeats up to 40 tokens t
 def tables(results: dict[str, Any]) -> list[Table]:
     """The tables."""
     return [overall(results), by_kind(results)]
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

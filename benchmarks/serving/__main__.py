@@ -54,8 +54,7 @@ def main() -> None:
     console = Console()
     results = json.loads(options.show.read_text("utf-8")) if options.show else measure(options, console)
     document = options.document and not options.quick
-    tables, notes = report.tables(results), report.notes(results)
-    publish("serving", tables, notes, report.stamps(results), document, console)
+    publish("serving", report, results, document, console)
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from entropic_jax.serving.generation import EMBEDDED
 
-from ..harness.provenance import describe_run, processor_name, stamp
+from ..harness.provenance import describe_run, processor_name
 from ..harness.publishing import add_document_option, publish, results_file, write_json
 from ..harness.server_process import ServerProcess, ours
 from . import report
@@ -83,8 +83,7 @@ def main() -> int:
         console.print(f"{name}: {detail}", markup=False)
     write_json(out, results)
     partial.unlink(missing_ok=True)
-    stamps = stamp([results], report.MEASURED_CODE)
-    publish("soak", report.tables(results), report.notes(results), stamps, options.document, console)
+    publish("soak", report, results, options.document, console)
     return int(not all(held for _, held, _ in report.decline_reasons(results)))
 
 

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 MEASURED_CODE = ("serving", "entropic_jax", "models")
@@ -58,3 +59,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
 def notes(results: dict[str, Any]) -> list[str]:
     """The machine, and how the server was started."""
     return [f"{results['cpu']}, {results['date']}. Server: `{results['server']}`."]
+
+
+def stamps(results: dict[str, Any]) -> str:
+    """Date and commit, the same for all tables."""
+    return stamp([results], MEASURED_CODE)

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.ablation import __main__ as command
-from benchmarks.ablation import report, summary_tables
+from benchmarks.ablation import plot, report, summary_tables
 from benchmarks.ablation.measure import STUDIES
 from benchmarks.harness import paths
+from benchmarks.harness.publishing import publish
 from entropic_jax.serving.generation import EMBEDDED
 
 LAYERS = 2
@@ -43,8 +44,8 @@ def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
     file = tmp_path / "found.jsonl"
 
     def run(*arguments: str) -> list[dict]:
-        arguments_given = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
-        monkeypatch.setattr("sys.argv", arguments_given)
+        command_line = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
+        monkeypatch.setattr("sys.argv", command_line)
         command.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -64,7 +65,8 @@ def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
 
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(paths, "PAGES", tmp_path)
-    report.show(results, Console(quiet=True), document=True)
+    publish("ablation", report, results, True, Console(quiet=True))
+    plot.draw(results, tmp_path / plot.FILE)
     page = (tmp_path / "ablation.md").read_text()
     assert "<!-- ablation: written by benchmarks.ablation -->" in page
     assert page.count("*Measured ") == len(titles)

@@ -1,0 +1,41 @@
+"""Stamps: date and commit of a run, and whether the code has changed since."""
+
+import pytest
+
+from benchmarks.harness import provenance
+from benchmarks.harness.provenance import OLDER, current_commit, file_slug, stamp
+
+MEASURED = ("benchmarks/harness/paths.py",)
+
+
+@pytest.fixture
+def unchanged(monkeypatch):
+    monkeypatch.setattr(provenance, "changed_since", lambda commit, paths: False)
+
+
+def test_a_stamp_has_date_and_commit(unchanged):
+    exact = stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED)
+    assert exact == "Measured 2026-01-01, at commit `0123abc`."
+    recorded = [{"date": "2026-01-02", "recorded_in": x} for x in ("4567def", "89abcde", "4567def")]
+    both = stamp(recorded, MEASURED)
+    assert both == "Measured 2026-01-02, recorded in commits `4567def` and `89abcde`."
+
+
+def test_an_unknown_or_changed_commit_is_said_to_be_older(monkeypatch, unchanged):
+    assert stamp([{"date": "2026-01-01"}], MEASURED) == (
+        f"Measured 2026-01-01, recorded before commits were noted. {OLDER}"
+    )
+    modified = stamp([{"date": "2026-01-01", "commit": "0123abc with uncommitted changes"}], MEASURED)
+    assert modified == f"Measured 2026-01-01, at commit `0123abc` with uncommitted changes. {OLDER}"
+    monkeypatch.setattr(provenance, "changed_since", lambda commit, paths: True)
+    assert stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
+
+
+def test_a_commit_that_is_not_there_is_no_answer():
+    assert provenance.changed_since("0" * 40, MEASURED) is None
+    commit = current_commit()
+    assert commit is None or len(commit.partition(" ")[0]) >= 7
+
+
+def test_names_of_files():
+    assert file_slug("Intel(R) Xeon(R) Processor") == "intel-xeon-processor"
