@@ -11,15 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .cache import ModelShape
-from .state import Ledger
-
-
-class Hardware(NamedTuple):
-    """The two limits of a roofline (Williams, Waterman and Patterson 2009)."""
-
-    peak: jax.Array | float  # FLOP/s
-    bandwidth: jax.Array | float  # bytes/s from main memory
-
+from .state import Hardware, Ledger
 
 # Dense bfloat16 products and main memory of one chip, as published. That of a CPU is a round number for a few
 # cores, good for comparing costs in one run: for seconds, measure (`benchmarks.bandwidth`) and pass yours.

@@ -41,44 +41,74 @@ class History(NamedTuple):
 
 
 class Focus(NamedTuple):
-    """What the attention of a step looked like, mean over the layers observed; each `[rows]`, in nats."""
+    """Statistics of a step's attention, mean over the observed layers; each float32 `[rows]`, in nats."""
 
     entropy: jax.Array  # of the attention over positions, mean over heads
     varentropy: jax.Array  # variance of that entropy between the heads of a layer, nats²
-    agreement: jax.Array  # of the heads: 1 where all attend alike, 0 where all attend elsewhere
+    agreement: jax.Array  # between heads: 1 where all attend alike, 0 where no two share a position
     interaction: jax.Array  # mean |score|
     most: jax.Array  # ln of the number of positions, the largest entropy there could be
 
 
-class Signal(NamedTuple):
-    """What the step at hand measured, before it samples; each `[rows]`, in nats (nats² for the variances)."""
+class Measured(NamedTuple):
+    """Measurements of a row's latest token; each float32 `[rows]`, in nats (nats² for the variances)."""
 
     entropy: jax.Array  # H₁ of the belief p₁ = softmax(z / T_cal)
     varentropy: jax.Array  # V₁ = Var[log p₁]
     tempered_entropy: jax.Array  # H_T of softmax(z / T) at the temperature T in force
     tempered_varentropy: jax.Array  # V_T
-    surprisal: jax.Array  # −log p₁ of the token emitted last
+    surprisal: jax.Array  # −log p₁ of the emitted token
     dropped_mass: jax.Array  # attention mass that the step left unread, estimated
-    emitting: jax.Array  # bool: the row emits a token in this step; the measures of others are old
-    runnable: jax.Array  # bool: the row has not ended
+
+
+class Signal(NamedTuple):
+    """Everything a controller may read; one entry per row. Built anew in every step, never stored.
+
+    `Controller.update` sees the rows of the step before their tokens are sampled: the entropies are those of
+    the token to come, `surprisal` is that of the token before. `Controller.schedule` sees all rows of the
+    batch after sampling; there `logits`, `key` and `focus` are None.
+    """
+
+    entropy: jax.Array  # as in `Measured`, and so are the next five
+    varentropy: jax.Array
+    tempered_entropy: jax.Array
+    tempered_varentropy: jax.Array
+    surprisal: jax.Array
+    dropped_mass: jax.Array
+    emitting: jax.Array  # bool: the row emits a token in this step; the measurements of others are old
+    runnable: jax.Array  # bool: the row can advance in the next step
     length: jax.Array  # int32, positions in the cache
-    # Known only while a step runs, not kept in State.
-    logits: jax.Array | None = None  # z, float32 [rows, vocabulary], penalties included
+    logits: jax.Array | None = None  # z, float32 [rows, vocabulary], after penalties and constraints
     key: jax.Array | None = None  # [rows] random keys, of the row's seed and the position it samples for
-    focus: Focus | None = None  # where the controller asks for it, see `observation`
+    focus: Focus | None = None  # where the controller asks for it, see `attention.statistics`
 
 
 class Action(NamedTuple):
-    """What the loop obeys, held until rewritten; each `[rows]`."""
+    """What the loop obeys, held until rewritten; one entry per row."""
 
     temperature: jax.Array  # micro: of the token about to be sampled
     surprisal_limit: jax.Array  # micro: tokens of a larger −log softmax(z / T) are cut off; inf cuts none
-    dropped_mass_limit: (
-        jax.Array
-    )  # meso: ε, the attention mass that the next step may leave unread, in [0, 1)
+    dropped_mass_limit: jax.Array  # meso: ε, attention mass the next step may leave unread, in [0, 1)
     quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
-    # int32, while a step runs: the token that the law has chosen itself, −1 where it is to be sampled.
-    token: jax.Array | None = None
+    token: jax.Array  # int32: the token that a controller has chosen itself; −1 where it is to be sampled
+
+
+class Likeliest(NamedTuple):
+    """Log-probabilities (natural) of the emitted token and of the likeliest ones, under softmax(z).
+
+    Before penalties, temperature and truncation; 0 throughout in a step in which no row asks for them.
+    """
+
+    logprob: jax.Array  # float32 [rows], of the emitted token
+    token: jax.Array  # int32 [rows, k], the likeliest first
+    token_logprob: jax.Array  # float32 [rows, k]
+
+
+class Hardware(NamedTuple):
+    """The two limits of a roofline (Williams, Waterman and Patterson 2009)."""
+
+    peak: jax.Array | float  # FLOP/s
+    bandwidth: jax.Array | float  # bytes/s from main memory
 
 
 class Ledger(NamedTuple):
@@ -108,19 +138,28 @@ class State(NamedTuple):
     belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling
     history: History
-    signal: Signal
+    signal: Measured
     action: Action
-    control: Any  # the controller's own state
-    page_policy: Any  # which pages are read (`attention.page_selection.PagePolicy`), None to read all; static
-    page_policy_state: Any  # what the page policy carries from step to step
-    age: jax.Array  # int32 [], steps since the start
+    control: Any  # the controller's own state: any pytree, its structure is the controller's choice
+    page_policy: (
+        Any  # `attention.page_selection.PagePolicy`, defined above this module; None reads all; static
+    )
+    page_policy_state: Any  # what the page policy carries from step to step: a pytree of its choice
     ledger: Ledger
-    hardware: Any  # `ledger.Hardware`, by which the ledger counts seconds
+    hardware: Hardware  # by which the ledger counts seconds
     cache: Cache
 
 
+# The fields of `State` whose arrays have one entry per row. In `control`, that holds for arrays whose first
+# axis is as long as the batch; others are shared by all rows.
+ROW_FIELDS = (
+    *("seed", "token", "length", "evicted", "limit", "status", "stop", "sampling", "history"),
+    *("signal", "action", "control", "page_policy_state", "ledger"),
+)
+
+
 class Trace(NamedTuple):
-    """What a person wants to see of a launch; each `[steps, rows]`, valid where `emitted`."""
+    """What a person wants to see of a launch; each `[tokens, rows]`, valid where `emitted`."""
 
     emitted: jax.Array  # bool
     token: jax.Array  # int32
@@ -130,20 +169,30 @@ class Trace(NamedTuple):
     tempered_varentropy: jax.Array
     surprisal: jax.Array
     temperature: jax.Array
-    dropped_mass_limit: jax.Array  # as it was for this step
+    dropped_mass_limit: jax.Array  # as it was for this token
     dropped_mass: jax.Array
     kept_fraction: jax.Array  # of the keys and values held, how much was read
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds
-    likeliest: Any = ()  # `terms.Likeliest`, in steps with terms
+    likeliest: Likeliest | tuple[()] = ()  # in steps with constraints
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """How many tokens each row emitted, int32 `[rows]`."""
+        return self.emitted.sum(0, dtype=jnp.int32)
+
+
+def unmeasured(rows: int) -> Measured:
+    """The measurements before the first token: zero throughout."""
+    zero = jnp.zeros(rows, jnp.float32)
+    return Measured(zero, zero, zero, zero, zero, zero)
 
 
 def quiet_signal(rows: int) -> Signal:
-    """The signal before anything was measured: zero throughout."""
-    zero = jnp.zeros(rows, jnp.float32)
+    """A signal of `rows` rows that emit nothing, all measurements zero."""
     no, none = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
-    return Signal(zero, zero, zero, zero, zero, zero, emitting=no, runnable=no, length=none)
+    return Signal(*unmeasured(rows), emitting=no, runnable=no, length=none)
 
 
 def plain_action(temperature: jax.Array) -> Action:
@@ -154,4 +203,5 @@ def plain_action(temperature: jax.Array) -> Action:
         surprisal_limit=jnp.full_like(temperature, jnp.inf),
         dropped_mass_limit=jnp.zeros_like(temperature),
         quota=jnp.ones(temperature.shape, jnp.int32),
+        token=jnp.full(temperature.shape, -1, jnp.int32),
     )

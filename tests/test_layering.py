@@ -32,7 +32,13 @@ LAYERS = (
         "entropic_jax.step_entropy",
         "entropic_jax.sampling",
     ),
-    ("entropic_jax.loop",),
+    (
+        "entropic_jax.batch",
+        "entropic_jax.forward",
+        "entropic_jax.emission",
+        "entropic_jax.prefill",
+        "entropic_jax.loop",
+    ),
     ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "entropic_jax.models"),
     ("entropic_jax",),  # the package itself, which gathers the names that users want, each when it is used
     ("entropic_jax.serving", "benchmarks", "examples"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, chain, generate, loop, models, parameters, replay, start
+from entropic_jax import allocate, chain, generate, loop, models, parameters, prefill, replay, start
 from entropic_jax.models import checkpoint
 from entropic_jax.state import FAILED, FULL, RUNNING, STOPPED
 from tests import tiny
@@ -71,7 +71,7 @@ def test_prefill_chunks_move_logits_by_rounding_only(monkeypatch):
     m = tiny.model()
     surprisals = []
     for chunk in (8, 64):
-        monkeypatch.setattr(loop, "PREFILL_CHUNK", chunk)
+        monkeypatch.setattr(prefill, "PREFILL_CHUNK", chunk)
         _, trace = replay(
             m.decoder, m.params, chain(), tiny.begin([text[:50]]), jnp.array([text[50:]], jnp.int32)
         )
@@ -180,9 +180,15 @@ def test_no_copy_of_the_cache_in_a_launch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(texts=[[1, 2], [96]]), r"prompts\[1\] holds token 96; accepted are 0 to 95"),
-        (dict(texts=[[1] * 129]), r"prompts\[0\] has 129 tokens; accepted are at most 128"),
-        (dict(texts=[[1] * 50, [2] * 50], pages=8), r"too few pages for prompts\[1\]"),
+        (dict(texts=[[1, 2], [96]]), r"prompts\[1\] must hold token ids between 0 and 95; got 96"),
+        (
+            dict(texts=[[1] * 129]),
+            r"prompts\[0\] must have at most 128 tokens, the size of a row of the cache; got 129",
+        ),
+        (
+            dict(texts=[[1] * 50, [2] * 50], pages=8),
+            r"must fit together into 8 pages of \d+ positions; prompts\[1\] of 50 tokens found no room",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_served(change, message):

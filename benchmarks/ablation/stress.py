@@ -1,6 +1,6 @@
 """Stress tests of the loop: miscalibrated logits, biased entropy, and entropy estimated from top-k."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +32,6 @@ class Biased:
 
     controller: Any
     bias: Any
-    across_rows: ClassVar[bool] = True
 
     def init(self, action: Any) -> Any:
         return self.controller.init(action)

@@ -34,8 +34,8 @@ class Selection:
     The first layer that chooses may leave `first_layer_scale` times `dropped_mass_limit` unread, 0.95 at
     most: where the attention of the lowest layer is spread over everything, a part of it is as good as all.
 
-    Lists are made anew every `refresh` steps and shared by groups of `share` layers; pages that begin in
-    between are read. The first `dense_layers` layers, and rows whose limit is 0, read everything.
+    A row's lists are made anew every `refresh` of its tokens and shared by groups of `share` layers; pages
+    that begin in between are read. The first `dense_layers` layers, and rows of limit 0, read everything.
 
     `page_size` is what the rules are meant for, a hint to whoever allocates the cache; None is any.
 
@@ -83,10 +83,10 @@ class Selection:
         return no_page_lists(self, cache)
 
     def reader(
-        self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, age: jax.Array
+        self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, tokens: jax.Array
     ) -> "PageReader":
         """See `PagePolicy`."""
-        return PageReader(self, cache, dropped_mass_limit, memory, age % self.refresh == 0)
+        return PageReader(self, cache, dropped_mass_limit, memory, tokens % self.refresh == 0)
 
     def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> None:
         """See `PagePolicy`: prompts are read densely."""
@@ -109,8 +109,11 @@ class PagePolicy(Protocol):
     def memory(self, shape: ModelShape, cache: Cache) -> Any:
         """What is remembered at the start."""
 
-    def reader(self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, age: jax.Array) -> Any:
-        """Who reads for one step, layer by layer: `read`, `total` and `memory`, as those of `PageReader`."""
+    def reader(self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, tokens: jax.Array) -> Any:
+        """Who reads for one step, layer by layer: `read`, `total` and `memory`, as those of `PageReader`.
+
+        `tokens` int32 `[rows]` is how many tokens each row has emitted.
+        """
 
     def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> Any:
         """Who reads for a chunk of prompts at `step`, of `total` tokens `[rows]` each; None reads densely.
@@ -249,12 +252,12 @@ class PageReader:
             return paged_attention.choose(*given, size, selection.rules)
 
         if not leads:
-            return self.lists[group], jnp.zeros((), bool)
+            return self.lists[group], jnp.zeros(last.shape, bool)
         if selection.refresh == 1:
             choice = anew()
             if group == len(self.lists):
                 self.lists.append(choice)
-            return choice, jnp.ones((), bool)
+            return choice, jnp.ones(last.shape, bool)
         old: PageLists = self.lists[group]
         pages = -(-last // size)
 
@@ -268,7 +271,7 @@ class PageReader:
             bound = jnp.full(q.shape[:3], jnp.inf, jnp.float32)
             return Choice(index.astype(jnp.int32), count.astype(jnp.int32), old.dropped, bound)
 
-        choice = jax.lax.cond(self.renew, anew, keep)
+        choice = jax.lax.cond(self.renew.any(), lambda: choose_rows(self.renew, anew(), keep()), keep)
         self.lists[group] = PageLists(choice.index, choice.count, pages.astype(jnp.int32), choice.dropped)
         return choice, self.renew
 
@@ -315,7 +318,7 @@ class PageReader:
         if bound is None:
             share = jnp.ones_like(part.log_sum)
         else:
-            share = jnp.where(bounded, jax.nn.sigmoid(bound - part.log_sum), 1.0)
+            share = jnp.where(bounded[:, None, None], jax.nn.sigmoid(bound - part.log_sum), 1.0)
         share = jnp.where(left_out & (part.log_sum > -jnp.inf), share, 0.0)
         return ReadStats(positions, held, choice.dropped.mean(1), (2 * share.max(2) * norm).max(1), summaries)
 
@@ -326,6 +329,11 @@ class PageReader:
     def total(self) -> ReadStats:
         """What the step read."""
         return altogether(self.readings)
+
+
+def choose_rows(flag: jax.Array, new: Choice, old: Choice) -> Choice:
+    """`new` in the flagged rows (bool `[rows]`), `old` in the others."""
+    return jax.tree.map(lambda x, y: jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), x, y), new, old)
 
 
 def altogether(readings: list[ReadStats]) -> ReadStats:
@@ -345,3 +353,14 @@ def dense_reading(layer: Layer, first: jax.Array, last: jax.Array) -> ReadStats:
     """Everything from `first` to `last` is read."""
     seen = (jnp.maximum(last - first, 0) * layer.keys.shape[1]).astype(jnp.float32)
     return ReadStats(seen, seen, jnp.zeros_like(seen), jnp.zeros_like(seen))
+
+
+def dense_step(shape: ModelShape, step: Any) -> ReadStats:
+    """What a step reads that leaves nothing out: every page of every active row.
+
+    `step` (`attend.Step`) says where the tokens stand, before they are written.
+    """
+    positions = jnp.where(step.count > 0, step.start + step.count, 0) * shape.kv_heads * shape.layers
+    positions = positions.astype(jnp.float32)
+    zero = jnp.zeros_like(positions)
+    return ReadStats(positions, positions, dropped=zero, certificate=zero)

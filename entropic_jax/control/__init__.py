@@ -1,5 +1,15 @@
 """Controllers: each reads a `Signal` and rewrites an `Action`."""
 
-from .controller import Chain, Controller, Every, When, chain, pytree, update_rows
+from .controller import Chain, Controller, Every, PerRow, When, chain, pytree, schedule_rows, update_rows
 
-__all__ = ["Chain", "Controller", "Every", "When", "chain", "pytree", "update_rows"]
+__all__ = [
+    "Chain",
+    "Controller",
+    "Every",
+    "PerRow",
+    "When",
+    "chain",
+    "pytree",
+    "schedule_rows",
+    "update_rows",
+]

@@ -7,11 +7,12 @@ retrace, and `vmap` over gains and `grad` with respect to gains work.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, dataclass_transform
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 
+from ..row_subset import RowSubset
 from ..state import Action, Signal
 
 T = TypeVar("T")
@@ -21,10 +22,14 @@ STATIC = "static"  # marks a field of a `pytree` class that is part of the struc
 class Controller(Protocol):
     """A control law. All arrays have one entry per row.
 
-    A controller runs after the logits of a step are computed and before the step samples. For rows that emit
-    no token, the action and the row's entries of the state are kept, whatever `update` returns. A law that
-    looks across rows declares a class attribute `across_rows = True` and handles `signal.emitting` itself. A
-    law that needs `signal.focus` has an attribute `observes`, a static `attention.statistics.Observation`.
+    `update` runs for every token: after its logits are known and before it is sampled, on the rows of the
+    step only. A row's result must not depend on its neighbours. A row that emits nothing keeps its action and
+    its entries of the state, whatever `update` returns.
+
+    A law that compares rows has `schedule` instead, with the same signature. It runs once per step, after
+    sampling, on all rows of the batch, and handles `signal.emitting` itself. A law may have both.
+
+    A law that reads `signal.focus` has an attribute `observes`, an `attention.statistics.Observation`.
     """
 
     def init(self, action: Action) -> Any:
@@ -43,26 +48,33 @@ class Controller(Protocol):
         """
 
 
-def update_rows(controller: Controller, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-    """Runs `controller.update` and keeps the action and state of rows that emit nothing.
+def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    """Runs a controller's per-token law; rows that emit nothing keep their action and state.
 
     Args:
-        controller: the law; one with `across_rows` decides itself what happens to rows that emit nothing.
-        signal: what the step measured.
-        action: the action in force.
-        state: the controller's state.
+        controller: a `Controller`; without a method `update` it changes nothing here.
+        signal: of the rows of the step, with `logits` and `key`.
+        action: in force, of the same rows.
+        state: the controller's own, of the same rows.
 
     Returns:
-        The new action and state.
+        The next action and state.
     """
-    new_action, new_state = controller.update(signal, action, state)
-    if getattr(controller, "across_rows", False):
-        return new_action, new_state
+    law = getattr(controller, "update", None)
+    if law is None:
+        return action, state
+    hold = lambda new, old: keep_rows(signal.emitting, new, old)
+    changed, after = law(signal, action, state)
+    return jax.tree.map(hold, changed, action), jax.tree.map(hold, after, state)
 
-    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-        return keep_rows(signal.emitting, new, old)
 
-    return jax.tree.map(keep, new_action, action), jax.tree.map(keep, new_state, state)
+def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    """Runs a controller's law across rows, once per step; arguments as in `update_rows`, for all rows.
+
+    A controller without a method `schedule` changes nothing here.
+    """
+    law = getattr(controller, "schedule", None)
+    return (action, state) if law is None else law(signal, action, state)
 
 
 def required_observation(*controllers: Any) -> Any:
@@ -121,27 +133,36 @@ class Chain:
     """Controllers applied in order; each sees the action written by the one before it."""
 
     controllers: tuple[Any, ...]
-    across_rows: ClassVar[bool] = True
 
     @property
     def observes(self) -> Any:
         return required_observation(*self.controllers)
 
     def init(self, action: Action) -> tuple[Any, ...]:
-        return tuple(c.init(action) for c in self.controllers)
+        return tuple(controller.init(action) for controller in self.controllers)
 
     def update(
         self, signal: Signal, action: Action, state: tuple[Any, ...]
     ) -> tuple[Action, tuple[Any, ...]]:
-        new_states = []
-        for controller, controller_state in zip(self.controllers, state, strict=True):
-            action, controller_state = update_rows(controller, signal, action, controller_state)
-            new_states.append(controller_state)
-        return action, tuple(new_states)
+        return self._each(update_rows, signal, action, state)
+
+    def schedule(
+        self, signal: Signal, action: Action, state: tuple[Any, ...]
+    ) -> tuple[Action, tuple[Any, ...]]:
+        return self._each(schedule_rows, signal, action, state)
+
+    def _each(
+        self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: tuple[Any, ...]
+    ) -> tuple[Action, tuple[Any, ...]]:
+        states = []
+        for controller, own in zip(self.controllers, state, strict=True):
+            action, after = run(controller, signal, action, own)
+            states.append(after)
+        return action, tuple(states)
 
 
-def chain(*controllers: Controller) -> Chain:
-    """Applies controllers in order. `chain()` changes nothing: it is the baseline of ablations."""
+def chain(*controllers: Any) -> Chain:
+    """The controllers in order. `chain()` changes nothing: it is the ablation's baseline."""
     return Chain(controllers)
 
 
@@ -155,40 +176,55 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(leaf, new, old)
 
 
+class EveryState(NamedTuple):
+    """The counters of `Every`, and the state of the controller inside."""
+
+    tokens: jax.Array  # int32 [rows], tokens that the row has emitted
+    steps: jax.Array  # int32 [], steps that the batch has run
+    controller: Any  # of the controller inside: any pytree
+
+
 @pytree
 class Every:
-    """Run a controller at every n-th step only, the first included; between, the action stands."""
+    """Runs a controller at every n-th token of a row only, the first included; between, the action stands.
+
+    Each row counts its own tokens, so that its control does not depend on its neighbours. A law across rows
+    runs at every n-th step. Arrays of the controller's state must have one entry per row.
+    """
 
     controller: Any
     n: int
-    across_rows: ClassVar[bool] = True
 
     @property
     def observes(self) -> Any:
         return required_observation(self.controller)
 
-    def init(self, action: Action) -> tuple[jax.Array, Any]:
-        return jnp.int32(0), self.controller.init(action)
+    def init(self, action: Action) -> EveryState:
+        tokens = jnp.zeros(action.temperature.shape, jnp.int32)
+        return EveryState(tokens, jnp.int32(0), self.controller.init(action))
 
-    def update(self, signal: Signal, action: Action, state: tuple[jax.Array, Any]) -> tuple[Action, Any]:
-        count, own = state
-        due = count % self.n == 0
-        changed, after = update_rows(self.controller, signal, action, own)
-        return _select(due, changed, action), (count + 1, _select(due, after, own))
+    def update(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
+        due = state.tokens % self.n == 0
+        changed, after = update_rows(self.controller, signal, action, state.controller)
+        after = _select(due, after, state.controller)
+        return _select(due, changed, action), state._replace(tokens=state.tokens + 1, controller=after)
+
+    def schedule(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
+        due = state.steps % self.n == 0
+        changed, after = schedule_rows(self.controller, signal, action, state.controller)
+        after = _select(due, after, state.controller)
+        return _select(due, changed, action), state._replace(steps=state.steps + 1, controller=after)
 
 
 @pytree
 class When:
-    """Runs a controller only in the rows where a condition holds.
+    """Runs a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
 
-    Args:
-        condition: maps (signal, action) to bool `[rows]`; static.
-        controller: the controller to run. Its state leaves must have one entry per row.
+    Arrays of the controller's state must have one entry per row.
     """
 
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
     controller: Any
-    across_rows: ClassVar[bool] = True
 
     @property
     def observes(self) -> Any:
@@ -198,6 +234,41 @@ class When:
         return self.controller.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        selected = self.condition(signal, action)
-        new_action, new_state = update_rows(self.controller, signal, action, state)
-        return _select(selected, new_action, action), _select(selected, new_state, state)
+        return self._where(update_rows, signal, action, state)
+
+    def schedule(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        return self._where(schedule_rows, signal, action, state)
+
+    def _where(
+        self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: Any
+    ) -> tuple[Action, Any]:
+        holds = self.condition(signal, action)
+        changed, after = run(self.controller, signal, action, state)
+        return _select(holds, changed, action), _select(holds, after, state)
+
+
+@pytree
+class PerRow:
+    """A controller each of whose gains has one entry per row: every row has gains of its own.
+
+    The loop takes the gains of the rows that a step computes along with the rows.
+    """
+
+    controller: Any
+
+    @property
+    def observes(self) -> Any:
+        return required_observation(self.controller)
+
+    def gather(self, rows: RowSubset) -> "PerRow":
+        """The controller of a subset of the rows."""
+        return rows.gather(self)
+
+    def init(self, action: Action) -> Any:
+        return self.controller.init(action)
+
+    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        return update_rows(self.controller, signal, action, state)
+
+    def schedule(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+        return schedule_rows(self.controller, signal, action, state)

@@ -1,9 +1,10 @@
 """Entropy estimators for controllers: an estimate from the k largest logits replaces the exact entropy."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..entropy import (
     TopKSummary,
@@ -15,7 +16,7 @@ from ..entropy import (
     upper_bound,
 )
 from ..state import Action, Signal
-from .controller import STATIC, pytree, update_rows
+from .controller import STATIC, pytree, schedule_rows, update_rows
 
 # Estimators of H₁ from the k most probable tokens, in nats: the entropy of these alone (`truncated`), the
 # paper's tail-corrected form (`printed`), and the tight bounds with their midpoint, see `entropy`.
@@ -26,6 +27,13 @@ ESTIMATORS: dict[str, Callable[[TopKSummary], jax.Array]] = {
     "midpoint": lambda summary: midpoint(summary).entropy,
     "upper": upper_bound,
 }
+
+
+class EstimatedState(NamedTuple):
+    """The latest estimates, and the state of the controller inside."""
+
+    entropy: jax.Array  # float32 [rows], nats
+    controller: Any  # of the controller inside: any pytree
 
 
 @pytree
@@ -61,16 +69,25 @@ class Estimated:
     estimator: Annotated[str, STATIC] = "upper"
     k: Annotated[int, STATIC] = 50
     belief_temperature: Any = 1.0
-    across_rows: ClassVar[bool] = True
 
     def init(self, action: Action) -> Any:
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {self.estimator!r}")
-        return self.controller.init(action)
+        return EstimatedState(jnp.zeros_like(action.temperature), self.controller.init(action))
 
-    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    def update(self, signal: Signal, action: Action, state: EstimatedState) -> tuple[Action, EstimatedState]:
         if signal.logits is None:
             raise ValueError("signal.logits must be the logits of the step, [rows, vocabulary]; got None")
         summary = top_k_summary(signal.logits / self.belief_temperature, self.k)
-        estimated = signal._replace(entropy=ESTIMATORS[self.estimator](summary))
-        return update_rows(self.controller, estimated, action, state)
+        entropy = ESTIMATORS[self.estimator](summary)
+        action, inner = update_rows(
+            self.controller, signal._replace(entropy=entropy), action, state.controller
+        )
+        return action, EstimatedState(entropy, inner)
+
+    def schedule(
+        self, signal: Signal, action: Action, state: EstimatedState
+    ) -> tuple[Action, EstimatedState]:
+        estimated = signal._replace(entropy=state.entropy)
+        action, inner = schedule_rows(self.controller, estimated, action, state.controller)
+        return action, state._replace(controller=inner)

@@ -8,7 +8,7 @@ Source: Kiruluta 2026, Entropic-Time Inference, arXiv 2603.03310 (entropy-aware 
 stated where they occur.
 """
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def with_load(control: Any, load: RowLoad) -> Any:
     Rows whose arrival number changed hold a new sequence: their predictor and waiting time are reset. The
     arrays are copied, because a launch donates the state.
 
-    >>> state = FirstComeFirstServed(1).init(Action(*[jnp.ones(2)] * 4))
+    >>> state = FirstComeFirstServed(1).init(plain_action(jnp.ones(2)))
     >>> with_load((state,), default_load(2)._replace(arrival=jnp.array([7, 1])))[0].load.arrival.tolist()
     [7, 1]
     """
@@ -208,7 +208,6 @@ class _SchedulingLaw:
     width: Annotated[int, STATIC]  # c, sequences that advance in a step
     max_quota: Annotated[int, STATIC] = 1  # tokens of a sequence in a step, drafts included
     draft_budget: Any = None  # draft tokens of a step in total, int; None is no limit
-    across_rows: ClassVar[bool] = True
 
     def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
         """The rank of each row, `[rows]`: the highest advance first."""
@@ -225,7 +224,7 @@ class _SchedulingLaw:
             new_predictor(rows), none_selected.astype(jnp.int32), none_selected, default_load(rows)
         )
 
-    def update(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
+    def schedule(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
         """See `Controller`: writes `quota`."""
         # A selected row that got no page does not count as waiting: it would be selected forever.
         waits = signal.runnable & ~(signal.emitting | state.selected)
@@ -268,7 +267,7 @@ class Scheduling(_SchedulingLaw):
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> law, action = Scheduling(width=1), plain_action(jnp.ones(2))
     >>> signal = quiet_signal(2)._replace(runnable=jnp.ones(2, bool), emitting=jnp.array([True, False]))
-    >>> law.update(signal, action, law.init(action))[0].quota.tolist()
+    >>> law.schedule(signal, action, law.init(action))[0].quota.tolist()
     [0, 1]
     """
 

@@ -106,7 +106,7 @@ def wishes(search: Search, fresh: jax.Array, plan: Plan) -> jax.Array:
 
 def _from_rows(state: State, source: jax.Array) -> State:
     """Every row's own part of the state, the cache left out, from the row `source` int32 `[rows]`."""
-    shared = ("key", "belief_temperature", "page_policy", "age", "hardware", "cache")
+    shared = ("key", "belief_temperature", "page_policy", "hardware", "cache")
     rows = source.shape[0]
     pick = lambda x: x[source] if x.ndim and x.shape[0] == rows else x
     return state._replace(

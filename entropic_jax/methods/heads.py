@@ -12,6 +12,7 @@ import numpy as np
 from .. import loop
 from ..cache import allocate
 from ..control import chain
+from ..prefill import PrefillChunk
 from .entropy_prefill import Course, EntropyPrefill
 from .method import Method, Scene, Verdict, best
 from .oracle import attention_of_pages
@@ -87,8 +88,9 @@ def measure(
         some = np.zeros((1, policy.segment + 1), np.int32)
         piece = tokens[begin : begin + policy.segment]
         some[0, : len(piece)] = piece
-        count = jnp.array([len(piece)], jnp.int32)
-        state, _ = loop.prefill(decoder, params, state, jnp.asarray(some), count)
+        count = np.array([len(piece)], np.int32)
+        chunk = PrefillChunk(np.zeros(1, np.int32), some, count, count + begin)
+        state, _ = loop.launch_prefill(decoder, params, state, chunk)
         seen: tuple[Any, ...] = state.page_policy_state.prefill
         courses: list[Course] = [x.course if unread else x for x in seen]
         found.append([np.asarray(course.entropy[0]) for course in courses])

@@ -165,10 +165,10 @@ class Method:
         )
 
     def reader(
-        self, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, age: jax.Array
+        self, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, tokens: jax.Array
     ) -> "StepReader":
         """See `attention.page_selection.PagePolicy`."""
-        return StepReader(self, cache, dropped_mass_limit, memory, age)
+        return StepReader(self, cache, dropped_mass_limit, memory, tokens)
 
     def prompt_reader(self, cache: Cache, memory: Memory, step: Any, total: jax.Array) -> "PromptReader":
         """See `attention.page_selection.PagePolicy`."""
@@ -275,13 +275,13 @@ class StepReader:
     """Reads for one step, layer after layer; it lives while the step is traced."""
 
     def __init__(
-        self, method: Method, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, age: jax.Array
+        self, method: Method, cache: Cache, dropped_mass_limit: jax.Array, memory: Memory, tokens: jax.Array
     ) -> None:
         self.method, self.cache, self.before = method, cache, memory
         self.inner = (
             None
             if method.steps is None
-            else method.steps.reader(cache, dropped_mass_limit, memory.lists, age)
+            else method.steps.reader(cache, dropped_mass_limit, memory.lists, tokens)
         )
         self.readings: list[ReadStats] = []
         self.observed: list[Any] = []

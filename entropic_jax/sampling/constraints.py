@@ -11,6 +11,7 @@ from jax import lax
 
 from .. import entropy, step_entropy
 from ..pallas.topk_entropy import topk_entropy
+from ..state import Likeliest
 
 MOST_ALTERNATIVES = 20
 
@@ -23,17 +24,6 @@ class Constraints(NamedTuple):
     least: jax.Array  # int32 [rows], length of the sequence before which no stop token may be drawn
     forced: jax.Array  # int32 [rows], the token to emit instead of drawing one; −1 draws
     reported: jax.Array  # bool [rows]: the likeliest tokens are asked for
-
-
-class Likeliest(NamedTuple):
-    """How likely the emitted token was, and the likeliest, under softmax(z): natural logarithms.
-
-    Before penalties, temperature and truncation; 0 throughout in a step in which no row asks for it.
-    """
-
-    logprob: jax.Array  # float32 [rows], of the token emitted
-    token: jax.Array  # int32 [rows, k], the likeliest first
-    token_logprob: jax.Array  # float32 [rows, k]
 
 
 def words(vocabulary: int) -> int:

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from entropic_jax import State, Trace, cache, loop
-from entropic_jax.attention.attend import Step, attend_to
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1, predicted_drop
 from entropic_jax.methods import compaction
 from entropic_jax.methods.entropix_moves import Plan, Tally
 from entropic_jax.methods.method import Method
-from entropic_jax.sampling.constraints import Constraints, Likeliest, likeliest
+from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.sampling_params import DEVICE_PARAMETERS
-from entropic_jax.state import FULL, RUNNING
+from entropic_jax.state import FULL, Likeliest
 
 from ..transcript import TRACE_FIELDS
 from . import branching
@@ -73,24 +73,6 @@ class UpdateBatch(NamedTuple):
     generated: Array | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
 
 
-class PrefillChunk(NamedTuple):
-    """The next piece of some prompts."""
-
-    rows: Array  # int32 [p]; `rows` where there is none
-    tokens: Array  # int32 [p, n + 1]: the piece, and the token that follows it
-    count: Array  # int32 [p], how many of the n
-    last: Array  # bool [p]: the prompt is complete, the row runs from now on
-    total: Array  # int32 [p], positions of the whole prompt
-
-
-class PrefillOutput(NamedTuple):
-    """What came of a chunk."""
-
-    enough: jax.Array  # bool [p]: there were pages; a row without is where it was
-    table: jax.Array  # int32 [p, most pages of a row]
-    scores: Any  # `Likeliest` [p, n, …] of the token after each, where asked for
-
-
 class DecodeOutput(NamedTuple):
     """What came of a launch; a row's tokens are the first `count` steps of it."""
 
@@ -104,7 +86,7 @@ class DecodeOutput(NamedTuple):
     steps: jax.Array  # int32 [], that were run
     seconds: jax.Array  # float32 [rows], of the roofline, that the sequence has cost with all its branches
     tally: jax.Array  # int32 [len(Tally)], what searches came to
-    likeliest: Likeliest  # [n, rows, …]
+    likeliest: Likeliest | tuple[()]  # [n, rows, …]
 
 
 def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
@@ -180,7 +162,7 @@ def unpark(device_state: DeviceState, row: jax.Array, parked: dict[str, Any]) ->
 
 
 def prefill(
-    decoder,
+    decoder: Any,
     params: Any,
     device_state: DeviceState,
     chunk: PrefillChunk,
@@ -188,48 +170,24 @@ def prefill(
     scored: bool,
     method: Method | None,
 ) -> tuple[DeviceState, PrefillOutput]:
-    """Append a piece to the cache of some rows; scored, with how likely each token of it was.
+    """Appends a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `entropic_jax.prefill`.
 
-    A `method` says what the piece reads of those before it, and remembers what it saw.
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        device_state: is consumed.
+        chunk: the tokens, and the slots they belong to.
+        scored: also return the log-probability of the token that follows each position.
+        method: decides which earlier pages the chunk attends to; None attends to all.
+
+    Returns:
+        The device state, and what came of each prompt.
     """
-    state, rows = device_state.state, device_state.state.status.shape[0]
     chunk = chunk._replace(rows=chunk.rows * device_state.group)
-    start = state.length.at[chunk.rows].get(mode="fill", fill_value=0)
-    wanted = jnp.where(chunk.count > 0, start + chunk.count, 0)
-    pool, enough = cache.grant(
-        state.cache, jnp.zeros(rows, jnp.int32).at[chunk.rows].set(wanted, mode="drop")
-    )
-    enough = enough.at[chunk.rows].get(mode="fill", fill_value=False)
-    count = jnp.where(enough, chunk.count, 0)
-    table = pool.table.at[chunk.rows].get(mode="fill", fill_value=pool.pages)
-    piece, following = chunk.tokens[:, :-1], chunk.tokens[:, 1:]
-    view, reader = pool._replace(table=table), None
-    if method is not None:
-        memory = jax.tree.map(
-            lambda x: x.at[chunk.rows].get(mode="fill", fill_value=0), state.page_policy_state
-        )
-        reader = method.prompt_reader(view, memory, Step(start, count), chunk.total)
-    attend = attend_to(view, Step(start, count), reader)
-    hidden, layers = decoder.hidden(
-        params, piece, start[:, None] + jnp.arange(piece.shape[1]), pool.layers, attend
-    )
-    scores = ()
-    if scored:
-        flat = lambda x: x.reshape(-1, *x.shape[2:])
-        found = likeliest(
-            flat(decoder.logits(params, hidden)), flat(following), jnp.ones(following.size, bool)
-        )
-        scores = jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[1:]), found)
-    runs = jnp.where(chunk.last & enough, chunk.rows, rows)
-    state = state._replace(
-        length=state.length.at[chunk.rows].add(count, mode="drop"),
-        status=state.status.at[runs].set(RUNNING, mode="drop"),
-        cache=pool._replace(layers=layers),
-    )
-    if reader is not None:
-        put = lambda all_, x: all_.at[chunk.rows].set(x, mode="drop")
-        state = state._replace(page_policy_state=jax.tree.map(put, state.page_policy_state, reader.memory()))
-    return device_state._replace(state=state), PrefillOutput(enough, table, scores)
+    state = device_state.state._replace(page_policy=method)
+    state, output = loop.prefill(decoder, params, state, chunk, scored=scored)
+    state = state._replace(page_policy=device_state.state.page_policy)
+    return device_state._replace(state=state), output
 
 
 def compress(
@@ -268,7 +226,7 @@ def decode(
     constraints, forced = jax.tree.map(lambda x: jnp.repeat(x, k, 0), constraints), jnp.repeat(forced, k, 1)
 
     def step(state: State, now: jax.Array, width: int | None = width) -> tuple[State, Trace]:
-        controller = for_launch(device_state.controller, samples, width)
+        controller = for_launch(device_state.controller, samples)
         return loop.step(
             decoder,
             params,
@@ -290,7 +248,7 @@ def decode(
     if branch_state is not None:
         branch_state, tally = branching.tallied(branch_state)
     output = DecodeOutput(
-        count=trace.emitted.sum(0, dtype=jnp.int32),
+        count=trace.num_tokens,
         token=trace.token,
         metrics=jnp.stack([getattr(trace, name) for name in TRACE_FIELDS]),
         status=lead(state.status) if branch_state is None else branching.status(branch_state, state),

@@ -69,11 +69,10 @@ class LaunchPlanner:
                 sequence.num_prefilled,
                 min(sequence.num_prefilled + size, len(sequence.prefill_tokens) - 1),
             )
-            chunk.rows[place], chunk.count[place] = sequence.row, end - begin
+            chunk.rows[place], chunk.num_tokens[place] = sequence.row, end - begin
             chunk.tokens[place, : end - begin + 1] = sequence.prefill_tokens[begin : end + 1]
             sequence.num_prefilled = end
             if end == len(sequence.prefill_tokens) - 1:
-                chunk.last[place] = True
                 sequence.stage = DECODE
             chunk.total[place] = len(sequence.prefill_tokens) - 1
             pieces.append((sequence, sequence.epoch, begin, end))
@@ -170,6 +169,5 @@ def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
         np.full(prompts, rows, np.int32),
         np.zeros((prompts, size + 1), np.int32),
         np.zeros(prompts, np.int32),
-        np.zeros(prompts, bool),
         np.zeros(prompts, np.int32),
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import Action, Signal
-from entropic_jax.control import Chain, chain, pytree
+from entropic_jax.control import Chain, PerRow, chain, pytree, update_rows
 from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
 from entropic_jax.control.presets import Gains, temperature_law
@@ -39,56 +39,34 @@ class Switched:
 
 @pytree
 class Sampler:
-    """A law that draws the tokens itself, for those rows that are switched on; the same for all of them.
-
-    It is the one law that works through the vocabulary, so that it computes the rows of the step alone.
-    """
+    """A law that draws the tokens itself, for those rows that are switched on; the same for all of them."""
 
     on: Any  # bool [rows]
     law: Annotated[Any, STATIC]
-    width: Annotated[int | None, STATIC] = None  # rows of a step, at most; None is all
+    used: Annotated[bool, STATIC] = True  # False in a launch in which no row asks for it: nothing is computed
 
     @property
     def observes(self) -> Any:
-        """What the law asks to be observed."""
-        return getattr(self.law, "observes", None)
+        """The attention that the law asks to be observed."""
+        return getattr(self.law, "observes", None) if self.used else None
 
     def init(self, action: Action) -> Any:
         return self.law.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        on = jnp.asarray(self.on) & signal.emitting
-        rows = on.shape[0]
-        place = jnp.nonzero(on, size=min(self.width or rows, rows), fill_value=rows)[0]
-        mine = jnp.minimum(place, rows - 1)  # past the last of them, any row: nobody sees what becomes of it
-        changed, after = self.law.update(*jax.tree.map(lambda x: x[mine], (signal, action, state)))
-        put = lambda old, new: old.at[place].set(new, mode="drop")
-        return jax.tree.map(put, action, changed), jax.tree.map(put, state, after)
+        if not self.used:
+            return action, state
+        on = jnp.broadcast_to(jnp.asarray(self.on), action.temperature.shape)
+        return update_rows(self.law, signal._replace(emitting=signal.emitting & on), action, state)
 
 
-@pytree
-class Resting:
-    """A sampler where no row of a launch asks for it: its state stands, and nothing is computed."""
+def for_launch(controller: PerRow, samples: bool) -> PerRow:
+    """The controller of a launch; `samples`: its sampler draws for some of the rows."""
 
-    on: Any
-    law: Annotated[Any, STATIC]
+    def rest(law: Any) -> Any:
+        return dataclasses.replace(law, used=samples) if hasattr(law, "used") else law
 
-    def init(self, action: Action) -> Any:
-        return self.law.init(action)
-
-    def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        return action, state
-
-
-def for_launch(controller: Chain, samples: bool, width: int | None) -> Chain:
-    """The controller of a launch of `width` rows: its sampler draws for some of them, or for none."""
-
-    def one(law: Any) -> Any:
-        if not isinstance(law, Sampler):
-            return law
-        return dataclasses.replace(law, width=width) if samples else Resting(law.on, law.law)
-
-    return chain(*map(one, controller.controllers))
+    return PerRow(chain(*map(rest, controller.controller.controllers)))
 
 
 @pytree
@@ -144,10 +122,10 @@ class RowControllers:
         c = self.calibration
         return PRIOR if c is None else AR1(c.mean, c.scale, c.correlation)
 
-    def controller(self, rows: int) -> Chain:
+    def controller(self, rows: int) -> PerRow:
         """The controller of all rows, every one of them switched off."""
         own = self._chain(False, temperature_law(Gains(law=self.law)), False, Pruning(), False)
-        return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own)
+        return PerRow(jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own))
 
     def _row_gains(self, control: Control) -> RowGains:
         """The numbers of one row. RequestError where the programs are not compiled for what is asked."""

@@ -313,12 +313,12 @@ class Scheduler:
             self._collect_output(launch, launch.output)
 
     def _collect_read(self, launch: InFlight, prefill: PrefillOutput) -> None:
-        enough, table = np.asarray(prefill.enough), np.asarray(prefill.table)
+        granted, table = np.asarray(prefill.granted), np.asarray(prefill.table)
         scores = [np.asarray(x) for x in prefill.scores] if launch.scored else ()
         for place, (sequence, epoch, begin, end) in enumerate(launch.pieces):
             if sequence.epoch != epoch:
                 continue
-            if not enough[place]:
+            if not granted[place]:
                 raise RuntimeError(f"the pages of row {sequence.row} were reserved, and were not there")
             whole = min(end, len(sequence.prompt)) // self.sizes.page_size
             self.block_manager.cache_prefix(

@@ -109,9 +109,9 @@ def test_the_certificate_is_never_violated(guard):
         last = jnp.full(2, 200 - seed, jnp.int32)
         for drop in (0.01, 0.2, 0.7):
             choice = Selection(rules=LOOSE._replace(guard=guard), dense_layers=0)
-            reader = PageReader(choice, pool, jnp.full(2, drop), (), jnp.array(True))
+            reader = PageReader(choice, pool, jnp.full(2, drop), (), jnp.ones(2, bool))
             out = reader.read(layer, q, jnp.zeros(2, jnp.int32), last)
-            dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.array(True)).read(
+            dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.ones(2, bool)).read(
                 layer, q, jnp.zeros(2, jnp.int32), last
             )
             change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
@@ -125,11 +125,11 @@ def test_the_certificate_is_never_violated(guard):
 def test_shared_lists_certify_nothing_they_do_not_know():
     pool, layer, q = filled(200, 8)
     choice = Selection(rules=LOOSE, dense_layers=0, share=2)
-    reader = PageReader(choice, pool, jnp.full(2, 0.7), (), jnp.array(True))
+    reader = PageReader(choice, pool, jnp.full(2, 0.7), (), jnp.ones(2, bool))
     last, zero = jnp.full(2, 200, jnp.int32), jnp.zeros(2, jnp.int32)
     reader.read(layer, q, zero, last)
     out = reader.read(layer, -q, zero, last)  # the list was made for the opposite query
-    dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.array(True)).read(layer, -q, zero, last)
+    dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.ones(2, bool)).read(layer, -q, zero, last)
     change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
     assert (change <= np.asarray(reader.readings[1].certificate)).all()
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import chain, loop
+from entropic_jax import chain, emission, forward, loop
 from entropic_jax.attention.statistics import Observation, Observer, agree
 from entropic_jax.cache import Layer, allocate
 from entropic_jax.control import Every, When, pytree
@@ -197,6 +197,6 @@ def test_what_is_not_asked_for_costs_nothing(monkeypatch):
         return re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text, flags=re.M)
 
     as_it_is = program()
-    monkeypatch.setattr(loop, "row_keys", lambda key, seed, position: None)
-    monkeypatch.setattr(loop, "Observer", None)
+    monkeypatch.setattr(emission, "row_keys", lambda key, seed, position: None)
+    monkeypatch.setattr(forward, "Observer", None)
     assert program() == as_it_is

@@ -46,7 +46,7 @@ def serve(law, load, entropies, arrived, adversary=None):
         entropy = entropy if adversary is None else adversary(state, emitting, entropy)
         last, length = jnp.where(emitting, entropy, last), length + emitting.astype(jnp.int32)
         signal = measured(runnable, emitting, entropy=last, length=length)
-        action, state = law.update(signal, action, state)
+        action, state = law.schedule(signal, action, state)
         return (action, state, last, length), (emitting, action.quota)
 
     action = plain_action(jnp.ones(rows))
@@ -205,7 +205,7 @@ def test_where_all_fit_nothing_changes(name):
     with pytest.raises(ValueError, match="width must be an integer of at least 1; got 0"):
         SCHEDULES[name](0).init(plain_action(jnp.ones(2)))
     law, action = SCHEDULES[name](3), plain_action(jnp.array([0.5, 1.0, 1.0, 1.0]))
-    update, signal = jax.jit(law.update), measured([True, False, True, True], [True] * 4)
+    update, signal = jax.jit(law.schedule), measured([True, False, True, True], [True] * 4)
     chex.assert_trees_all_equal(update(signal, action, law.init(action))[0], action)
     crowded, state = update(signal._replace(runnable=jnp.ones(4, bool)), action, law.init(action))
     assert crowded.quota.sum() == 3
@@ -225,7 +225,7 @@ def test_baselines_do_what_their_names_say(name, order):
 
 def test_what_found_no_page_does_not_hold_its_place():
     law, action = Scheduling(1, ageing=1.0), plain_action(jnp.ones(2))
-    update, state = jax.jit(law.update), law.init(action)
+    update, state = jax.jit(law.schedule), law.init(action)
     turns = []
     for _ in range(40):
         turns.append(action.quota[1])
@@ -283,7 +283,7 @@ def quotas(controller):
     def body(carry, entropy):
         action, state = carry
         signal = measured([True] * 4, action.quota > 0, entropy=entropy)
-        action, state = controller.update(signal, action, state)
+        action, state = controller.schedule(signal, action, state)
         return (action, state), action.quota
 
     action = plain_action(jnp.ones(4))
@@ -295,7 +295,7 @@ def quotas(controller):
 def test_contract(name):
     make, action = TABLE[name], plain_action(jnp.ones(4))
     before = (action, make(0.5).init(action))
-    update = lambda gain: make(gain).update(measured([True] * 4, [True] * 4), *before)
+    update = lambda gain: make(gain).schedule(measured([True] * 4, [True] * 4), *before)
     after = update(0.5)
     chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
     assert not any(x.weak_type for x in jax.tree.leaves((before, after)))

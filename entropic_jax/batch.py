@@ -1,0 +1,71 @@
+"""Batch: the rows of the state that a step or a prefill computes, gathered once and scattered back once."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .cache import grant
+from .row_subset import RowSubset
+from .state import ROW_FIELDS, RUNNING, State
+
+
+class Batch(NamedTuple):
+    """The rows that a step computes."""
+
+    state: State  # every per-row field holds the entries of these rows; the page pool is that of all rows
+    active: jax.Array  # bool [rows]: the row advances; other rows only fill the batch up
+
+
+def gather_active(state: State, width: int | None) -> tuple[RowSubset, State, Batch]:
+    """Gathers the rows that can advance, each with a page for its next token.
+
+    Args:
+        state: of the loop.
+        width: rows at most, static; None takes all rows where they are.
+
+    Returns:
+        Which rows they are, the state with the pages granted, and the batch.
+    """
+    ready = (state.status == RUNNING) & (state.action.quota > 0)
+    rows = RowSubset(ready, width)
+    ready &= rows.scatter(jnp.ones(rows.rows, bool), False)
+    cache, granted = grant(state.cache, jnp.where(ready, state.length + 1, 0))
+    state = state._replace(cache=cache)
+    return rows, state, Batch(gather(state, rows), rows.gather(ready & granted, False))
+
+
+def gather(state: State, rows: RowSubset) -> State:
+    """The state of a subset of the rows. Pages, and what else is not per row, stay those of all rows."""
+    fields = {name: rows.gather(getattr(state, name)) for name in ROW_FIELDS if name != "control"}
+    own = lambda x: rows.gather(x) if has_rows(x, rows.total) else x
+    table = rows.gather(state.cache.table, state.cache.pages)
+    return state._replace(
+        **fields, control=jax.tree.map(own, state.control), cache=state.cache._replace(table=table)
+    )
+
+
+def scatter(state: State, rows: RowSubset, before: State, after: State) -> State:
+    """`state` with what changed between `before` and `after`, two states of a subset of its rows.
+
+    Only arrays that were replaced are written. The history is left to the caller, who knows which single
+    entry of a row has changed.
+    """
+
+    def put(new: Any, gathered: Any, old: Any) -> Any:
+        if new is gathered:
+            return old
+        return rows.scatter(new, old) if has_rows(old, rows.total) else new
+
+    fields = {
+        name: jax.tree.map(put, getattr(after, name), getattr(before, name), getattr(state, name))
+        for name in ROW_FIELDS
+        if name != "history"
+    }
+    cache = state.cache._replace(layers=after.cache.layers, surprisal=after.cache.surprisal)
+    return state._replace(**fields, cache=cache)
+
+
+def has_rows(x: Any, rows: int) -> bool:
+    """Whether an array of a controller's state has one entry per row; others are shared by all rows."""
+    return jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows

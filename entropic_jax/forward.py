@@ -1,0 +1,97 @@
+"""Forward pass: the model over some tokens of every row of a batch, through the paged KV cache."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .attention.attend import Step, attend_to
+from .attention.page_selection import ReadStats, dense_step
+from .attention.statistics import Observer
+from .batch import Batch
+from .cache import ModelShape, note_surprisal
+from .state import Focus, State
+
+
+class Decoder(Hashable, Protocol):
+    """A decoder-only language model as the loop sees it: pure functions of `params`."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes."""
+
+    def hidden(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Any
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Last hidden states `[rows, n, hidden]` of tokens `[rows, n]`, and the layers as written."""
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """float32 `[..., vocabulary]`."""
+
+
+class Forward(NamedTuple):
+    """What the forward pass of a step yields beside the cache."""
+
+    logits: jax.Array  # float32 [rows, vocabulary]
+    read: ReadStats  # what was read of the cache
+    focus: Focus | None  # statistics of attention, where the controller observes it
+
+
+def forward(
+    decoder: Decoder,
+    params: Any,
+    state: State,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    reader: Any = None,
+    observer: Observer | None = None,
+) -> tuple[jax.Array, State]:
+    """Runs the model over n tokens of every row: writes their keys and values, attends, mixes.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        state: of the rows; their next position is `length`.
+        tokens: int32 `[rows, n]`.
+        num_tokens: int32 `[rows]`, how many of the n are real; the others write nothing.
+        reader: chooses the pages that are read; None reads all.
+        observer: takes statistics of the attention.
+
+    Returns:
+        Hidden states `[rows, n, hidden]`, and the state with the cache as written.
+    """
+    positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
+    attend = attend_to(state.cache, Step(state.length, num_tokens), reader, observer)
+    hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend)
+    return hidden, state._replace(cache=state.cache._replace(layers=layers))
+
+
+def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[Batch, Forward]:
+    """Runs the model over the last token of every active row: attention, then logits.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        batch: the rows of the step.
+        observes: which attention is observed (`attention.statistics.Observation`); None observes nothing.
+
+    Returns:
+        The batch with the cache as written, and the logits with what was read.
+    """
+    state, count = batch.state, batch.active.astype(jnp.int32)
+    cache = note_surprisal(state.cache, state.length, count, state.signal.surprisal[:, None])
+    reader = None
+    if state.page_policy is not None:
+        limit, memory, age = state.action.dropped_mass_limit, state.page_policy_state, state.ledger.steps
+        reader = state.page_policy.reader(cache, limit, memory, age)
+    observer = Observer(observes, cache) if observes else None
+    hidden, state = forward(
+        decoder, params, state._replace(cache=cache), state.token[:, None], count, reader, observer
+    )
+    if reader is None:
+        read = dense_step(decoder.shape, Step(state.length, count))
+    else:
+        read, state = reader.total(), state._replace(page_policy_state=reader.memory())
+    logits = decoder.logits(params, hidden[:, 0])
+    return batch._replace(state=state), Forward(logits, read, observer.total() if observer else None)

@@ -1,0 +1,254 @@
+"""Prefill: reads prompt tokens into the KV cache, in chunks; the offline loop and the engine share it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import entropy, ledger, sampling
+from .attention.attend import Step
+from .attention.page_selection import PagePolicy
+from .batch import gather, scatter
+from .cache import Cache, grant, note_surprisal
+from .control import Controller
+from .forward import Decoder, forward
+from .row_subset import RowSubset
+from .sampling.constraints import likeliest
+from .state import FULL, PREFILLING, RUNNING, Hardware, Likeliest, State, plain_action, unmeasured
+
+PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two
+
+
+Array = Any  # of NumPy on the host, of JAX in a program
+
+
+class PrefillChunk(NamedTuple):
+    """The next tokens of some prompts."""
+
+    rows: Array  # int32 [p], the row of each prompt; past the last where there is none
+    tokens: Array  # int32 [p, n + 1]: the chunk, and the token that follows it
+    num_tokens: Array  # int32 [p], how many of the n belong to the chunk
+    total: Array  # int32 [p], positions of the cache that the whole prompt takes
+
+
+class PrefillOutput(NamedTuple):
+    """The result of one prefill launch."""
+
+    granted: jax.Array  # bool [p]: there were pages; a row without is left as it was
+    table: jax.Array  # int32 [p, most pages of a row], the page table after the chunk
+    scores: Likeliest | tuple[()]  # [p, n, …], of the token after each position, where asked for
+
+
+def start(
+    decoder: Decoder,
+    params: Any,
+    controller: Controller,
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    key: jax.Array,
+    max_tokens: int | Sequence[int],
+    sample: sampling.Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    stop: Sequence[Sequence[int]] = (),
+    belief_temperature: float = 1.0,
+    page_policy: PagePolicy | None = None,
+    hardware: Hardware | None = None,
+) -> State:
+    """Prefills an empty cache with the prompts and returns the state before the first step.
+
+    The last token of a prompt is left to the first step, which thereby emits the first new token.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        controller: the control law; `chain()` is plain sampling.
+        cache: empty, with one row per prompt. It is consumed.
+        prompts: token ids, at least one per row; a row with an empty prompt stays out of the batch.
+        key: the run's random key.
+        max_tokens: tokens to generate at most, for all rows or one number per row.
+        sample: sampling parameters of the rows, by default those of `sampling.parameters`.
+        seeds: one per row, by default the row's number.
+        stop: token ids that end a row, one list per row.
+        belief_temperature: T_cal, at which the belief H₁ is measured.
+        page_policy: which pages a step reads; None reads all.
+        hardware: the roofline by which the ledger counts seconds, by default that of the device.
+
+    Returns:
+        The state of the loop.
+
+    Raises:
+        ValueError: a prompt holds a token outside the vocabulary, or does not fit.
+    """
+    prompts_fit(prompts, cache, decoder.shape.vocabulary)
+    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
+    limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    alive = (lengths > 0) & (limits > 0)
+    sample = sampling.parameters(rows) if sample is None else sample
+    action = plain_action(sample.temperature)
+    state = State(
+        key=key,
+        seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
+        token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
+        length=jnp.zeros(rows, jnp.int32),
+        evicted=jnp.zeros(rows, jnp.int32),
+        limit=jnp.asarray(np.minimum(lengths - 1 + limits, context), jnp.int32),
+        status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
+        stop=stop_table(stop, rows),
+        belief_temperature=jnp.float32(belief_temperature),
+        sampling=sample,
+        history=prompt_history(prompts, decoder.shape.vocabulary),
+        signal=unmeasured(rows),
+        action=action,
+        control=controller.init(action),
+        page_policy=page_policy,
+        page_policy_state=() if page_policy is None else page_policy.memory(decoder.shape, cache),
+        ledger=ledger.open_ledger(rows),
+        hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
+        cache=cache,
+    )
+    # Launches consume the state: no two leaves may share a buffer, nor one of the caller's.
+    small = {name: value for name, value in state._asdict().items() if name != "cache"}
+    state = state._replace(**jax.tree.map(jnp.copy, small))
+    return prefill_prompts(decoder, params, state, prompts, np.where(alive, lengths - 1, 0))
+
+
+def prompts_fit(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
+    """Raises ValueError unless there is one prompt per row, of known tokens, that fits the cache."""
+    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
+    if len(prompts) != rows:
+        raise ValueError(f"prompts must have {rows} entries, one per row of the cache; got {len(prompts)}")
+    for row, prompt in enumerate(prompts):
+        unknown = [token for token in prompt if not 0 <= token < vocabulary]
+        if unknown:
+            raise ValueError(
+                f"prompts[{row}] must hold token ids between 0 and {vocabulary - 1}; got {unknown[0]}"
+            )
+        if len(prompt) > context:
+            raise ValueError(
+                f"prompts[{row}] must have at most {context} tokens, the size of a row of the cache; "
+                f"got {len(prompt)}"
+            )
+
+
+def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
+    """Stop tokens as an array int32 `[rows, stops]`, −1 where unused."""
+    stops = np.full((rows, max([1, *map(len, stop)])), -1, np.int32)
+    for row, tokens in enumerate(stop):
+        stops[row, : len(tokens)] = tokens
+    return jnp.asarray(stops)
+
+
+def prompt_history(prompts: Sequence[Sequence[int]], vocabulary: int) -> sampling.History:
+    """The history that penalties read, with the tokens of the prompts marked."""
+    seen = np.zeros((len(prompts), vocabulary), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, np.asarray(prompt, np.int64)] = True
+    return sampling.history(len(prompts), vocabulary)._replace(prompt=jnp.asarray(seen))
+
+
+def prefill_prompts(
+    decoder: Decoder, params: Any, state: State, prompts: Sequence[Sequence[int]], total: np.ndarray
+) -> State:
+    """Prefills the first `total[row]` tokens of every prompt, in chunks whose lengths are powers of two."""
+    chunk = getattr(state.page_policy, "segment", PREFILL_CHUNK)
+    done = 0
+    while done < total.max(initial=0):
+        size = min(chunk, 1 << int(total.max() - done - 1).bit_length())
+        num_tokens = np.clip(total - done, 0, size).astype(np.int32)
+        tokens = np.zeros((len(prompts), size + 1), np.int32)
+        for row, prompt in enumerate(prompts):
+            piece = prompt[done : done + num_tokens[row] + 1] if num_tokens[row] else ()
+            tokens[row, : len(piece)] = piece
+        state, output = launch_prefill(
+            decoder,
+            params,
+            state,
+            PrefillChunk(np.arange(len(prompts)), tokens, num_tokens, total.astype(np.int32)),
+        )
+        if not np.all(output.granted):
+            row = int(np.argmin(output.granted))
+            raise ValueError(
+                f"prompts must fit together into {state.cache.pages} pages of {state.cache.page_size} "
+                f"positions; prompts[{row}] of {len(prompts[row])} tokens found no room"
+            )
+        done += size
+    return state
+
+
+def prefill(
+    decoder: Decoder, params: Any, state: State, chunk: PrefillChunk, *, scored: bool = False
+) -> tuple[State, PrefillOutput]:
+    """Appends a chunk of some prompts to the cache. A row whose prompt is complete begins to run.
+
+    Where the cache keeps surprisals, the tokens are scored on the way, and so is the one that follows them.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        state: of the loop.
+        chunk: the tokens, and the rows that they belong to.
+        scored: also return the log-probability of the token that follows each position. Static.
+
+    Returns:
+        The state, and what came of each prompt.
+    """
+    total = state.length.shape[0]
+    rows = RowSubset.at(jnp.asarray(chunk.rows), total)
+    length = rows.gather(state.length)
+    needed = jnp.where(chunk.num_tokens > 0, length + chunk.num_tokens, 0)
+    cache, granted = grant(state.cache, rows.scatter(needed, jnp.int32(0)))
+    granted = rows.gather(granted, False)
+    state = state._replace(cache=cache)
+    before, num_tokens = gather(state, rows), jnp.where(granted, chunk.num_tokens, 0)
+    reader = None
+    if before.page_policy is not None:
+        where = Step(length, num_tokens)
+        reader = before.page_policy.prompt_reader(before.cache, before.page_policy_state, where, chunk.total)
+    tokens, following = jnp.asarray(chunk.tokens[:, :-1]), jnp.asarray(chunk.tokens[:, 1:])
+    hidden, after = forward(decoder, params, before, tokens, num_tokens, reader)
+    after = after._replace(
+        length=length + num_tokens,
+        status=jnp.where(
+            (before.status == PREFILLING) & granted & (length + num_tokens >= chunk.total),
+            RUNNING,
+            before.status,
+        ),
+        page_policy_state=before.page_policy_state if reader is None else reader.memory(),
+    )
+    scores: Likeliest | tuple[()] = ()
+    if scored:
+        scores = score_tokens(decoder.logits(params, hidden), following)
+    if cache.surprisal is not None:
+        after = keep_surprisal(after, decoder.logits(params, hidden), following, length, num_tokens)
+    table = after.cache.table
+    return scatter(state, rows, before, after), PrefillOutput(granted, table, scores)
+
+
+launch_prefill = partial(jax.jit, static_argnames=("decoder", "scored"), donate_argnames="state")(prefill)
+
+
+def score_tokens(logits: jax.Array, following: jax.Array) -> Likeliest:
+    """Log-probabilities of the tokens `[p, n]` that follow logits `[p, n, vocabulary]`; `[p, n, …]`."""
+    flat = likeliest(
+        logits.reshape(-1, logits.shape[-1]), following.reshape(-1), jnp.ones(following.size, bool)
+    )
+    return jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[1:]), flat)
+
+
+def keep_surprisal(
+    view: State, logits: jax.Array, following: jax.Array, start: jax.Array, num_tokens: jax.Array
+) -> State:
+    """Adds the surprisals of a chunk's tokens to their pages; the first is known from the chunk before."""
+    scores = entropy.surprisal(logits, following, entropy.entropy_statistics(logits).log_normaliser)
+    own = jnp.concatenate([view.signal.surprisal[:, None], scores[:, :-1]], 1)
+    last = jnp.take_along_axis(scores, jnp.maximum(num_tokens - 1, 0)[:, None], 1)[:, 0]
+    surprisal = jnp.where(num_tokens > 0, last, view.signal.surprisal)
+    return view._replace(
+        cache=note_surprisal(view.cache, start, num_tokens, own),
+        signal=view.signal._replace(surprisal=surprisal),
+    )
