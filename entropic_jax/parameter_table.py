@@ -286,7 +286,8 @@ def markdown(table: type[Table]) -> str:
     """The table in Markdown, as the documentation holds it."""
     rows = [("Parameter", "Default", "Accepted", "Unit", "Meaning"), ("---",) * 5]
     for line in parameters_of(table):
-        text = line.help[0].upper() + line.help[1:].replace("|", "\\|")
+        first = line.help[0].upper() if line.help[0].isascii() else line.help[0]
+        text = first + line.help[1:].replace("|", "\\|")
         rows.append((f"`{line.name}`", _default(line.default), line.accepts.interval, line.unit, text))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
