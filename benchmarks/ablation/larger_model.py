@@ -112,12 +112,12 @@ def larger_model(
             call(engine, "prefill", prompts)
             call(engine, "warm", steps)
 
-    def decode_with_engines(turn: int) -> None:
+    def decode_with_engines(repetition: int) -> None:
         for engine in engines:
             answer = call(engine, "decode", steps)
-            if answer and turn >= 0:
+            if answer and repetition >= 0:
                 spent = 1e3 * answer["seconds"] / steps
-                rows.append({"preset": engine, "context": context, "turn": turn, "milliseconds": spent})
+                rows.append({"preset": engine, "context": context, "turn": repetition, "milliseconds": spent})
 
     rows += take_turns(subjects, settings, states, context, steps, repeat, decode_with_engines)
     for row in rows:

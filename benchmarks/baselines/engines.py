@@ -85,7 +85,7 @@ class Transformers:
     `warm` tries each cache with each kind of attention where the sequences stand, and keeps the fastest.
     """
 
-    ways: tuple[tuple[str, str], ...] = (
+    configurations: tuple[tuple[str, str], ...] = (
         ("dynamic", "sdpa"), ("dynamic", "eager"), ("static", "sdpa"), ("static", "eager"),
     )  # fmt: skip
     together = 16384  # prompt tokens read at once, in whole rows: beyond, activations take gigabytes
@@ -149,9 +149,9 @@ class Transformers:
             tokens.append(self.token)
         return self.torch.cat(tokens, 1).numpy()
 
-    def _choose(self, way: tuple[str, str], dynamic: Any) -> None:
+    def _choose(self, configuration: tuple[str, str], dynamic: Any) -> None:
         """Continue with this cache and attention; the keys and values come from the dynamic cache."""
-        kind, attention = way
+        kind, attention = configuration
         self.model.set_attn_implementation(attention)
         self.cache = dynamic
         if kind == "static":
@@ -162,16 +162,16 @@ class Transformers:
 
     def warm(self, steps: int) -> np.ndarray:
         dynamic, begin, token, seconds = self.cache, self.length, self.token, {}
-        for way in self.ways:
-            self._choose(way, dynamic)
+        for configuration in self.configurations:
+            self._choose(configuration, dynamic)
             self.decode(1)
             start = time.perf_counter()
             self.decode(3)
-            seconds[way] = time.perf_counter() - start
+            seconds[configuration] = time.perf_counter() - start
             if self.cache is dynamic:
                 dynamic.crop(-4)
             self.length, self.token = begin, token
-        self._choose(min(seconds, key=lambda way: seconds[way]), dynamic)
+        self._choose(min(seconds, key=lambda configuration: seconds[configuration]), dynamic)
         return self.decode(steps)
 
 
@@ -187,8 +187,8 @@ class BatchedTransformers(Transformers):
         config = self.transformers.GenerationConfig(
             max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
         )
-        found = self.model.generate_batch(prompts.tolist(), generation_config=config, progress_bar=False)
-        tokens = [output.generated_tokens for output in found.values()]
+        outputs = self.model.generate_batch(prompts.tolist(), generation_config=config, progress_bar=False)
+        tokens = [output.generated_tokens for output in outputs.values()]
         if len(tokens) != len(prompts) or any(len(row) != steps for row in tokens):
             raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests were answered")
         return np.array(tokens)
@@ -197,10 +197,10 @@ class BatchedTransformers(Transformers):
 class CompiledTransformers(Transformers):
     """transformers with a static cache and a step compiled by torch.compile (needs a C++ compiler)."""
 
-    ways = (("static", "sdpa"),)
+    configurations = (("static", "sdpa"),)
 
-    def _choose(self, way: tuple[str, str], dynamic: Any) -> None:
-        super()._choose(way, dynamic)
+    def _choose(self, configuration: tuple[str, str], dynamic: Any) -> None:
+        super()._choose(configuration, dynamic)
         self.torch.compiler.reset()
         self.forward = self.torch.compile(self.model, dynamic=False)
         self.detail += ", compiled"
@@ -311,12 +311,12 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot make a context of {batch} × {capacity} tokens")
 
     def _feed(
-        self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, wanted: np.ndarray
+        self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, with_logits: np.ndarray
     ) -> np.ndarray:
         """Evaluate tokens (all arguments `[n]`); the greedy next token after each of those wanted."""
         batch, size = self.batch, len(tokens)
         batch.n_tokens = size
-        for field, values in ((batch.token, tokens), (batch.pos, positions), (batch.logits, wanted)):
+        for field, values in ((batch.token, tokens), (batch.pos, positions), (batch.logits, with_logits)):
             np.ctypeslib.as_array(field, (size,))[:] = values
         np.ctypeslib.as_array(batch.n_seq_id, (size,))[:] = 1
         for index, row in enumerate(rows):
@@ -324,10 +324,10 @@ class LlamaCpp:
         status = self.library.llama_decode(self.context, batch)
         if status:
             raise RuntimeError(f"llama_decode returned {status}")
-        if not wanted.any():
+        if not with_logits.any():
             return np.empty(0, np.int32)
         logits = np.ctypeslib.as_array(
-            self.library.llama_get_logits(self.context), (int(wanted.sum()), self.vocabulary)
+            self.library.llama_get_logits(self.context), (int(with_logits.sum()), self.vocabulary)
         )
         return logits.argmax(-1)
 
@@ -338,8 +338,8 @@ class LlamaCpp:
         for row, prompt in enumerate(read):
             for start in range(0, context, self.chunk):
                 positions = np.arange(start, min(start + self.chunk, context))
-                wanted = positions == context - 1
-                token = self._feed(prompt[positions], positions, np.full_like(positions, row), wanted)
+                with_logits = positions == context - 1
+                token = self._feed(prompt[positions], positions, np.full_like(positions, row), with_logits)
             tokens.append(token)
         copies = len(prompts) // len(read)
         for row in range(len(read), len(prompts)):

@@ -32,20 +32,22 @@ def cells(
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Times, and for every family of logits errors and correlations, as text."""
-    sizes, names, others = ["vocabulary", "k"], list(ESTIMATORS), list(ESTIMATORS)[1:]
+    sizes, names, approximate = ["vocabulary", "k"], list(ESTIMATORS), list(ESTIMATORS)[1:]
     times = cells(results["time"], list(TIMED), lambda row: f"{row['ms']:.3f}")
-    made: list[Table] = [("Milliseconds a token, median", [*sizes, *TIMED], times)]
+    tables_made: list[Table] = [("Milliseconds a token, median", [*sizes, *TIMED], times)]
     number = lambda value: "–" if value is None else f"{value:.3f}"
     error = lambda row: "< 1e-4" if row["mean_error"] < 1e-4 else f"{row['mean_error']:.3g}"
-    both = lambda row: f"{number(row['pearson'])} {number(row['spearman'])}"
+    correlations = lambda row: f"{number(row['pearson'])} {number(row['spearman'])}"
     for family in dict.fromkeys(row["family"] for row in results["accuracy"]):
         rows = [row for row in results["accuracy"] if row["family"] == family]
         mean = statistics.fmean(row["mean_entropy"] for row in rows)
         title = f"{family}, {rows[0]['rows']} distributions of {mean:.2f} nats on average"
-        made.append((f"{title}: mean absolute error, nats", [*sizes, *names], cells(rows, names, error)))
+        tables_made.append(
+            (f"{title}: mean absolute error, nats", [*sizes, *names], cells(rows, names, error))
+        )
         title = f"{family}: correlation with the exact entropy, Pearson and Spearman"
-        made.append((title, [*sizes, *others], cells(rows, others, both)))
-    return made
+        tables_made.append((title, [*sizes, *approximate], cells(rows, approximate, correlations)))
+    return tables_made
 
 
 def notes(results: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         "step": "A step of an 8B-shaped model, random weights",
     }
     header = ["shape", "engine", "pages read", "ms", "least–greatest", "GB/s", "of copy", "over dense"]
-    made: list[Table] = []
+    tables_made: list[Table] = []
     for part, title in titles.items():
         entries = results.get(part, [])
         dense: dict[str, float] = {}
@@ -55,8 +55,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
             )
         if entries:
             title += f": {' × '.join(entries[0]['shape'])}"
-        made.append((title, header, rows))
-    return made
+        tables_made.append((title, header, rows))
+    return tables_made
 
 
 def notes(results: dict[str, Any]) -> list[str]:

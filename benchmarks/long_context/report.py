@@ -99,12 +99,12 @@ def files(cells: dict[str, Any]) -> Table:
 def tables(results: dict[str, Any]) -> list[Table]:
     cells = results["cells"]
     of = lambda study: [c for c in cells.values() if c.get("study") == study]
-    made = []
+    tables_made = []
     if of("quality"):
-        made += [quality(of("quality")), by_task(of("quality"))]
+        tables_made += [quality(of("quality")), by_task(of("quality"))]
     if of("speed"):
-        made.append(speed(of("speed")))
-    return [*made, files(cells)]
+        tables_made.append(speed(of("speed")))
+    return [*tables_made, files(cells)]
 
 
 NOTES = """

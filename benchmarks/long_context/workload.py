@@ -52,9 +52,9 @@ def multi_key(rng: np.random.Generator) -> Task:
     seconds = rng.choice([w for w in tasks.WORDS if w != first], 8, replace=False)
     numbers = rng.integers(100, 1000, 8)
     heads = [f"# The secret number of the {first} {second} is " for second in seconds]
-    asked = int(rng.integers(8))
+    index = int(rng.integers(8))
     statements = [f"{head}{number}.\n" for head, number in zip(heads, numbers, strict=True)]
-    return Task(statements, heads[asked], f"{numbers[asked]}.\n")
+    return Task(statements, heads[index], f"{numbers[index]}.\n")
 
 
 def multi_hop(rng: np.random.Generator) -> Task:
@@ -76,12 +76,12 @@ def frequent_words(rng: np.random.Generator) -> Task:
     return _counted(rng, [int(24 / (i + 1) ** 1.5) or 1 for i in range(10)], "most_frequent", 1)
 
 
-def _counted(rng: np.random.Generator, counts: list[int], name: str, asked: int = 3) -> Task:
+def _counted(rng: np.random.Generator, counts: list[int], name: str, most_frequent: int = 3) -> Task:
     words = rng.choice(tasks.WORDS, len(counts), replace=False)
     drawn = rng.permutation(np.repeat(words, counts))
     key = "_".join(rng.choice(tasks.WORDS, 2))
     lines = [f'{key}.append("{word}")\n' for word in drawn]
-    answer = ", ".join(f'"{word}"' for word in words[:asked])
+    answer = ", ".join(f'"{word}"' for word in words[:most_frequent])
     return Task(lines, f"assert {name}({key}) == [", f"{answer}]\n")
 
 
@@ -98,29 +98,31 @@ TASKS: dict[str, Callable[[np.random.Generator], Task]] = {
 
 def make_case(rng: np.random.Generator, length: int, filler: Filler, first: str) -> Case:
     """A case whose prompt and tail together have `length` tokens, with the question of task `first` first."""
-    made = {name: make(rng) for name, make in TASKS.items()}
+    task_of = {name: make(rng) for name, make in TASKS.items()}
     order = [first, *(str(name) for name in rng.permutation([n for n in TASKS if n != first]))]
-    asked = {name: made[name].question for name in order}
-    others = [tasks.KINDS[k](rng) for k in rng.choice(list(tasks.KINDS), length // DISTRACTOR_EVERY)]
-    others = [o for o in others if o.question not in asked.values()]
-    end = [(made[n].question, made[n].answer, filler.short_line(rng)) for n in order]
-    spent = sum(filler.count(text) for three in end for text in three)
-    spent += sum(filler.count(s) for task in made.values() for s in task.statements)
-    spent += sum(filler.count(o.statement) for o in others)
-    lines = filler.stretch(rng, length - spent - SPARE)
-    events = [(rng.uniform(0, 0.97), o.statement) for o in others]
-    for task in made.values():
+    question_of = {name: task_of[name].question for name in order}
+    distractors = [tasks.KINDS[k](rng) for k in rng.choice(list(tasks.KINDS), length // DISTRACTOR_EVERY)]
+    distractors = [
+        distractor for distractor in distractors if distractor.question not in question_of.values()
+    ]
+    questions = [(task_of[n].question, task_of[n].answer, filler.short_line(rng)) for n in order]
+    used = sum(filler.count(text) for question_texts in questions for text in question_texts)
+    used += sum(filler.count(s) for task in task_of.values() for s in task.statements)
+    used += sum(filler.count(distractor.statement) for distractor in distractors)
+    lines = filler.stretch(rng, length - used - SPARE)
+    events = [(rng.uniform(0, 0.97), distractor.statement) for distractor in distractors]
+    for task in task_of.values():
         places = np.sort(rng.uniform(0, 0.95, len(task.statements)))
         events += list(zip(places.tolist(), task.statements, strict=True))
     events.sort(key=lambda event: event[0])
     document: list[str] = []
-    done = 0
+    line = 0
     for place, text in events:
-        upto = int(place * len(lines))
-        document += [*lines[done:upto], text]
-        done = upto
-    document += lines[done:]
-    texts = ["".join(document), *(text for three in end for text in three)]
+        next_line = int(place * len(lines))
+        document += [*lines[line:next_line], text]
+        line = next_line
+    document += lines[line:]
+    texts = ["".join(document), *(text for question_texts in questions for text in question_texts)]
     tokens, piece = encode_task(filler.tokenizer, [Piece(text, number) for number, text in enumerate(texts)])
     piece = piece.astype(int)
     start = int(np.flatnonzero(piece == 2)[0])

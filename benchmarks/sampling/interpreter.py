@@ -172,8 +172,8 @@ class _Machine:
 
     def do_AugAssign(self, node: ast.AugAssign, scope: dict[str, Any]) -> None:
         load = ast.parse(ast.unparse(node.target), mode="eval").body
-        both = ast.BinOp(load, node.op, node.value)
-        self.bind(node.target, self.value(both, scope), scope)
+        operation = ast.BinOp(load, node.op, node.value)
+        self.bind(node.target, self.value(operation, scope), scope)
 
     def do_If(self, node: ast.If, scope: dict[str, Any]) -> None:
         self.block(node.body if self.value(node.test, scope) else node.orelse, scope)
@@ -311,13 +311,13 @@ class _Machine:
             self.value(node.key, s): self.value(node.value, s) for s in self.scopes(node.generators, scope)
         }
 
-    def scopes(self, parts: list[ast.comprehension], scope: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        if not parts:
+    def scopes(self, generators: list[ast.comprehension], scope: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        if not generators:
             yield scope
             return
-        for item in self.value(parts[0].iter, scope):
+        for item in self.value(generators[0].iter, scope):
             self.count()
             scope_of_call = dict(scope)
-            self.bind(parts[0].target, item, scope_of_call)
-            if all(self.value(test, scope_of_call) for test in parts[0].ifs):
-                yield from self.scopes(parts[1:], scope_of_call)
+            self.bind(generators[0].target, item, scope_of_call)
+            if all(self.value(test, scope_of_call) for test in generators[0].ifs):
+                yield from self.scopes(generators[1:], scope_of_call)

@@ -140,8 +140,8 @@ def records(path: Path, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 def number(text: str) -> float | None:
     """The answer a solution ends in: the number after ####, else the last one; None without any."""
-    found = NUMBER.findall(text.rpartition("####")[2])
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text.rpartition("####")[2])
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def gsm8k(path: Path) -> list[Task]:

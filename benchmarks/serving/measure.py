@@ -111,12 +111,12 @@ class ServingBenchmark:
                     took = self.engines.call("transformers-batched", "requests", str(file), steps)["seconds"]
                     note("transformers-batched", repetition, count * steps, took)
                 if llama is not None:  # it runs one request at a time: fewer measure the same
-                    few = requests[: max(16, count // 4)]
+                    fewer_requests = requests[: max(16, count // 4)]
                     text = TextPrompts(prompts, self.model)
                     # It takes no `ignore_eos`; this makes the end of the text impossible.
                     body = {"logit_bias": {"1": -100.0}, "stream_options": None}
                     with self.report_failure("llama_cpp.server"):
-                        totals = summary(drive(llama.url, few, text, CONCURRENCY, **body))
+                        totals = summary(drive(llama.url, fewer_requests, text, CONCURRENCY, **body))
                         note("llama_cpp.server", repetition, totals["output_tokens"], totals["seconds"])
         return rows
 
@@ -171,10 +171,10 @@ class ServingBenchmark:
                 timed = [a._replace(time=a.time / rate) for a in sized]
                 slo = {"e2e": 4 * capacity["e2e"]["mean"]}
                 for repetition in range(self.options.repeat):
-                    again = Prompts(self.tokens, 20 + repetition)
+                    fresh_prompts = Prompts(self.tokens, 20 + repetition)
                     for policy, server in (("entropic", entropic), ("fcfs", fcfs)):
                         body = {"temperature": 0.8, "entropic": {"preset": "full"}, "seed": repetition}
-                        latency = summary(drive(server.url, timed, again, **body), slo)
+                        latency = summary(drive(server.url, timed, fresh_prompts, **body), slo)
                         rows.append(
                             {
                                 "trace": trace,

@@ -136,8 +136,13 @@ async def crash(server: ServerProcess, known: list[Known], tokens: int) -> dict[
     broken = sum(isinstance(ending, OSError) for ending in endings)
     pool.close()
     seconds = await asyncio.to_thread(server.start)
-    again = await learn(server, [entry.prompt for entry in known], tokens)
-    return {"streams": len(streams), "broken_off": broken, "ready_again": seconds, "same": again == known}
+    after_restart = await learn(server, [entry.prompt for entry in known], tokens)
+    return {
+        "streams": len(streams),
+        "broken_off": broken,
+        "ready_again": seconds,
+        "same": after_restart == known,
+    }
 
 
 def prompts(count: int) -> list[str]:

@@ -43,7 +43,9 @@ def verdicts(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """The verdicts and the kinds as tables."""
-    verdict_rows = [[what, "yes" if right else "NO", figures] for what, right, figures in verdicts(results)]
+    verdict_rows = [
+        [requirement, "yes" if right else "NO", figures] for requirement, right, figures in verdicts(results)
+    ]
     wrong = Counter(name for name, _ in results["run"]["failures"])
     timed_out = results["run"]["timed_out"]
     kinds = [
