@@ -122,11 +122,11 @@ def calibration_of(model: Path) -> "Calibration | None":
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
     """The preset with its gains: those given, else those of the calibration, else the defaults."""
     from entropic_jax.control.presets import preset
-    from entropic_jax.methods.registry import method
+    from entropic_jax.methods.registry import add_method
 
     made = preset(control.preset, width, gains(control, calibration))
     try:
-        return method(control.method, made, **dict(control.budgets))
+        return add_method(control.method, made, **dict(control.budgets))
     except ValueError as error:
         raise RequestError(f"--method is {control.method}: {error}") from None
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
-from entropic_jax.methods import compaction
+from entropic_jax.methods import cache_compression
 from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
@@ -118,7 +118,7 @@ class Engine:
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
         open_rows = set(transcripts)
         while open_rows:
-            state, trace = compaction.generate(
+            state, trace = cache_compression.generate(
                 self.model.decoder,
                 self.model.params,
                 self.preset.controller,

@@ -10,7 +10,7 @@ from entropic_jax import cache, chain, models
 from entropic_jax.control.presets import Preset
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
-from entropic_jax.methods.entropix_moves import Plan
+from entropic_jax.methods.entropix_branches import Plan
 from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 

@@ -18,9 +18,9 @@ from entropic_jax.analysis.ablation import LN2, Subject
 from entropic_jax.cache import allocate
 from entropic_jax.calibration import load_calibration
 from entropic_jax.control.presets import Gains, Preset, preset
-from entropic_jax.methods import compaction
+from entropic_jax.methods import cache_compression
 from entropic_jax.methods.method import Method
-from entropic_jax.methods.registry import METHODS, method
+from entropic_jax.methods.registry import METHODS, add_method
 from entropic_jax.models.train.recall import Filler
 from entropic_jax.state import RUNNING, State
 
@@ -53,11 +53,11 @@ def configure(
     base_name, _, addition = name.partition(" + ")
     if base_name == "meso":
         base_name, addition = "dense", "meso"
-    setting = method(base_name, preset(addition or "off", gains=gains), base=budget, budget=budget)
+    setting = add_method(base_name, preset(addition or "off", gains=gains), base=budget, budget=budget)
     if setting.page_policy is None:
         return setting._replace(page_policy=Method())  # counts what prefill costs
     if not isinstance(setting.page_policy, Method):
-        setting = setting._replace(page_policy=Method(steps=setting.page_policy))
+        setting = setting._replace(page_policy=Method(decode_policy=setting.page_policy))
     prefill = setting.page_policy.prefill
     if prefill is not None and dense_below is not None:
         prefill = replace(prefill, dense_below=dense_below)
@@ -95,7 +95,7 @@ def begin(
         page_policy=setting.page_policy,
         belief_temperature=belief,
     )
-    return compaction.settle(state)
+    return cache_compression.compress_due_rows(state)
 
 
 def forced(subject: Subject, setting: Preset, state: State, tails: np.ndarray) -> tuple[State, np.ndarray]:
@@ -111,13 +111,13 @@ def forced(subject: Subject, setting: Preset, state: State, tails: np.ndarray) -
         The state after them, and the surprisal of each in nats, `[rows, steps]`.
     """
     compression = setting.page_policy.compression
-    first = 0 if compression is None else compression.after
+    first = 0 if compression is None else compression.delay
     parts = []
     for piece in (tails[:, :first], tails[:, first:]):
         if piece.shape[1]:
             arguments = subject.decoder, subject.params, setting.controller, state
             state, trace = loop.replay(*arguments, jnp.asarray(piece))
-            state = compaction.settle(state)
+            state = cache_compression.compress_due_rows(state)
             parts.append(np.asarray(trace.surprisal).T)
     return state, np.concatenate(parts, 1)
 
@@ -175,7 +175,7 @@ class QualityStudy:
                 tails[row, : len(case.tail)] = case.tail[:TAIL]
             prompts = [case.prompt for case in padded]
             state = begin(self.subject, setting, prompts, context + TAIL, TAIL + 1, self.belief)
-            spent = jax.device_get(state.page_policy_state.spent)
+            spent = jax.device_get(state.page_policy_state.prefill_cost)
             state, surprisal = forced(self.subject, setting, state, tails)
             account = jax.device_get(state.ledger)
             for row, case in enumerate(batch):
@@ -223,13 +223,13 @@ def measure_speed(subject: Subject, name: str, context: int) -> dict[str, Any]:
         read = time.perf_counter()
         while (np.asarray(state.status) == RUNNING).any():
             arguments = subject.decoder, subject.params, setting.controller, state
-            state, _ = compaction.generate(*arguments, TOKENS, capacity=TOKENS)
+            state, _ = cache_compression.generate(*arguments, TOKENS, capacity=TOKENS)
         jax.block_until_ready(state.token)
         return read - began, time.perf_counter() - read, state
 
     run(min(context, 600))
     prompt_seconds, token_seconds, state = run(context)
-    spent = jax.device_get(state.page_policy_state.spent)
+    spent = jax.device_get(state.page_policy_state.prefill_cost)
     return {
         "prompt_seconds": prompt_seconds,
         "token_seconds": token_seconds,
@@ -262,7 +262,7 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
                 answer: list[int] = []
                 while (np.asarray(state.status) == RUNNING).any():
                     arguments = subject.decoder, subject.params, setting.controller, state
-                    state, trace = compaction.generate(*arguments, 64)
+                    state, trace = cache_compression.generate(*arguments, 64)
                     answer += trace.token[np.asarray(trace.emitted[:, 0]), 0].tolist()
                 scores.append(score(item, model.tokenizer.decode(answer)))
             key = f"files/{file.stem}/{options.budgets[0]}/{name}"

@@ -74,6 +74,10 @@ class Selection:
                 f"rules is {rules}; accepted are sink and least >= 0, recent >= 1, guard in [0, 1]"
             )
 
+    @property
+    def compression(self) -> None:
+        """See `PagePolicy`: nothing is compressed."""
+
     def groups(self, layers: int) -> int:
         """How many lists a model of so many layers has."""
         return -(-max(0, layers - self.dense_layers) // self.share)
@@ -105,6 +109,10 @@ class PagePolicy(Protocol):
     @property
     def page_size(self) -> int | None:
         """What the choice is meant for, None for any."""
+
+    @property
+    def compression(self) -> Any:
+        """A `methods.policies.CompressionPolicy` to apply after prefill, None for no compression."""
 
     def memory(self, shape: ModelShape, cache: Cache) -> Any:
         """What is remembered at the start."""

@@ -28,7 +28,7 @@ import numpy as np
 from .. import loop
 from ..cache import Cache
 from ..state import FULL, RUNNING, State, Trace
-from .entropix_moves import (
+from .entropix_branches import (
     JUDGE,
     NOTHING,
     Plan,

@@ -1,4 +1,4 @@
-"""EntropyInfer's prefill: heads whose attention spreads out get more of the prompt to read."""
+"""EntropyInfer's prefill: KV heads whose attention spreads out read more of the prompt."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,44 +6,58 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .criticality import entropy, observation
-from .method import Scene, Verdict
+from .criticality import attention_entropy, expected_attention
+from .policies import LayerQueries, PageScores
 
 
-class Course(NamedTuple):
-    """What a layer remembers of its heads; each `[rows, kv_heads]`."""
+class HeadBudgets(NamedTuple):
+    """State of one layer; each `[rows, kv_heads]`."""
 
-    entropy: jax.Array  # of the segment before
+    entropy: jax.Array  # of the previous segment
     budget: jax.Array  # tokens
     rigid: jax.Array  # bool: low entropy in every segment so far
-    seen: jax.Array  # int32: segments with earlier pages
+    num_segments: jax.Array  # int32: segments with prior pages
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class EntropyPrefill:
-    """A budget for every (KV head, segment) that follows the entropy of the head's block attention.
+    """A budget per KV head and segment that follows the entropy of the head's block attention.
 
-        E_s = −Σ A ln A, over ln(number of earlier blocks) if `relative`
+        E_s = −Σ A ln A, divided by ln(number of prior blocks) if `relative`
         rigid, while E < `rigid_below` in every segment:   B_s = B₀
         else r_s = clip((E_s − E_{s−1}) / E_{s−1}, 0, 1 + Δ),   B_s = clip(B_{s−1} + α B₀ (r_s − Δ), B₀, 3 B₀)
 
-    with A from `criticality.observation`, B₀ = `base` tokens, α = `growth`, Δ = `tolerance`. The blocks of
-    greatest A within the budget are read, and the segment itself. `matched` scales the budgets of a layer so
-    that their mean over KV heads is `base` at every segment, for comparison at equal cost.
+    with A from `criticality.expected_attention`. The blocks of highest A within the budget are read, and the
+    segment itself.
+
+    Args:
+        base: B₀, tokens. growth: α ≥ 0. tolerance: Δ ≥ 0, relative growth of the entropy that leaves the
+        budget unchanged. most: largest budget, as a multiple of `base`. rigid_below: entropy below which a
+        head is rigid; the default is `heads.rigid_threshold` of the embedded
+            model.
+        scaled: divide products by √head_dim.
+        relative: divide the entropy by its largest possible value.
+        per_head: a budget per KV head instead of the layer's largest for all.
+        matched: scale the budgets of a layer so that their mean over KV heads is `base` at every segment, for
+            comparisons at equal cost.
+        segment: queries of a segment, a power of two.
+        dense_below: position before which segments read all pages.
+        dense_layers: number of layers, from the lowest, that read all pages.
+        page_size: page size to allocate the cache with; None for any.
 
     Source: Xu et al. 2026 (arXiv 2606.09508) and its release. Differs from the release: a block is a page;
     products are divided by √head_dim, without which "rigid" depends on the scale of the keys; the entropy is
-    relative to its greatest value, so that a threshold means the same at every length; budgets hold per KV
-    head instead of the layer's greatest for all; a head counts as rigid until it is not, as the prompt is
-    read segment by segment. `AS_RELEASED` undoes all but the first and the last.
+    relative to its largest value, so that a threshold means the same at every length; budgets hold per KV
+    head; a head counts as rigid until it is not, since the prompt is read segment by segment. `AS_RELEASED`
+    undoes all but the first and the last.
     """
 
     base: int = 2048
     growth: float = 0.5
     tolerance: float = 0.4
-    most: float = 3.0  # times `base`
-    rigid_below: float = 0.84  # `heads.rigid_threshold` of the embedded model
+    most: float = 3.0
+    rigid_below: float = 0.84
     scaled: bool = True
     relative: bool = True
     per_head: bool = True
@@ -53,37 +67,39 @@ class EntropyPrefill:
     dense_layers: int = 1
     page_size: int | None = 16
 
-    def begin(self, rows: int, kv_heads: int, pages: int) -> Course:
-        """See `Prefill`."""
-        grid = (rows, kv_heads)
-        budget = jnp.full(grid, self.base, jnp.float32)
-        return Course(jnp.zeros(grid), budget, jnp.ones(grid, bool), jnp.zeros(grid, jnp.int32))
+    def init(self, rows: int, kv_heads: int, pages: int) -> HeadBudgets:
+        """See `PrefillPolicy`."""
+        shape = (rows, kv_heads)
+        budget = jnp.full(shape, self.base, jnp.float32)
+        return HeadBudgets(jnp.zeros(shape), budget, jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32))
 
-    def judge(self, scene: Scene, memory: Course, below: None) -> tuple[Verdict, Course, None]:
-        """See `Prefill`."""
-        share = observation(scene, self.scaled)
-        blocks = scene.earlier.sum(1).astype(jnp.float32)[:, None]
-        now = entropy(share)
+    def score_pages(
+        self, queries: LayerQueries, state: HeadBudgets, below: None
+    ) -> tuple[PageScores, HeadBudgets, None]:
+        """See `PrefillPolicy`."""
+        attention = expected_attention(queries, self.scaled)
+        blocks = queries.prior_pages.sum(1).astype(jnp.float32)[:, None]
+        entropy = attention_entropy(attention)
         if self.relative:
-            now = jnp.where(blocks > 1, now / jnp.log(jnp.maximum(blocks, 2.0)), 0.0)
-        counts = (blocks > 0) & scene.asked.any(1)[:, None]
-        after = self.advance(memory, now)
-        after = jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, memory)
+            entropy = jnp.where(blocks > 1, entropy / jnp.log(jnp.maximum(blocks, 2.0)), 0.0)
+        counts = (blocks > 0) & queries.valid.any(1)[:, None]
+        after = self.update_budgets(state, entropy)
+        after = jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, state)
         budget = after.budget
         if self.matched:
             budget = self.base * budget / budget.mean(1, keepdims=True)
         if not self.per_head:
             budget = jnp.broadcast_to(budget.max(1, keepdims=True), budget.shape)
-        return Verdict(share, budget), after, None
+        return PageScores(attention, budget), after, None
 
-    def advance(self, course: Course, now: jax.Array) -> Course:
-        """One segment of the recurrence, with the entropies `[rows, kv_heads]` at hand."""
-        rigid = course.rigid & (now < self.rigid_below)
-        ratio = (now - course.entropy) / jnp.maximum(course.entropy, 1e-30)
-        ratio = jnp.where(course.seen > 0, jnp.clip(ratio, 0.0, 1 + self.tolerance), 0.0)
-        grown = course.budget + self.growth * self.base * (ratio - self.tolerance)
-        grown = jnp.clip(grown, self.base, self.most * self.base)
-        return Course(now, jnp.where(rigid, float(self.base), grown), rigid, course.seen + 1)
+    def update_budgets(self, state: HeadBudgets, entropy: jax.Array) -> HeadBudgets:
+        """One segment of the recurrence, with the segment's entropies `[rows, kv_heads]`."""
+        rigid = state.rigid & (entropy < self.rigid_below)
+        ratio = (entropy - state.entropy) / jnp.maximum(state.entropy, 1e-30)
+        ratio = jnp.where(state.num_segments > 0, jnp.clip(ratio, 0.0, 1 + self.tolerance), 0.0)
+        budget = state.budget + self.growth * self.base * (ratio - self.tolerance)
+        budget = jnp.clip(budget, self.base, self.most * self.base)
+        return HeadBudgets(entropy, jnp.where(rigid, float(self.base), budget), rigid, state.num_segments + 1)
 
 
 AS_RELEASED = EntropyPrefill(rigid_below=1e-5, scaled=False, relative=False, per_head=False)

@@ -1,22 +1,29 @@
-"""SnapKV: keep what the end of the prompt attends to."""
+"""SnapKV: keeps the entries that the end of the prompt attends to."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import jax
 
 from ..cache import Cache, ModelShape
 from ..pallas.paged_attention.quantised import reads_as
-from .method import Scene
-from .window import Window, attention, empty, newest, pooled, slide
+from .policies import LayerQueries
+from .window import Window, empty_window, keep_newest, pool_scores, update_window, window_attention
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SnapKV:
-    """Keep the `window` newest entries, and of the others those that the window's queries attend to most.
+    """Keeps the newest entries, and of the others those that the newest queries attend to most.
 
-    Attention is summed over the window, pooled over `pool` neighbours, and ranked per KV head.
+    Attention is summed over the window's queries, pooled over neighbours, and ranked per KV head.
+
+    Args:
+        budget: entries kept per KV head.
+        window: newest queries whose attention counts; as many newest entries are kept in any case.
+        pool: positions over which scores are pooled, odd.
+        pooling: "mean" or "max".
+        delay: decode steps before the compression is applied.
 
     Source: Li et al. 2024 (arXiv 2404.14469) and its release: window 32, pool 5 (mean) or 7 (max). Differs
     from the release: ranked per group of query heads, which share their keys and values, instead of per query
@@ -28,21 +35,22 @@ class SnapKV:
     window: int = 32
     pool: int = 7
     pooling: Literal["mean", "max"] = "max"
-    after: int = 0
+    delay: int = 0
+    ragged: ClassVar[bool] = False
 
-    def begin(self, shape: ModelShape, cache: Cache) -> Window:
-        """See `Compression`."""
-        return empty(shape, cache.table.shape[0], self.window, reads_as(cache.layers[0].keys))
+    def init(self, shape: ModelShape, cache: Cache) -> Window:
+        """See `CompressionPolicy`."""
+        return empty_window(shape, cache.table.shape[0], self.window, reads_as(cache.layers[0].keys))
 
-    def observe(self, scene: Scene, memory: Window) -> Window:
-        """See `Compression`."""
-        return slide(memory, scene)
+    def observe(self, queries: LayerQueries, state: Window) -> Window:
+        """See `CompressionPolicy`."""
+        return update_window(state, queries)
 
-    def rank(self, memory: Window, keys: jax.Array, length: jax.Array) -> jax.Array:
-        """See `Compression`."""
-        score = attention(memory, keys, length)
-        return newest(pooled(score, self.pool, self.pooling, length), self.window, length)
+    def score_entries(self, state: Window, keys: jax.Array, length: jax.Array) -> jax.Array:
+        """See `CompressionPolicy`."""
+        scores = window_attention(state, keys, length)
+        return keep_newest(pool_scores(scores, self.pool, self.pooling, length), self.window, length)
 
-    def share(self, rank: jax.Array, size: int) -> Any:
-        """See `Compression`: every head keeps as many."""
+    def pages_per_head(self, scores: jax.Array, page_size: int) -> jax.Array | None:
+        """See `CompressionPolicy`: every head keeps `budget` entries."""
         return None

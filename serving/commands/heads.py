@@ -14,7 +14,7 @@ from . import model_options
 from .text_input import read_text
 
 if TYPE_CHECKING:
-    from entropic_jax.methods.heads import Heads
+    from entropic_jax.methods.heads import HeadProfile
 
 SEGMENT, RIGID, BASE, TOLERANCE = 512, 0.84, 2048, 0.01
 
@@ -79,11 +79,11 @@ def run(options: argparse.Namespace) -> int:
     matplotlib.use("agg")
     found, length = _measure(options)
     if options.calibrate:
-        from entropic_jax.methods.heads import Heads, rigid_threshold
+        from entropic_jax.methods.heads import HeadProfile, rigid_threshold
 
         assert found.unread is not None
         # The first layer is read densely.
-        sparse, unread = Heads(found.entropy[1:], found.rigid[1:], found.unread[1:]), found.unread[1:]
+        sparse, unread = HeadProfile(found.entropy[1:], found.rigid[1:], found.unread[1:]), found.unread[1:]
         threshold = rigid_threshold(sparse, TOLERANCE)
         found = found._replace(rigid=np.nanmax(found.entropy, -1) < threshold)
         low, unread = found.rigid[1:], np.nanmean(unread, -1)
@@ -98,9 +98,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(options: argparse.Namespace) -> "tuple[Heads, int]":
+def _measure(options: argparse.Namespace) -> "tuple[HeadProfile, int]":
     from entropic_jax.methods.entropy_prefill import EntropyPrefill
-    from entropic_jax.methods.heads import measure
+    from entropic_jax.methods.heads import profile_heads
 
     text = read_text(options.text, "--text")
     model, tokenizer = model_options.load_model(options)
@@ -110,13 +110,13 @@ def _measure(options: argparse.Namespace) -> "tuple[Heads, int]":
         segment=options.segment, rigid_below=options.rigid_below, base=options.prefill_budget
     )
     try:
-        found = measure(model.decoder, model.params, tokens, policy, unread=options.calibrate)
+        found = profile_heads(model.decoder, model.params, tokens, policy, unread=options.calibrate)
         return found, len(tokens)
     except ValueError as error:
         raise RequestError(f"--text is {options.text}: {error}") from error
 
 
-def draw(found: "Heads", segment: int, file: Path, title: str) -> Any:
+def draw(found: "HeadProfile", segment: int, file: Path, title: str) -> Any:
     """Write the heat map; returns the figure."""
     import matplotlib.pyplot as plt
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from entropic_jax import State, Trace
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import NEVER
-from entropic_jax.methods.entropix_moves import NOTHING, Plan, Search, Tally
+from entropic_jax.methods.entropix_branches import NOTHING, Plan, Search, Tally
 from entropic_jax.state import PREFILLING, RUNNING
 
 UNKNOWN = -1

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from entropic_jax import State, Trace, cache, loop
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1, predicted_drop
-from entropic_jax.methods import compaction
-from entropic_jax.methods.entropix_moves import Plan, Tally
+from entropic_jax.methods import cache_compression
+from entropic_jax.methods.entropix_branches import Plan, Tally
 from entropic_jax.methods.method import Method
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints
@@ -196,7 +196,7 @@ def compress(
     """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
     assert method is not None  # who asks for it has looked
     row = row * device_state.group
-    state = compaction.compress_row(device_state.state._replace(page_policy=method), row)
+    state = cache_compression.compress_row(device_state.state._replace(page_policy=method), row)
     found = jnp.stack([state.cache.granted[row], state.evicted[row]])
     return device_state._replace(state=state._replace(page_policy=device_state.state.page_policy)), found
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from entropic_jax import allocate, loop, models, parameters
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
-from entropic_jax.methods.entropix_moves import Tally
+from entropic_jax.methods.entropix_branches import Tally
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.sampling.constraints import MOST_ALTERNATIVES, no_constraints
 
@@ -73,7 +73,9 @@ class LLMEngine:
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.stream = detokenizer_factory(self.tokenizer)
         self.method = self.sizes.shapes.method
-        always = registry.method(self.options.method, preset("off"), **dict(self.options.budgets)).controller
+        always = registry.add_method(
+            self.options.method, preset("off"), **dict(self.options.budgets)
+        ).controller
         self.row_controllers = RowControllers(
             self.options.law,
             calibration,

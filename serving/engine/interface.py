@@ -100,7 +100,7 @@ class Engine(Protocol):
         `running` and `waiting` jobs, `kv_usage` in [0, 1], and since the start `preemptions`,
         `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), `longest_wait` for a
         first row and `longest_wait_allowed`, both in rounds of admissions, and what searches came to
-        (`entropix_moves.Tally`). `sequences` are those in flight, each with `id`, `state` ("waiting",
+        (`entropix_branches.Tally`). `sequences` are those in flight, each with `id`, `state` ("waiting",
         "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`,
         `entropic_time`, `waited` (seconds).
         """

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from entropic_jax.methods.method import Compression
+from entropic_jax.methods.policies import CompressionPolicy
 
 from .block_manager import BlockManager
 from .device_state import DeviceState
@@ -15,7 +15,7 @@ from .sequence import DECODE, Sequence
 class KVCompression:
     """The rows whose prompts are still to be compressed, and those that are."""
 
-    def __init__(self, rows: int, compression: Compression | None) -> None:
+    def __init__(self, rows: int, compression: CompressionPolicy | None) -> None:
         self.compression = compression
         self.evicted = np.zeros(rows, np.int64)  # positions of a row's text that are not in the cache
 
@@ -26,7 +26,7 @@ class KVCompression:
 
     def _left(self, sequence: Sequence) -> int:
         """Steps for which it has the whole of its prompt."""
-        return 0 if self.compression is None else self.compression.after - sequence.num_scheduled
+        return 0 if self.compression is None else self.compression.delay - sequence.num_scheduled
 
     def steps(self, running: Seq[Sequence], most: int) -> int:
         """How many steps may run before a prompt is due, `most` at most."""

@@ -11,7 +11,7 @@ from entropic_jax import cache, models
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.presets import FINE_PAGES, preset
 from entropic_jax.methods import registry
-from entropic_jax.methods.entropix_moves import Plan
+from entropic_jax.methods.entropix_branches import Plan
 from entropic_jax.methods.method import Method
 
 from ..control_options import SAMPLERS
@@ -178,10 +178,10 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
 
 def method_of(options: EngineOptions, model: models.Model) -> Method | None:
     """The method of the options. ValueError where it is not known, or not for this model."""
-    found = registry.method(options.method, preset("off"), **dict(options.budgets)).page_policy
+    found = registry.add_method(options.method, preset("off"), **dict(options.budgets)).page_policy
     if found is None:
         return None
-    made = found if isinstance(found, Method) else Method(steps=found)
+    made = found if isinstance(found, Method) else Method(decode_policy=found)
     window = model.config.sliding_window
     if made.compression is not None and window is not None:
         raise ValueError(
@@ -193,7 +193,7 @@ def method_of(options: EngineOptions, model: models.Model) -> Method | None:
 
 def may_prune(options: EngineOptions, method: Method | None) -> bool:
     """Whether a job may leave pages unread: not beside a method that says what steps read, or heads hold."""
-    taken = method is not None and (method.steps is not None or getattr(method.compression, "ragged", False))
+    taken = method is not None and (method.decode_policy is not None or method.ragged)
     return options.pruning and not taken
 
 
@@ -202,9 +202,9 @@ def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[Pag
     pruned: tuple[PagePolicy | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
     if method is None:
         return pruned
-    if method.steps is not None:
+    if method.decode_policy is not None:
         return (method,)
-    return tuple(dataclasses.replace(method, steps=steps) for steps in pruned)
+    return tuple(dataclasses.replace(method, decode_policy=policy) for policy in pruned)
 
 
 def widths(rows: int) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.methods.entropix_moves import Plan
-from entropic_jax.methods.method import Compression, Method
+from entropic_jax.methods.entropix_branches import Plan
+from entropic_jax.methods.method import Method
+from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.sampling.constraints import Constraints
 
 from .device_state import (
@@ -57,7 +58,7 @@ class Shapes:
         return 1 if self.plan is None else self.plan.branches
 
     @property
-    def compression(self) -> Compression | None:
+    def compression(self) -> CompressionPolicy | None:
         """What the rows keep of their prompts."""
         return None if self.method is None else self.method.compression
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from entropic_jax.methods.entropix_moves import Tally
+from entropic_jax.methods.entropix_branches import Tally
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..transcript import Token

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from entropic_jax import allocate, cache, chain, loop, parameters, start
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import ADAPT, EXPLORE, RESAMPLE, Thresholds
-from entropic_jax.methods.entropix_moves import SEED, Plan, memory
+from entropic_jax.methods.entropix_branches import SEED, Plan, memory
 from entropic_jax.state import RUNNING
 from tests import tiny
 from tests.methods.test_entropix import forcing, law

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from entropic_jax import allocate, chain, parameters, replay, start
 from entropic_jax.methods.criti_prefill import CritiPrefill
-from entropic_jax.methods.criticality import entropy, observation
-from entropic_jax.methods.entropy_prefill import AS_RELEASED, Course, EntropyPrefill
-from entropic_jax.methods.method import Method, Scene, best, listed
-from entropic_jax.methods.oracle import Oracle, received
+from entropic_jax.methods.criticality import attention_entropy, expected_attention
+from entropic_jax.methods.entropy_prefill import AS_RELEASED, EntropyPrefill, HeadBudgets
+from entropic_jax.methods.method import Method
+from entropic_jax.methods.oracle import Oracle, attention_received
+from entropic_jax.methods.policies import LayerQueries, page_list, top_mask
 from entropic_jax.methods.uniform_budget import UniformBudget
 from entropic_jax.state import State
 from tests import tiny
@@ -49,12 +50,12 @@ def surprisal(state: State) -> np.ndarray:
     return np.asarray(trace.surprisal)
 
 
-def scene(
-    seed: int, *, pages: int = 12, group: int = 2, n: int = 8, start: int = 30, asked: int = 8
-) -> Scene:
+def layer_queries(
+    seed: int, *, pages: int = 12, group: int = 2, n: int = 8, start: int = 30, num_queries: int = 8
+) -> LayerQueries:
     """Random queries of one row over shuffled pages, what is no page's being NaN; two KV heads."""
     rng = np.random.default_rng(seed)
-    held = -(-(start + asked) // PAGE)
+    held = -(-(start + num_queries) // PAGE)
     keys = rng.standard_normal((pages + 1, 2, PAGE, 8)).astype(np.float32)
     order = rng.permutation(pages)
     keys[order[held:]] = np.nan
@@ -63,9 +64,9 @@ def scene(
     from entropic_jax.cache import Layer
 
     layer = Layer(*(jnp.asarray(x) for x in (keys, keys, keys.min(2), keys.max(2), keys.sum(2), blank)))
-    return Scene(
+    return LayerQueries(
         jnp.asarray(rng.standard_normal((1, 2, group, n, 8)), jnp.float32),
-        jnp.arange(n)[None] < asked,
+        jnp.arange(n)[None] < num_queries,
         jnp.array([start], jnp.int32),
         ((jnp.arange(pages) + 1) * PAGE <= start)[None],
         layer,
@@ -73,10 +74,10 @@ def scene(
     )
 
 
-def observed(s: Scene, scaled: bool) -> np.ndarray:
+def observed(s: LayerQueries, scaled: bool) -> np.ndarray:
     """The observation matrix in float64, one product at a time."""
-    q = np.asarray(s.q, np.float64)[0][:, :, np.asarray(s.asked)[0]] * (1 if scaled else np.sqrt(8))
-    earlier = int(np.asarray(s.earlier).sum())
+    q = np.asarray(s.q, np.float64)[0][:, :, np.asarray(s.valid)[0]] * (1 if scaled else np.sqrt(8))
+    earlier = int(np.asarray(s.prior_pages).sum())
     out = np.zeros((2, s.table.shape[1]))
     for head in range(2):
         scores = np.zeros(earlier)
@@ -94,17 +95,17 @@ def observed(s: Scene, scaled: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("asked", [8, 3])
-def test_the_observation_is_what_it_is_said_to_be(scaled, asked):
-    s = scene(asked, asked=asked)
-    np.testing.assert_allclose(observation(s, scaled)[0], observed(s, scaled), rtol=2e-5, atol=1e-7)
+@pytest.mark.parametrize("num_queries", [8, 3])
+def test_the_observation_is_what_it_is_said_to_be(scaled, num_queries):
+    s = layer_queries(num_queries, num_queries=num_queries)
+    np.testing.assert_allclose(expected_attention(s, scaled)[0], observed(s, scaled), rtol=2e-5, atol=1e-7)
 
 
 def test_entropy_is_that_of_the_distribution():
     share = np.random.default_rng(0).dirichlet(np.ones(7), 3)
     share[0] = np.eye(7)[2]
     expected = -(share * np.log(np.where(share > 0, share, 1))).sum(-1)
-    np.testing.assert_allclose(entropy(jnp.asarray(share, jnp.float32)), expected, atol=1e-6)
+    np.testing.assert_allclose(attention_entropy(jnp.asarray(share, jnp.float32)), expected, atol=1e-6)
 
 
 def budgets(entropies: list[float], policy: EntropyPrefill) -> list[float]:
@@ -125,28 +126,30 @@ def budgets(entropies: list[float], policy: EntropyPrefill) -> list[float]:
     st.sampled_from([EntropyPrefill(base=64), EntropyPrefill(base=64, rigid_below=0.05), AS_RELEASED]),
 )
 def test_budgets_follow_the_recurrence(entropies, policy):
-    course = Course(
+    state = HeadBudgets(
         jnp.zeros((1, 1)),
         jnp.full((1, 1), float(policy.base)),
         jnp.ones((1, 1), bool),
         jnp.zeros((1, 1), jnp.int32),
     )
-    found = []
+    result = []
     for now in entropies:
-        course = policy.advance(course, jnp.full((1, 1), now, jnp.float32))
-        found.append(float(course.budget[0, 0]))
-    np.testing.assert_allclose(found, budgets(entropies, policy), rtol=2e-4)
-    assert all(policy.base <= b <= 3 * policy.base for b in found)
+        state = policy.update_budgets(state, jnp.full((1, 1), now, jnp.float32))
+        result.append(float(state.budget[0, 0]))
+    np.testing.assert_allclose(result, budgets(entropies, policy), rtol=2e-4)
+    assert all(policy.base <= b <= 3 * policy.base for b in result)
 
 
 def test_matched_budgets_are_the_base_on_average_and_released_ones_those_of_the_widest_head():
-    s = scene(3)
-    course = EntropyPrefill().begin(1, 2, 12)
-    course = course._replace(entropy=jnp.array([[0.3, 0.9]]), seen=course.seen + 1, rigid=~course.rigid)
-    course = course._replace(budget=jnp.array([[4000.0, 3000.0]]))
-    plain, _, _ = EntropyPrefill().judge(s, course, None)
-    matched, _, _ = EntropyPrefill(matched=True).judge(s, course, None)
-    widest, _, _ = EntropyPrefill(per_head=False).judge(s, course, None)
+    s = layer_queries(3)
+    state = EntropyPrefill().init(1, 2, 12)
+    state = state._replace(
+        entropy=jnp.array([[0.3, 0.9]]), num_segments=state.num_segments + 1, rigid=~state.rigid
+    )
+    state = state._replace(budget=jnp.array([[4000.0, 3000.0]]))
+    plain, _, _ = EntropyPrefill().score_pages(s, state, None)
+    matched, _, _ = EntropyPrefill(matched=True).score_pages(s, state, None)
+    widest, _, _ = EntropyPrefill(per_head=False).score_pages(s, state, None)
     np.testing.assert_allclose(matched.budget.mean(), 2048, rtol=1e-5)
     ratio = np.asarray(plain.budget[0, 0] / plain.budget[0, 1])
     assert ratio != 1
@@ -155,18 +158,18 @@ def test_matched_budgets_are_the_base_on_average_and_released_ones_those_of_the_
 
 
 def test_criticality_is_passed_on_from_the_second_layer_on():
-    policy, s = CritiPrefill(), [scene(i) for i in range(4)]
-    share = [np.asarray(observation(x)) for x in s]
+    policy, s = CritiPrefill(), [layer_queries(i) for i in range(4)]
+    share = [np.asarray(expected_attention(x)) for x in s]
     expected = [share[0], share[1], 0.25 * share[1] + 0.75 * share[2]]
     expected.append(0.25 * expected[2] + 0.75 * share[3])
     below = None
     for x, wanted in zip(s, expected, strict=True):
-        verdict, _, below = policy.judge(x, (), below)
-        np.testing.assert_allclose(verdict.worth, wanted, rtol=1e-5, atol=1e-7)
+        verdict, _, below = policy.score_pages(x, (), below)
+        np.testing.assert_allclose(verdict.scores, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_the_oracle_knows_the_attention():
-    s = scene(5, asked=5)
+    s = layer_queries(5, num_queries=5)
     keys = np.asarray(s.layer.keys, np.float64)[np.asarray(s.table[0])].swapaxes(0, 1).reshape(2, -1, 8)
     expected = np.zeros(keys.shape[:2])
     for head in range(2):
@@ -175,7 +178,7 @@ def test_the_oracle_knows_the_attention():
                 score = keys[head, : 30 + i + 1] @ np.asarray(s.q, np.float64)[0, head, group, i]
                 weight = np.exp(score - score.max())
                 expected[head, : 30 + i + 1] += weight / weight.sum() / 2
-    np.testing.assert_allclose(received(s)[0], expected, rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(attention_received(s)[0], expected, rtol=2e-5, atol=1e-7)
 
 
 @given(st.data())
@@ -185,10 +188,10 @@ def test_the_best_are_the_best(data):
     )
     among = np.array(data.draw(st.lists(st.booleans(), min_size=6, max_size=6)))
     many = data.draw(st.integers(0, 7))
-    flags = np.asarray(best(jnp.asarray(worth), jnp.asarray(among), jnp.int32(many)))
+    flags = np.asarray(top_mask(jnp.asarray(worth), jnp.asarray(among), jnp.int32(many)))
     order = sorted(np.flatnonzero(among), key=lambda i: (-worth[i], i))[:many]
     assert sorted(order) == np.flatnonzero(flags).tolist()
-    index, count = listed(jnp.asarray(flags))
+    index, count = page_list(jnp.asarray(flags))
     assert index[: int(count)].tolist() == sorted(order)
 
 
@@ -204,7 +207,8 @@ def test_a_small_budget_reads_less_and_not_what_is_unused(policy):
     small, poisoned = (started(Method(policy(base=8, **SMALL)), unused=x) for x in (0.0, jnp.nan))
     full = started(Method(policy(base=1024, **SMALL)))
     assert (
-        np.asarray(small.page_policy_state.spent.products) < np.asarray(full.page_policy_state.spent.products)
+        np.asarray(small.page_policy_state.prefill_cost.products)
+        < np.asarray(full.page_policy_state.prefill_cost.products)
     ).all()
     assert np.abs(surprisal(small) - surprisal(full)).max() > 1e-3
     np.testing.assert_array_equal(surprisal(small), surprisal(poisoned))
@@ -230,8 +234,8 @@ def test_what_is_spent_is_counted():
                 looked = begin // PAGE  # two KV heads of two query heads each
                 products += 4 * (count * earlier + count * (count + 1) // 2 + looked)
                 positions += 2 * (earlier + count + looked)
-        assert float(state.page_policy_state.spent.products[row]) == products
-        assert float(state.page_policy_state.spent.positions[row]) == positions
+        assert float(state.page_policy_state.prefill_cost.products[row]) == products
+        assert float(state.page_policy_state.prefill_cost.positions[row]) == positions
 
 
 def test_a_neighbour_changes_nothing():

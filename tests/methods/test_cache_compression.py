@@ -11,16 +11,17 @@ from entropic_jax import allocate, chain, parameters, replay, start
 from entropic_jax import cache as pool_of
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control.presets import preset
-from entropic_jax.methods import compaction
+from entropic_jax.methods import cache_compression
 from entropic_jax.methods.adakv import AdaKV
 from entropic_jax.methods.entropy_prefill import EntropyPrefill
 from entropic_jax.methods.h2o import H2O
 from entropic_jax.methods.latent_compression import LatentCompression
-from entropic_jax.methods.method import Method, best
-from entropic_jax.methods.registry import method
+from entropic_jax.methods.method import Method
+from entropic_jax.methods.policies import top_mask
+from entropic_jax.methods.registry import add_method
 from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.streaming_llm import StreamingLLM
-from entropic_jax.methods.window import Window, slide
+from entropic_jax.methods.window import Window, update_window
 from entropic_jax.pallas.paged_attention import Rules
 from entropic_jax.state import State
 from tests import tiny
@@ -28,7 +29,7 @@ from tests import tiny
 PAGE, BUDGET = 4, 30
 KINDS = {
     "snapkv": SnapKV(budget=BUDGET, window=8, pool=5),
-    "latent": LatentCompression(budget=BUDGET, window=8, after=5),
+    "latent": LatentCompression(budget=BUDGET, window=8, delay=5),
     "adakv": AdaKV(budget=BUDGET, window=8, pool=5),
     "h2o": H2O(budget=BUDGET),
     "streaming": StreamingLLM(budget=BUDGET),
@@ -58,7 +59,7 @@ def run(state: State, controller=None) -> tuple[list[list[int]], State]:
     rows = state.token.shape[0]
     out: list[list[int]] = [[] for _ in range(rows)]
     while (np.asarray(state.status) == 0).any():
-        state, trace = compaction.generate(
+        state, trace = cache_compression.generate(
             model.decoder, model.params, chain() if controller is None else controller, state, 16
         )
         emitted, token = np.asarray(trace.emitted), np.asarray(trace.token)
@@ -108,11 +109,11 @@ def test_the_ranking_is_what_it_is_said_to_be(kind):
         for number in range(2):
             observed = state.page_policy_state.observed[number]
             keys = jnp.asarray(np.stack([entries(state, r, number)[0] for r in range(2)]))
-            rank = np.asarray(policy.rank(observed, keys, state.length))[row]
+            rank = np.asarray(policy.score_entries(observed, keys, state.length))[row]
             plain = attended(np.asarray(observed.q[row]), np.asarray(keys[row]), length)[:, :length]
-            wanted = neighbours(plain, policy.pool, np.max if policy.pooling == "max" else np.mean)
+            expected = neighbours(plain, policy.pool, np.max if policy.pooling == "max" else np.mean)
             old = length - policy.window
-            np.testing.assert_allclose(rank[:, :old], wanted[:, :old], rtol=2e-4, atol=1e-7)
+            np.testing.assert_allclose(rank[:, :old], expected[:, :old], rtol=2e-4, atol=1e-7)
             assert (rank[:, old:length] == np.inf).all() and (rank[:, length:] == -np.inf).all()
 
 
@@ -126,8 +127,10 @@ def test_the_window_holds_the_newest_queries_of_any_chunks():
         for row, count in enumerate(counts):
             piece[row, :, :, :count] = q[row, :, :, done[row] : done[row] + count]
         done += counts
-        seen = type("Scene", (), dict(q=jnp.asarray(piece), asked=jnp.arange(8) < jnp.array(counts)[:, None]))
-        window = slide(window, seen)
+        seen = type(
+            "LayerQueries", (), dict(q=jnp.asarray(piece), valid=jnp.arange(8) < jnp.array(counts)[:, None])
+        )
+        window = update_window(window, seen)
     for row in range(2):
         np.testing.assert_array_equal(window.q[row], q[row, :, :, done[row] - 6 : done[row]])
 
@@ -140,10 +143,10 @@ def test_what_is_kept_is_the_best_in_order_and_pages_come_back(kind):
     free = int(before.cache.available)
     keys = [jnp.asarray(np.stack([entries(before, r, n)[0] for r in range(2)])) for n in range(2)]
     ranks = [
-        np.asarray(policy.rank(o, k, before.length))
+        np.asarray(policy.score_entries(o, k, before.length))
         for o, k in zip(before.page_policy_state.observed, keys, strict=True)
     ]
-    state = compaction.compress(before, jnp.ones(2, bool))
+    state = cache_compression.compress(before, jnp.ones(2, bool))
     pool_of.check(state.cache)
     assert np.asarray(state.length).tolist() == [BUDGET, 19]
     assert np.asarray(state.evicted).tolist() == [89 - BUDGET, 0]
@@ -184,15 +187,15 @@ def test_generation_goes_on_as_long_as_it_was_to(kind):
 
 def test_what_is_left_is_attended_to_at_its_old_positions():
     """The first page and the newest eight, moved together, are to the model what they are where they lie."""
-    moved = compaction.compress(
+    moved = cache_compression.compress(
         started(Method(compression=StreamingLLM(budget=32, sinks=4)), (61,)), jnp.ones(1, bool)
     )
     assert int(moved.length[0]) == 32
     rules = Rules(sink=1, recent=8, least=0)
-    listed = started(Selection(information="mass", rules=rules, dense_layers=0, page_size=PAGE), (61,))
-    listed = listed._replace(action=listed.action._replace(dropped_mass_limit=jnp.full(1, 0.999)))
+    page_list = started(Selection(information="mass", rules=rules, dense_layers=0, page_size=PAGE), (61,))
+    page_list = page_list._replace(action=page_list.action._replace(dropped_mass_limit=jnp.full(1, 0.999)))
     dense = surprisal(started(None, (61,)))[:4]
-    np.testing.assert_allclose(surprisal(moved)[:4], surprisal(listed)[:4], atol=1e-5)
+    np.testing.assert_allclose(surprisal(moved)[:4], surprisal(page_list)[:4], atol=1e-5)
     assert np.abs(surprisal(moved)[:4] - dense).max() > 1e-3
 
 
@@ -201,9 +204,9 @@ def test_adakv_shares_a_layers_budget():
     rank = rng.random((1, 2, 64)).astype(np.float32)
     rank[0, 0] *= 0.01  # a head of low ranks: it keeps its floor
     policy = AdaKV(budget=20, floor=0.5)
-    pages = np.asarray(policy.share(jnp.asarray(rank), PAGE))
+    pages = np.asarray(policy.pages_per_head(jnp.asarray(rank), PAGE))
     assert pages.tolist() == [[10 // PAGE, 30 // PAGE]]
-    even = np.asarray(AdaKV(budget=20, floor=0.5).share(jnp.asarray(rank[:, 1:].repeat(2, 1)), PAGE))
+    even = np.asarray(AdaKV(budget=20, floor=0.5).pages_per_head(jnp.asarray(rank[:, 1:].repeat(2, 1)), PAGE))
     assert even.tolist() == [[20 // PAGE, 20 // PAGE]]
 
 
@@ -211,9 +214,11 @@ def test_adakv_reads_what_each_head_holds():
     before = started(Method(compression=KINDS["adakv"]), (90, 60))
     free = int(before.cache.available)
     held_before = np.asarray(before.cache.granted).sum()
-    state = compaction.compress(before, jnp.ones(2, bool))
+    state = cache_compression.compress(before, jnp.ones(2, bool))
     pool_of.check(state.cache)
-    pages = np.stack([np.asarray(h) for h in state.page_policy_state.held], 1)  # [rows, layers, kv_heads]
+    pages = np.stack(
+        [np.asarray(h) for h in state.page_policy_state.held_pages], 1
+    )  # [rows, layers, kv_heads]
     assert (pages.sum(2) * PAGE <= 2 * BUDGET).all() and (pages.min((1, 2)) < pages.max((1, 2))).any()
     assert (np.asarray(state.length) == pages.max((1, 2)) * PAGE).all()
     assert int(state.cache.available) - free == held_before - np.asarray(state.cache.granted).sum()
@@ -238,7 +243,7 @@ def test_shared_pages_are_left_alone():
     state = started(Method(compression=KINDS["snapkv"]), (90, 60))
     cache = pool_of.retain(state.cache, state.cache.table[0, :1])  # as a prefix cache does
     kept = jax.tree.map(np.asarray, cache.layers)
-    after = compaction.compress(state._replace(cache=cache), jnp.ones(2, bool))
+    after = cache_compression.compress(state._replace(cache=cache), jnp.ones(2, bool))
     assert np.asarray(after.length).tolist() == [89, BUDGET]
     for page in np.asarray(after.cache.table[0, :23]):
         np.testing.assert_array_equal(after.cache.layers[0].keys[page], kept[0].keys[page])
@@ -260,31 +265,31 @@ def test_pruning_after_compression_after_sparse_prefill():
 
 
 def test_methods_by_name():
-    assert method("snapkv", preset("off"), budget=99).page_policy.compression.budget == 99
-    assert method("entropyinfer", preset("meso")).page_policy.steps is preset("meso").page_policy
-    with pytest.raises(ValueError, match="name is 'snap'; accepted are dense, entropyinfer"):
-        method("snap", preset("off"))
-    with pytest.raises(ValueError, match="base is 8; accepted are integers of at least 64"):
-        method("criti-prefill", preset("off"), base=8)
-    with pytest.raises(ValueError, match="says what a step reads"):
-        method("quest", preset("meso"))
+    assert add_method("snapkv", preset("off"), budget=99).page_policy.compression.budget == 99
+    assert add_method("entropyinfer", preset("meso")).page_policy.decode_policy is preset("meso").page_policy
+    with pytest.raises(ValueError, match=r"name must be one of dense, entropyinfer.*; got 'snap'"):
+        add_method("snap", preset("off"))
+    with pytest.raises(ValueError, match="base must be an integer of at least 64; got 8"):
+        add_method("criti-prefill", preset("off"), base=8)
+    with pytest.raises(ValueError, match="which selects the pages of steps"):
+        add_method("quest", preset("meso"))
     with pytest.raises(ValueError, match="heads hold different pages"):
-        method("adakv", preset("full"))
+        add_method("adakv", preset("full"))
 
 
 def test_quest_reads_the_pages_of_greatest_bound_and_everything_where_the_budget_allows():
-    way = method("quest", preset("off"), budget=64)
+    way = add_method("quest", preset("off"), budget=64)
     dense, _ = run(started())
-    everything = method("quest", preset("off"), budget=256)
+    everything = add_method("quest", preset("off"), budget=256)
     assert (
         run(started(everything.page_policy, controller=everything.controller), everything.controller)[0]
         == dense
     )
     _, state = run(started(way.page_policy, controller=way.controller), way.controller)
-    assert int(way.page_policy.steps.rules.least) == 4
+    assert int(way.page_policy.decode_policy.rules.least) == 4
     assert np.asarray(state.status).tolist() == [2, 2]
 
 
 def test_the_best_of_equals_come_first():
-    flags = best(jnp.zeros((1, 6)), jnp.arange(6) != 1, jnp.array([2]))
+    flags = top_mask(jnp.zeros((1, 6)), jnp.arange(6) != 1, jnp.array([2]))
     assert np.flatnonzero(np.asarray(flags[0])).tolist() == [0, 2]
