@@ -52,7 +52,7 @@ class Engine:
         try:
             text = self.tokenizer.chat(messages)
         except models.ModelError as error:
-            raise RequestError(str(error)) from error
+            raise RequestError(str(error), "messages") from error
         return self.tokenizer.encode(text, special=False)
 
     def stream(self, request: Request) -> Iterator[Token]:
@@ -94,12 +94,12 @@ class Engine:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.context:
             raise RequestError(
-                f"prompt has {len(ids)} tokens; accepted are 1 to {self.context - 1}, so that one is left"
+                f"prompt must have between 1 and {self.context - 1} tokens; got {len(ids)}",
+                "prompt",
             )
-        wrong = [t for t in ids if t >= self.model.config.vocab_size]
-        if wrong:
-            last = self.model.config.vocab_size - 1
-            raise RequestError(f"prompt holds the token {wrong[0]}; accepted are 0 to {last}")
+        last = self.model.config.vocab_size - 1
+        if max(ids) > last:
+            raise RequestError(f"prompt must hold token ids between 0 and {last}; got {max(ids)}", "prompt")
         return ids
 
     def _decode(

@@ -50,18 +50,22 @@ def law(
     """
     options = dict(control.gains)
     accepted = set(SAMPLER_OPTIONS) if control.preset == "entropix" else set()
-    if wrong := set(options) - accepted:
-        raise RequestError(f"{min(wrong)} is given; accepted with other presets than {control.preset}")
+    for name in sorted(set(options) - accepted):
+        raise RequestError(
+            f"{name} must not be set with the preset {control.preset}; got {options[name]!r}", name
+        )
     if control.method != "dense":
-        raise RequestError(f"method is {control.method!r}; accepted with {control.preset} is dense")
+        message = f"method must be dense with the preset {control.preset}; got {control.method!r}"
+        raise RequestError(message, "method")
     if control.preset == "dslider":
         return DSlider(vocabulary=model.decoder.shape.vocabulary)
     if control.preset == "entropix-as-released":
         return AsReleased(together=together)
     if calibration is None:
         raise RequestError(
-            "preset is 'entropix', whose thresholds are the model's own; accepted with a calibration.json in "
-            "the model's directory (`entropic calibrate`)"
+            "preset must not be entropix for a model without calibration.json, which holds its thresholds "
+            "(`entropic calibrate` writes it); got 'entropix'",
+            "preset",
         )
     said = options.get("clarification", "")
     words = tuple(model.tokenizer.encode(said, special=False)) if said and model.tokenizer else ()

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from entropic_jax.parameter_table import AUTO
+from entropic_jax.parameter_table import AUTO, ParameterError
 
 from ..control_options import calibration_of
 from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
-from ..request import RequestError
 from .grammar import Grammars
 from .metrics import Metrics
 from .served_model import ServedModel
@@ -22,7 +21,7 @@ RETRY = 5.0  # seconds after which to come back to a server that is shutting dow
 
 
 class FrontendError(Exception):
-    """A request that is not served: the HTTP status that fits, the field at fault, when to come back."""
+    """A request that is refused: its HTTP status, the parameter at fault, and when to try again."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, retry_after: float | None = None
@@ -33,12 +32,11 @@ class FrontendError(Exception):
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what the model refuses into a FrontendError that names the field."""
+    """Turn a ParameterError into a FrontendError with status 400 and the same `param`."""
     try:
         yield
-    except RequestError as error:
-        words = str(error).split(maxsplit=1)
-        raise FrontendError(400, str(error), words[0] if words[0].isidentifier() else None) from error
+    except ParameterError as error:
+        raise FrontendError(400, str(error), error.param) from error
 
 
 class Frontend:
@@ -65,7 +63,7 @@ class Frontend:
             return self.model.names[0]
         if name not in self.model.names:
             known = ", ".join(self.model.names)
-            raise FrontendError(404, f"model is {name[:200]!r}; accepted are {known}", "model")
+            raise FrontendError(404, f"model must be one of {known}; got {name[:200]!r}", "model")
         return name
 
     def check_able(self) -> None:

@@ -1,4 +1,4 @@
-"""What a text must be: JSON schemas, expressions, choices and grammars, compiled against the tokenizer."""
+"""Structured output: JSON schemas, regular expressions, choices and grammars, compiled for a tokenizer."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from ..request import RequestError
 from . import grammar_check
 from .served_model import ServedModel
 
-REMEMBERED = 64  # compiled grammars
-# Between the parts of JSON, unless a schema says otherwise (`x-guidance`): enough for a line and its indent.
-# Without a bound, a model that likes line breaks writes nothing else until its tokens are spent.
+CACHED_GRAMMARS = 64
+# Allowed between the parts of JSON unless a schema says otherwise (`x-guidance`): a line break and indent.
+# Without a bound, some models write line breaks until max_tokens.
 WHITESPACE = r"\n? {0,16}"
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000
@@ -24,7 +24,7 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class TextGrammar:
-    """Follows one text (`job.Grammar`)."""
+    """The state of one text in a grammar (an `engine.interface.Grammar`)."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self.matcher, self.vocabulary = matcher, vocabulary
@@ -32,19 +32,19 @@ class TextGrammar:
     def mask(self) -> np.ndarray:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next."""
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
-        wanted = -(-self.vocabulary // 32)
-        return np.pad(bits, (0, max(0, wanted - len(bits))))[:wanted]
+        words = -(-self.vocabulary // 32)
+        return np.pad(bits, (0, max(0, words - len(bits))))[:words]
 
     def accept(self, token: int) -> bool:
-        """Take a token; False once nothing may follow it."""
+        """Advance by a token; False once nothing may follow."""
         return bool(self.matcher.consume_token(token)) and not self.matcher.is_stopped()
 
 
 class Grammars:
-    """Compiles grammars for a model and remembers the latest. May be called from any thread."""
+    """Compiles grammars for a model and caches the most recent. Safe to call from any thread."""
 
-    def __init__(self, model: ServedModel, most_characters: int) -> None:
-        self.model, self.most_characters = model, most_characters
+    def __init__(self, model: ServedModel, max_characters: int) -> None:
+        self.model, self.max_characters = model, max_characters
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
@@ -56,39 +56,51 @@ class Grammars:
         )
 
     def compile(self, name: str, grammar: str) -> TextGrammar:
-        """A fresh follower of a grammar; RequestError, with the reason, if `name` holds none."""
-        if len(grammar) > self.most_characters:
-            raise RequestError(
-                f"{name} has {len(grammar)} characters as a grammar; "
-                f"accepted are at most {self.most_characters}"
+        """A grammar at its beginning.
+
+        Args:
+            name: The field of the request that states the grammar, for errors.
+            grammar: In the serialized form of llguidance.
+
+        Raises:
+            RequestError: The grammar is invalid, too long or too complex.
+        """
+        if len(grammar) > self.max_characters:
+            raise refused(
+                name, f"must have at most {self.max_characters} characters as a grammar; got {len(grammar)}"
             )
         with self._lock:
-            known = grammar in self._compiled
-        if not known and (why := grammar_check.reason(grammar)) is not None:
-            raise RequestError(f"{name} is not accepted: {why.splitlines()[0]}")
+            cached = grammar in self._compiled
+        if not cached and (reason := grammar_check.reason(grammar)) is not None:
+            raise refused(name, f"must be a grammar that can be compiled: {reason.splitlines()[0]}")
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
                 matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
                 if matcher.is_error():
                     reason = matcher.get_error().strip().splitlines()[0]
-                    raise RequestError(f"{name} is not accepted: {reason[:300]}")
+                    raise refused(name, f"must be a grammar that can be compiled: {reason[:300]}")
                 self._compiled[grammar] = matcher
-                while len(self._compiled) > REMEMBERED:
+                while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             return TextGrammar(matcher.deep_copy(), self.model.vocabulary)
 
 
+def refused(name: str, message: str) -> RequestError:
+    """The error for a field that holds no usable grammar; its `param` is the field of the body it is in."""
+    return RequestError(f"{name} {message}", name.partition(".")[0])
+
+
 def from_schema(name: str, schema: dict[str, Any] | bool | str) -> str:
-    """The grammar of JSON after a schema."""
+    """The grammar of JSON that satisfies a schema."""
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema if isinstance(schema, str) else json.dumps(schema),
             defaults={"whitespace_pattern": WHITESPACE},
         )
     except ValueError as error:
-        raise RequestError(f"{name} is not a JSON schema: {error}") from None
+        raise refused(name, f"must be a JSON schema: {error}") from None
 
 
 def any_object() -> str:
@@ -97,7 +109,7 @@ def any_object() -> str:
 
 
 def from_regex(regex: str) -> str:
-    """The grammar of a regular expression, which the whole text must match."""
+    """The grammar of texts that match a regular expression from beginning to end."""
     return llguidance.LLMatcher.grammar_from_regex(regex)
 
 
@@ -109,10 +121,10 @@ def from_choices(choices: Sequence[str]) -> str:
 
 
 def from_text(grammar: str) -> str:
-    """The grammar that a text in Lark's or GBNF's form describes."""
+    """The grammar that is written in Lark's or GBNF's form."""
     gbnf = "::=" in grammar
     try:
         lark = llguidance.gbnf_to_lark.gbnf_to_lark(grammar) if gbnf else grammar
-    except Exception as error:  # a converter of text by hand, which raises whatever it meets
-        raise RequestError(f"structured_outputs.grammar is not accepted: {error}") from None
+    except Exception as error:  # the converter raises errors of many types
+        raise refused("structured_outputs.grammar", f"must be in Lark's or GBNF's form: {error}") from None
     return llguidance.LLMatcher.grammar_from_lark(lark)

@@ -1,9 +1,10 @@
-"""Compile a grammar from standard input, in a process that may be ended: some take for ever to be refused.
+"""Trial compilation of a grammar in a process with limits, since some grammars take forever to compile.
 
     python -m entropic_jax.serving.http.grammar_check SECONDS
 
-Whether an intersection of expressions is empty is a hard question, and `llguidance` asks it without a limit
-that holds. Prints why a grammar is refused; nothing if it is not.
+The grammar is read from standard input. Prints why it is refused; nothing if it is accepted. To decide
+whether an intersection of regular expressions is empty is hard, and the limits of `llguidance` do not cover
+it.
 """
 
 import subprocess
@@ -12,13 +13,13 @@ from pathlib import Path
 
 SECONDS = 1  # of one processor
 BYTES = 2 << 30  # of memory
-RISKS = ("allOf", "patternProperties", "&", "%json", "~")
-SHORT = 4000  # characters, up to which a grammar without risks is compiled at once
+RISKY = ("allOf", "patternProperties", "&", "%json", "~")
+SHORT = 4000  # characters, up to which a grammar without risky parts needs no trial
 
 
 def reason(grammar: str) -> str | None:
-    """Why a grammar is too complex, or None if it is not; what has no risks in it is not tried."""
-    if len(grammar) <= SHORT and not any(risk in grammar for risk in RISKS):
+    """Why a grammar cannot be compiled, or None. A short grammar without risky parts is not tried."""
+    if len(grammar) <= SHORT and not any(part in grammar for part in RISKY):
         return None
     command = [sys.executable, "-m", "entropic_jax.serving.http.grammar_check", str(SECONDS)]
     root = Path(__file__).resolve().parents[2]
@@ -34,18 +35,18 @@ def reason(grammar: str) -> str | None:
 
 
 def main() -> int:
-    """Compile what is on standard input."""
+    """Compile the grammar on standard input."""
     try:
         import resource
-    except ImportError:  # not on Windows, where the caller's patience is the limit
+    except ImportError:  # on Windows the caller's timeout is the only limit
         pass
     else:
         resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     import llguidance
 
-    said = llguidance.LLMatcher.validate_grammar(sys.stdin.read())
-    print("" if said.startswith("WARNING") else said[:300])
+    message = llguidance.LLMatcher.validate_grammar(sys.stdin.read())
+    print("" if message.startswith("WARNING") else message[:300])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The text side of the model that is served: its names, its tokenizer, its template, its defaults."""
+"""Text side of the served model: its names, tokenizer, chat template and sampling defaults."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entropic_jax import models, sampling_params
+from entropic_jax.parameter_table import short
 
 from ..request import RequestError
 
-# For models that bring none. Headings are what base models know from prose, and comments to those of code.
+# For models without a chat template. Base models know headings from prose, and read them as comments in code.
 DEFAULT_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
 ### {{ message.role | capitalize }}
@@ -20,9 +21,13 @@ DEFAULT_TEMPLATE = """\
 {% endif %}"""
 
 
+RESERVED_VARIABLES = frozenset({"chat_template", "messages", "self"})
+"""Arguments of the template call that a client may not set."""
+
+
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """What the routes need to know of a model. `defaults` are sampling fields of `Request`."""
+    """What the routes need of a model. `defaults` are sampling parameters by name."""
 
     names: tuple[str, ...]
     path: str
@@ -33,32 +38,35 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True, name: str = "prompt") -> list[int]:
-        """Token ids of a text, or those given; RequestError, by `name`, where the model does not know one."""
+        """The token ids of a text, or the given ids. RequestError with the param `name` for unknown ids."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special)
         if (wrong := max(prompt, default=0)) >= self.vocabulary:
-            raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {self.vocabulary - 1}")
+            raise RequestError(
+                f"{name} must hold token ids between 0 and {self.vocabulary - 1}; got {wrong}", name
+            )
         return list(prompt)
 
     def check_length(self, text: str) -> None:
-        """RequestError where a text cannot fit, however it is cut: to cut it would take time and memory."""
+        """Raise RequestError for a text that cannot fit, before tokenizing it costs time and memory."""
         longest = self._longest
         if longest is not None and len(text) > longest * self.context:
             raise RequestError(
-                f"prompt has {len(text)} characters; accepted are at most {longest * self.context}: no token "
-                f"has more than {longest}, and the model's maximum context length is {self.context} tokens"
+                f"prompt must have at most {longest * self.context} characters; no token has more than "
+                f"{longest} and the model's maximum context length is {self.context} tokens; got {len(text)}",
+                "prompt",
             )
 
     @functools.cached_property
     def _longest(self) -> int | None:
-        """Characters of the longest token; None where cutting may shorten a text first."""
+        """Characters of the longest token; None where a normalizer may shorten the text first."""
         backend = self.tokenizer.backend
         if backend.normalizer is not None:
             return None
         return max(map(len, backend.get_vocab(with_added_tokens=True)))
 
     def beginning(self) -> list[int]:
-        """What an empty prompt is read as: the token that begins all texts, where the model has one."""
+        """The prompt that stands for an empty one: the BOS token, if the model has one."""
         begin = self.tokenizer.bos_token
         return [] if begin is None else [self.tokenizer.token_id(begin)]
 
@@ -69,21 +77,35 @@ class ServedModel:
         variables: Mapping[str, Any] | None = None,
         **stated: Any,
     ) -> str:
-        """The text that the template makes of messages; RequestError if it does not accept them."""
+        """The prompt that the chat template makes of messages.
+
+        Args:
+            messages: Objects with `role` and `content`.
+            continue_last: End the prompt with the last message, for the model to continue it.
+            variables: The client's variables for the template.
+            **stated: The server's variables, which the client's override.
+
+        Raises:
+            RequestError: The template refuses the messages, or a variable is reserved.
+        """
         named = dict(variables or {})
-        if clash := sorted({"messages", "chat_template"} & named.keys()):
-            raise RequestError(f"chat_template_kwargs holds {clash[0]}; accepted are other variables")
+        if reserved := sorted(RESERVED_VARIABLES & named.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not set {reserved[0]}; got {short(named[reserved[0]])}",
+                "chat_template_kwargs",
+            )
         try:
             text = self.tokenizer.chat(messages, **{**stated, **named})
         except models.ModelError as error:
-            raise RequestError(str(error)) from None
+            raise RequestError(str(error), "messages") from None
         if continue_last:
             content = str(messages[-1].get("content", "")).rstrip()
             place = text.rfind(content)
             if place < 0:
                 raise RequestError(
-                    "continue_final_message is true; accepted where the chat template keeps the content of "
-                    "the last message as it is"
+                    "continue_final_message must be false for a chat template that changes the content of "
+                    "the last message; got true",
+                    "continue_final_message",
                 )
             text = text[: place + len(content)] if content else text.rstrip()
         return text
@@ -98,7 +120,7 @@ class ServedModel:
         return {}
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself, its leading space included, U+FFFD for a part of a character."""
+        """The text of one token with its leading space; U+FFFD stands for a part of a character."""
         text = self._texts.get(token)
         if text is None:
             before, known = self._anchor  # some decoders drop a space at the beginning of a text
@@ -117,11 +139,19 @@ def describe(
 ) -> ServedModel:
     """The text side of a loaded model.
 
-    `template` defaults to the model's, else DEFAULT_TEMPLATE. The sampling defaults are those of
-    generation_config.json if `recommended`.
+    Args:
+        model: The model.
+        path: Its directory, as reported to clients.
+        names: Names under which requests may ask for it.
+        context: Most tokens of a prompt and its continuation together.
+        template: Chat template in place of the model's; without either, DEFAULT_TEMPLATE.
+        recommended: Whether sampling defaults come from the model's generation_config.json.
+
+    Raises:
+        RequestError: The model has no tokenizer.
     """
     if model.tokenizer is None:
-        raise RequestError(f"--model is {path}: it has no tokenizer.json; accepted is a directory with it")
+        raise RequestError(f"--model must be a directory with tokenizer.json; got {path}", "model")
     tokenizer = model.tokenizer
     tokenizer.chat_template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
     return ServedModel(

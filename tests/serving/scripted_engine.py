@@ -5,9 +5,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from entropic_jax.control_gains import GAINS, check_order
+from entropic_jax.parameter_table import AUTO
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, PromptToken, QueueFullError
 from entropic_jax.serving.http.served_model import ServedModel
-from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.transcript import Alternative, Transcript, Usage
 
 SCRIPT = "def add(a, b):\n    return a + b\n"
@@ -141,10 +142,8 @@ class ScriptedEngine:
             raise RuntimeError(self.failed)
         if self.running >= self.room:
             raise QueueFullError(7.0)
-        if dict(engine_request.control.gains).get("lowest_temperature", 0) > dict(
-            engine_request.control.gains
-        ).get("highest_temperature", 1000):
-            raise RequestError("lowest is above highest; accepted are lowest < highest")
+        stated = {name: value for name, value in engine_request.control.gains if value != AUTO}
+        check_order({**{name: line.default for name, line in GAINS.items()}, **stated}, stated)
         self.engine_requests.append(engine_request)
         return ScriptedOutputStream(self, engine_request)
 

@@ -82,12 +82,14 @@ def test_logprobs(live):
         {"tool_choice": "required"},
         {"max_tokens": 3, "min_tokens": -4},
         {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"self": 1}},
     ],
 )
 def test_what_is_wrong_is_refused(live, wrong):
     answer = httpx2.post(live.url + PATH, json={"messages": HELLO, **wrong})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadRequestError"
+    assert answer.json()["error"]["param"] in wrong
 
 
 def test_there_and_back(live):

@@ -29,7 +29,7 @@ def test_a_batch_is_what_its_lines_are_alone(entropic, directory, tmp_path):
     assert status == 1  # the last prompt does not fit
     first, second, third = map(json.loads, out.splitlines())
     assert third["finish_reason"] == "error"
-    assert "201 tokens; accepted are 1 to 127" in third["error"]
+    assert "between 1 and 127 tokens; got 201" in third["error"]
     alone = ("--model", directory, "--json", "--seed")
     out = entropic("generate", *alone, "3", "--prompt", "abc", "--max-tokens", "12")[1]
     assert json.loads(out)["token_ids"] == first["token_ids"]
@@ -61,7 +61,7 @@ def test_stop_string_ends_the_text(entropic, directory):
 def test_a_prompt_that_does_not_fit(entropic, directory):
     status, _, err = entropic("generate", "--model", directory, "--prompt", "x" * 200)
     assert status == 2
-    assert "201 tokens; accepted are 1 to 127" in err
+    assert "between 1 and 127 tokens; got 201" in err
 
 
 def test_a_directory_without_a_model(entropic, tmp_path):

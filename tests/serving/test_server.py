@@ -38,41 +38,77 @@ def until(condition, seconds: float = 5.0) -> None:
     ("body", "param", "said"),
     [
         ({}, "prompt", "prompt is missing"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens is -1: "),
+        (
+            {"prompt": "x", "max_tokens": -1},
+            "max_tokens",
+            "max_tokens must be greater than or equal to 0; got -1",
+        ),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
-        ({"prompt": "x", "temperature": True}, "temperature", "True"),
-        ({"prompt": "x", "n": 0}, "n", "n is 0"),
-        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is 'y'"),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "17 strings"),
-        ({"prompt": "x", "stop": ""}, "stop", "stop is ''"),
-        ({"prompt": []}, "prompt", "prompt is []"),
-        ({"prompt": [4096]}, "prompt", "the token 4096; accepted are 0 to 4095"),
-        ({"prompt": [1, "a"]}, "prompt", "prompt is [1, 'a']"),
-        ({"prompt": [5] * 300}, "prompt", "300 tokens"),
-        ({"prompt": ["x"] * 600, "n": 2}, "prompt", "1200 texts"),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21"),
-        ({"prompt": "x", "entropic": {"preset": "none"}}, "entropic", "entropic.preset is 'none'"),
-        ("text", None, "not a JSON object"),
+        (
+            {"prompt": "x", "temperature": True},
+            "temperature",
+            "temperature must be a number between 0 and 1000; got True",
+        ),
+        ({"prompt": "x", "n": 0}, "n", "n must be greater than or equal to 1; got 0"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix must be null; got 'y'"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "stop must have at most 16 strings; got 17"),
+        (
+            {"prompt": "x", "stop": ""},
+            "stop",
+            "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
+        ),
+        ({"prompt": []}, "prompt", "prompt must not be empty; got []"),
+        ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
+        ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
+        ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
+        ({"prompt": ["x"] * 600, "n": 2}, "prompt", "prompt must ask for at most 1024 texts; got 1200"),
+        (
+            {"prompt": "x", "logit_bias": {"a": 1}},
+            "logit_bias",
+            "logit_bias must be a mapping of up to 300 token ids",
+        ),
+        (
+            {"prompt": "x", "logprobs": 21},
+            "logprobs",
+            "logprobs must be an integer between 0 and 20 or null; got 21",
+        ),
+        (
+            {"prompt": "x", "entropic": {"preset": "none"}},
+            "entropic",
+            "entropic.preset must be 'off', 'micro'",
+        ),
+        ("text", None, "must be a JSON object"),
         (
             {"prompt": "x", "entropic": {"lowest_temperature": 2, "highest_temperature": 1}},
-            "lowest",
-            "lowest < highest",
+            "lowest_temperature",
+            "lowest_temperature must be below highest_temperature = 1; got 2",
         ),
-        ({"prompt": "x", "structured_outputs": {"regex": "("}}, None, "structured_outputs.regex"),
-        ({"prompt": "x", "structured_outputs": {"regex": "a" * 70000}}, None, "characters as a grammar"),
-        ({"prompt": "x", "structured_outputs": {"json": ENDLESS}}, None, "more than 1 s to compile"),
+        (
+            {"prompt": "x", "structured_outputs": {"regex": "("}},
+            "structured_outputs",
+            "structured_outputs.regex",
+        ),
+        (
+            {"prompt": "x", "structured_outputs": {"regex": "a" * 70000}},
+            "structured_outputs",
+            "characters as a grammar",
+        ),
+        (
+            {"prompt": "x", "structured_outputs": {"json": ENDLESS}},
+            "structured_outputs",
+            "more than 1 s to compile",
+        ),
         (
             {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
             "response_format",
-            "more than once",
+            "at most once",
         ),
         (
             {
                 "prompt": "x",
                 "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
             },
-            None,
+            "response_format",
             "response_format.json_schema",
         ),
         (
@@ -80,8 +116,16 @@ def until(condition, seconds: float = 5.0) -> None:
             "response_format",
             "json_schema is missing",
         ),
-        ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids", "accepted are 0 to 4095"),
-        ({"prompt": "x", "logit_bias": {"4096": 1}}, "logit_bias", "accepted are 0 to 4095"),
+        (
+            {"prompt": "x", "stop_token_ids": [4096]},
+            "stop_token_ids",
+            "must hold token ids between 0 and 4095; got 4096",
+        ),
+        (
+            {"prompt": "x", "logit_bias": {"4096": 1}},
+            "logit_bias",
+            "must hold token ids between 0 and 4095; got 4096",
+        ),
     ],
 )
 def test_a_wrong_body_is_refused_by_name(live, body, param, said):
@@ -129,8 +173,8 @@ def test_models(live):
 def test_no_such_path_and_no_such_method(live):
     refused(httpx2.get(f"{live.url}/v2"), 404)
     answer = httpx2.get(live.url + PATH)
-    assert "method is GET; accepted by" in refused(answer, 405)["message"]
-    assert "path is /v1/nothing" in refused(httpx2.get(f"{live.url}/v1/nothing"), 404)["message"]
+    assert "method must be POST for" in refused(answer, 405)["message"]
+    assert "got /v1/nothing" in refused(httpx2.get(f"{live.url}/v1/nothing"), 404)["message"]
     assert answer.headers["allow"] == "POST"
     refused(httpx2.delete(f"{live.url}/"), 405)
 
@@ -139,7 +183,7 @@ def test_the_field_at_fault_is_named(live):
     answer = httpx2.post(f"{live.url}/detokenize", json={"tokens": [10**6]})
     assert refused(answer, 400)["param"] == "tokens"
     answer = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "suffix": "y"})
-    assert refused(answer, 400)["message"] == "suffix is 'y': input should be null"
+    assert refused(answer, 400)["message"] == "suffix must be null; got 'y'"
     body = {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}
     assert refused(httpx2.post(f"{live.url}/v1/completions", json=body), 400)["param"] == "structured_outputs"
 

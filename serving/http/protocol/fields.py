@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic_core import PydanticCustomError
 
 from entropic_jax.parameter_table import (
     LARGEST_INT,
@@ -19,11 +20,11 @@ from entropic_jax.parameter_table import (
 
 
 def _whole(value: Any) -> Any:
-    """A float without a fraction is an integer in JSON Schema, and to some clients."""
+    """A float without a fraction as an int: JSON Schema, and some clients, make no difference."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = BeforeValidator(_whole)  # the last of the annotations, or the range is not in the document
+Whole = BeforeValidator(_whole)  # must be the last annotation, or the schema lacks the range
 Count = Annotated[int, Field(ge=0, le=LARGEST_INT), Whole]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_INT), Whole]
 Choices = Annotated[int, Field(ge=1, le=128), Whole]
@@ -74,32 +75,37 @@ class Body(BaseModel):
 
 
 def unicode(body: Any) -> Any:
-    """The body as it is, unless a text in it holds half of a surrogate pair, which no encoding knows."""
+    """The body as it is. Raises ValueError where a text in it holds a lone surrogate."""
     try:
         pydantic_core.to_json(body)
     except pydantic_core.PydanticSerializationError:
-        raise ValueError("the body holds half of a surrogate pair; accepted is Unicode") from None
+        raise ValueError("the body must be Unicode; got a lone surrogate") from None
     return body
 
 
+def conflict(param: str, message: str) -> PydanticCustomError:
+    """The error of a validator that compares several fields; `param` is the one to blame."""
+    return PydanticCustomError("conflict", "{message}", {"message": message, "param": param})
+
+
 class Answer(BaseModel):
-    """A body from here; its classes describe in /openapi.json what the routes write."""
+    """A response body; its subclasses describe in /openapi.json what the routes write."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow", protected_namespaces=())
 
 
 class StreamOptions(Body):
-    """What a stream carries besides its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class Usage(Answer):
-    """Tokens read and written."""
+    """Numbers of tokens."""
 
     class Details(Answer):
-        """Where the tokens of a prompt came from."""
+        """How many tokens of the prompt the prefix cache supplied."""
 
         cached_tokens: int
 
@@ -110,7 +116,7 @@ class Usage(Answer):
 
 
 def usage(prompt: int, completion: int, cached: int) -> Mapping[str, Any]:
-    """The object that every answer ends with."""
+    """The `usage` object of an answer."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -1,4 +1,4 @@
-"""The fields that completions and chat share: how to sample, when to stop, and what a text must be."""
+"""Request fields that completions and chat share: sampling, stop conditions, structured output."""
 
 import secrets
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +17,7 @@ from .fields import (
     Seconds,
     StreamOptions,
     annotation,
+    conflict,
     optional_fields,
     unicode,
 )
@@ -27,7 +28,7 @@ SamplingFields: Any = optional_fields("SamplingFields", FIELDS)
 
 
 class NamedSchema(Body):
-    """A named JSON schema."""
+    """A JSON schema with a name."""
 
     name: str | None = None
     description: str | None = None
@@ -48,7 +49,7 @@ class ObjectFormat(Body):
 
 
 class SchemaFormat(Body):
-    """JSON after a schema."""
+    """JSON that satisfies a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -58,12 +59,14 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 
 
 class StructuredOutputs(Body):
-    """vLLM's constraints, one at a time."""
+    """vLLM's constraints, of which one may be set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = Field(None, description="in Lark's or GBNF's form")
+    grammar: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a grammar in Lark's or GBNF's form"
+    )
     json_object: bool | None = None
 
 
@@ -73,7 +76,7 @@ GUIDED = ("json", "regex", "choice", "grammar")
 class SamplingBody(SamplingFields):
     """The fields of completions and chat alike. A field that is missing or null has the model's default."""
 
-    model: str | None = Field(None, description="one of those that /v1/models lists")
+    model: str | None = Field(None, description="a model that /v1/models lists")
     n: Choices | None = Field(None, description="texts for each prompt")
     max_tokens: Count | None = Field(
         None, description=f"{PARAMETERS['max_tokens'].help}; 0 computes the prompt alone (tokens)"
@@ -83,12 +86,14 @@ class SamplingBody(SamplingFields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: Positive | None = Field(
-        None, description="keep this many tokens of the prompt's end"
+        None, description="keep only this many tokens at the end of the prompt"
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Priority | None = Field(None, description="a smaller number goes first")
-    deadline: Seconds | None = Field(None, description="seconds in which it should be done; urgency rises")
+    priority: Priority | None = Field(None, description="smaller numbers are scheduled first")
+    deadline: Seconds | None = Field(
+        None, description="seconds after which the answer is late; urgency rises until then"
+    )
     user: str | None = None
     request_id: str | None = Field(None, max_length=128)
     entropic: Entropic | None = None
@@ -98,12 +103,13 @@ class SamplingBody(SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _older(cls, body: Any) -> Any:
-        """What vLLM called `guided_json` and the like is taken as `structured_outputs`, never left alone."""
+        """Rewrite vLLM's older `guided_json` and the like as `structured_outputs`."""
         if not isinstance(body, dict):
             return body
         given = {name: body[f"guided_{name}"] for name in GUIDED if body.get(f"guided_{name}") is not None}
         if given and body.get("structured_outputs") is not None:
-            raise ValueError("structured_outputs stands beside guided_* fields; accepted is one of the two")
+            message = "structured_outputs must not be combined with guided_* fields; got both"
+            raise conflict("structured_outputs", message)
         return {**body, "structured_outputs": given} if given else body
 
     @model_validator(mode="after")
@@ -113,18 +119,20 @@ class SamplingBody(SamplingFields):
             given = self.structured_outputs
             formats += [v is not None and v is not False for _, v in given]
         if sum(formats) > 1:
-            raise ValueError(
-                "response_format and structured_outputs constrain the text more than once; accepted is one"
+            message = (
+                "response_format and structured_outputs must constrain the text at most once; "
+                f"got {sum(formats)} constraints"
             )
+            raise conflict("response_format", message)
         return self
 
     @property
     def choices(self) -> int:
-        """How many texts are asked for."""
+        """Number of texts for each prompt."""
         return self.n or 1
 
     def first_seed(self) -> int:
-        """The seed of the first text; drawn anew where the request has none."""
+        """The seed of the first text; drawn anew if the request has none."""
         return secrets.randbelow(2**31) if self.seed is None else self.seed % 2**31
 
     def sampling(self, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The application: every route around one `Frontend`."""
+"""The ASGI application: every route around one `Frontend`."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from .gate import Gate
 
 
 def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
-    """The ASGI application that serves a front end; with a provider of tracers, each request has a span."""
+    """The application that serves a front end; with a tracer provider, each request has a span."""
     settings = frontend.settings
     app = FastAPI(
         title="entropic_jax",
         version=version(),
-        summary="Language models on entropic time, as OpenAI and vLLM speak",
+        summary="Language models with control by entropy, behind the APIs of OpenAI and vLLM",
         root_path=settings.root_path,
-        docs_url=None,  # these pages load scripts from other hosts
+        docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
         telemetry=tracing.of_requests(tracer_provider),
@@ -41,7 +41,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         )
     gate: dict[str, Any] = {
         "api_keys": settings.api_keys,
-        "most_bytes": limits.body,
+        "max_bytes": limits.body,
         "log_requests": settings.log_requests,
     }
     app.add_middleware(Gate, **gate)

@@ -63,7 +63,7 @@ def prepare(
     """The jobs of a body, and for every text its prompt and its job; none where there is nothing to write."""
     count, most = body.choices, limit(body)
     if count > frontend.settings.limits.sequences:
-        raise RequestError(f"n is {count}; accepted are at most {frontend.settings.limits.sequences}")
+        raise RequestError(f"n must be at most {frontend.settings.limits.sequences}; got {count}", "n")
     text = frontend.model.chat(
         [message.for_template() for message in body.messages],
         continue_last=bool(body.continue_final_message),

@@ -61,10 +61,10 @@ def prepare(
     prompts = body.prompts()
     if len(prompts) * count > limits.sequences:
         raise RequestError(
-            f"prompt asks for {len(prompts) * count} texts; accepted are at most {limits.sequences} a request"
+            f"prompt must ask for at most {limits.sequences} texts; got {len(prompts) * count}", "prompt"
         )
     if not prompts[0] and not isinstance(prompts[0], str):
-        raise RequestError("prompt is []; accepted are lists that are not empty")
+        raise RequestError("prompt must not be empty; got []", "prompt")
     alternatives = body.logprobs if body.logprobs is not None or count == body.choices else 0
     asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
     of_prompt = max((number for number in asked if number is not None), default=None)

@@ -1,8 +1,9 @@
-"""Errors in the form that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from entropic_jax.control_gains import GAINS
+from entropic_jax.parameter_table import short
+from entropic_jax.sampling_params import PARAMETERS
 
 from ..frontend import FrontendError
 from ..protocol.service import ErrorAnswer
@@ -28,21 +33,22 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-NESTED = ("entropic", "stream_options", "structured_outputs")  # objects, whose fields are named
+NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
+SHOULD = re.compile(r"^\w+ should ")  # how Pydantic begins most messages
 REASONS = {
-    400: "What was asked for is not accepted",
+    400: "The request is invalid; `param` names the field",
     401: "The API key is missing or wrong",
-    404: "There is no such model",
-    408: "It took longer than the server allows",
+    404: "The model is not served",
+    408: "The request took longer than the server allows",
     413: "The body is too large",
-    429: "The queue is full; Retry-After says when to come back",
-    500: "The model computed no usable logits",
-    503: "The server is shutting down, or not able",
+    429: "The queue is full; Retry-After says when to try again",
+    500: "The model computed logits that are not finite",
+    503: "The server is shutting down, or its engine has failed",
 }
 
 
 def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may fail with these codes."""
+    """The `responses` entry of a route for these status codes."""
     return {code: {"model": ErrorAnswer, "description": REASONS[code]} for code in codes}
 
 
@@ -55,13 +61,13 @@ def body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
 def answer(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error; text that is no Unicode, from a body that was not either, is replaced."""
+    """The response for an error. Characters of the message that are not Unicode are replaced."""
     text = json.dumps(body(status, message, param)).encode("utf-8", "replace")
     return Response(text, status, dict(headers or {}), media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app take the one form."""
+    """Give every error of the app OpenAI's form."""
 
     @app.exception_handler(FrontendError)
     async def refused(request: Request, error: FrontendError) -> Response:
@@ -77,45 +83,47 @@ def install(app: FastAPI) -> None:
     async def other(request: Request, error: HTTPException) -> Response:
         message, path, headers = str(error.detail), request.url.path[:200], error.headers
         if message == HTTPStatus.NOT_FOUND.phrase:
-            message = f"path is {path}; accepted are those that /openapi.json lists"
+            message = f"path must be one that /openapi.json lists; got {path}"
         elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
-            message = f"method is {request.method}; accepted by {path} is {headers.get('Allow')}"
+            message = f"method must be {headers.get('Allow')} for {path}; got {request.method}"
         return answer(error.status_code, message, headers=headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("unexpected error", exc_info=error, extra={"path": request.url.path})
-        return JSONResponse(body(500, "unexpected error; the server's log has more"), 500)
+        return JSONResponse(body(500, "unexpected error; see the server's log"), 500)
 
 
 def in_words(error: RequestValidationError) -> tuple[str, str | None]:
-    """What is wrong with a body, and the name of the field; the first field that is wrong speaks."""
+    """The message and `param` for an invalid body: those of its first invalid field."""
     errors = error.errors()
     first = errors[0]
+    context = first.get("ctx", {})
     if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}", None
-    path = _place(first)
+        return f"the body must be JSON; got an error: {context.get('error', 'it cannot be read')}", None
+    path = _location(first)
     if not path:
-        if first["type"] != "value_error":
-            return "the body is not a JSON object; accepted is one, sent as application/json", None
-        message = first["msg"].removeprefix("Value error, ")
-        return message, message.split(maxsplit=1)[0]
-    same = [one for one in errors if _place(one)[:1] == path[:1]]
-    if all(one["type"] == "missing" for one in same):
-        return f"{'.'.join(path)} is missing; accepted are bodies that have it", path[0]
-    said = (one["msg"].replace("be None", "be null") for one in same)
-    reasons = dict.fromkeys(message[:1].lower() + message[1:] for message in said)
-    inputs = [one["input"] for one in same if len(_place(one)) <= 2] or [first["input"]]
+        if first["type"] in ("value_error", "conflict"):
+            return first["msg"].removeprefix("Value error, "), context.get("param")
+        return "the body must be a JSON object, sent as application/json", None
     name = ".".join(path[: 1 + (path[0] in NESTED)])
-    return f"{name} is {_short(inputs[0])}: {' or '.join(list(reasons)[:4])}", path[0]
+    same = [e for e in errors if _location(e)[:1] == path[:1]]
+    if all(e["type"] == "missing" for e in same):
+        return f"{'.'.join(path)} is missing", path[0]
+    inputs = [e["input"] for e in same if len(_location(e)) <= 2] or [first["input"]]
+    return f"{name} must {_accepted(path, same)}; got {short(inputs[0])}", path[0]
 
 
-def _place(error: dict[str, Any]) -> list[str]:
-    """Where in the body a field is, without the names of our own classes."""
+def _accepted(path: list[str], errors: Sequence[Mapping[str, Any]]) -> str:
+    """What a field accepts, to follow "must": from its table, else from Pydantic's messages."""
+    line = PARAMETERS.get(path[0]) or (GAINS.get(path[-1]) if path[0] == "entropic" else None)
+    if line is not None and line.name != "max_tokens":
+        return f"be {line.accepts}"
+    messages = (SHOULD.sub("", e["msg"].replace("be None", "be null")) for e in errors)
+    return " or ".join(list(dict.fromkeys(text[:1].lower() + text[1:] for text in messages))[:4])
+
+
+def _location(error: Mapping[str, Any]) -> list[str]:
+    """The path of a field in the body, without the names of Python classes."""
     parts = [str(part) for part in error["loc"]]
     return [part for part in parts if part not in ("body", "query", "path") and not part.endswith("Body")]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

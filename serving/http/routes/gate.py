@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, the API key, the size of bodies, the log of requests."""
+"""ASGI middleware before every route: request ids, API keys, body size, request log."""
 
 import hashlib
 import hmac
@@ -15,20 +15,20 @@ from .. import log
 from .errors import answer
 
 logger = logging.getLogger("entropic_jax.serving.requests")
-OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}  # without a key
-QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # asked for all the time
+OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}  # need no key
+QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # polled, hence not logged
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Gate:
-    """ASGI middleware."""
+    """Middleware that admits requests or refuses them."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], most_bytes: int, log_requests: bool) -> None:
-        self.app, self.most_bytes, self.log_requests = app, most_bytes, log_requests
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_bytes: int, log_requests: bool) -> None:
+        self.app, self.max_bytes, self.log_requests = app, max_bytes, log_requests
         self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it here."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {
@@ -63,18 +63,20 @@ class Gate:
         if self.digests and path not in OPEN and not path.startswith("/dashboard/") and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(key.strip().encode()).digest()
-            # All keys are compared, in constant time, so that none can be guessed from how long it takes.
-            right = [hmac.compare_digest(digest, known) for known in self.digests]
-            if scheme.lower() != "bearer" or not any(right):
-                message = "the API key is missing or wrong; accepted is the header Authorization: Bearer KEY"
+            # All keys are compared, in constant time, so that the time taken says nothing of a key.
+            matches = [hmac.compare_digest(digest, known) for known in self.digests]
+            if scheme.lower() != "bearer" or not any(matches):
+                message = (
+                    "the header must be Authorization: Bearer KEY with a valid key; it is missing or wrong"
+                )
                 return 401, message, None, {"WWW-Authenticate": "Bearer"}
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.most_bytes:
+        if length.isdecimal() and int(length) > self.max_bytes:
             return 413, self._too_large(length), None, {"Connection": "close"}
         return None
 
     def _too_large(self, size: object) -> str:
-        return f"the body has {size} bytes; accepted are at most {self.most_bytes}"
+        return f"the body must have at most {self.max_bytes} bytes; got {size}"
 
     def _limited(self, receive: Receive) -> Receive:
         size = 0
@@ -83,7 +85,7 @@ class Gate:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self.most_bytes:
+            if size > self.max_bytes:
                 raise HTTPException(413, self._too_large(f"at least {size}"))
             return message
 

@@ -56,20 +56,21 @@ def requests_of(
 ) -> list[Request]:
     """`count` requests for one prompt, which differ in their seed."""
     limits, context = frontend.settings.limits, frontend.model.context
-    if len(body.stop or ()) > limits.stops and not isinstance(body.stop, str):
-        raise RequestError(f"stop has {len(body.stop or ())} strings; accepted are at most {limits.stops}")
+    if isinstance(body.stop, list) and len(body.stop) > limits.stops:
+        raise RequestError(f"stop must have at most {limits.stops} strings; got {len(body.stop)}", "stop")
     if not 0 < len(prompt) < context:
         raise RequestError(
-            f"prompt has {len(prompt)} tokens; accepted are 1 to {context - 1}, one less than the model's "
-            f"maximum context length of {context} tokens"
+            f"prompt must have between 1 and {context - 1} tokens, one less than the model's maximum context "
+            f"length of {context} tokens; got {len(prompt)}",
+            "prompt",
         )
     fields = body.sampling(dict(frontend.model.defaults))
     wanted = max(1, min(most, context - len(prompt)))
     fields["min_tokens"] = min(fields.get("min_tokens", 0), wanted)
     last = frontend.model.vocabulary - 1
     for name in ("stop_token_ids", "logit_bias"):
-        if (wrong := max(fields.get(name, ()), default=0)) > last:
-            raise RequestError(f"{name} holds the token {wrong}; accepted are 0 to {last}")
+        if (highest := max(fields.get(name, ()), default=0)) > last:
+            raise RequestError(f"{name} must hold token ids between 0 and {last}; got {highest}", name)
     first = body.first_seed()
     return [
         Request(prompt=prompt, max_tokens=wanted, seed=(first + k) % 2**31, **fields) for k in range(count)
