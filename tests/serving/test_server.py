@@ -57,7 +57,7 @@ def until(condition, seconds: float = 5.0) -> None:
             "stop",
             "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
         ),
-        ({"prompt": []}, "prompt", "prompt must not be empty; got []"),
+        ({"prompt": []}, "prompt", "have at least 1 item after validation, not 0; got []"),
         ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
         ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
         ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
