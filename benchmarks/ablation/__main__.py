@@ -26,7 +26,7 @@ from ..harness.provenance import describe_run, file_slug
 from ..harness.publishing import publish
 from . import plot, report
 from .measure import STUDIES, Run
-from .workload import load_material
+from .workload import load_workload
 
 
 def main() -> None:
@@ -64,10 +64,10 @@ def main() -> None:
             options.show.unlink(missing_ok=True)
         remember_compilations()
         texts = module_texts(longer_than=2000)
-        material = load_material(options.model, texts)
-        run = Run(options, material, texts, options.show, description)
+        workload = load_workload(options.model, texts)
+        run = Run(options, workload, texts, options.show, description)
         if not run.rows:
-            gains = run.material.gains.asdict()
+            gains = run.workload.gains.asdict()
             run.keep({**description, "gains": gains})
         run.measure(console)
         console.print(f"results: {options.show}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from entropic_jax import cache, parameters, start
 from entropic_jax.analysis.ablation import Subject
-from entropic_jax.analysis.studies import Row, take_turns
+from entropic_jax.analysis.studies import Row, interleave
 from entropic_jax.control.presets import FINE_PAGES, Gains, Preset, preset
 from entropic_jax.ledger import HARDWARE
 from entropic_jax.pallas import skinny_matmul
@@ -119,7 +119,7 @@ def larger_model(
                 spent = 1e3 * answer["seconds"] / steps
                 rows.append({"preset": engine, "context": context, "turn": repetition, "milliseconds": spent})
 
-    rows += take_turns(subjects, settings, states, context, steps, repeat, decode_with_engines)
+    rows += interleave(subjects, settings, states, context, steps, repeat, decode_with_engines)
     for row in rows:
         row["imposed"] = kept
     return rows

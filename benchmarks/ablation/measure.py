@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from entropic_jax.analysis import studies
-from entropic_jax.analysis.studies import Material, Row
+from entropic_jax.analysis.studies import Row, Workload
 from entropic_jax.control.presets import FINE_PAGES, preset
 
 from ..baselines.pool import EnginePool
@@ -45,7 +45,7 @@ class Run:
     def __init__(
         self,
         options: argparse.Namespace,
-        material: Material,
+        workload: Workload,
         texts: list[str],
         file: Path,
         description: dict[str, Any],
@@ -54,13 +54,13 @@ class Run:
 
         Args:
             options: of the command line.
-            material: model and text.
+            workload: model and text.
             texts: the text before it became tokens.
             file: lines of JSON, one for each measured cell.
             description: date, commit and machine of this run.
         """
         self.description = description
-        self.options, self.material, self.texts, self.file = options, material, texts, file
+        self.options, self.workload, self.texts, self.file = options, workload, texts, file
         self.quick, self.seeds = options.quick, 1 if options.quick else options.seeds
         self.rows: dict[str, list[Row]] = {}
         self.done: set[str] = set()
@@ -82,51 +82,55 @@ class Run:
 
     def cells(self) -> Iterator[Cell]:
         """Every cell, in the order of measurement."""
-        material, quick, seeds = self.material, self.quick, range(self.seeds)
+        workload, quick, seeds = self.workload, self.quick, range(self.seeds)
         contexts = (384,) if quick else (512, 2048, LONGEST)
         small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=ASKED)
         turns: dict[str, Any] = dict(names=("off", "full"), steps=4, repeat=2) if quick else {}
         for context in contexts:
             timed = min(context, LONGEST - 26 * 8)
-            yield "speed", {"context": timed}, lambda c=timed: studies.speed(material, c, **turns)
+            yield "speed", {"context": timed}, lambda c=timed: studies.speed(workload, c, **turns)
         for seed in seeds:
             for context in contexts:
-                make = lambda c=context, s=seed: studies.quality(material, c, s, **small)
+                make = lambda c=context, s=seed: studies.quality(workload, c, s, **small)
                 yield "quality", {"context": context, "seed": seed}, make
         filler = filler_of(self.texts, self.options.model)
         for distance in (512,) if quick else (512, 2048, 7500):
             more: dict[str, Any] = dict(drops=(0.01, 0.1), refreshes=(2, 4)) if distance > 512 else {}
             for seed in seeds:
-                make = lambda d=distance, s=seed, m=more: recall(material, filler, d, s, **m)
+                make = lambda d=distance, s=seed, m=more: recall(workload, filler, d, s, **m)
                 yield "recall", {"distance": distance, "seed": seed}, make
         for seed in range(1 if quick else 2):
             distance = 512 if quick else 7500
-            make = lambda d=distance, s=seed: selectors(material, filler, d, s, quick)
+            make = lambda d=distance, s=seed: selectors(workload, filler, d, s, quick)
             yield "selectors", {"distance": distance, "seed": seed}, make
         yield from self.shapes()
         near = 384 if quick else LONGEST
-        yield "pages", {}, lambda: kv_precision_speed(material, min(near, LONGEST - 26 * 8), quick)
+        yield "pages", {}, lambda: kv_precision_speed(workload, min(near, LONGEST - 26 * 8), quick)
         for seed in seeds:
-            yield "pages", {"seed": seed}, lambda s=seed: kv_precision(material, near, s, quick)
+            yield "pages", {"seed": seed}, lambda s=seed: kv_precision(workload, near, s, quick)
         for seed in seeds:
-            few: dict[str, Any] = dict(names=("off", "full"), sequences=4, width=2, most=12) if quick else {}
-            yield "load", {"seed": seed}, lambda s=seed, f=few: studies.load(material, s, **f)
+            reduced: dict[str, Any] = (
+                dict(names=("off", "full"), sequences=4, width=2, most=12) if quick else {}
+            )
+            yield "load", {"seed": seed}, lambda s=seed, f=reduced: studies.load(workload, s, **f)
         for seed in seeds:
             names = ("off", "micro") if quick else ("off", "micro", "full", "paper")
-            presets = {name: material.preset(name) for name in names}
+            presets = {name: workload.preset(name) for name in names}
             for law in () if quick else LAWS:
-                presets[f"micro, {law}"] = preset("micro", None, material.gains.replace(law=law))
-            make = lambda s=seed, w=presets: studies.writing(material, s, ways=w, tokens=32 if quick else 256)
+                presets[f"micro, {law}"] = preset("micro", None, workload.gains.replace(law=law))
+            make = lambda s=seed, w=presets: studies.writing(
+                workload, s, presets=w, tokens=32 if quick else 256
+            )
             yield "writing", {"seed": seed}, make
         for seed in range(min(3, self.seeds)):
             context = 384 if quick else 1024
-            yield "stress", {"seed": seed}, lambda s=seed, c=context: stress(material, c, s, quick)
-            yield "held", {"seed": seed}, lambda s=seed: held(material, s, quick)
-            yield "estimators", {"seed": seed}, lambda s=seed, c=context: estimators(material, c, s, quick)
+            yield "stress", {"seed": seed}, lambda s=seed, c=context: stress(workload, c, s, quick)
+            yield "held", {"seed": seed}, lambda s=seed: held(workload, s, quick)
+            yield "estimators", {"seed": seed}, lambda s=seed, c=context: estimators(workload, c, s, quick)
 
     def shapes(self) -> Iterator[Cell]:
         """The larger model, at the kept fraction of the trained model's layers that select pages."""
-        first = FINE_PAGES.dense_layers / self.material.subject.decoder.shape.layers
+        first = FINE_PAGES.dense_layers / self.workload.subject.decoder.shape.layers
         for context in (256,) if self.quick else (512, 16384, 32768):
 
             def measure(context: int = context) -> list[Row]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from entropic_jax import chain
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2
-from entropic_jax.analysis.studies import READING, Material, Row, set_up
+from entropic_jax.analysis.studies import READING, Row, Workload, set_up
 from entropic_jax.attention import page_selection as pages
 from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
@@ -29,7 +29,7 @@ CASES = 4  # windows read together
 class Windows:
     """Texts of one length with facts and questions about them, prefilled up to the questions."""
 
-    def __init__(self, material: Material, filler: generator.Filler, distance: int, seed: int) -> None:
+    def __init__(self, workload: Workload, filler: generator.Filler, distance: int, seed: int) -> None:
         windows = [
             generator.make_window(np.random.default_rng((9, distance, seed, i)), distance, filler)
             for i in range(CASES)
@@ -41,12 +41,12 @@ class Windows:
             {kind: a.positions - (len(tokens) - ASKED) for kind, a in answers.items()}
             for tokens, answers in windows
         ]
-        self.state = ablation.read(material.subject, [t[:-ASKED] for t in texts], ASKED + 1)
+        self.state = ablation.read(workload.subject, [t[:-ASKED] for t in texts], ASKED + 1)
 
-    def ask(self, material: Material, setting: Preset) -> tuple[list[tuple[str, bool]], float]:
+    def ask(self, workload: Workload, setting: Preset) -> tuple[list[tuple[str, bool]], float]:
         """Each question's kind and whether it was answered, and the kept fraction."""
         state = set_up(self.state, setting)
-        outcome = ablation.forced(material.subject, setting.controller, state, self.tails)
+        outcome = ablation.forced(workload.subject, setting.controller, state, self.tails)
         questions = []
         for row, answers in enumerate(self.answers):
             for kind, place in answers.items():
@@ -61,7 +61,7 @@ def filler_of(texts: list[str], model: Path) -> generator.Filler:
 
 
 def recall(
-    material: Material,
+    workload: Workload,
     filler: generator.Filler,
     distance: int,
     seed: int,
@@ -71,17 +71,17 @@ def recall(
     """Questions answered at a distance.
 
     Args:
-        material: the model.
+        workload: model and text.
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
         seed: of the facts.
         drops: other values of ε_max.
         refreshes: numbers of steps for which page lists are kept.
     """
-    windows = Windows(material, filler, distance, seed)
-    presets = {name: material.preset(name) for name in READING}
+    windows = Windows(workload, filler, distance, seed)
+    presets = {name: workload.preset(name) for name in READING}
     for drop in drops:
-        gains = material.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
+        gains = workload.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
         presets[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
     for steps in refreshes:
         presets[f"meso, every {steps}"] = presets["meso"]._replace(
@@ -89,7 +89,7 @@ def recall(
         )
     rows = []
     for name, setting in presets.items():
-        answers, kept = windows.ask(material, setting)
+        answers, kept = windows.ask(workload, setting)
         place = {"preset": name, "distance": distance, "seed": seed, "kept": kept}
         rows += [
             {**place, "question": n, "kind": kind, "right": right} for n, (kind, right) in enumerate(answers)
@@ -98,30 +98,30 @@ def recall(
 
 
 def selectors(
-    material: Material, filler: generator.Filler, distance: int, seed: int, quick: bool
+    workload: Workload, filler: generator.Filler, distance: int, seed: int, quick: bool
 ) -> list[Row]:
     """Bits per byte and recall at several kept fractions, for every selector.
 
     Args:
-        material: the model.
+        workload: model and text.
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
         seed: of the facts and the text.
         quick: fewer selectors and budgets.
     """
-    windows = Windows(material, filler, distance, 50 + seed)
-    texts = material.windows(CASES, windows.length, 700 + seed)
-    state = ablation.read(material.subject, [t[:-ASKED] for t in texts], ASKED + 1)
+    windows = Windows(workload, filler, distance, 50 + seed)
+    texts = workload.windows(CASES, windows.length, 700 + seed)
+    state = ablation.read(workload.subject, [t[:-ASKED] for t in texts], ASKED + 1)
     tails = [t[-ASKED:] for t in texts]
     rows = []
-    for name, value, setting in settings(material, windows.length, quick):
+    for name, value, setting in settings(workload, windows.length, quick):
         if name == "random":
             jax.clear_caches()  # the same static arguments would find the program without the patch
         with mock.patch.object(
             pages, "information", random_weights if name == "random" else pages.information
         ):
-            outcome = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)
-            answers, _ = windows.ask(material, setting)
+            outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
+            answers, _ = windows.ask(workload, setting)
         if name == "random":
             jax.clear_caches()
         rows.append(
@@ -130,7 +130,7 @@ def selectors(
                 "setting": value,
                 "seed": seed,
                 "kept": float(outcome.kept[:, 8:].mean()),
-                "bits_per_byte": material.bits_per_byte(outcome.surprisal[:, 8:]),
+                "bits_per_byte": workload.bits_per_byte(outcome.surprisal[:, 8:]),
                 "right": float(np.mean([right for _, right in answers])),
                 "questions": len(answers),
             }
@@ -138,15 +138,15 @@ def selectors(
     return rows
 
 
-def settings(material: Material, context: int, quick: bool) -> list[tuple[str, float, Preset]]:
+def settings(workload: Workload, context: int, quick: bool) -> list[tuple[str, float, Preset]]:
     """Selector, its budget or ε, and its preset."""
     total, rules_of_meso = -(-context // (FINE_PAGES.page_size or 16)), FINE_PAGES.rules
     budgets = (0.25,) if quick else (0.08, 0.15, 0.3)
     drops = (0.1,) if quick else (0.02, 0.05, 0.1, 0.2)
     fixed = Preset(chain(FixedPruning(EVERYTHING_MAY_GO)), None, None)
-    configurations: list[tuple[str, float, Preset]] = [("dense", 1.0, material.preset("off"))]
+    configurations: list[tuple[str, float, Preset]] = [("dense", 1.0, workload.preset("off"))]
     for drop in drops:
-        gains = material.gains.replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
+        gains = workload.gains.replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
         configurations.append(("entropy", drop, preset("meso", gains=gains)))
         configurations.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE_PAGES, None)))
     for share in budgets:

@@ -64,7 +64,7 @@ def tables_with_studies(results: dict[str, Any]) -> list[tuple[Table, tuple[str,
     longest = max((r["context"] for r in studies.get("speed", [])), default=0)
     return [
         (summary_tables.targets(studies), ("speed", "shape", "quality", "recall")),
-        (shared_tables.beside_paper(studies, longest), ("speed", "load", "quality")),
+        (shared_tables.paper_comparison(studies, longest), ("speed", "load", "quality")),
         *((make(studies[name]), (name,)) for name, make in STUDY_TABLES.items() if studies.get(name)),
         (summary_tables.super_additivity(studies), ("speed", "load")),
     ]

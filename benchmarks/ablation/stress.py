@@ -7,7 +7,7 @@ import numpy as np
 
 from entropic_jax import chain, entropy
 from entropic_jax.analysis import ablation
-from entropic_jax.analysis.studies import Material, Row, set_up, take_turns
+from entropic_jax.analysis.studies import Row, Workload, interleave, set_up
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.calibration import teacher_forced
 from entropic_jax.control.controller import pytree, update_rows
@@ -41,17 +41,17 @@ class Biased:
         return update_rows(self.controller, wrong, action, state)
 
 
-def scaled(material: Material, scale: float) -> ablation.Subject:
+def scaled(workload: Workload, scale: float) -> ablation.Subject:
     """The model with its logits multiplied, by way of the norm before the output projection."""
-    params = dict(material.subject.params)
+    params = dict(workload.subject.params)
     params["norm"] = jax.tree.map(lambda x: x * scale, params["norm"])
-    return material.subject._replace(params=params)
+    return workload.subject._replace(params=params)
 
 
-def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
+def stress(workload: Workload, context: int, seed: int, quick: bool) -> list[Row]:
     """Quality against dense attention and kept fraction, by scale of the logits and bias of the entropy."""
-    gains = material.gains
-    texts = material.windows(4, context, 300 + seed)
+    gains = workload.gains
+    texts = workload.windows(4, context, 300 + seed)
     bounds = {
         name: getattr(gains, name)
         for name in ("dropped_mass_limit", "lowest_dropped_mass_limit", "low_entropy", "high_entropy")
@@ -65,7 +65,7 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
     }
     rows = []
     for scale in SCALES[1:3] if quick else SCALES:
-        subject = scaled(material, scale)
+        subject = scaled(workload, scale)
         state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
         for bias in (0.0, *BIASES) if scale == 1.0 else (0.0,):
             for name, (law, page_policy) in arms.items():
@@ -79,7 +79,7 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
                         "scale": scale,
                         "bias": bias,
                         "seed": seed,
-                        "bits_per_byte": material.bits_per_byte(outcome.surprisal),
+                        "bits_per_byte": workload.bits_per_byte(outcome.surprisal),
                         "kept": float(outcome.kept[:, 1:].mean()),
                         "unsteady": float(np.abs(np.diff(outcome.dropped_mass_limit, axis=1)).mean()),
                     }
@@ -87,13 +87,13 @@ def stress(material: Material, context: int, seed: int, quick: bool) -> list[Row
     return rows
 
 
-def held(material: Material, seed: int, quick: bool) -> list[Row]:
+def held(workload: Workload, seed: int, quick: bool) -> list[Row]:
     """How closely each temperature law holds the entropy when the logits are scaled."""
     tokens = 32 if quick else 128
-    gains, rows = material.gains, []
-    prompts = material.windows(4, 128, 400 + seed)
+    gains, rows = workload.gains, []
+    prompts = workload.windows(4, 128, 400 + seed)
     for scale in SCALES[1:4:2] if quick else SCALES:
-        subject = scaled(material, scale)
+        subject = scaled(workload, scale)
         state = ablation.read(subject, prompts, tokens)
         for law in ("normalised", "paper") if quick else ("normalised", "integral", "exact", "paper"):
             setting = preset("micro", None, gains.replace(law=law))
@@ -114,13 +114,13 @@ def held(material: Material, seed: int, quick: bool) -> list[Row]:
     return rows
 
 
-def estimators(material: Material, context: int, seed: int, quick: bool) -> list[Row]:
+def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list[Row]:
     """Exact entropy and its estimators in the loop: agreement, kept fraction, quality and time."""
-    texts = material.windows(4, context, 600 + seed)
-    state = ablation.read(material.subject, [t[:-SCORED] for t in texts], SCORED + 1)
+    texts = workload.windows(4, context, 600 + seed)
+    state = ablation.read(workload.subject, [t[:-SCORED] for t in texts], SCORED + 1)
     tails = [t[-SCORED:] for t in texts]
-    full = material.preset("full")
-    belief = material.subject.belief_temperature
+    full = workload.preset("full")
+    belief = workload.subject.belief_temperature
 
     def with_estimator(kind: str) -> Preset:
         if kind == "exact":
@@ -128,20 +128,20 @@ def estimators(material: Material, context: int, seed: int, quick: bool) -> list
         return full._replace(controller=chain(Estimated(full.controller, kind, HEAD, belief)))
 
     presets = {kind: with_estimator(kind) for kind in ("exact", *(("upper",) if quick else ESTIMATORS))}
-    agreement = correlations(material, texts[: 1 if quick else 2])
+    agreement = correlations(workload, texts[: 1 if quick else 2])
     steps, repeat = 8, 3 if quick else 12
-    single = ablation.read(material.subject, texts[:1], (repeat + 2) * steps)
+    single = ablation.read(workload.subject, texts[:1], (repeat + 2) * steps)
     states = {kind: set_up(single, setting) for kind, setting in presets.items()}
-    times = take_turns(dict.fromkeys(presets, material.subject), presets, states, context, steps, repeat)
+    times = interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
     rows = []
     for kind, setting in presets.items():
-        outcome = ablation.forced(material.subject, setting.controller, set_up(state, setting), tails)
+        outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
         milliseconds = [r["milliseconds"] for r in times if r["preset"] == kind]
         rows.append(
             {
                 "estimator": kind,
                 "seed": seed,
-                "bits_per_byte": material.bits_per_byte(outcome.surprisal),
+                "bits_per_byte": workload.bits_per_byte(outcome.surprisal),
                 "kept": float(outcome.kept[:, 1:].mean()),
                 "milliseconds": float(np.median(milliseconds)),
                 **agreement.get(kind, {"correlation": 1.0, "error": 0.0}),
@@ -150,9 +150,9 @@ def estimators(material: Material, context: int, seed: int, quick: bool) -> list
     return rows
 
 
-def correlations(material: Material, texts: list[list[int]]) -> dict[str, dict[str, float]]:
+def correlations(workload: Workload, texts: list[list[int]]) -> dict[str, dict[str, float]]:
     """Pearson's correlation with the exact entropy, and the mean absolute error in nats, on real logits."""
-    subject = material.subject
+    subject = workload.subject
     exact: list[np.ndarray] = []
     seen: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATORS}
 

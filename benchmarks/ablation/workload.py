@@ -6,13 +6,13 @@ import numpy as np
 
 from entropic_jax import models
 from entropic_jax.analysis.ablation import Subject
-from entropic_jax.analysis.studies import Material
+from entropic_jax.analysis.studies import Workload
 from entropic_jax.calibration import load_calibration
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.control.presets import Gains
 
 
-def load_material(folder: Path, texts: list[str]) -> Material:
+def load_workload(folder: Path, texts: list[str]) -> Workload:
     """A model, the gains of its calibration, and texts as tokens."""
     model = models.load(folder, "float32")
     assert model.tokenizer is not None
@@ -27,4 +27,4 @@ def load_material(folder: Path, texts: list[str]) -> Material:
     stream = np.array([token for text in texts for token in model.tokenizer.encode(text)])
     size = sum(len(text.encode()) for text in texts)
     subject = Subject(model.decoder, model.params, calibration.temperature)
-    return Material(subject, stream, size / len(stream), gains)
+    return Workload(subject, stream, size / len(stream), gains)

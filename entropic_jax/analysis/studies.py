@@ -1,7 +1,7 @@
 """Studies of an ablation: every configuration on the same text, taking turns.
 
 A study measures one cell (a context and a seed, say) and returns rows of plain numbers, one or more per
-configuration; what is done with them is for `statistics` and for whoever prints. `entropic ablate` and
+configuration, which `statistics` and `tables` summarise. `entropic ablate` and
 `benchmarks.ablation` run them.
 """
 
@@ -21,15 +21,15 @@ from .ablation import LN2, Subject
 
 Row = dict[str, Any]
 ALL = ("off", "micro", "meso", "macro", "full", "paper")
-# Under teacher forcing and with nobody waiting, the temperature and the schedule change nothing.
+# Under teacher forcing, with no sequence waiting, temperature and schedule change nothing.
 READING = ("off", "meso", "paper")
 SAME_READING = {"micro": "off", "macro": "off", "full": "meso"}
 PRINTED_CLIPS = (0.1, 2.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Material:
-    """A model, text that it was not trained on, and the gains of the presets."""
+class Workload:
+    """A model, held-out text as tokens, and the gains of the presets."""
 
     subject: Subject
     stream: np.ndarray  # int32, tokens of the text
@@ -57,7 +57,7 @@ def set_up(state: State, setting: Preset) -> State:
 
 
 def quality(
-    material: Material,
+    workload: Workload,
     context: int,
     seed: int,
     *,
@@ -66,13 +66,13 @@ def quality(
     scored: int = 256,
 ) -> list[Row]:
     """Bits per byte of the last tokens of held-out windows, and what was read for them."""
-    texts = material.windows(sequences, context, 100 + seed)
-    state = ablation.read(material.subject, [t[:-scored] for t in texts], scored + 1)
+    texts = workload.windows(sequences, context, 100 + seed)
+    state = ablation.read(workload.subject, [t[:-scored] for t in texts], scored + 1)
     rows = []
     for name in names:
-        setting = material.preset(name)
+        setting = workload.preset(name)
         found = ablation.forced(
-            material.subject,
+            workload.subject,
             setting.controller,
             set_up(state, setting),
             [t[-scored:] for t in texts],
@@ -82,7 +82,7 @@ def quality(
                 "preset": name,
                 "context": context,
                 "seed": seed,
-                "bits_per_byte": material.bits_per_byte(found.surprisal),
+                "bits_per_byte": workload.bits_per_byte(found.surprisal),
                 "kept": float(found.kept[:, 1:].mean()),
                 "bytes_read": float(found.bytes_read.mean()),
                 "flops": float(found.flops.mean()),
@@ -94,35 +94,45 @@ def quality(
 
 
 def speed(
-    material: Material, context: int, *, names: Sequence[str] = ALL, steps: int = 8, repeat: int = 24
+    workload: Workload, context: int, *, names: Sequence[str] = ALL, steps: int = 8, repeat: int = 24
 ) -> list[Row]:
     """Milliseconds a token of one sequence: launches of `steps` steps, one configuration after another."""
-    (text,) = material.windows(1, context, 3)
-    state = ablation.read(material.subject, [text], (repeat + 2) * steps)
-    ways = {name: material.preset(name) for name in names}
-    states = {name: set_up(state, way) for name, way in ways.items()}
-    return take_turns(dict.fromkeys(ways, material.subject), ways, states, context, steps, repeat)
+    (text,) = workload.windows(1, context, 3)
+    state = ablation.read(workload.subject, [text], (repeat + 2) * steps)
+    presets = {name: workload.preset(name) for name in names}
+    states = {name: set_up(state, setting) for name, setting in presets.items()}
+    return interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
 
 
-def take_turns(
+def interleave(
     subjects: dict[str, Subject],
-    ways: dict[str, Preset],
+    presets: dict[str, Preset],
     states: dict[str, State],
     context: int,
     steps: int,
     repeat: int,
     between: Any = None,
 ) -> list[Row]:
-    """Launches of `steps` steps, the first two of each way not counted; `between(turn)` after every turn.
+    """Times launches of several configurations in turns, the first two of each not counted.
 
-    Of each way, by its name: the model, the preset, and a state, which is consumed.
+    Args:
+        subjects: the model of each configuration, by its name.
+        presets: its preset.
+        states: a state after prefill, which is consumed.
+        context: entered into the rows.
+        steps: of a launch.
+        repeat: launches of each that are counted.
+        between: called with the number of the turn after every turn.
+
+    Returns:
+        A row for every launch.
     """
     rows = []
-    order = list(ways)
+    order = list(presets)
     for turn in range(-2, repeat):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            states[name], trace, seconds = ablation.launch(subjects[name], ways[name], states[name], steps)
+            states[name], trace, seconds = ablation.launch(subjects[name], presets[name], states[name], steps)
             seen = trace.emitted
             if turn >= 0 and seen.any():
                 time = trace.entropic_time[seen]
@@ -143,7 +153,7 @@ def take_turns(
 
 
 def load(
-    material: Material,
+    workload: Workload,
     seed: int,
     *,
     names: Sequence[str] = ALL,
@@ -159,25 +169,25 @@ def load(
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(min(32, prompt // 2), prompt, sequences)
-    prompts = [material.windows(1, int(n), seed * 100 + i)[0] for i, n in enumerate(lengths)]
+    prompts = [workload.windows(1, int(n), seed * 100 + i)[0] for i, n in enumerate(lengths)]
     budgets = np.clip(rng.lognormal(3.7, 0.8, sequences), min(8, most), most).astype(int)
     gaps = rng.exponential(1.0, sequences)
-    state = ablation.read(material.subject, prompts, budgets.tolist())
+    state = ablation.read(workload.subject, prompts, budgets.tolist())
     # The first run is of `off` with everyone there: it compiles, and says what the machine can write.
     rows: list[Row] = []
     pace = 0.0
     for name in ("warm", *names):
-        setting = queued(material.preset("off" if name == "warm" else name, width), width)
+        setting = queued(workload.preset("off" if name == "warm" else name, width), width)
         started = set_up(state, setting)
         if name != "warm":
             arrivals = np.cumsum(gaps) * float(budgets.mean()) / pace
             arrivals -= arrivals[0]
             # Compiled before the clock runs, on a copy.
-            ablation.launch(material.subject, setting, set_up(state, setting), 1)
+            ablation.launch(workload.subject, setting, set_up(state, setting), 1)
         else:
             arrivals = np.zeros(sequences)
-            ablation.launch(material.subject, setting, set_up(state, setting), 1)
-        found = ablation.serve(material.subject, setting, started, arrivals)
+            ablation.launch(workload.subject, setting, set_up(state, setting), 1)
+        found = ablation.serve(workload.subject, setting, started, arrivals)
         if name == "warm":
             pace = found.tokens_per_second
             continue
@@ -203,24 +213,24 @@ def queued(setting: Preset, width: int) -> Preset:
 
 
 def writing(
-    material: Material,
+    workload: Workload,
     seed: int,
     *,
-    ways: dict[str, Preset],
+    presets: dict[str, Preset],
     sequences: int = 4,
     prompt: int = 256,
     tokens: int = 256,
 ) -> list[Row]:
     """Free generation: how the entropy is held, and how the text reads beside held-out text."""
-    texts = material.windows(sequences, prompt, 500 + seed)
-    held_out = material.windows(2 * sequences, tokens, 900 + seed)
-    state = ablation.read(material.subject, texts, tokens, seed=seed)
-    gains = material.gains
+    texts = workload.windows(sequences, prompt, 500 + seed)
+    held_out = workload.windows(2 * sequences, tokens, 900 + seed)
+    state = ablation.read(workload.subject, texts, tokens, seed=seed)
+    gains = workload.gains
     rows = []
-    for name, setting in ways.items():
+    for name, setting in presets.items():
         clips = PRINTED_CLIPS if name == "paper" else (gains.lowest_temperature, gains.highest_temperature)
         found = ablation.write(
-            material.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
+            workload.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
         )
         rows.append(
             {

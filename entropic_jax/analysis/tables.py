@@ -104,8 +104,8 @@ def writing(rows: Rows) -> Grid:
     return "Free generation", [*head, "bigram JS"], lines
 
 
-def beside_paper(studies: dict[str, Rows], context: int) -> Grid:
-    """The paper's table with ours beside it, at one context; empty where a study is missing."""
+def paper_comparison(studies: dict[str, Rows], context: int) -> Grid:
+    """The paper's Table 1 and our figures, at one context; no rows where a study is missing."""
     speeds, loads, qualities = (studies.get(name, []) for name in ("speed", "load", "quality"))
     speeds = [r for r in speeds if r["context"] == context]
     longest = max((r["context"] for r in qualities), default=0)

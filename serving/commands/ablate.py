@@ -19,7 +19,7 @@ from . import model_options
 from .text_input import read_text
 
 if TYPE_CHECKING:
-    from entropic_jax.analysis.studies import Material
+    from entropic_jax.analysis.studies import Workload
 
 STUDIES = ("quality", "speed", "writing", "load")
 SHORTEST = 16  # tokens of a window
@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.seeds < 1:
         raise RequestError(f"--seeds is {options.seeds}; accepted are integers of at least 1")
-    material = _material(options)
-    longest = min(len(material.stream) - 1, material.subject.decoder.config.max_position_embeddings)
+    workload = _workload(options)
+    longest = min(len(workload.stream) - 1, workload.subject.decoder.config.max_position_embeddings)
     for context in options.contexts:
         if not SHORTEST <= context <= longest:
             raise RequestError(
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     names = ["off", *(name for name in options.presets if name != "off")]
     found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
     with Console(stderr=True).status("", spinner="dots") as status:
-        for study, what, measure in _cells(material, longest, names, options):
+        for study, what, measure in _cells(workload, longest, names, options):
             if study in found:
                 status.update(f"{study}, {what}")
                 found[study] += measure()
@@ -99,27 +99,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cells(
-    material: "Material", longest: int, names: list[str], options: argparse.Namespace
+    workload: "Workload", longest: int, names: list[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, Callable[[], list[dict[str, Any]]]]]:
     """Study, what is measured in words, and how."""
     from entropic_jax.analysis import studies
 
     reading = tuple(dict.fromkeys(studies.SAME_READING.get(name, name) for name in names))
-    ways = {name: material.preset(name) for name in names if name != "macro"}  # nobody waits
+    presets = {name: workload.preset(name) for name in names if name != "macro"}  # nobody waits
     half = longest // 2
     for seed in range(options.seeds):
         for context in options.contexts:
             scored = min(SCORED, context // 2)
-            make = partial(studies.quality, material, context, seed, names=reading, scored=scored)
+            make = partial(studies.quality, workload, context, seed, names=reading, scored=scored)
             yield "quality", f"{context} tokens, seed {seed}", make
         size = {"prompt": min(256, half), "tokens": min(128, half)}
-        yield "writing", f"seed {seed}", partial(studies.writing, material, seed, ways=ways, **size)
+        yield "writing", f"seed {seed}", partial(studies.writing, workload, seed, presets=presets, **size)
         size = {"prompt": min(384, half), "most": min(160, half)}
-        yield "load", f"seed {seed}", partial(studies.load, material, seed, names=names, **size)
+        yield "load", f"seed {seed}", partial(studies.load, workload, seed, names=names, **size)
     launches = min(26, half // STEPS)
     for context in options.contexts:
         here = min(context, longest - launches * STEPS)
-        make = partial(studies.speed, material, here, names=names, steps=STEPS, repeat=launches - 2)
+        make = partial(studies.speed, workload, here, names=names, steps=STEPS, repeat=launches - 2)
         yield "speed", f"{here} tokens", make
 
 
@@ -136,11 +136,11 @@ def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:
     return table
 
 
-def _material(options: argparse.Namespace) -> "Material":
+def _workload(options: argparse.Namespace) -> "Workload":
     import numpy as np
 
     from entropic_jax.analysis.ablation import Subject
-    from entropic_jax.analysis.studies import Material
+    from entropic_jax.analysis.studies import Workload
 
     texts = [read_text(path, "--text") for path in options.text]
     calibration = control_options.calibration_of(options.model)
@@ -149,7 +149,7 @@ def _material(options: argparse.Namespace) -> "Material":
     stream = [token for text in texts for token in tokenizer.encode(text)]
     belief = 1.0 if calibration is None else calibration.temperature
     size = sum(len(text.encode()) for text in texts)
-    return Material(
+    return Workload(
         Subject(model.decoder, model.params, belief),
         np.asarray(stream, np.int32),
         size / max(len(stream), 1),

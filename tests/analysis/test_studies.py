@@ -6,7 +6,7 @@ import pytest
 
 from entropic_jax.analysis import ablation, studies, tables
 from entropic_jax.analysis.ablation import Subject
-from entropic_jax.analysis.studies import SAME_READING, Material
+from entropic_jax.analysis.studies import SAME_READING, Workload
 from entropic_jax.cache import check
 from entropic_jax.control import chain
 from entropic_jax.control.presets import PRESETS, Gains
@@ -18,9 +18,9 @@ def subject() -> Subject:
     return Subject(m.decoder, m.params)
 
 
-def material() -> Material:
+def workload() -> Workload:
     stream = np.random.default_rng(0).integers(0, 96, 2000)
-    return Material(
+    return Workload(
         subject(),
         stream,
         3.0,
@@ -57,7 +57,7 @@ def test_pages_merge_into_multiples_only():
 
 
 def test_a_state_serves_every_configuration_and_stays_whole():
-    given = material()
+    given = workload()
     state = ablation.read(given.subject, tiny.prompts(40), 24)
     before = jax.device_get(state.cache)
     texts = {}
@@ -72,7 +72,7 @@ def test_a_state_serves_every_configuration_and_stays_whole():
 
 
 def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
-    rows = studies.quality(material(), 420, 0, names=PRESETS, sequences=2, scored=24)
+    rows = studies.quality(workload(), 420, 0, names=PRESETS, sequences=2, scored=24)
     found = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
     for name, same in SAME_READING.items():
         assert found[name] == found[same]
@@ -83,7 +83,7 @@ def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
 
 
 def test_speed_takes_turns():
-    rows = studies.speed(material(), 60, names=("off", "meso"), steps=4, repeat=3)
+    rows = studies.speed(workload(), 60, names=("off", "meso"), steps=4, repeat=3)
     assert [r["preset"] for r in rows[:4]] == ["off", "meso", "meso", "off"]
     assert len(rows) == 6 and all(r["milliseconds"] > 0 for r in rows)
     _, head, lines = tables.timed("")(rows)
@@ -91,8 +91,8 @@ def test_speed_takes_turns():
 
 
 def test_under_load_everyone_is_served():
-    given = material()
-    small = Material(given.subject, given.stream, 3.0, given.gains)
+    given = workload()
+    small = Workload(given.subject, given.stream, 3.0, given.gains)
     rows = studies.load(small, 0, names=("off", "macro"), sequences=5, width=2, most=10)
     assert [r["preset"] for r in rows] == ["off", "macro"]
     assert all(0 < r["completion"] <= r["completion_p95"] and r["tokens_per_second"] > 0 for r in rows)
@@ -111,4 +111,4 @@ def test_measures_of_text():
 
 def test_the_text_must_be_longer_than_a_window():
     with pytest.raises(ValueError, match="the text has 2000 tokens; accepted are more than 2000"):
-        material().windows(1, 2000, 0)
+        workload().windows(1, 2000, 0)
