@@ -186,7 +186,7 @@ def account(
     )
     before = batch.state.signal.entropy
     return after._replace(
-        ledger=ledger.post(after.ledger, before, after.signal.entropy, emitting, cost)
+        ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost)
     ), cost
 
 

@@ -1,8 +1,8 @@
-"""What a sequence has resolved, and what that cost: entropic time τ beside C.
+"""Ledger: entropic time τ of a sequence beside its cost C.
 
-The cost of a step follows from the model's shapes, the rows that share its weights and the positions that
-are really read; `Hardware` turns it into seconds. Neither τ nor τ/C is to be reported alone: quality, ΣH₁
-and the time on the clock stand beside them.
+The cost of a step follows from the model's shapes, the rows that share its weights and the positions that are
+actually read; `Hardware` converts it into seconds. Neither τ nor τ/C should be reported alone: report
+quality, ΣH₁ and wall-clock time beside them.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ HARDWARE = {
     "h100": Hardware(989e12, 3.35e12),
     "h200": Hardware(989e12, 4.8e12),
 }
-KINDS = {
+DEVICE_KINDS = {  # part of JAX's device kind, and the entry of `HARDWARE`
     "v5 lite": "tpu-v5e",
     "v5p": "tpu-v5p",
     "v5": "tpu-v5p",
@@ -35,13 +35,13 @@ KINDS = {
 
 
 def default_hardware() -> Hardware:
-    """The entry of `HARDWARE` for JAX's default device; that of a CPU where there is none."""
+    """The entry of `HARDWARE` for JAX's default device; that of a CPU for unknown devices."""
     kind = jax.devices()[0].device_kind.lower()
-    return HARDWARE[next((name for part, name in KINDS.items() if part in kind), "cpu")]
+    return HARDWARE[next((name for part, name in DEVICE_KINDS.items() if part in kind), "cpu")]
 
 
 class Cost(NamedTuple):
-    """What one step costs each row; float32 `[rows]`."""
+    """Cost of one step; each float32 `[rows]`."""
 
     flops: jax.Array
     bytes_read: jax.Array  # the row's share of the weights, and its own keys and values
@@ -49,20 +49,24 @@ class Cost(NamedTuple):
     seconds: jax.Array  # max(flops / peak, bytes_read / bandwidth)
 
 
-def open_ledger(rows: int) -> Ledger:
+def new_ledger(rows: int) -> Ledger:
     """All sums at zero."""
     zero = jnp.zeros(rows, jnp.float32)
     return Ledger(jnp.zeros(rows, jnp.int32), *(zero,) * 7)
 
 
 def weights_read(shape: ModelShape, rows: jax.Array | float = 1.0) -> jax.Array:
-    """Weights that a step of so many rows reads, float32.
+    """Number of weights that a step reads, float32.
 
         W + E · ((1 − (1 − s)ⁿ) − s)
 
-    n rows, W weights in one token's step, E weights of all experts, of which a token chooses the share s.
-    Without experts that is W. With experts it is an expectation, for rows that choose independently and
-    evenly: rows that agree read less.
+    n rows, W weights used for one token, E weights of all experts, of which a token uses the fraction s.
+    Without experts this is W. With experts it is the expectation for rows that select experts independently
+    and uniformly; rows that agree read less.
+
+    Args:
+        shape: sizes of the model.
+        rows: n, the rows of the step.
 
     >>> from .cache import ModelShape
     >>> sizes = dict(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2)
@@ -86,47 +90,63 @@ def step_cost(
     bytes_per_cache: int | float,
     hardware: Hardware,
 ) -> Cost:
-    """The cost of decoding one token in each active row (bool `[rows]`).
+    """The cost of decoding one token in each active row.
 
         FLOPs = 2 W + 4 d g r,            bytes = b_W · W(n) / n + 2 d b_KV r
         held = 2 d b_KV · layers · KV heads · L,   seconds = max(FLOPs / peak, bytes / bandwidth)
 
-    W weights in a token's step, W(n) those that n active rows read together (`weights_read`), d = head_dim,
-    g = query heads per KV head, r = `positions_read`, float `[rows]`: positions whose K and V are read,
-    summed over layers and KV heads (`dense_positions` where none is left out), L = `length`, int `[rows]`:
-    positions held. A multiplication with an addition counts as two; what is not a product (norms, softmax,
-    sampling) and what is written do not count. An inactive row costs nothing and holds what it holds. A shape
-    that does not say how many weights multiply pays for attention alone.
-    Source: Kiruluta 2026 (arXiv 2603.03310), cost of a step. Differs from the paper: C is in seconds of a
-    roofline, with the counts it comes from beside it.
+    W weights used for one token, W(n) those that n active rows read together (`weights_read`), d = head_dim,
+    g = query heads per KV head. A multiply-add counts as two FLOPs. Norms, softmax, sampling and writes are
+    not counted. An inactive row costs nothing and holds what it holds. A shape without weight counts pays for
+    attention alone.
+
+    Args:
+        shape: sizes of the model.
+        active: bool `[rows]`.
+        positions_read: r, float `[rows]`: positions whose K and V are read, summed over layers and KV heads
+            (`dense_positions` where all are read).
+        length: L, int `[rows]`, positions held.
+        bytes_per_weight: b_W.
+        bytes_per_cache: b_KV, per number of K or V.
+        hardware: peak FLOP/s and memory bandwidth.
+
+    Source: Kiruluta 2026 (arXiv 2603.03310), cost of a step. Differs from the paper: C is in roofline
+        seconds,
+    with the counts that it derives from beside it.
     """
     rows = jnp.sum(active, dtype=jnp.float32)
-    some = jnp.maximum(rows, 1.0)
     read = jnp.asarray(positions_read, jnp.float32)
     position = 2.0 * shape.head_dim * bytes_per_cache  # bytes of one K and one V of one KV head
     group = shape.heads / shape.kv_heads
     flops = 2.0 * shape.weights + 4.0 * shape.head_dim * group * read
-    bytes_read = bytes_per_weight * weights_read(shape, rows) / some + position * read
+    bytes_read = bytes_per_weight * weights_read(shape, rows) / jnp.maximum(rows, 1.0) + position * read
     seconds = jnp.maximum(flops / hardware.peak, bytes_read / hardware.bandwidth)
     held = position * shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)
-    spent = (jnp.where(active, x, 0.0) for x in (flops, bytes_read, seconds))
-    flops, bytes_read, seconds = spent
+    flops, bytes_read, seconds = (jnp.where(active, x, 0.0) for x in (flops, bytes_read, seconds))
     return Cost(flops, bytes_read, held, seconds)
 
 
 def dense_positions(shape: ModelShape, length: jax.Array) -> jax.Array:
-    """Positions read, summed over layers and KV heads, where a row reads all it holds; float32 `[rows]`."""
+    """Positions that a dense step reads, summed over layers and KV heads; float32 `[rows]`."""
     return shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)
 
 
-def post(ledger: Ledger, before, after, active, cost: Cost | None = None) -> Ledger:
-    """Enter one step: the entropy H₁ before and after it, in nats `[rows]`, for the rows that emitted.
+def add_step(
+    ledger: Ledger, before: jax.Array, after: jax.Array, active: jax.Array, cost: Cost | None = None
+) -> Ledger:
+    """Adds one step to the running sums.
 
-    τ = Σ max(0, H₁[t−1] − H₁[t]); the first token of a sequence has no predecessor and adds nothing.
-    τ is half the total variation plus a boundary term and can be gamed by anything that alternates the
-    entropy, so it is computed on H₁, which no temperature moves, and is never to be reported alone.
-    `cost` is entered as it is, for every row; None enters nothing. Sums are float32: after n steps they are
-    off by at most n · 6e-8 of their value.
+    τ = Σ max(0, H₁[t−1] − H₁[t]); the first token of a sequence has no predecessor and adds nothing. τ is
+    half the total variation plus a boundary term, so anything that alternates the entropy inflates it. It is
+    computed on H₁, which no temperature changes, and should never be reported alone. Sums are float32: after
+    n steps their relative error is at most n · 6e-8.
+
+    Args:
+        ledger: the sums so far.
+        before: H₁ of the previous token, nats, `[rows]`.
+        after: H₁ of this token, nats, `[rows]`.
+        active: bool `[rows]`, the rows that emitted.
+        cost: added for every row; None adds nothing.
 
     Source: Kiruluta 2026 (arXiv 2603.03310), entropic time.
     """
@@ -150,10 +170,10 @@ def post(ledger: Ledger, before, after, active, cost: Cost | None = None) -> Led
 def efficiency(ledger: Ledger) -> jax.Array:
     """dτ/dC so far: entropic time per second of cost, in nats/s `[rows]`; 0 where nothing was spent.
 
-    A ratio that is worth nothing alone: a sequence that hesitates and decides over and over has a high one.
+    Not meaningful alone: a sequence whose entropy rises and falls over and over has a high ratio.
     Source: Kiruluta 2026 (arXiv 2603.03310), entropic efficiency.
 
-    >>> float(efficiency(open_ledger(1)._replace(entropic_time=jnp.ones(1), seconds=jnp.full(1, 0.5)))[0])
+    >>> float(efficiency(new_ledger(1)._replace(entropic_time=jnp.ones(1), seconds=jnp.full(1, 0.5)))[0])
     2.0
     """
     spent = ledger.seconds > 0

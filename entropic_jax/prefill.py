@@ -107,7 +107,7 @@ def start(
         control=controller.init(action),
         page_policy=page_policy,
         page_policy_state=() if page_policy is None else page_policy.memory(decoder.shape, cache),
-        ledger=ledger.open_ledger(rows),
+        ledger=ledger.new_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
         cache=cache,
     )

@@ -29,28 +29,28 @@ def restore(path: str | Path, like: Tree) -> Tree:
     `like` has its structure, shapes and dtypes: a value of it, or `jax.eval_shape` of what makes one. Raises
     ModelError where the directory is missing or holds something else.
     """
-    directory, wanted = Path(path).absolute(), named(like)
-    stored = {name: abstract(leaf) for name, leaf in wanted.items()}
+    directory, expected = Path(path).absolute(), named(like)
+    stored = {name: abstract(leaf) for name, leaf in expected.items()}
     full = {name: leaf for name, leaf in stored.items() if leaf.size}
     if not directory.is_dir():
         raise ModelError(f"{directory} is missing; accepted: a directory written by checkpoint.save")
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            found = dict(checkpointer.metadata(directory).item_metadata.tree)
+            stored_arrays = dict(checkpointer.metadata(directory).item_metadata.tree)
         except (AttributeError, ValueError, FileNotFoundError) as error:
             raise ModelError(f"{directory} is not a checkpoint: {error}") from None
-        check(directory, {n: (x.shape, x.dtype) for n, x in found.items()}, full)
+        check(directory, {n: (x.shape, x.dtype) for n, x in stored_arrays.items()}, full)
         arrays = checkpointer.restore(directory, full)
     empty = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in stored.items() if not leaf.size}
-    leaves = [revive({**arrays, **empty}[name], leaf) for name, leaf in wanted.items()]
+    leaves = [revive({**arrays, **empty}[name], leaf) for name, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def check(directory: Path, found: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def check(directory: Path, stored_arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
     """ModelError, naming the first leaf that differs, unless a checkpoint holds what is wanted."""
-    for name in sorted({*found, *wanted}):
-        have = found.get(name)
-        want = (wanted[name].shape, wanted[name].dtype) if name in wanted else None
+    for name in sorted({*stored_arrays, *expected}):
+        have = stored_arrays.get(name)
+        want = (expected[name].shape, expected[name].dtype) if name in expected else None
         if have is None or want is None or tuple(have[0]) != want[0] or have[1] != want[1]:
             raise ModelError(
                 f"{directory} does not hold the pytree asked for: {name} is {form(have)} there, "
@@ -65,10 +65,10 @@ def form(leaf: Any) -> str:
 def named(tree: Any) -> dict[str, Any]:
     """Leaves by path, in order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(found) != len(leaves):
+    stored_arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(stored_arrays) != len(leaves):
         raise ModelError("two leaves of the pytree have one name; accepted: keys without dots")
-    return found
+    return stored_arrays
 
 
 def is_key(leaf: Any) -> bool:

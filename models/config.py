@@ -187,17 +187,20 @@ def rope_parameters(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if share != 1.0:
         raise ModelError(f"partial_rotary_factor is {share}; accepted: 1")
     kind = stated.get("rope_type") or stated.get("type") or "default"
-    wanted = {"default": (), "linear": ("factor",), "llama3": RopeScaling._fields[1:]}
-    if kind not in wanted:
-        raise ModelError(f"rope_scaling has type {kind!r}; accepted: {', '.join(map(repr, wanted))}")
+    required_fields = {"default": (), "linear": ("factor",), "llama3": RopeScaling._fields[1:]}
+    if kind not in required_fields:
+        raise ModelError(f"rope_scaling has type {kind!r}; accepted: {', '.join(map(repr, required_fields))}")
     if kind == "default":
         return theta, None
-    found: dict[str, Any] = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **stated}
-    for name in wanted[kind]:
-        value = found.get(name)
+    values: dict[str, Any] = {
+        "original_max_position_embeddings": raw.get("max_position_embeddings"),
+        **stated,
+    }
+    for name in required_fields[kind]:
+        value = values.get(name)
         if not is_number(value) or value <= 0:
             raise ModelError(f"rope_scaling {kind!r} has {name} = {value!r}; accepted: a positive number")
-    return theta, RopeScaling(kind, **{name: found[name] for name in wanted[kind]})
+    return theta, RopeScaling(kind, **{name: values[name] for name in required_fields[kind]})
 
 
 def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""From a Config to functions: the known families, and the static side of a model.
+"""Decoder: the functions of a model (hidden states, logits), built from its `Config`, and the model families.
 
-A module holds no numbers here. It is built once without allocating, split into its structure and a tree of
-arrays, and put together again while a function is traced: at run time there are raw arrays only.
+The flax module is built once without allocating and split into its static structure and a tree of arrays. It
+is merged again while a function is traced, so at run time there are only raw arrays.
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ Params = dict[str, Any]
 
 
 def family(raw: Mapping[str, Any]) -> Family:
-    """The family that a parsed config.json names. ModelError for one that is not known."""
+    """The model family named by a parsed config.json. Raises ModelError for an unknown one."""
     stated = raw.get("architectures") or []
     names = stated if isinstance(stated, list) else [stated]
     types = {f.model_type: f for f in FAMILIES.values()}
     if not names and raw.get("model_type") in types:
         return types[raw["model_type"]]
     if len(names) != 1 or names[0] not in FAMILIES:
-        found = names or raw.get("model_type")
-        raise ModelError(f"architectures is {found!r}; accepted: one of {', '.join(sorted(FAMILIES))}")
+        stated_names = names or raw.get("model_type")
+        raise ModelError(f"architectures is {stated_names!r}; accepted: one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[names[0]]
 
 
 @functools.lru_cache(maxsize=64)
 def structure(config: Config) -> tuple[nnx.GraphDef[CausalLM], Params]:
-    """The module's static structure and its tree of ShapeDtypeStructs, nothing allocated."""
+    """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
     if config.architecture not in FAMILIES:
         raise ModelError(f"architecture is {config.architecture!r}; accepted: {', '.join(sorted(FAMILIES))}")
     layer = FAMILIES[config.architecture].layer
@@ -50,7 +50,7 @@ def structure(config: Config) -> tuple[nnx.GraphDef[CausalLM], Params]:
 
 
 def as_tuples(tree: Any) -> Any:
-    """Lists of a module come out of flax as dicts keyed by number; in Params they are tuples."""
+    """Converts flax's dicts keyed by number, which stand for lists, to tuples as in `Params`."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(isinstance(key, int) for key in tree):
@@ -59,29 +59,32 @@ def as_tuples(tree: Any) -> Any:
 
 
 def as_dicts(tree: Any) -> Any:
+    """The inverse of `as_tuples`."""
     if isinstance(tree, (tuple, list)):
         return {i: as_dicts(value) for i, value in enumerate(tree)}
     return {key: as_dicts(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def multiplied(config: Config) -> tuple[int, int, float]:
-    """Weights that multiply in one token's step, weights of all experts, and the share a token chooses."""
+def weight_counts(config: Config) -> tuple[int, int, float]:
+    """Weights used for one token, weights of all experts, and the fraction of experts that a token uses."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
     kernels = [leaf for path, leaf in leaves if path[-1].key == "kernel"]
     experts = sum(kernel.size for kernel in kernels if kernel.ndim == 3)
-    chosen, number = config.num_experts_per_tok, max(config.num_local_experts, 1)
+    experts_per_token, num_experts = config.num_experts_per_tok, max(config.num_local_experts, 1)
     dense = sum(kernel.size for kernel in kernels if kernel.ndim == 2)
-    return dense + experts * chosen // number, experts, chosen / number if experts else 0.0
+    fraction = experts_per_token / num_experts if experts else 0.0
+    return dense + experts * experts_per_token // num_experts, experts, fraction
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions of a model: static and hashable, to be closed over or passed to jit as static."""
+    """The functions of a model: static and hashable, to close over or to pass to jit as a static argument."""
 
     config: Config
 
     @property
     def shape(self) -> ModelShape:
+        """Sizes of the model."""
         c = self.config
         return ModelShape(
             c.num_hidden_layers,
@@ -90,22 +93,30 @@ class Decoder:
             c.head_dim,
             c.vocab_size,
             c.hidden_size,
-            *multiplied(c),
+            *weight_counts(c),
         )
 
     def module(self, params: Params) -> CausalLM:
-        """The flax module that holds these arrays; free inside jit, where it exists only while tracing."""
+        """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""
         return nnx.merge(structure(self.config)[0], as_dicts(params))
 
     def hidden(
         self, params: Params, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Attend
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states `[rows, n, hidden]` of int32 tokens at int32 positions, both `[rows, n]`.
+        """Hidden states after the last norm.
 
-        `layers` holds one cache per layer, handed to `attend` and returned as `attend` leaves it.
+        Args:
+            params: the model's parameters.
+            tokens: int32 `[rows, n]`.
+            positions: int32 `[rows, n]`.
+            layers: one cache per layer, passed to `attend`.
+            attend: attention and cache update.
+
+        Returns:
+            Hidden states, `[rows, n, hidden]`, and the caches as `attend` returned them.
         """
         return self.module(params)(tokens, positions, layers, attend)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocabulary]` of hidden states `[..., hidden]`."""
+        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
         return self.module(params).logits(hidden)

@@ -1,9 +1,9 @@
-"""The blocks that decoder families are put together from, as flax nnx modules.
+"""Building blocks of decoder models as flax nnx modules: attention, MLP, norm, embedding, decoder layer.
 
-Attribute names are those of Hugging Face, so one rule finds the tensor of a weight (see `weights.py`). A
-matrix is a `kernel` of shape [in, out]: with the other order, a matrix–vector product on XLA's CPU backend
-runs at a small part of the memory's speed. Norms, softmax and rotation compute in float32, the rest in the
-dtype of the embedding; a kernel may be narrower, and is widened as it is multiplied.
+Attribute names are those of Hugging Face, so that one rule maps weights to tensors (see `weights.py`). A
+matrix is a `kernel` of shape [in, out]: in the other order, a matrix–vector product on XLA's CPU backend
+reaches only a small part of the memory bandwidth. Norms, softmax and rotary embedding compute in float32,
+everything else in the dtype of the embedding; a narrower kernel is widened as it is multiplied.
 """
 
 from collections.abc import Callable
@@ -17,33 +17,42 @@ from flax import nnx
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .config import Config
-from .rope import Rotation, frequencies, rotate, rotation
+from .rope import Rotation, apply_rope, rope_frequencies, rope_rotation
 
 
 class Attend(Protocol):
-    """Write keys and values to the layer's cache, and attend to what it then holds."""
+    """Writes keys and values to a layer's cache and attends to everything that it then holds."""
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, /, *, window: int | None
     ) -> tuple[jax.Array, Any]:
-        """Query and output `[rows, n, heads, head_dim]`, key and value `[rows, n, kv_heads, head_dim]`.
+        """Attention of one layer.
 
-        Query and key are rotated; the scale 1/√head_dim is for this function to apply. `window` is how many
-        positions a query sees, its own included, None for all before it.
+        Args:
+            query: rotated queries, `[rows, n, heads, head_dim]`. This function applies the scale 1/√head_dim.
+            key: rotated keys, `[rows, n, kv_heads, head_dim]`.
+            value: `[rows, n, kv_heads, head_dim]`.
+            cache: the layer's cache, a pytree.
+            window: positions that a query sees, its own included; None for all up to its own.
+
+        Returns:
+            The output, `[rows, n, heads, head_dim]`, and the new cache.
         """
 
 
 class Linear(nnx.Module):
+    """x @ kernel + bias."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return together(x, self)[0]
+        return fused_linear(x, self)[0]
 
 
-def together(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
-    """What each of the layers makes of x: one pass where x has few rows."""
+def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
+    """The outputs of several linear layers for the same x; one pass over x where it has few rows."""
     products = skinny_matmul(x, *(layer.kernel[...] for layer in layers))
     return tuple(
         y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
@@ -51,6 +60,8 @@ def together(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
 
 
 class Embedding(nnx.Module):
+    """Token embedding, `weight` [vocabulary, hidden]."""
+
     def __init__(self, vocabulary: int, hidden: int) -> None:
         self.weight = nnx.Param(jnp.zeros((vocabulary, hidden)))
 
@@ -80,12 +91,12 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = together(x, self.gate_proj, self.up_proj)
+        gate, up = fused_linear(x, self.gate_proj, self.up_proj)
         return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and rotation around an `Attend`; how keys are stored is not known here."""
+    """Projections, head norms and rotary embedding around an `Attend`, which owns the KV cache."""
 
     def __init__(
         self,
@@ -105,15 +116,17 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
 
-    def __call__(self, x: jax.Array, turn: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, rotation: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
         rows, length, _ = x.shape
         query, key, value = (
             projected.reshape(rows, length, -1, self.head_dim)
-            for projected in together(x, self.q_proj, self.k_proj, self.v_proj)
+            for projected in fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        out, cache = attend(rotate(query, turn), rotate(key, turn), value, cache, window=self.window)
+        out, cache = attend(
+            apply_rope(query, rotation), apply_rope(key, rotation), value, cache, window=self.window
+        )
         return self.o_proj(out.reshape(rows, length, -1)), cache
 
 
@@ -126,8 +139,8 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def __call__(self, x: jax.Array, turn: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        out, cache = self.self_attn(self.input_layernorm(x), turn, cache, attend)
+    def __call__(self, x: jax.Array, rotation: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
+        out, cache = self.self_attn(self.input_layernorm(x), rotation, cache, attend)
         x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -135,8 +148,8 @@ class DecoderLayer(nnx.Module):
 class CausalLM(nnx.Module):
     """Embedding, layers, norm and output projection.
 
-    The projection is always a [hidden, vocabulary] kernel of its own. With tied embeddings that is a second
-    copy of the embedding, transposed: it costs vocab_size · hidden_size weights of memory and keeps the
+    The output projection is always a separate [hidden, vocabulary] kernel. With tied embeddings it is a
+    transposed copy of the embedding: it costs vocab_size · hidden_size weights of memory and keeps the
     largest product of a step in the fast order.
     """
 
@@ -150,20 +163,31 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, caches: tuple[Any, ...], attend: Attend
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states `[rows, n, hidden]` after the last norm, of int32 tokens at positions `[rows, n]`."""
-        turn = rotation(positions, self.frequencies())
+        """Hidden states after the last norm.
+
+        Args:
+            tokens: int32 `[rows, n]`.
+            positions: int32 `[rows, n]`.
+            caches: one cache per layer, passed to `attend`.
+            attend: attention and cache update.
+
+        Returns:
+            Hidden states, `[rows, n, hidden]`, and the new caches.
+        """
+        rotation = rope_rotation(positions, self.rope_frequencies())
         x, written = self.embed_tokens(tokens), []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, turn, cache, attend)
+            x, cache = layer(x, rotation, cache, attend)
             written.append(cache)
         return self.norm(x), tuple(written)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocabulary]` of hidden states `[..., hidden]`."""
+        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
         kernel = self.lm_head.kernel[...]
         if hidden.dtype == jnp.float32:
             return skinny_matmul(hidden, kernel)[0]
         return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
 
-    def frequencies(self) -> np.ndarray:
-        return frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+    def rope_frequencies(self) -> np.ndarray:
+        """The rotation angle per position of each pair, radians, float32 `[head_dim / 2]`."""
+        return rope_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)

@@ -115,9 +115,9 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
 
 def checked(dtype: Any) -> np.dtype:
     try:
-        found = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or found.name not in ACCEPTED_DTYPES:
+        result = None
+    if result is None or result.name not in ACCEPTED_DTYPES:
         raise ModelError(f"dtype is {dtype!r}; accepted: {', '.join(ACCEPTED_DTYPES)}")
-    return found
+    return result

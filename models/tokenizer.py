@@ -146,8 +146,10 @@ def compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = as_json
-    now = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template, globals={"raise_exception": refuse, "strftime_now": now})
+    strftime_now = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(
+        template, globals={"raise_exception": refuse, "strftime_now": strftime_now}
+    )
 
 
 class Detokenizer:
@@ -192,9 +194,9 @@ class Detokenizer:
         count = len(self._waiting)
         if count <= LONGEST_CHARACTER:
             return 0
-        whole = self._decode(self._waiting)
+        text = self._decode(self._waiting)
         for cut in range(count - 1, count - 1 - LONGEST_CHARACTER, -1):
-            if self._decode(self._waiting[:cut]) + self._decode(self._waiting[cut:]) == whole:
+            if self._decode(self._waiting[:cut]) + self._decode(self._waiting[cut:]) == text:
                 return cut
         return count - LONGEST_CHARACTER  # no cut is clean: what waits stays short
 

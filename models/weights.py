@@ -32,7 +32,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
 
 
-class Entry(NamedTuple):
+class ParameterSource(NamedTuple):
     """An array of Params and the tensors on disk that it is made of."""
 
     path: tuple[Any, ...]
@@ -47,11 +47,11 @@ class Entry(NamedTuple):
         return shape[::-1] if self.transposed else shape
 
 
-def entries(config: Config) -> list[Entry]:
+def entries(config: Config) -> list[ParameterSource]:
     """What Params of a Config are made of, in order of reading."""
     renames = FAMILIES[config.architecture].renames
     leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
-    found = []
+    result = []
     for keys, leaf in leaves:
         path = tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys)
         transposed = path[-1] == "kernel"
@@ -64,17 +64,17 @@ def entries(config: Config) -> list[Entry]:
             names = tuple(name.replace(".experts.", f".experts.{e}.") for e in range(leaf.shape[0]))
         for ours, theirs in renames:
             names = tuple(n.replace(ours, theirs) for n in names)
-        found.append(Entry(path, leaf.shape, names, transposed))
-    return found
+        result.append(ParameterSource(path, leaf.shape, names, transposed))
+    return result
 
 
-class Tensors:
+class SafetensorsFiles:
     """The safetensors files of a model directory, memory-mapped. Raises ModelError for broken ones."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[str, Any] = {}
-        self.where: dict[str, str] = {}  # tensor name to file name
+        self.file_of: dict[str, str] = {}  # tensor name to file name
         promised: dict[str, str] = {}
         if (directory / SINGLE).exists():
             files = [SINGLE]
@@ -87,46 +87,46 @@ class Tensors:
         else:
             raise ModelError(f"{directory} has no weights; accepted: {SINGLE}, or several files with {INDEX}")
         for file in files:
-            self._files[file] = opened(directory / file)
-            self.where |= dict.fromkeys(self._files[file].keys(), file)
+            self._files[file] = open_safetensors(directory / file)
+            self.file_of |= dict.fromkeys(self._files[file].keys(), file)
         for name, file in promised.items():
-            if self.where.get(name) != file:
+            if self.file_of.get(name) != file:
                 raise ModelError(f"{INDEX} says that {name} is in {directory / file}, which does not hold it")
 
     def __getitem__(self, name: str) -> Any:
-        return self._files[self.where[name]].get_slice(name)
+        return self._files[self.file_of[name]].get_slice(name)
 
-    def check(self, wanted: list[Entry], config: Config) -> None:
+    def check(self, expected: list[ParameterSource], config: Config) -> None:
         """ModelError unless the files hold exactly these tensors, in these shapes and in a known dtype."""
-        shapes = {name: entry.stored_shape for entry in wanted for name in entry.names}
-        missing = [name for name in shapes if name not in self.where]
+        shapes = {name: entry.stored_shape for entry in expected for name in entry.names}
+        missing = [name for name in shapes if name not in self.file_of]
         if missing:
-            raise ModelError(f"{self.directory} lacks {some(missing)}; config.json asks for them")
+            raise ModelError(f"{self.directory} lacks {abbreviated(missing)}; config.json asks for them")
         tied = {HEAD} if config.tie_word_embeddings else set()
-        unexpected = [n for n in self.where if n not in shapes and n not in tied and not HARMLESS.search(n)]
+        unexpected = [n for n in self.file_of if n not in shapes and n not in tied and not HARMLESS.search(n)]
         if unexpected:
             size = f"{config.num_hidden_layers} layers of {config.architecture}"
-            raise ModelError(f"{self.directory} holds {some(unexpected)}, which {size} do not have")
+            raise ModelError(f"{self.directory} holds {abbreviated(unexpected)}, which {size} do not have")
         for name, shape in shapes.items():
-            tensor, file = self[name], self.directory / self.where[name]
+            tensor, file = self[name], self.directory / self.file_of[name]
             if tuple(tensor.get_shape()) != shape:
                 raise ModelError(f"{file}: {name} has shape {tuple(tensor.get_shape())}; expected {shape}")
             if tensor.get_dtype() not in DTYPES:
                 raise ModelError(f"{file}: {name} is {tensor.get_dtype()}; accepted: {', '.join(DTYPES)}")
-        if tied & self.where.keys() and not self.same(HEAD, EMBEDDING):
+        if tied & self.file_of.keys() and not self.same(HEAD, EMBEDDING):
             raise ModelError(
                 f"{self.directory}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; "
                 "accepted: equal tensors, no lm_head.weight, or tie_word_embeddings false"
             )
 
     def same(self, first: str, second: str) -> bool:
-        one, two = self[first], self[second]
-        if one.get_shape() != two.get_shape():
+        left, right = self[first], self[second]
+        if left.get_shape() != right.get_shape():
             return False
-        return all(np.array_equal(one[rows], two[rows]) for rows in strips(one.get_shape()[0]))
+        return all(np.array_equal(left[rows], right[rows]) for rows in strips(left.get_shape()[0]))
 
 
-def opened(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def opened(path: Path) -> Any:
         ) from None
 
 
-def some(names: list[str]) -> str:
+def abbreviated(names: list[str]) -> str:
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -150,10 +150,10 @@ def read(
 
     With `as_stored`, a matrix that is bfloat16 on disk stays so where products widen it at no cost.
     """
-    tensors, wanted = Tensors(directory), entries(config)
-    tensors.check(wanted, config)
+    tensors, expected = SafetensorsFiles(directory), entries(config)
+    tensors.check(expected, config)
     arrays = []
-    for entry in wanted:
+    for entry in expected:
         narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
         host = np.empty(entry.shape, jnp.bfloat16 if narrow else dtype)
         parts = host if len(entry.shape) == 3 else host[None]
@@ -164,7 +164,7 @@ def read(
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
 
 
-def stays_narrow(entry: Entry, tensors: Tensors) -> bool:
+def stays_narrow(entry: ParameterSource, tensors: SafetensorsFiles) -> bool:
     """Whether an array is a matrix of bfloat16 on disk that float32 rows are multiplied by as it is."""
     matrix = entry.transposed and len(entry.shape) == 2
     return (
@@ -185,7 +185,7 @@ def strips(length: int) -> list[slice]:
     return [slice(start, min(start + STRIP, length)) for start in range(0, length, STRIP)]
 
 
-def stored(params: Params, config: Config) -> Iterator[tuple[str, np.ndarray, bool]]:
+def disk_tensors(params: Params, config: Config) -> Iterator[tuple[str, np.ndarray, bool]]:
     """Tensor names, arrays (views where the device is the host) and whether to transpose, as on disk."""
     leaves = jax.tree.leaves(params)
     for entry, leaf in zip(entries(config), leaves, strict=True):
@@ -202,7 +202,7 @@ def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
     code = {name: code for code, name in DTYPES.items()}[dtype.name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, array, transposed in stored(params, config):
+    for name, array, transposed in disk_tensors(params, config):
         begin, end = end, end + array.size * dtype.itemsize
         shape = array.shape[::-1] if transposed else array.shape
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
@@ -211,7 +211,7 @@ def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, array, transposed in stored(params, config):
+        for _, array, transposed in disk_tensors(params, config):
             source = array.T if transposed else array
             for rows in strips(source.shape[0]):
                 file.write(np.ascontiguousarray(source[rows], dtype).tobytes())

@@ -167,10 +167,10 @@ def test_agrees_with_the_compiler(rows, context, monkeypatch):
 
 def entered(entropies: np.ndarray, active: np.ndarray, spent: ledger.Cost | None = None) -> ledger.Ledger:
     """The ledger after steps `[steps, rows]`."""
-    account, last = ledger.open_ledger(entropies.shape[1]), jnp.zeros(entropies.shape[1])
+    account, last = ledger.new_ledger(entropies.shape[1]), jnp.zeros(entropies.shape[1])
     for now, emits in zip(jnp.asarray(entropies, jnp.float32), jnp.asarray(active), strict=True):
         after = jnp.where(emits, now, last)
-        account, last = ledger.post(account, last, after, emits, spent), after
+        account, last = ledger.add_step(account, last, after, emits, spent), after
     return account
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from entropic_jax import models
-from entropic_jax.calibration import pieces, teacher_forced
+from entropic_jax.calibration import split_sequences, teacher_forced
 
 TOKENS_EACH = 256  # read of a text, from its beginning
 
@@ -39,6 +39,6 @@ def model_logits(directory: Path, texts: list[Path], tokens: int) -> np.ndarray:
     if model.tokenizer is None:
         raise SystemExit(f"--model is {directory}: it has no tokenizer.json; a folder with one is accepted")
     sequences = [model.tokenizer.encode(path.read_text("utf-8")) for path in texts]
-    cut = pieces([sequence[: TOKENS_EACH + 1] for sequence in sequences], TOKENS_EACH, tokens)
+    cut = split_sequences([sequence[: TOKENS_EACH + 1] for sequence in sequences], TOKENS_EACH, tokens)
     forced = teacher_forced(model.decoder, model.params, cut)
     return np.concatenate([np.asarray(logits)[targets >= 0] for _, logits, targets in forced])

@@ -1,4 +1,4 @@
-"""What calibration found, and the file that keeps it beside the model."""
+"""Calibration record: the result of a calibration, and its JSON file beside the model."""
 
 import json
 import math
@@ -13,30 +13,30 @@ LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of the quantiles
 
 
 class Calibration(NamedTuple):
-    """What calibration text says of a model; entropies and losses in nats.
+    """Statistics of a model on calibration text; entropies and losses in nats.
 
-    H₁ is the entropy of softmax(z / T_cal), the belief; the plain entropy that of softmax(z).
+    H₁ is the entropy of the belief softmax(z / T_cal); the plain entropy is that of softmax(z).
     """
 
     temperature: float  # T_cal
-    tokens: int  # that were predicted
+    tokens: int  # number of predicted tokens
     loss: float  # mean −ln p(token) of softmax(z)
-    calibrated_loss: float  # and of softmax(z / T_cal)
+    calibrated_loss: float  # mean −ln p(token) of softmax(z / T_cal)
     error: float  # expected calibration error of softmax(z), in [0, 1]
-    calibrated_error: float  # and of softmax(z / T_cal)
+    calibrated_error: float  # expected calibration error of softmax(z / T_cal)
     quantiles: tuple[float, ...]  # of H₁, at LEVELS
     plain_quantiles: tuple[float, ...]  # of the plain entropy, at LEVELS
     varentropy_quantiles: tuple[float, ...]  # of V₁, at LEVELS, in nats²
-    target_entropy: float  # micro: H*, the median of H₁
-    low_entropy: float  # meso: H_lo, its lower quartile, at and below which pruning is full
-    high_entropy: float  # meso: H_hi, its upper quartile, from which on nothing is pruned
-    mean: float  # macro: μ of the AR(1) that H₁ follows along a text,
-    scale: float  # σ of its innovations H₁[t+1] − μ − ρ (H₁[t] − μ),
-    correlation: float  # and ρ, in [−0.999, 0.999]
+    target_entropy: float  # temperature law: H*, the median of H₁
+    low_entropy: float  # pruning law: H_lo, the lower quartile of H₁
+    high_entropy: float  # pruning law: H_hi, the upper quartile of H₁
+    mean: float  # scheduling law: μ of the AR(1) process that H₁ follows along a text
+    scale: float  # σ of its innovations H₁[t+1] − μ − ρ (H₁[t] − μ)
+    correlation: float  # ρ, in [−0.999, 0.999]
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration as JSON to a file, or as `calibration.json` into a directory, all or nothing."""
+    """Writes a calibration as JSON to a file, or as `calibration.json` into a directory, atomically."""
     file = _file(path)
     tree: dict[str, Any] = {"version": VERSION}
     for name, value in calibration._asdict().items():
@@ -58,10 +58,11 @@ def _file(path: str | Path) -> Path:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Read what `save_calibration` wrote, from a file or from a model's directory.
+    """Reads what `save_calibration` wrote, from a file or from a model's directory.
 
-    Raises FileNotFoundError where there is none, and ValueError, which names the file, the field, its value
-    and what is accepted, where it cannot be used.
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: if the file is invalid; names the file, the field, its value and what is accepted.
     """
     file = _file(path)
     if not file.is_file():
@@ -89,9 +90,9 @@ def _checked(file: Path, name: str, tree: dict[str, Any]) -> Any:
     number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
     if name.endswith("quantiles"):
         levels = [str(level) for level in LEVELS]
-        whole = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))
-        value = tuple(value.values()) if whole else ()
-        right = whole and all(low <= high for low, high in zip((0, *value), value, strict=False))
+        complete = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))
+        value = tuple(value.values()) if complete else ()
+        right = complete and all(low <= high for low, high in zip((0, *value), value, strict=False))
         accepted = f"an ascending number of at least 0 for each of {', '.join(levels)}"
     elif name == "tokens":
         right, accepted = isinstance(value, int) and number(value) and value > 0, "an integer of at least 1"

@@ -1,4 +1,4 @@
-"""From text to a calibration: fit, then measure what the controllers' set-points are derived from."""
+"""Calibration statistics: fits T_cal to a text and measures what the set-points of the laws derive from."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,17 +10,17 @@ import numpy as np
 from .. import entropy
 from ..loop import Decoder
 from .record import LEVELS, Calibration
-from .teacher_forcing import pieces, teacher_forced
+from .teacher_forcing import split_sequences, teacher_forced
 from .temperature import expected_calibration_error, fit_temperature
 
 LOW, MIDDLE, HIGH = (LEVELS.index(level) for level in (0.25, 0.5, 0.75))
-LEAST_TOKENS = 64  # fewer say nothing
-LEAST_WIDTH = 1e-3  # nats between the thresholds of pruning
+MIN_TOKENS = 64  # fewer give no useful statistics
+MIN_THRESHOLD_WIDTH = 1e-3  # nats between `low_entropy` and `high_entropy`
 HIGHEST_CORRELATION = 0.999
 
 
-class _Measures(NamedTuple):
-    """Of each token, under softmax(z) and under softmax(z / T_cal)."""
+class _TokenStatistics(NamedTuple):
+    """Per-token statistics under softmax(z) and under softmax(z / T_cal); each array `[tokens]`."""
 
     plain_entropy: Any
     entropy: Any
@@ -33,10 +33,10 @@ class _Measures(NamedTuple):
 
 
 @jax.jit
-def _measure(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> _Measures:
+def _token_statistics(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> _TokenStatistics:
     token, scaled = jnp.maximum(tokens, 0), logits / temperature
     plain, belief = entropy.entropy_statistics(logits), entropy.entropy_statistics(scaled)
-    return _Measures(
+    return _TokenStatistics(
         plain_entropy=plain.entropy,
         entropy=belief.entropy,
         varentropy=belief.varentropy,
@@ -55,50 +55,61 @@ def calibrate(
     *,
     context: int,
     tokens: int | None = None,
-    advance: Callable[[int], object] = lambda count: None,
+    on_progress: Callable[[int], object] = lambda count: None,
 ) -> Calibration:
-    """Calibrate a model on token sequences that it was not trained on.
+    """Calibrates a model on token sequences that it was not trained on.
 
-    `context` is the most positions the model attends to: a longer sequence is cut. At most `tokens` are
-    predicted, twice; `advance` is told how many were just done. Reads with nothing pruned, at temperature 1
-    and T_cal. Raises ValueError where fewer than 64 tokens are to be predicted.
+    Reads without pruning.
+
+    Args:
+        decoder: the model's functions.
+        params: the model's parameters.
+        sequences: token ids.
+        context: most positions that the model attends to; longer sequences are split.
+        tokens: most tokens to predict, each of them twice; None is all.
+        on_progress: called with the number of tokens just processed.
+
+    Raises:
+        ValueError: for fewer than 64 tokens to predict.
     """
-    cut = pieces(sequences, context, tokens)
-    total = sum(len(piece) - 1 for piece in cut)
-    if total < LEAST_TOKENS:
+    cut_sequences = split_sequences(sequences, context, tokens)
+    total = sum(len(piece) - 1 for piece in cut_sequences)
+    if total < MIN_TOKENS:
         raise ValueError(
-            f"sequences have {total} tokens to predict; accepted are at least {LEAST_TOKENS}, all but the "
+            f"sequences have {total} tokens to predict; accepted are at least {MIN_TOKENS}, all but the "
             "first of each"
         )
 
     def batches() -> Iterator[tuple[int, jax.Array, np.ndarray]]:
-        for number, logits, wanted in teacher_forced(decoder, params, cut):
-            yield number, logits, wanted
-            advance(int((wanted >= 0).sum()))
+        for number, logits, targets in teacher_forced(decoder, params, cut_sequences):
+            yield number, logits, targets
+            on_progress(int((targets >= 0).sum()))
 
-    temperature = fit_temperature((logits, wanted) for _, logits, wanted in batches())
-    parts: list[list[_Measures]] = [[] for _ in cut]
-    for number, logits, wanted in batches():
-        measures = jax.device_get(_measure(logits, jnp.asarray(wanted), jnp.float32(temperature)))
-        parts[number].append(_Measures(*(np.asarray(x)[wanted >= 0] for x in measures)))
-    along = [np.concatenate([part.entropy for part in piece]).astype(np.float64) for piece in parts]
+    temperature = fit_temperature((logits, targets) for _, logits, targets in batches())
+    parts: list[list[_TokenStatistics]] = [[] for _ in cut_sequences]
+    for number, logits, targets in batches():
+        batch_statistics = jax.device_get(
+            _token_statistics(logits, jnp.asarray(targets), jnp.float32(temperature))
+        )
+        parts[number].append(_TokenStatistics(*(np.asarray(x)[targets >= 0] for x in batch_statistics)))
+    entropy_series = [np.concatenate([part.entropy for part in piece]).astype(np.float64) for piece in parts]
     rows = [part for piece in parts for part in piece]
-    every = _Measures(*(np.concatenate(column) for column in zip(*rows, strict=True)))
-    quantiles = tuple(float(x) for x in np.quantile(every.entropy, LEVELS))
-    mean, scale, correlation = autoregression(along)
+    all_tokens = _TokenStatistics(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+    quantiles = tuple(float(x) for x in np.quantile(all_tokens.entropy, LEVELS))
+    mean, scale, correlation = autoregression(entropy_series)
     return Calibration(
         temperature=temperature,
         tokens=total,
-        loss=float(every.loss.mean(dtype=np.float64)),
-        calibrated_loss=float(every.calibrated_loss.mean(dtype=np.float64)),
-        error=expected_calibration_error(every.confidence, every.correct),
-        calibrated_error=expected_calibration_error(every.calibrated_confidence, every.correct),
+        loss=float(all_tokens.loss.mean(dtype=np.float64)),
+        calibrated_loss=float(all_tokens.calibrated_loss.mean(dtype=np.float64)),
+        error=expected_calibration_error(all_tokens.confidence, all_tokens.correct),
+        calibrated_error=expected_calibration_error(all_tokens.calibrated_confidence, all_tokens.correct),
         quantiles=quantiles,
-        plain_quantiles=tuple(float(x) for x in np.quantile(every.plain_entropy, LEVELS)),
-        varentropy_quantiles=tuple(float(x) for x in np.quantile(every.varentropy, LEVELS)),
+        plain_quantiles=tuple(float(x) for x in np.quantile(all_tokens.plain_entropy, LEVELS)),
+        varentropy_quantiles=tuple(float(x) for x in np.quantile(all_tokens.varentropy, LEVELS)),
         target_entropy=quantiles[MIDDLE],
         low_entropy=quantiles[LOW],
-        high_entropy=max(quantiles[HIGH], quantiles[LOW] + LEAST_WIDTH),
+        high_entropy=max(quantiles[HIGH], quantiles[LOW] + MIN_THRESHOLD_WIDTH),
         mean=mean,
         scale=scale,
         correlation=correlation,
@@ -106,11 +117,11 @@ def calibrate(
 
 
 def autoregression(series: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Mean μ, scale σ of the innovations and correlation ρ of one AR(1) for all series, by least squares.
+    """Fits one AR(1) process to all series by least squares: mean μ, scale σ of the innovations, correlation ρ.
 
         x[t+1] − μ = ρ (x[t] − μ) + σ · noise
 
-    Neighbours are taken within a series only. ρ is held in [−0.999, 0.999], and 0 where nothing varies.
+    Pairs are taken within a series only. ρ is clipped to [−0.999, 0.999], and 0 for constant series.
     """
     mean = float(np.concatenate(series).mean())
     before = np.concatenate([x[:-1] for x in series]) - mean

@@ -1,4 +1,4 @@
-"""The temperature that calibrates, in one pass over the logits, and how far from calibrated a model is."""
+"""Temperature scaling: fits the belief temperature T_cal in one pass over logits; calibration error."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ BINS = 15
 GRID = np.exp2(np.arange(-8, 9) / 2)  # 1/T, from 1/16 to 16
 
 Batch = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
-"""Logits float32 `[n, vocabulary]` and the tokens int32 `[n]` they should have predicted; −1 for none."""
+"""Logits float32 `[n, vocabulary]` and the tokens int32 `[n]` that they predict; −1 for padding."""
 
 
 @jax.jit
@@ -30,14 +30,22 @@ def _slopes(logits: jax.Array, tokens: jax.Array, temperatures: jax.Array) -> ja
 
 
 def fit_temperature(batches: Iterable[Batch]) -> float:
-    """T_cal, the temperature at which softmax(z / T) gives held-out tokens the highest likelihood.
+    """Fits T_cal, the temperature at which softmax(z / T) gives held-out tokens the highest likelihood.
 
         d NLL / d ln(1/T) = Σ (−ln p(token) − H_T),   d² NLL / d ln(1/T)² = the same + Σ V_T
 
-    So the calibrated model is the one whose mean surprisal is its mean entropy. The loss is convex in 1/T.
-    One pass, in which no logits are kept: slope and curvature are summed at 17 temperatures, √2 apart, and
-    the root is that of their cubic interpolant, some 1e-4 off. In [1/16, 16]: the nearer end where the
-    minimum lies outside. Raises ValueError without tokens, or where a token has no finite loss.
+    In the calibrated model, the mean surprisal equals the mean entropy. The loss is convex in 1/T. One pass
+    suffices and no logits are kept: slope and curvature are summed at 17 temperatures, √2 apart, and the root
+    is that of their cubic interpolant, about 1e-4 off.
+
+    Args:
+        batches: logits, and the tokens that they predict.
+
+    Returns:
+        T_cal in [1/16, 16], the nearer end where the minimum lies outside.
+
+    Raises:
+        ValueError: without tokens, or if a token has no finite loss.
 
     >>> logits = 2 * jnp.log(jnp.array([[0.75, 0.25]] * 4))  # twice too sure
     >>> round(fit_temperature([(logits, jnp.array([0, 0, 0, 1]))]), 3)
@@ -45,10 +53,10 @@ def fit_temperature(batches: Iterable[Batch]) -> float:
     """
     sums, tokens = np.zeros((len(GRID), 2)), 0
     temperatures = jnp.asarray(1 / GRID, jnp.float32)
-    for logits, wanted in batches:
-        wanted = jnp.asarray(wanted, jnp.int32)
-        sums += np.asarray(_slopes(jnp.asarray(logits, jnp.float32), wanted, temperatures), np.float64)
-        tokens += int((wanted >= 0).sum())
+    for logits, targets in batches:
+        targets = jnp.asarray(targets, jnp.int32)
+        sums += np.asarray(_slopes(jnp.asarray(logits, jnp.float32), targets, temperatures), np.float64)
+        tokens += int((targets >= 0).sum())
     if tokens == 0:
         raise ValueError("batches hold no token; accepted is at least one")
     if not np.isfinite(sums).all():
@@ -58,7 +66,7 @@ def fit_temperature(batches: Iterable[Batch]) -> float:
 
 
 def _root(x: np.ndarray, value: np.ndarray, slope: np.ndarray) -> float:
-    """Where an increasing function crosses 0, by the cubic between the two points around it."""
+    """The root of an increasing function, by the cubic between the two points around it."""
     if value[0] >= 0 or value[-1] <= 0:
         return float(x[0] if value[0] >= 0 else x[-1])
     right = int(np.flatnonzero(value > 0)[0])
@@ -77,12 +85,22 @@ def _root(x: np.ndarray, value: np.ndarray, slope: np.ndarray) -> float:
 
 
 def expected_calibration_error(confidence: Any, correct: Any, bins: int = BINS) -> float:
-    """Mean distance between how sure a model was of its likeliest token and how often that was right.
+    """Expected calibration error: mean distance between confidence in the likeliest token and accuracy.
 
         Σ_b (n_b / n) |mean confidence of b − share correct in b|
 
-    confidence `[n]` in [0, 1], correct bool `[n]`; in [0, 1]. The bins b hold equally many tokens each: with
-    bins of equal width, most tokens of a language model share one. Raises ValueError for no tokens.
+    Bins hold equally many tokens. With bins of equal width, most tokens of a language model share one.
+
+    Args:
+        confidence: probability of the likeliest token, `[n]`, in [0, 1].
+        correct: bool `[n]`.
+        bins: number of bins.
+
+    Returns:
+        The error, in [0, 1].
+
+    Raises:
+        ValueError: for no tokens, or shapes that differ.
 
     >>> round(expected_calibration_error([0.9] * 4, [True, True, True, False], bins=1), 3)
     0.15

@@ -149,7 +149,7 @@ def main() -> None:
 
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    history.note(work, parser, arguments)
+    history.record_run(work, parser, arguments)
     shape = Shape()
     tokenizer = Tokenizer.from_file(str(arguments.init / "tokenizer.json")) if arguments.init else None
     streams = data.prepare(work, shape.vocab_size, tokenizer)
@@ -200,9 +200,9 @@ def main() -> None:
         bar = progress.add_task("training", total=short_steps + long_steps, completed=first)
         length, source = 0, iter(())
         for number in range(first, short_steps + long_steps):
-            wanted = arguments.length if number < short_steps else shape.max_position_embeddings
-            if wanted != length:
-                length = wanted
+            window_length = arguments.length if number < short_steps else shape.max_position_embeddings
+            if window_length != length:
+                length = window_length
                 windows = -(-max(1, arguments.batch_tokens // length) // mesh.size) * mesh.size
                 per_device = max(1, arguments.micro_tokens // length)
                 micro = max(1, windows // (per_device * mesh.size))

@@ -77,7 +77,7 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
     held = json.loads((work / "held_out.json").read_text())
     files, tokens = (len(np.load(work / f"{n}.npy", mmap_mode="r")) for n in ("starts", "training"))
     rows = [[p["name"], p["version"], p["licence"], megabytes(p["bytes"])] for p in packages]
-    row = lambda wanted: [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is wanted]
+    row = lambda is_held_out: [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is is_held_out]
     training = sum(p["bytes"] for p in packages if not p["held_out"])
     kept = sum(len(d["text"].encode()) for d in held)
     head = ["package", "version", "licence", "MB"]

@@ -47,13 +47,13 @@ def download(names: Iterable[str], folder: Path) -> list[Path]:
     wheels = []
     for name in names:
         pattern = name.replace("-", "_").lower() + "-*.whl"
-        found = [w for w in folder.glob("*.whl") if Path(w.name.lower()).match(pattern)]
-        if not found:
+        matching = [w for w in folder.glob("*.whl") if Path(w.name.lower()).match(pattern)]
+        if not matching:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--only-binary=:all:", "--dest", str(folder), name]
             subprocess.run(command, check=True)
-            found = [w for w in folder.glob("*.whl") if Path(w.name.lower()).match(pattern)]
-        wheels.append(sorted(found)[-1])
+            matching = [w for w in folder.glob("*.whl") if Path(w.name.lower()).match(pattern)]
+        wheels.append(sorted(matching)[-1])
     return wheels
 
 

@@ -116,11 +116,11 @@ def code_window(streams: Streams, rng: np.random.Generator, length: int) -> tupl
 
 def task_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
     """`length + 1` tokens of a generated document; what is missing at its end has no weight."""
-    wanted = int(length * CHARACTERS_PER_TOKEN)
+    num_characters = int(length * CHARACTERS_PER_TOKEN)
     filler = ""
-    while len(filler) < wanted:
+    while len(filler) < num_characters:
         filler += streams.text[rng.integers(len(streams.text))]
-    ids, weights = encode_task(streams.tokenizer, tasks.document(rng, filler, wanted))
+    ids, weights = encode_task(streams.tokenizer, tasks.document(rng, filler, num_characters))
     tokens, targets = np.zeros(length + 1, np.int32), np.zeros(length, np.float32)
     ids, weights = ids[: length + 1], weights[1 : length + 1]
     tokens[: len(ids)], targets[: len(weights)] = ids, weights

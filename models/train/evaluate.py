@@ -134,11 +134,11 @@ def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: l
     prompts = np.stack([f.tokens[p : p + PROMPT] for f, p in zip(chosen, places, strict=True)])
     settings = json.loads((model / "generation_config.json").read_text())
     temperature, top_p, penalty = (settings[k] for k in ("temperature", "top_p", "repetition_penalty"))
-    made = scoring.sample(params, shape, prompts, CONTINUATION, temperature, top_p, penalty, rng)
+    continuations = scoring.sample(params, shape, prompts, CONTINUATION, temperature, top_p, penalty, rng)
     decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return [
         {"package": f.package, "path": f.path, "prompt": decode(prompt), "continuation": decode(row)}
-        for f, prompt, row in zip(chosen, prompts, made, strict=True)
+        for f, prompt, row in zip(chosen, prompts, continuations, strict=True)
     ]
 
 
@@ -203,7 +203,9 @@ def main() -> None:
         report["compression"] = compression(scorer, files[: arguments.files], stage("bits per byte"))
         report["context"] = context_gain(scorer, long, stage("context"))
         filler = recall.Filler([f.text for f in files], tokenizer)
-        report["recall"] = recall.measure(scorer, filler, arguments.cases, arguments.seed, stage("recall"))
+        report["recall"] = recall.measure_recall(
+            scorer, filler, arguments.cases, arguments.seed, stage("recall")
+        )
         report["samples"] = samples(arguments.model, params, shape, tokenizer, files, arguments.seed)
     report["seconds"] = round(time.monotonic() - began, 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -38,9 +38,9 @@ def newest(checkpoints: Path) -> tuple[Params, int]:
         if step is None:
             raise FileNotFoundError(f"checkpoints: no complete checkpoint in {checkpoints}; train one first")
         saved = manager.item_metadata(step).tree["params"]
-        wanted = {"params": jax.tree.map(lambda _: 0, saved)}
+        template = {"params": jax.tree.map(lambda _: 0, saved)}
         numpy_arrays = {"params": jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)}
-        restore = ocp.args.PyTreeRestore(wanted, restore_args=numpy_arrays, partial_restore=True)
+        restore = ocp.args.PyTreeRestore(template, restore_args=numpy_arrays, partial_restore=True)
         return manager.restore(step, args=restore)["params"], step
 
 
@@ -85,16 +85,16 @@ def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
 def check(params: Params, shape: Shape, vocabulary: int) -> None:
     """Raise ValueError when the arrays are not those of `shape`, or the tokenizer does not fit."""
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    found = (
+    widths = (
         params["embed_tokens"].shape,
         len(params["layers"]),
         *(params["layers"][0][name].shape[1] for name in ("q_proj", "k_proj", "gate_proj")),
     )
     hidden, inner = shape.hidden_size, shape.intermediate_size
     expected = ((shape.vocab_size, hidden), shape.num_hidden_layers, q, kv, inner)
-    if found != expected:
+    if widths != expected:
         raise ValueError(
-            f"params: embedding, layers, widths of q, k and gate are {found}; {shape} has {expected}"
+            f"params: embedding, layers, widths of q, k and gate are {widths}; {shape} has {expected}"
         )
     if vocabulary > shape.vocab_size:
         raise ValueError(f"tokenizer: {vocabulary} tokens; the embedding has rows for {shape.vocab_size}")
@@ -161,7 +161,7 @@ def main() -> None:
     work = arguments.work.resolve()
     params, step = newest(work / "checkpoints")
     export(params, Shape(), Tokenizer.from_file(str(work / "tokenizer.json")), arguments.out, step)
-    (arguments.out / history.FILE).write_text(json.dumps(history.account(work, step), indent=1) + "\n")
+    (arguments.out / history.FILE).write_text(json.dumps(history.round_history(work, step), indent=1) + "\n")
     size = sum(f.stat().st_size for f in arguments.out.iterdir() if f.suffix in (".json", ".safetensors"))
     print(f"step {step}: wrote {arguments.out}, {size / 1e6:.1f} MB with tokenizer")
 

@@ -141,7 +141,7 @@ def _cross_entropy_forward(hidden, embedding, targets_weights, chunk):
     head = flip(embedding)
     count = hidden.shape[0] // chunk
 
-    def one(carry, xs):
+    def chunk_loss(carry, xs):
         d_embedding, loss, plain = carry
         h, target, weight = xs
         h = h.astype(HALF)
@@ -159,7 +159,7 @@ def _cross_entropy_forward(hidden, embedding, targets_weights, chunk):
     split = lambda x: x.reshape(count, chunk, *x.shape[1:])
     start = (jnp.zeros(embedding.shape, jnp.float32), jnp.zeros(()), jnp.zeros(()))
     (d_embedding, loss, plain), d_hidden = jax.lax.scan(
-        one, start, (split(hidden), split(targets), split(weights))
+        chunk_loss, start, (split(hidden), split(targets), split(weights))
     )
     return (loss, plain), (d_hidden.reshape(hidden.shape), d_embedding)
 

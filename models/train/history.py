@@ -21,9 +21,9 @@ def rounds(model: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text()) if file.exists() else []
 
 
-def note(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def record_run(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Keep what was asked for, and the rounds before, in the work folder."""
-    asked = [
+    changed_options = [
         f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"--{name} {value}"
         for name, value in vars(arguments).items()
         if name not in PLACES and value != parser.get_default(name)
@@ -32,14 +32,14 @@ def note(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namesp
         [
             "python -m entropic_jax.models.train --work WORK",
             *(["--init BEFORE"] if arguments.init else []),
-            *asked,
+            *changed_options,
         ]
     )
     before = rounds(arguments.init) if arguments.init else []
     (work / RUN).write_text(json.dumps({"command": command, "before": before}, indent=1) + "\n")
 
 
-def account(work: Path, step: int) -> list[dict[str, Any]]:
+def round_history(work: Path, step: int) -> list[dict[str, Any]]:
     """All rounds up to `step` of the run in `work`."""
     run = json.loads((work / RUN).read_text())
     rows = [r for r in csv.DictReader((work / "log.csv").open()) if int(r["step"]) <= step]
@@ -48,16 +48,16 @@ def account(work: Path, step: int) -> list[dict[str, Any]]:
     batch = int(rows[0]["tokens"]) // int(rows[0]["step"])
     stages, seconds = [], 0.0
     for length in sorted({int(r["length"]) for r in rows}):
-        mine = [r for r in rows if int(r["length"]) == length]
-        speeds = [float(r["tokens_per_second"]) for r in mine]
+        stage_rows = [r for r in rows if int(r["length"]) == length]
+        speeds = [float(r["tokens_per_second"]) for r in stage_rows]
         seconds += sum(batch / speed for speed in speeds)
         stages.append(
-            {"length": length, "steps": len({r["step"] for r in mine}), "speed": round(median(speeds))}
+            {"length": length, "steps": len({r["step"] for r in stage_rows}), "speed": round(median(speeds))}
         )
-    own = {
+    this_round = {
         "command": run["command"],
         "batch_tokens": batch,
         "stages": stages,
         "hours": round(seconds / 3600, 2),
     }
-    return [*run["before"], own]
+    return [*run["before"], this_round]

@@ -78,9 +78,9 @@ def make_window(
     kinds = [str(kind) for kind in rng.permutation(list(tasks.KINDS))]
     facts = [tasks.KINDS[kind](rng) for kind in kinds]
     pairs = range(len(facts))
-    asked = [(fact.question, fact.answer, filler.short_line(rng)) for fact in facts]
+    questions = [(fact.question, fact.answer, filler.short_line(rng)) for fact in facts]
     above = np.array([filler.count(fact.statement) for fact in facts])
-    below = np.array([sum(map(filler.count, texts)) for texts in asked])
+    below = np.array([sum(map(filler.count, texts)) for texts in questions])
     beside = np.mean([above[i + 1 :].sum() + below[:i].sum() for i in pairs])  # the gap, between a pair
     room = length - int(above.sum() + below.sum()) - SPARE
     gap = min(room, max(0, distance - round(float(beside))))
@@ -98,15 +98,15 @@ def make_window(
         return "".join(lines)
 
     texts = [stretch(room - gap), *(fact.statement for fact in facts), stretch(gap)]
-    texts += [text for three in asked for text in three]
+    texts += [text for three in questions for text in three]
     pieces = [tasks.Piece(text, number) for number, text in enumerate(texts) if text]
     tokens, piece = encode_task(filler.tokenizer, pieces)
     kept = np.r_[0, max(1, len(tokens) - length) : len(tokens)]  # at most length + 1, of the lead the last
     tokens, piece = tokens[kept], piece[kept].astype(int)
-    where = [np.flatnonzero(piece == number) for number in range(len(texts))]
+    piece_positions = [np.flatnonzero(piece == number) for number in range(len(texts))]
     question = [len(facts) + 2 + 3 * i for i in pairs]  # numbers of the pieces
-    between = [where[question[i]][0] - where[1 + i][-1] - 1 for i in pairs]
-    return tokens, {kinds[i]: Answer(where[question[i] + 1], int(between[i])) for i in pairs}
+    between = [piece_positions[question[i]][0] - piece_positions[1 + i][-1] - 1 for i in pairs]
+    return tokens, {kinds[i]: Answer(piece_positions[question[i] + 1], int(between[i])) for i in pairs}
 
 
 def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
@@ -117,21 +117,21 @@ def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def measure(
+def measure_recall(
     score: scoring.Score, filler: Filler, cases: int, seed: int, advance: scoring.Advance
 ) -> dict[str, list[dict[str, float]]]:
     """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met."""
-    made = [
+    windows = [
         make_window(np.random.default_rng((seed, distance, number)), distance, filler)
         for distance in DISTANCES
         for number in range(cases)
     ]
-    scores = score([tokens for tokens, _ in made], advance)
+    scores = score([tokens for tokens, _ in windows], advance)
 
     def row(kind: str, first: int) -> dict[str, float]:
-        here = range(first, first + cases)
-        answers = [made[i][1][kind] for i in here]
-        right = sum(bool(scores[i].hit[a.positions - 1].all()) for i, a in zip(here, answers, strict=True))
+        indices = range(first, first + cases)
+        answers = [windows[i][1][kind] for i in indices]
+        right = sum(bool(scores[i].hit[a.positions - 1].all()) for i, a in zip(indices, answers, strict=True))
         low, high = interval(right, cases)
         return {
             "distance": DISTANCES[first // cases],

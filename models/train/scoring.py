@@ -60,11 +60,11 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
     head = forward.flip(params["embed_tokens"])
 
     def chunk(pair):
-        states, wanted = pair
+        states, targets = pair
         logits = forward.dot(states, head)
         top = logits.max(-1)
-        mine = jnp.take_along_axis(logits, wanted[:, None], -1)[:, 0]
-        return top + jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) - mine, mine >= top
+        target_logits = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
+        return top + jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) - target_logits, target_logits >= top
 
     states = hidden(params, tokens[:, :-1], shape)
     split = (states.reshape(-1, CHUNK, states.shape[-1]), tokens[:, 1:].reshape(-1, CHUNK))

@@ -94,8 +94,8 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
         place = rng.uniform(0, edge or 0.85)
         events.append((place, [Piece(fact.statement, CHANCE_WEIGHT)]))
         for _ in range(rng.integers(1, 3)):
-            asked = [Piece(fact.question, CHANCE_WEIGHT), Piece(fact.answer, ANSWER_WEIGHT)]
-            events.append((rng.uniform(1 - edge if edge else place, 1), asked))
+            question = [Piece(fact.question, CHANCE_WEIGHT), Piece(fact.answer, ANSWER_WEIGHT)]
+            events.append((rng.uniform(1 - edge if edge else place, 1), question))
     events.sort(key=lambda event: event[0])
     spent = sum(len(p.text) for _, pieces in events for p in pieces)
     lines = filler[: max(0, characters - spent)].splitlines(keepends=True)

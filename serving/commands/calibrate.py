@@ -67,11 +67,11 @@ def _calibrate(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from entropic_jax.calibration import calibrate, pieces
+    from entropic_jax.calibration import calibrate, split_sequences
 
     sequences = [tokenizer.encode(text) for text in texts]
     context = model.config.max_position_embeddings
-    total = 2 * sum(len(piece) - 1 for piece in pieces(sequences, context, tokens))  # read twice
+    total = 2 * sum(len(piece) - 1 for piece in split_sequences(sequences, context, tokens))  # read twice
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     errors, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=errors, transient=True, disable=hidden) as bar:
@@ -79,7 +79,7 @@ def _calibrate(
         advance = lambda count: bar.advance(task, count)
         try:
             return calibrate(
-                model.decoder, model.params, sequences, context=context, tokens=tokens, advance=advance
+                model.decoder, model.params, sequences, context=context, tokens=tokens, on_progress=advance
             )
         except ValueError as error:
             raise RequestError(f"--text: {error}") from error

@@ -9,7 +9,7 @@ import pytest
 
 from entropic_jax.models import Config, Decoder, RopeScaling
 from entropic_jax.models.decoder import structure
-from entropic_jax.models.rope import Rotation, frequencies, rotate, rotation
+from entropic_jax.models.rope import Rotation, apply_rope, rope_frequencies, rope_rotation
 from tests.models.dense import run
 
 SCALINGS = {
@@ -29,26 +29,30 @@ def test_frequencies_are_those_of_transformers(kind, theta):
         hidden_size=256, num_attention_heads=2, max_position_embeddings=2**18, rope_parameters=stated
     )
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
-    ours = frequencies(128, theta, scaling)
+    ours = rope_frequencies(128, theta, scaling)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def test_rotation_by_definition():
     """Pair (i, i + d/2) of a vector at position p turns by p · frequency, here in double precision."""
-    positions, frequency = np.asarray([[0, 1, 5, 1000]]), frequencies(6, 1e4)
+    positions, frequency = np.asarray([[0, 1, 5, 1000]]), rope_frequencies(6, 1e4)
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 6)).astype(np.float32)
     angle = np.float32(positions[..., None, None] * frequency).astype(np.float64)
     pairs = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)
-    found = jax.jit(lambda x, p: rotate(x, rotation(p, frequency)))(x, jnp.asarray(positions, jnp.int32))
+    found = jax.jit(lambda x, p: apply_rope(x, rope_rotation(p, frequency)))(
+        x, jnp.asarray(positions, jnp.int32)
+    )
     np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-6)
 
 
 def test_the_loop_on_the_cpu_changes_nothing():
-    positions, frequency = jnp.arange(512, dtype=jnp.int32).reshape(2, -1), frequencies(64, 5e5)
+    positions, frequency = jnp.arange(512, dtype=jnp.int32).reshape(2, -1), rope_frequencies(64, 5e5)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
     plain = jax.jit(lambda a: Rotation(jnp.cos(a), jnp.sin(a)))(angles)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda p: rotation(p, frequency))(positions), plain)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(lambda p: rope_rotation(p, frequency))(positions), plain
+    )
 
 
 def test_cosines_are_computed_once_per_step():

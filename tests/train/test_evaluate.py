@@ -111,7 +111,7 @@ def test_evaluation_and_card(
     (work / history.RUN).write_text(
         json.dumps({"command": "python -m entropic_jax.models.train --seed 5", "before": []})
     )
-    (model / history.FILE).write_text(json.dumps(history.account(work, 7)))
+    (model / history.FILE).write_text(json.dumps(history.round_history(work, 7)))
     text = card.card(work, model)
     assert "| big\\|package | 1.0 | MIT | 2.5 |" in text
     assert "python -m entropic_jax.models.train --seed 5" in text

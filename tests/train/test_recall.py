@@ -66,7 +66,7 @@ class Oracle:
 
 
 def test_measure_counts_right_answers_of_each_cell(filler: recall.Filler):
-    report = recall.measure(Oracle(2000), filler, cases=2, seed=0, advance=lambda done, total: None)
+    report = recall.measure_recall(Oracle(2000), filler, cases=2, seed=0, advance=lambda done, total: None)
     assert set(report) == set(tasks.KINDS)
     for rows in report.values():
         assert [row["distance"] for row in rows] == list(recall.DISTANCES)

@@ -107,7 +107,7 @@ def test_error_falls_with_the_fit():
 @given(st.lists(st.integers(0, 30), max_size=5), st.integers(1, 12), st.none() | st.integers(1, 60))
 def test_pieces_predict_every_token_once(lengths, context, limit):
     whole = [[100 * n + i for i in range(length)] for n, length in enumerate(lengths)]
-    found = calibration.pieces(whole, context, limit)
+    found = calibration.split_sequences(whole, context, limit)
     targets = [token for piece in found for token in piece[1:].tolist()]
     wanted = [token for sequence in whole for token in sequence[1:]]
     assert len(set(targets)) == len(targets) == min(len(wanted), limit or len(wanted))
@@ -119,8 +119,8 @@ def test_pieces_predict_every_token_once(lengths, context, limit):
 
 @pytest.mark.parametrize(("context", "tokens"), [(0, None), (4, 0)])
 def test_sizes_below_one_are_refused(context, tokens):
-    with pytest.raises(ValueError, match=r"is 0; accepted are integers of at least 1"):
-        calibration.pieces([[1, 2]], context, tokens)
+    with pytest.raises(ValueError, match=r"must be an integer of at least 1; got 0"):
+        calibration.split_sequences([[1, 2]], context, tokens)
 
 
 def test_forced_logits_are_those_of_a_dense_pass(monkeypatch):
@@ -137,7 +137,7 @@ def test_forced_logits_are_those_of_a_dense_pass(monkeypatch):
         expected = dense.run(model.decoder, model.params, jnp.asarray([text[:-1]]), length)[0]
         np.testing.assert_allclose(np.concatenate(logits[number]), expected, rtol=2e-4, atol=2e-4)
         assert tokens[number] == text[1:]
-    with pytest.raises(ValueError, match=r"sequences\[1\] has token 96; accepted are 0 to 95"):
+    with pytest.raises(ValueError, match=r"tokens must be between 0 and 95; got 96 in sequences\[1\]"):
         list(calibration.teacher_forced(model.decoder, model.params, [[1, 2], [5, 96]]))
 
 
@@ -159,7 +159,7 @@ def test_a_model_is_calibrated_on_what_it_wrote():
     written, _, _ = tiny.finish(tiny.begin(prompts, temperature=1.6, max_tokens=100))
     texts = [prompt + text for prompt, text in zip(prompts, written, strict=True)]
     found = calibration.calibrate(
-        model.decoder, model.params, texts, context=128, tokens=1500, advance=done.append
+        model.decoder, model.params, texts, context=128, tokens=1500, on_progress=done.append
     )
     assert found.tokens == 1500 and sum(done) == 3000
     np.testing.assert_allclose(found.temperature, 1.6, rtol=0.1)
