@@ -117,7 +117,7 @@ def calibrate(
 
 
 def autoregression(series: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Fits one AR(1) process to all series by least squares: mean μ, scale σ of the innovations, correlation ρ.
+    """Fits one AR(1) process to all series by least squares: mean μ, innovation scale σ, correlation ρ.
 
         x[t+1] − μ = ρ (x[t] − μ) + σ · noise
 
