@@ -10,11 +10,20 @@ from typing import Any
 
 from .parameter_table import Choice, Number, ParameterError, Table, parameter, parameters_of
 
-PRESETS = ("off", "micro", "meso", "macro", "full", "paper")
 TEMPERATURE_LAWS = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
 SCHEDULES = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
 MICRO, MESO, MACRO = "micro", "meso", "macro"
 """The scale of control that a gain belongs to."""
+SCALES: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "micro": (MICRO,),
+    "meso": (MESO,),
+    "macro": (MACRO,),
+    "full": (MICRO, MESO, MACRO),
+    "paper": (MICRO, MESO, MACRO),
+}
+"""The scales of control that each preset switches on."""
+PRESETS = tuple(SCALES)
 
 _ENTROPY = Number(float, 0, 100, auto=True)
 _TEMPERATURE = Number(float, 0, 1000, above_low=True)

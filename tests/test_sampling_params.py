@@ -41,7 +41,7 @@ def test_parameters_makes_an_array_of_each():
 
 
 def test_the_engine_sends_each_to_the_device():
-    assert {*device_state.NUMBERS, *device_state.WHOLE_NUMBERS} == set(DEVICE_PARAMETERS)
+    assert {*device_state.FLOAT_PARAMS, *device_state.INT_PARAMS} == set(DEVICE_PARAMETERS)
 
 
 def test_a_request_has_each():

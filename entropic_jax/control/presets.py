@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
-from ..control_gains import CALIBRATED, PRESETS, ControlGains
+from ..control_gains import CALIBRATED, MACRO, MESO, MICRO, PRESETS, SCALES, ControlGains
 from ..pallas.paged_attention import Rules
 from ..parameter_table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
@@ -64,7 +64,7 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     gains = gains or Gains()
     Choice(PRESETS).check("preset", name)
     laws: list[Any] = []
-    page_policy = None
+    page_policy, scales = None, SCALES[name]
     if name == "paper":
         laws += [
             LAWS["paper"](target_entropy=gains.target_entropy),
@@ -73,23 +73,15 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
         if width:
             laws.append(SCHEDULES["paper"](width))
         return Preset(chain(*laws), Selection(dense_layers=0), width)  # as printed: coarse pages, no guards
-    if name in ("micro", "full"):
+    if MICRO in scales:
         laws.append(temperature_law(gains))
-    if name in ("meso", "full"):
-        lowest = min(gains.lowest_dropped_mass_limit, gains.dropped_mass_limit)
-        laws.append(
-            Pruning(
-                dropped_mass_limit=gains.dropped_mass_limit,
-                lowest_dropped_mass_limit=lowest,
-                low_entropy=gains.low_entropy,
-                high_entropy=gains.high_entropy,
-            )
-        )
+    if MESO in scales:
+        laws.append(pruning_law(gains))
         page_policy = FINE_PAGES
-    if name in ("macro", "full") and width:
+    if MACRO in scales and width:
         law = SCHEDULES[gains.schedule]
         laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))
-    return Preset(chain(*laws), page_policy, width if name in ("macro", "full") else None)
+    return Preset(chain(*laws), page_policy, width if MACRO in scales else None)
 
 
 def temperature_law(gains: Gains) -> Any:
@@ -103,4 +95,14 @@ def temperature_law(gains: Gains) -> Any:
         target_entropy=gains.target_entropy,
         lowest_temperature=gains.lowest_temperature,
         highest_temperature=gains.highest_temperature,
+    )
+
+
+def pruning_law(gains: Gains) -> Pruning:
+    """The pruning law with the limits in `gains`."""
+    return Pruning(
+        dropped_mass_limit=gains.dropped_mass_limit,
+        lowest_dropped_mass_limit=min(gains.lowest_dropped_mass_limit, gains.dropped_mass_limit),
+        low_entropy=gains.low_entropy,
+        high_entropy=gains.high_entropy,
     )

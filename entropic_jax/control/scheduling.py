@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..state import Action, Signal
@@ -30,16 +31,18 @@ SMALLEST_LOAD = 0.05  # floor of the denominator of the priority, whose weights 
 SMALLEST_DIVISOR = 1e-6  # floor of the printed priority, which has none: just enough to stay finite
 UNKNOWN_END = 2**30  # positions
 
+Array = jax.Array | np.ndarray  # on the device, or on the host of a serving engine
+
 
 class RowLoad(NamedTuple):
     """What the host knows about each row's sequence; each `[rows]`."""
 
-    cost: jax.Array  # float32, C: expected roofline seconds of the next step, normalised to [0, 1]
-    memory: jax.Array  # float32, M: KV pages held / pages of the pool, in [0, 1]
-    slack: jax.Array  # float32: time left to the deadline, normalised to [0, 1]; 1 is no deadline
-    expected_end: jax.Array  # int32, predicted final length in positions, prompt included
-    true_end: jax.Array  # int32, the actual final length, for oracle baselines
-    arrival: jax.Array  # int32, serial number of the request: unique, smaller arrived earlier
+    cost: Array  # float32, C: expected roofline seconds of the next step, normalised to [0, 1]
+    memory: Array  # float32, M: KV pages held / pages of the pool, in [0, 1]
+    slack: Array  # float32: time left to the deadline, normalised to [0, 1]; 1 is no deadline
+    expected_end: Array  # int32, predicted final length in positions, prompt included
+    true_end: Array  # int32, the actual final length, for oracle baselines
+    arrival: Array  # int32, serial number of the request: unique, smaller arrived earlier
 
 
 class ScheduleState(NamedTuple):
@@ -52,17 +55,18 @@ class ScheduleState(NamedTuple):
 
 
 def priority(
-    drop: jax.Array,
+    drop: Array,
     load: RowLoad,
-    wait: jax.Array,
+    wait: Array,
     *,
-    cost: jax.Array | float,
-    memory: jax.Array | float,
-    slack: jax.Array | float,
-    ageing: jax.Array | float,
-    bound: jax.Array | float,
-) -> jax.Array:
-    """The entropic priority of each row, float32 `[rows]`, in nats per unit of load.
+    cost: Array | float,
+    memory: Array | float,
+    slack: Array | float,
+    ageing: Array | float,
+    bound: Array | float,
+    xp: Any = jnp,
+) -> Any:
+    """The entropic priority of each row, `[rows]`, in nats per unit of load.
 
         π = clip(E[ΔH⁺] / max(α C + β M + γ slack, 0.05), 0, B) + a · wait
 
@@ -79,6 +83,7 @@ def priority(
         slack: weight γ ≥ 0 of the time left to the deadline.
         ageing: a > 0, priority gained per step of waiting.
         bound: B > 0, largest priority before ageing.
+        xp: namespace of the arrays, `jax.numpy` on the device and `numpy` on the host.
 
     Differs from the paper (Kiruluta 2026, arXiv 2603.03310): the denominator holds the slack instead of the
     urgency, which would make urgent requests wait; ageing, bound and floor are added.
@@ -88,8 +93,8 @@ def priority(
     [0.5, 1.0]
     """
     total = cost * load.cost + memory * load.memory + slack * load.slack
-    total = jnp.where(total > SMALLEST_LOAD, total, SMALLEST_LOAD)  # NaN counts as the smallest load
-    return jnp.clip(drop / total, 0.0, bound) + ageing * wait.astype(jnp.float32)
+    total = xp.where(total > SMALLEST_LOAD, total, SMALLEST_LOAD)  # NaN counts as the smallest load
+    return xp.clip(drop / total, 0.0, bound) + ageing * wait.astype(drop.dtype)
 
 
 def printed_priority(
@@ -280,9 +285,12 @@ class Scheduling(_SchedulingLaw):
 
     def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`: π."""
+        return self.priority(predicted_drop(state.predictor, self.prior), state.load, state.wait)
+
+    def priority(self, drop: Array, load: RowLoad, wait: Array, xp: Any = jnp) -> Any:
+        """π with the gains of this law; arguments as in the function `priority`."""
         gains = dict(cost=self.cost, memory=self.memory, slack=self.slack)
-        drop = predicted_drop(state.predictor, self.prior)
-        return priority(drop, state.load, state.wait, **gains, ageing=self.ageing, bound=self.bound)
+        return priority(drop, load, wait, **gains, ageing=self.ageing, bound=self.bound, xp=xp)
 
 
 @pytree
@@ -321,7 +329,7 @@ class FirstComeFirstServed(_SchedulingLaw):
 
     def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
-        return -state.load.arrival
+        return -jnp.asarray(state.load.arrival)
 
 
 @pytree

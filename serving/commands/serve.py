@@ -118,9 +118,10 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--scheduling-policy",
-        choices=("entropic", "priority", "fcfs"),
-        default="entropic",
-        help="priority is another name of entropic; both heed the priority of requests (default: entropic)",
+        choices=("fcfs", "priority", "entropic"),
+        help="order of all requests with the same stated priority: arrival (fcfs, also called priority), or "
+        "expected entropy drop per load (entropic, the scale macro); requests with the preset macro need "
+        "entropic (default: entropic with --preset macro or full, else fcfs)",
     )
     group.add_argument(
         "--warmup",
@@ -223,7 +224,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
         "block_size": options.block_size,
         "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_bytes": options.kv_cache_bytes,
-        "scheduling_policy": "fcfs" if options.scheduling_policy == "fcfs" else "entropic",
+        "scheduling_policy": "fcfs" if options.scheduling_policy == "priority" else options.scheduling_policy,
         "law": dict(settings.control.gains).get("law"),
     }
     try:

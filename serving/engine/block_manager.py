@@ -1,10 +1,11 @@
-"""The host's account of the pool: what the rows may come to hold, and what the prefix cache keeps.
+"""Block manager: the host's account of the page pool, by which it reserves pages for rows.
 
-The device grants pages by itself; the host makes sure beforehand that it can. What a row may come to hold is
-reserved before it is given steps, so the account is never below what the device holds.
+The device takes pages from the pool by itself; the host makes sure beforehand that there are enough. It
+reserves what a row may come to hold before it gives the row steps, so the reserved pages are never fewer than
+those that the device has in use.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,98 +14,129 @@ from .state_updates import StateUpdates
 
 
 class BlockManager:
-    """Pages reserved for rows, and those of them that are in the prefix cache."""
+    """Reserves pages for rows and shares cached prefixes among them."""
 
-    def __init__(self, rows: int, count: int, page_size: int, prefix: PrefixCache | None) -> None:
-        self.num_pages, self.page_size, self.prefix = count, page_size, prefix
-        self.reserved = np.zeros(rows, np.int64)  # a row's pages
-        self.cached = np.zeros(rows, np.int64)  # those of them that are in the prefix cache
-        self.learned = np.zeros(rows, np.int64)  # its first pages that were looked at for the prefix cache
-        self.used: list[list[PageHash]] = [[] for _ in range(rows)]
+    def __init__(self, rows: int, num_pages: int, page_size: int, prefix_cache: PrefixCache | None) -> None:
+        self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+        self.reserved = np.zeros(rows, np.int64)  # pages of each row
+        self.cached = np.zeros(rows, np.int64)  # those of them that the prefix cache holds too
+        self.offered = np.zeros(rows, np.int64)  # first pages of each row, offered to the prefix cache
+        self.acquired: list[list[PageHash]] = [[] for _ in range(rows)]
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no row holds or may come to hold, and that the prefix cache does not keep."""
-        kept = 0 if self.prefix is None else len(self.prefix)
+        """Pages that are neither reserved for a row nor in the prefix cache."""
+        kept = 0 if self.prefix_cache is None else len(self.prefix_cache)
         return self.num_pages - kept - int(self.reserved.sum() - self.cached.sum())
 
     @property
     def usage(self) -> float:
-        """The share of the pool that rows hold or may come to hold, in [0, 1]."""
-        return 1 - (self.num_free_pages + self._num_evictable) / self.num_pages
+        """The fraction of the pool that is reserved for rows, in [0, 1]."""
+        return 1 - self._num_available / self.num_pages
 
     @property
-    def _num_evictable(self) -> int:
-        return 0 if self.prefix is None else self.prefix.num_evictable
+    def _num_available(self) -> int:
+        """Free pages, and those that the prefix cache can evict."""
+        evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+        return self.num_free_pages + evictable
 
     def _evict(self, pages: int, updates: StateUpdates) -> None:
-        if pages > self.num_free_pages and self.prefix is not None:
-            updates.released_pages += self.prefix.evict(pages - self.num_free_pages)
+        """Evict from the prefix cache until so many pages are free."""
+        if pages > self.num_free_pages and self.prefix_cache is not None:
+            updates.released_pages += self.prefix_cache.evict(pages - self.num_free_pages)
 
     def allocate(
         self,
         row: int,
-        keys: Seq[PageHash],
+        hashes: Sequence[PageHash],
         length: int,
-        others: int,
+        growing: int,
         updates: StateUpdates,
         multiple: int = 1,
         spare: int = 0,
     ) -> list[int] | None:
-        """Reserve `length` positions and `spare` pages for a row; the pages it shares, None without room.
+        """Reserve pages for a sequence that gets a row, part of them shared with the prefix cache.
 
-        Room is left for `others`, rows that still grow, to grow by a page each; else one of them would soon
-        have to give way. What it shares is a `multiple` of pages.
+        Args:
+            row: An empty row.
+            hashes: Of the prompt's full pages, as far as they may be shared.
+            length: Positions to reserve.
+            growing: Rows that may still grow. A page is left for each; otherwise one of them would soon be
+                preempted.
+            updates: Where evicted pages are released.
+            multiple: The number of shared pages is a multiple of this.
+            spare: Pages to reserve beyond `length`.
+
+        Returns:
+            The shared pages; None, with nothing changed, where the pool has no room.
         """
-        shared = [] if self.prefix is None else self.prefix.match(keys)
+        shared = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
         shared = shared[: len(shared) // multiple * multiple]
-        known = list(keys[: len(shared)])
-        if self.prefix is not None:
-            self.prefix.acquire(known)
-        need = -(-length // self.page_size) + spare - len(shared)
-        if need + others > self.num_free_pages + self._num_evictable:
-            if self.prefix is not None:
-                self.prefix.release(known)
+        acquired = list(hashes[: len(shared)])
+        if self.prefix_cache is not None:
+            self.prefix_cache.acquire(acquired)
+        new = -(-length // self.page_size) + spare - len(shared)
+        if new + growing > self._num_available:
+            if self.prefix_cache is not None:
+                self.prefix_cache.release(acquired)
             return None
-        self._evict(need, updates)
-        if self.prefix is not None:
-            self.prefix.queries += length
-            self.prefix.hits += len(shared) * self.page_size
-        self.reserved[row] = need + len(shared)
-        self.cached[row] = self.learned[row] = len(shared)
-        self.used[row] = known
+        self._evict(new, updates)
+        if self.prefix_cache is not None:
+            self.prefix_cache.queries += length
+            self.prefix_cache.hits += len(shared) * self.page_size
+        self.reserved[row] = new + len(shared)
+        self.cached[row] = self.offered[row] = len(shared)
+        self.acquired[row] = acquired
         return shared
 
     def reserve(self, rows: np.ndarray, lengths: np.ndarray, updates: StateUpdates) -> bool:
-        """Reserve so many positions for the rows; False, and nothing is done, where there is no room."""
-        need = np.maximum(-(-lengths // self.page_size), self.reserved[rows])
-        more = int((need - self.reserved[rows]).sum())
-        if more > 0:
-            if more > self.num_free_pages + self._num_evictable:
+        """Reserve positions for rows that grow.
+
+        Args:
+            rows: int `[n]`.
+            lengths: int `[n]`, positions that each row may come to hold.
+            updates: Where evicted pages are released.
+
+        Returns:
+            Whether the pool has room; nothing is changed where it has not.
+        """
+        needed = np.maximum(-(-lengths // self.page_size), self.reserved[rows])
+        new = int((needed - self.reserved[rows]).sum())
+        if new > 0:
+            if new > self._num_available:
                 return False
-            self._evict(more, updates)
-            self.reserved[rows] = need
+            self._evict(new, updates)
+            self.reserved[rows] = needed
         return True
 
-    def cache_prefix(self, row: int, keys: Seq[PageHash], table: np.ndarray, updates: StateUpdates) -> None:
-        """Let the prefix cache keep the row's first pages, `keys` of them, that hold a text of their own."""
-        if self.prefix is None:
+    def cache_prefix(
+        self, row: int, hashes: Sequence[PageHash], table: np.ndarray, updates: StateUpdates
+    ) -> None:
+        """Offer the first pages of a row to the prefix cache.
+
+        Args:
+            row: The row that holds them.
+            hashes: Of its first full pages.
+            table: int `[pages per row]`, its page table.
+            updates: Where the pages that the cache keeps are retained.
+        """
+        if self.prefix_cache is None:
             return
-        for index in range(int(self.learned[row]), len(keys)):
+        for index in range(int(self.offered[row]), len(hashes)):
             page = int(table[index])
-            if self.prefix.insert(keys[index], page):
+            if self.prefix_cache.insert(hashes[index], page):
                 updates.retained_pages.append(page)
-                self.used[row].append(keys[index])
+                self.acquired[row].append(hashes[index])
                 self.cached[row] += 1
-        self.learned[row] = max(self.learned[row], len(keys))
+        self.offered[row] = max(self.offered[row], len(hashes))
 
     def shrink(self, row: int, pages: int) -> None:
-        """The row, which shares nothing, has given up all but so many pages."""
+        """Record that a row, which shares no page, holds only so many pages after compression."""
         self.reserved[row] = pages
 
     def free(self, row: int) -> None:
-        """The row has ended; the device is told by whoever calls."""
-        if self.prefix is not None:
-            self.prefix.release(self.used[row])
-        self.reserved[row] = self.cached[row] = self.learned[row] = 0
-        self.used[row] = []
+        """Return the pages of a row whose sequence leaves; the caller frees the row on the device."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.release(self.acquired[row])
+        self.reserved[row] = self.cached[row] = self.offered[row] = 0
+        self.acquired[row] = []

@@ -1,7 +1,8 @@
-"""Sequences that branch and go back, in the engine: every seat is a group of rows, of which the first leads.
+"""Branch state of the engine's slots, for sequences that branch and go back (the sampler `entropix`).
 
-The host knows seats alone. Rows beside the leader hold nothing until their sequence branches. The host is
-told of a token once nothing can change it. How a sequence searches is in `entropix_search`.
+A slot is a group of `plan.branches` rows of the state. Its first row leads; the others stay empty until the
+sequence branches. The host sees slots only, and receives a token once no branch can take it back.
+`methods.entropix_search` defines how a sequence searches.
 """
 
 from collections.abc import Callable
@@ -20,54 +21,67 @@ UNKNOWN = -1
 
 
 class BranchState(NamedTuple):
-    """What is known of the searches of all seats between two launches."""
+    """The searches of all slots between two launches."""
 
-    search: Search  # its state is the board's: (), here
-    delivered: (
-        jax.Array
-    )  # int32 [seats], position of the last token that the host has; −1 before the first launch
+    search: Search  # its `state` is that of `DeviceState`, and () here
+    delivered: jax.Array  # int32 [slots], position of the last token that the host has; -1 before a launch
 
 
 def new_branch_state(state: State, trace: Trace, plan: Plan, capacity: int) -> BranchState:
-    """The desk of rows that nothing is in, for launches of `capacity` steps.
+    """The branch state of empty slots.
 
-    `trace` has the shapes of that of a step.
+    Args:
+        state: Of the loop, with `plan.branches` rows a slot.
+        trace: Shapes and dtypes of the trace of one step.
+        plan: How sequences branch.
+        capacity: Steps of a launch, at most.
     """
-    held = capacity + entropix_search.unsettled(plan)
-    search = entropix_search.begun(state, trace, plan, held)
-    away: Any = ()
+    text_length = capacity + entropix_search.unsettled(plan)
+    search = entropix_search.begun(state, trace, plan, text_length)
+    no_state: Any = ()
     delivered = jnp.full(search.left.shape, UNKNOWN, jnp.int32)
-    return BranchState(jax.tree.map(jnp.copy, search._replace(state=away)), delivered)
+    return BranchState(jax.tree.map(jnp.copy, search._replace(state=no_state)), delivered)
 
 
-def place_in_slots(
-    branch_state: BranchState, ended: jax.Array, slots: jax.Array, token: jax.Array, branches: jax.Array
+def assign_slots(
+    branch_state: BranchState, freed: jax.Array, slots: jax.Array, token: jax.Array, branches: jax.Array
 ) -> BranchState:
-    """End the searches flagged bool `[seats]`, and begin one in each of `slots` int32 `[k]`.
+    """End the searches of freed slots and begin those of newly placed sequences.
 
-    `token` `[k]` is the last of the prompt, `branches` `[k]` how many it may have. Seats past the last are
-    ignored.
+    Args:
+        branch_state: Of all slots.
+        freed: bool `[slots]`, whose sequence has left.
+        slots: int32 `[k]`, where sequences are placed; numbers past the last slot are ignored.
+        token: int32 `[k]`, the last token of each prompt.
+        branches: int32 `[k]`, branches that each may have.
     """
     search, count = branch_state.search, branch_state.delivered.shape[0]
     rows = search.alive.shape[0]
     k = rows // count
     new = jnp.zeros(count, bool).at[slots].set(True, mode="drop")
-    old = ended | new
-    put = lambda values: jnp.zeros(count, jnp.int32).at[slots].set(values, mode="drop")
-    by_seat = lambda flag, value, x: jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
-    by_row = lambda flag, value, x: by_seat(jnp.repeat(flag, k), value, x)
+    old = freed | new
+
+    def put(values):
+        return jnp.zeros(count, jnp.int32).at[slots].set(values, mode="drop")
+
+    def by_slot(flag, value, x):
+        return jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
+
+    def by_row(flag, value, x):
+        return by_slot(jnp.repeat(flag, k), value, x)
+
     text = jax.tree.map(lambda x: by_row(new, jnp.zeros((), x.dtype), x), search.text)
-    first = jnp.repeat(put(token), k)[:, None]
+    last = jnp.repeat(put(token), k)[:, None]
     search = search._replace(
-        text=text._replace(token=by_row(new, first, text.token)),
+        text=text._replace(token=by_row(new, last, text.token)),
         alive=by_row(old, False, search.alive) | (jnp.repeat(new, k) & (jnp.arange(rows) % k == 0)),
         mark=by_row(old, -1, search.mark),
         earlier=by_row(old, -1, search.earlier),
-        left=by_seat(old, 0, search.left),
-        looking=by_seat(old, False, search.looking),
-        calm=by_seat(new, NEVER, search.calm),
-        turned=by_seat(new, 0, search.turned),
-        due=by_seat(old, NOTHING, search.due),
+        left=by_slot(old, 0, search.left),
+        looking=by_slot(old, False, search.looking),
+        calm=by_slot(new, NEVER, search.calm),
+        turned=by_slot(new, 0, search.turned),
+        due=by_slot(old, NOTHING, search.due),
         most=jnp.where(new, put(branches), search.most),
     )
     return BranchState(search, jnp.where(new, UNKNOWN, branch_state.delivered))
@@ -82,41 +96,55 @@ def launch(
     width: int,
     exact: bool,
 ) -> tuple[BranchState, State, jax.Array, Trace]:
-    """Run up to `steps` steps of at most `width` seats; `step` as in `entropix_search.advance`.
+    """Run up to `steps` decode steps of slots that may branch.
 
-    Also returns how many steps there were, and what is settled by now and was not before: `[n, seats]`, valid
-    where `emitted`. With `exact` every step computes the same rows, so that no rounding depends on whether
-    others branch.
+    Args:
+        step: As in `entropix_search.advance`.
+        branch_state: Of all slots.
+        state: Of the loop, with `plan.branches` rows a slot.
+        steps: int32 `[]`.
+        plan: How sequences branch.
+        width: Slots that a step computes, at most.
+        exact: Whether every step computes the same rows, so that no rounding depends on who branches.
+
+    Returns:
+        The new branch state and state, the number of steps that ran, and the trace `[n, slots]` of the tokens
+        that became final in this launch, valid where `emitted`.
     """
     k = plan.branches
-    lead = lambda x: x[::k]
-    # The host has all of what does not search, and of a prompt.
-    known = (branch_state.search.most > 0) & (branch_state.delivered != UNKNOWN)
-    begun = lead(state.status) != PREFILLING
-    delivered = jnp.where(known, branch_state.delivered, lead(state.length))
+
+    def leading(values):
+        return values[::k]
+
+    # The host has every token of the prompt and of sequences that do not search.
+    searching = (branch_state.search.most > 0) & (branch_state.delivered != UNKNOWN)
+    prefilled = leading(state.status) != PREFILLING
+    delivered = jnp.where(searching, branch_state.delivered, leading(state.length))
     search = branch_state.search._replace(state=state)
-    search, done = entropix_search.advance(step, search, steps, plan, None if exact else width, width * k)
+    search, num_steps = entropix_search.advance(
+        step, search, steps, plan, None if exact else width, width * k
+    )
     last = jnp.maximum(delivered, entropix_search.settled(search, plan))
-    held = search.text.token.shape[1]
-    place = delivered[None] + 1 + jnp.arange(held)[:, None]
-    trace = jax.tree.map(lambda x: lead(x)[jnp.arange(delivered.shape[0])[None], place % held], search.text)
-    trace = trace._replace(emitted=place <= last)
-    away: Any = ()
-    branch_state = BranchState(search._replace(state=away), jnp.where(begun, last, UNKNOWN))
-    return branch_state, search.state, done, trace
+    text_length = search.text.token.shape[1]
+    position = delivered[None] + 1 + jnp.arange(text_length)[:, None]
+    slots = jnp.arange(delivered.shape[0])[None]
+    trace = jax.tree.map(lambda x: leading(x)[slots, position % text_length], search.text)
+    trace = trace._replace(emitted=position <= last)
+    no_state: Any = ()
+    delivered = jnp.where(prefilled, last, UNKNOWN)
+    return BranchState(search._replace(state=no_state), delivered), search.state, num_steps, trace
 
 
-def tallied(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
-    """What was counted since the last time, int32 `[len(Tally)]`; it is counted anew from here."""
+def take_tally(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
+    """What the searches have counted since the last call, int32 `[len(Tally)]`, and the counters reset."""
     tally = branch_state.search.tally
-    found = jnp.stack([x.sum() for x in tally])
-    return branch_state._replace(
-        search=branch_state.search._replace(tally=Tally(*(jnp.zeros_like(x) for x in tally)))
-    ), found
+    totals = jnp.stack([x.sum() for x in tally])
+    cleared = Tally(*(jnp.zeros_like(x) for x in tally))
+    return branch_state._replace(search=branch_state.search._replace(tally=cleared)), totals
 
 
 def status(branch_state: BranchState, state: State) -> jax.Array:
-    """Of each seat, int32 `[seats]`: one that branches runs, even where its first branch has ended."""
+    """Status of each slot, int32 `[slots]`: one that branches runs, even where its leading row has ended."""
     left = branch_state.search.left
     leaders = state.status[:: state.status.shape[0] // left.shape[0]]
     return jnp.where(left > 0, RUNNING, leaders)

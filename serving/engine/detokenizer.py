@@ -1,4 +1,4 @@
-"""Text of byte-level tokens as they come, at the cost of a look-up: what most tokenizers' streams can do."""
+"""Incremental detokenizer for byte-level tokens: one table look-up a token."""
 
 import codecs
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ INCREMENTAL = codecs.getincrementaldecoder("utf-8")
 
 
 def alphabet() -> dict[str, int]:
-    """The byte behind every character of the alphabet in which byte-level tokens are written (GPT-2's)."""
+    """The byte that each character of GPT-2's byte-level alphabet stands for."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -22,7 +22,7 @@ def alphabet() -> dict[str, int]:
 
 
 class ByteLevelDetokenizer:
-    """The `Detokenizer` of one sequence over a table of the tokens' bytes."""
+    """The `Detokenizer` of one sequence, over a table of the tokens' bytes."""
 
     __slots__ = ("_bytes", "_decode")
 
@@ -37,9 +37,9 @@ class ByteLevelDetokenizer:
 
 
 def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
-    """What makes a stream for each sequence: a fast one if the tokenizer is byte-level, else its own.
+    """A function that makes the detokenizer of a sequence; special tokens have no text.
 
-    Special tokens have no text.
+    It makes a `ByteLevelDetokenizer` where the tokenizer is byte-level, else the tokenizer's own stream.
     """
     if type(tokenizer.backend.decoder).__name__ != "ByteLevel":
         return tokenizer.stream
@@ -51,6 +51,6 @@ def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
             continue
         try:
             table[number] = bytes(byte_of[character] for character in text)
-        except KeyError:  # an added token that is written as it reads
+        except KeyError:  # an added token, whose text is written as it is
             table[number] = text.encode()
     return lambda: ByteLevelDetokenizer(table)

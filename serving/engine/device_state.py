@@ -1,7 +1,7 @@
-"""What runs on the device: three functions of one board, which each of them consumes and returns.
+"""Device state of the engine and the four programs over it: apply_updates, prefill, decode and compress.
 
-`apply_updates` is every edit of the host, `prefill` a chunk of some prompts, `decode` some steps of all
-running rows. `programs` compiles them.
+Each program consumes the `DeviceState` and returns a new one, so that its buffers are donated and updated in
+place. `programs` compiles them for a few shapes; `scheduler` decides when to call them.
 """
 
 from typing import Any, NamedTuple
@@ -23,142 +23,158 @@ from entropic_jax.state import FULL, Likeliest
 from ..transcript import TRACE_FIELDS
 from . import branching
 from .branching import BranchState
-from .row_controllers import for_launch, set_gains
+from .row_controllers import RowController, set_gains
 
-# Columns of `Commands.integers` and `.numbers`: sampling parameters come after what else a job brings.
-WHOLE_NUMBERS = tuple(name for name, line in DEVICE_PARAMETERS.items() if line.accepts.kind is int)
-NUMBERS = tuple(name for name, line in DEVICE_PARAMETERS.items() if line.accepts.kind is float)
-ROW, SEED, TOKEN, LIMIT, STATUS, SHARED, BRANCHES = range(7)
-INTEGERS = 7 + len(WHOLE_NUMBERS)
+# Columns of `UpdateBatch.int_params` and of `UpdateBatch.float_params`. Integer sampling parameters come
+# after the other integers of a placement.
+INT_PARAMS = tuple(name for name, parameter in DEVICE_PARAMETERS.items() if parameter.accepts.kind is int)
+FLOAT_PARAMS = tuple(name for name, parameter in DEVICE_PARAMETERS.items() if parameter.accepts.kind is float)
+ROW, SEED, TOKEN, LIMIT, STATUS, NUM_SHARED, BRANCHES = range(7)
+NUM_INTEGERS = 7 + len(INT_PARAMS)
 
 
-Array = Any  # of NumPy on the host, of JAX in a program
-PARKED = ("history", "signal", "action", "control", "ledger")
+Array = Any  # a NumPy array on the host, a JAX array in a program
+SAVED_FIELDS = ("history", "signal", "action", "control", "ledger")
 
 
 class DeviceState(NamedTuple):
-    """Everything on the device that changes: the rows, and the gains of their controllers.
+    """Everything on the device that changes: the state of the loop and the gains of the rows' controllers.
 
-    What the host calls a row is a slot of as many rows of the state as a sequence may have branches.
+    The host's rows are slots: a slot is as many consecutive rows of `state` as a sequence may have branches,
+    one unless the engine runs a branching sampler. The first row of a slot leads it.
     """
 
     state: State
-    controller: Any
-    branch_state: BranchState | None = None  # of the searches, where sequences may branch
+    controller: RowController
+    branch_state: BranchState | None = None  # where sequences may branch
 
     @property
-    def group(self) -> int:
-        """Rows of a slot."""
-        return (
-            1
-            if self.branch_state is None
-            else self.state.status.shape[0] // self.branch_state.delivered.shape[0]
-        )
+    def rows_per_slot(self) -> int:
+        """Rows of `state` that form one slot."""
+        if self.branch_state is None:
+            return 1
+        return self.state.status.shape[0] // self.branch_state.delivered.shape[0]
 
 
 class UpdateBatch(NamedTuple):
-    """Edits of the host, of a fixed size; in this order: keep pages, end rows, give pages up, place jobs."""
+    """Host-side changes to the device state, in arrays of fixed size: one compiled program applies them.
 
-    retained_pages: Array  # int32 [m], pages that the host keeps
-    freed_rows: Array  # bool [rows]
-    released_pages: Array  # int32 [m], pages that the host gives up
-    integers: Array  # int32 [k, INTEGERS], of each job to place; its row is `rows` where there is none
-    numbers: Array  # float32 [k, len(NUMBERS)]
-    stops: Array  # int32 [k, stops]
-    bias_tokens: Array  # int32 [k, slots]
-    bias_values: Array  # float32 [k, slots]
-    pages: Array  # int32 [k, most pages of a row], the first SHARED of which the job shares
-    gains: Array  # float32 [k, n], of its controller
-    prompt: Array | None = None  # bool [k, vocabulary], and
-    generated: Array | None = None  # int32 [k, vocabulary]: its history, where a job is penalised
+    They take effect in this order: pages are retained, rows freed, pages released, sequences placed. `s` is
+    the number of slots, `k` the number of placements a batch holds, `m` the number of pages.
+    """
+
+    retained_pages: Array  # int32 [m], pages to which the prefix cache takes a reference
+    freed_rows: Array  # bool [s], slots whose sequence has left
+    released_pages: Array  # int32 [m], pages whose reference the prefix cache gives up
+    int_params: Array  # int32 [k, NUM_INTEGERS]; ROW is s where there is no placement
+    float_params: Array  # float32 [k, len(FLOAT_PARAMS)]
+    stop_tokens: Array  # int32 [k, STOPS], -1 where unused
+    bias_tokens: Array  # int32 [k, BIASES], -1 where unused
+    bias_values: Array  # float32 [k, BIASES]
+    shared_pages: Array  # int32 [k, pages per row], of which the first NUM_SHARED are shared with others
+    gains: Array  # float32 [k, n], gains and switches of the row's controllers
+    # The penalties' history, in the batches that place rows with penalties.
+    prompt_history: Array | None = None  # bool [k, vocabulary]
+    generated_history: Array | None = None  # int32 [k, vocabulary]
 
 
 class DecodeOutput(NamedTuple):
-    """What came of a launch; a row's tokens are the first `count` steps of it."""
+    """The result of one launch of `n` steps; the tokens of slot r are its first `num_tokens[r]`."""
 
-    count: jax.Array  # int32 [rows]
-    token: jax.Array  # int32 [n, rows]; n is the capacity, and more where tokens wait for branches
-    metrics: jax.Array  # float32 [len(MEASURES), n, rows]
-    status: jax.Array  # int32 [rows]
-    length: jax.Array  # int32 [rows], of the text: what was taken out of the cache counts
-    table: jax.Array  # int32 [rows, most pages of a row]
-    forecast: jax.Array  # float32 [rows], E[ΔH⁺] of the next token, nats
-    steps: jax.Array  # int32 [], that were run
-    seconds: jax.Array  # float32 [rows], of the roofline, that the sequence has cost with all its branches
-    tally: jax.Array  # int32 [len(Tally)], what searches came to
-    likeliest: Likeliest | tuple[()]  # [n, rows, …]
+    num_tokens: jax.Array  # int32 [s]
+    token: jax.Array  # int32 [n, s]; n is the capacity, plus the tokens that branches may hold back
+    metrics: jax.Array  # float32 [len(TRACE_FIELDS), n, s]
+    status: jax.Array  # int32 [s]
+    length: jax.Array  # int32 [s], positions of the text, those evicted from the cache included
+    table: jax.Array  # int32 [s, pages per row], the page tables
+    expected_drop: jax.Array  # float32 [s], E[ΔH⁺] of the next token, nats
+    num_steps: jax.Array  # int32 [], steps that ran
+    cost: jax.Array  # float32 [s], roofline seconds of the sequence so far, all branches included
+    tally: jax.Array  # int32 [len(Tally)], counts of the branching sampler
+    likeliest: Likeliest | tuple[()]  # [n, s, ...]
 
 
 def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
-    """Edit the board. `blank` is a row that holds nothing, as a state of one row."""
-    state, rows = device_state.state, device_state.state.status.shape[0]
-    slot, shared = batch.integers[:, ROW], batch.integers[:, SHARED]
-    row, group = (
-        slot * device_state.group,
-        (slot[:, None] * device_state.group + jnp.arange(device_state.group)).reshape(-1),
-    )
-    ended = jnp.repeat(batch.freed_rows, device_state.group)
+    """Apply a batch of host-side changes; `blank` is the state of one empty row."""
+    state, group = device_state.state, device_state.rows_per_slot
+    slot = batch.int_params[:, ROW]
+    row, slot_rows = slot * group, (slot[:, None] * group + jnp.arange(group)).reshape(-1)
+    freed = jnp.repeat(batch.freed_rows, group)
     pool = cache.retain(state.cache, batch.retained_pages)
-    pool = cache.release_rows(pool, ended)
+    pool = cache.release_rows(pool, freed)
     pool = cache.release(pool, batch.released_pages)
-    pool = cache.share(pool, row, batch.pages, shared)
-    placed = jnp.zeros(rows, bool).at[group].set(True, mode="drop")
+    pool = cache.share(pool, row, batch.shared_pages, batch.int_params[:, NUM_SHARED])
+    state = _clear(state._replace(cache=pool), blank, slot_rows)
+    state = _place(state._replace(status=jnp.where(freed, FULL, state.status)), row, batch)
+    branch_state = device_state.branch_state
+    if branch_state is not None:
+        branches, token = batch.int_params[:, BRANCHES], batch.int_params[:, TOKEN]
+        branch_state = branching.assign_slots(branch_state, batch.freed_rows, slot, token, branches)
+    gains = jnp.repeat(batch.gains, group, 0)
+    return DeviceState(state, set_gains(device_state.controller, slot_rows, gains), branch_state)
+
+
+def _clear(state: State, blank: State, rows: jax.Array) -> State:
+    """The state with `rows` int32 `[n]` as in `blank`, all but the cache; rows past the last are ignored."""
+    total = state.status.shape[0]
+    cleared = jnp.zeros(total, bool).at[rows].set(True, mode="drop")
 
     def clear(old, new):
-        if old.ndim == 0 or old.shape[0] != rows:
+        if old.ndim == 0 or old.shape[0] != total:
             return old
-        return jnp.where(placed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+        return jnp.where(cleared.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    small = {name: value for name, value in state._asdict().items() if name != "cache"}
-    state = state._replace(**jax.tree.map(clear, small, {name: getattr(blank, name) for name in small}))
-    put = lambda array, values: array.at[row].set(values.astype(array.dtype), mode="drop")
-    numbers = {name: batch.numbers[:, i] for i, name in enumerate(NUMBERS)}
-    numbers |= {name: batch.integers[:, i] for i, name in enumerate(WHOLE_NUMBERS, BRANCHES + 1)}
+    fields = {name: value for name, value in state._asdict().items() if name != "cache"}
+    return state._replace(**jax.tree.map(clear, fields, {name: getattr(blank, name) for name in fields}))
+
+
+def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
+    """The state with the batch's placements in rows int32 `[k]`; rows past the last are ignored."""
+
+    def put(array, values):
+        return array.at[row].set(values.astype(array.dtype), mode="drop")
+
+    params = {name: batch.float_params[:, i] for i, name in enumerate(FLOAT_PARAMS)}
+    params |= {name: batch.int_params[:, i] for i, name in enumerate(INT_PARAMS, BRANCHES + 1)}
     sampling = state.sampling._replace(
-        **{name: put(getattr(state.sampling, name), values) for name, values in numbers.items()},
+        **{name: put(getattr(state.sampling, name), values) for name, values in params.items()},
         bias_tokens=put(state.sampling.bias_tokens, batch.bias_tokens),
         bias_values=put(state.sampling.bias_values, batch.bias_values),
     )
     history = state.history
-    if batch.prompt is not None and batch.generated is not None:
+    if batch.prompt_history is not None and batch.generated_history is not None:
         history = history._replace(
-            prompt=put(history.prompt, batch.prompt),
-            generated=put(history.generated, batch.generated),
+            prompt=put(history.prompt, batch.prompt_history),
+            generated=put(history.generated, batch.generated_history),
         )
-    state = state._replace(
-        seed=put(state.seed, batch.integers[:, SEED]),
-        token=put(state.token, batch.integers[:, TOKEN]),
-        length=put(state.length, shared * pool.page_size),
-        limit=put(state.limit, batch.integers[:, LIMIT]),
-        status=put(jnp.where(ended, FULL, state.status), batch.integers[:, STATUS]),
-        stop=put(state.stop, batch.stops),
+    return state._replace(
+        seed=put(state.seed, batch.int_params[:, SEED]),
+        token=put(state.token, batch.int_params[:, TOKEN]),
+        length=put(state.length, batch.int_params[:, NUM_SHARED] * state.cache.page_size),
+        limit=put(state.limit, batch.int_params[:, LIMIT]),
+        status=put(state.status, batch.int_params[:, STATUS]),
+        stop=put(state.stop, batch.stop_tokens),
         sampling=sampling,
         history=history,
-        action=state.action._replace(temperature=put(state.action.temperature, numbers["temperature"])),
-        cache=pool,
+        action=state.action._replace(temperature=put(state.action.temperature, params["temperature"])),
     )
-    branch_state = device_state.branch_state
-    if branch_state is not None:
-        branches, token = batch.integers[:, BRANCHES], batch.integers[:, TOKEN]
-        branch_state = branching.place_in_slots(branch_state, batch.freed_rows, slot, token, branches)
-    gains = jnp.repeat(batch.gains, device_state.group, 0)
-    return DeviceState(state, set_gains(device_state.controller, group, gains), branch_state)
 
 
-def park(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
-    """What a row has become beside its text: control, ledger, history. The board is not consumed."""
-    row = row * device_state.group
-    return jax.tree.map(lambda x: x[row], {name: getattr(device_state.state, name) for name in PARKED})
+def save_row(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
+    """Control state, ledger and history of a slot, for a sequence about to be preempted. Consumes nothing."""
+    row = row * device_state.rows_per_slot
+    return jax.tree.map(lambda x: x[row], {name: getattr(device_state.state, name) for name in SAVED_FIELDS})
 
 
-def unpark(device_state: DeviceState, row: jax.Array, parked: dict[str, Any]) -> DeviceState:
-    """Make a row that was placed what it was when it was parked."""
-    put = lambda x, y: x.at[row * device_state.group].set(y)
-    return device_state._replace(
-        state=device_state.state._replace(
-            **{name: jax.tree.map(put, getattr(device_state.state, name), parked[name]) for name in PARKED}
-        )
-    )
+def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]) -> DeviceState:
+    """Give a slot, in which its sequence was placed again, what `save_row` has saved."""
+    row, state = row * device_state.rows_per_slot, device_state.state
+
+    def put(values, saved_value):
+        return values.at[row].set(saved_value)
+
+    fields = {name: jax.tree.map(put, getattr(state, name), saved[name]) for name in SAVED_FIELDS}
+    return device_state._replace(state=state._replace(**fields))
 
 
 def prefill(
@@ -170,20 +186,20 @@ def prefill(
     scored: bool,
     method: Method | None,
 ) -> tuple[DeviceState, PrefillOutput]:
-    """Appends a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `entropic_jax.prefill`.
+    """Append a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `entropic_jax.prefill`.
 
     Args:
-        decoder: the model's pure functions.
-        params: its parameters.
-        device_state: is consumed.
-        chunk: the tokens, and the slots they belong to.
-        scored: also return the log-probability of the token that follows each position.
-        method: decides which earlier pages the chunk attends to; None attends to all.
+        decoder: The model's pure functions.
+        params: Its parameters.
+        device_state: Consumed.
+        chunk: The tokens, and the slots they belong to.
+        scored: Whether to compute the log-probability of the token that follows each position; static.
+        method: Selects the earlier pages that the chunk attends to, None for all; static.
 
     Returns:
-        The device state, and what came of each prompt.
+        The new device state, and the result for each prompt.
     """
-    chunk = chunk._replace(rows=chunk.rows * device_state.group)
+    chunk = chunk._replace(rows=chunk.rows * device_state.rows_per_slot)
     state = device_state.state._replace(page_policy=method)
     state, output = loop.prefill(decoder, params, state, chunk, scored=scored)
     state = state._replace(page_policy=device_state.state.page_policy)
@@ -193,12 +209,16 @@ def prefill(
 def compress(
     device_state: DeviceState, row: jax.Array, *, method: Method | None
 ) -> tuple[DeviceState, jax.Array]:
-    """Keep of a row what the method keeps; also returns its pages, and the positions it lost, int32 `[2]`."""
-    assert method is not None  # who asks for it has looked
-    row = row * device_state.group
+    """Evict from a slot's KV cache what the method does not keep.
+
+    Returns the new device state, and int32 `[2]`: pages that the slot holds now, and positions evicted.
+    """
+    assert method is not None  # the scheduler compresses only where there is a method
+    row = row * device_state.rows_per_slot
+    policy = device_state.state.page_policy
     state = cache_compression.compress_row(device_state.state._replace(page_policy=method), row)
-    found = jnp.stack([state.cache.granted[row], state.evicted[row]])
-    return device_state._replace(state=state._replace(page_policy=device_state.state.page_policy)), found
+    counts = jnp.stack([state.cache.granted[row], state.evicted[row]])
+    return device_state._replace(state=state._replace(page_policy=policy)), counts
 
 
 def decode(
@@ -216,50 +236,68 @@ def decode(
     plan: Plan | None = None,
     exact: bool = False,
 ) -> tuple[DeviceState, DecodeOutput]:
-    """Run up to `steps` steps of the first `width` running rows; `forced` is `[capacity, rows]`.
+    """Run one launch: up to `steps` decode steps of the running rows.
 
-    `samples`: the engine's sampler draws for some of them, who search if there is a `plan`. `exact` as in
-    `searching.launch`.
+    Args:
+        decoder: The model's forward pass.
+        params: Its weights.
+        device_state: Consumed.
+        steps: int32 `[]`, at most the capacity.
+        constraints: Per-slot constraints of all steps, without the forced tokens.
+        forced: int32 `[capacity, slots]`, the token that each step must emit, -1 where it samples.
+        prior: Of H₁ along a sequence, for the expected drop.
+        width: Slots that a step computes, static; the first `width` that run.
+        page_policy: Which pages the steps read, None for all; static.
+        samples: Whether the engine's sampler draws the tokens of some rows; static.
+        plan: How sequences branch, None where none does; static.
+        exact: As in `branching.launch`; static.
+
+    Returns:
+        The new device state and what the launch emitted.
     """
-    capacity, branch_state, k = forced.shape[0], device_state.branch_state, device_state.group
-    state = device_state.state._replace(page_policy=page_policy)
-    constraints, forced = jax.tree.map(lambda x: jnp.repeat(x, k, 0), constraints), jnp.repeat(forced, k, 1)
+    capacity, group, policy = forced.shape[0], device_state.rows_per_slot, device_state.state.page_policy
+    branch_state, state = device_state.branch_state, device_state.state._replace(page_policy=page_policy)
+    constraints = jax.tree.map(lambda x: jnp.repeat(x, group, 0), constraints)
+    forced = jnp.repeat(forced, group, 1)
 
-    def step(state: State, now: jax.Array, width: int | None = width) -> tuple[State, Trace]:
-        controller = for_launch(device_state.controller, samples)
-        return loop.step(
-            decoder,
-            params,
-            controller,
-            state,
-            width=width,
-            constraints=constraints._replace(forced=forced[now]),
-        )
+    def step(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
+        controller = device_state.controller.for_launch(samples)
+        step_constraints = constraints._replace(forced=forced[index])
+        return loop.step(decoder, params, controller, state, width=width, constraints=step_constraints)
 
     if samples and plan is not None and branch_state is not None:
-        branch_state, state, done, trace = branching.launch(
+        branch_state, state, num_steps, trace = branching.launch(
             step, branch_state, state, steps, plan, width, exact
         )
     else:
-        state, done, trace = loop.run(step, state, steps, capacity)
-        trace = jax.tree.map(lambda x: x[:, ::k], trace)
-    lead = lambda x: jnp.copy(x[::k])
+        state, num_steps, trace = loop.run(step, state, steps, capacity)
+        trace = jax.tree.map(lambda x: x[:, ::group], trace)
     tally = jnp.zeros(len(Tally._fields), jnp.int32)
     if branch_state is not None:
-        branch_state, tally = branching.tallied(branch_state)
-    output = DecodeOutput(
-        count=trace.num_tokens,
+        branch_state, tally = branching.take_tally(branch_state)
+    device_state = DeviceState(state, device_state.controller, branch_state)
+    output = _output(device_state, trace, num_steps, tally, prior)
+    return device_state._replace(state=state._replace(page_policy=policy)), output
+
+
+def _output(
+    device_state: DeviceState, trace: Trace, num_steps: jax.Array, tally: jax.Array, prior: AR1
+) -> DecodeOutput:
+    state, branch_state, group = device_state.state, device_state.branch_state, device_state.rows_per_slot
+
+    def leading(values: jax.Array) -> jax.Array:
+        return jnp.copy(values[::group])
+
+    return DecodeOutput(
+        num_tokens=trace.num_tokens,
         token=trace.token,
         metrics=jnp.stack([getattr(trace, name) for name in TRACE_FIELDS]),
-        status=lead(state.status) if branch_state is None else branching.status(branch_state, state),
-        length=lead(state.length + state.evicted),
-        table=lead(state.cache.table),
-        forecast=lead(predicted_drop(state.control[-1], prior)),
-        steps=done,
-        seconds=state.ledger.seconds.reshape(-1, k).sum(1),
+        status=leading(state.status) if branch_state is None else branching.status(branch_state, state),
+        length=leading(state.length + state.evicted),
+        table=leading(state.cache.table),
+        expected_drop=leading(predicted_drop(state.control[-1], prior)),
+        num_steps=num_steps,
+        cost=state.ledger.seconds.reshape(-1, group).sum(1),
         tally=tally,
         likeliest=trace.likeliest,
     )
-    return DeviceState(
-        state._replace(page_policy=device_state.state.page_policy), device_state.controller, branch_state
-    ), output

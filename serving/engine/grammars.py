@@ -1,4 +1,4 @@
-"""Grammars of jobs: what they allow next, and what follows. One that fails ends its job, and no other."""
+"""Grammar constraints of sequences. A grammar that fails ends its own request and no other."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,22 +10,31 @@ from .interface import Grammar
 from .sequence import Sequence
 
 
-def masks(running: Iterable[Sequence], end: Callable[..., Any]) -> dict[int, np.ndarray]:
-    """What the grammars allow next, by row; `end` ends a job whose grammar fails."""
-    found = {}
-    for s in running:
-        if s.engine_request.grammar is not None and s.num_scheduled >= s.num_replay_tokens:
+def token_masks(running: Iterable[Sequence], end: Callable[..., Any]) -> dict[int, np.ndarray]:
+    """The tokens that grammars allow next.
+
+    Args:
+        running: Sequences that decode. Those without a grammar, or with tokens to replay, have no mask.
+        end: `end(sequence, reason, error)` ends the request whose grammar fails.
+
+    Returns:
+        By row, bits int32 `[ceil(vocabulary / 32)]`.
+    """
+    masks = {}
+    for sequence in running:
+        grammar = sequence.engine_request.grammar
+        if grammar is not None and sequence.num_scheduled >= sequence.num_replay_tokens:
             try:
-                found[s.row] = np.asarray(s.engine_request.grammar.mask()).reshape(-1).view(np.int32)
+                masks[sequence.row] = np.asarray(grammar.mask()).reshape(-1).view(np.int32)
             except Exception as error:  # a grammar is a program that came with a request
-                end(s, "error", f"the grammar failed: {error}")
-    return found
+                end(sequence, "error", f"the grammar failed: {error}")
+    return masks
 
 
-def follow(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
-    """Tell a grammar the token; what was held back is handed out if nothing may follow it."""
+def accept(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
+    """Advance a grammar by a token; returns the tokens held back so far if nothing may follow it."""
     try:
-        goes_on = grammar.accept(token)
+        can_continue = grammar.accept(token)
     except Exception as error:
         return sequence.transcript.finish("error", f"the grammar failed: {error}")
-    return [] if goes_on else sequence.transcript.finish("stop")
+    return [] if can_continue else sequence.transcript.finish("stop")

@@ -1,4 +1,4 @@
-"""What passes between a front end and the engine: a job goes in, deltas come out until one finishes it."""
+"""Interface between a front end and the engine: requests go in, deltas come out until one finishes."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from ..transcript import Alternative, Token, Usage
 
 
 class QueueFullError(Exception):
-    """The engine takes no more jobs now; `retry_after` says in how many seconds it may."""
+    """The queue is full; `retry_after` is the number of seconds after which to try again."""
 
     def __init__(self, retry_after: float) -> None:
         super().__init__(f"the queue is full; try again in {retry_after:.0f} s")
@@ -18,7 +18,7 @@ class QueueFullError(Exception):
 
 
 class PromptToken(NamedTuple):
-    """A token of the prompt: how likely it was after those before it. None for the first."""
+    """A token of the prompt, with its log-probability given the tokens before it (None for the first)."""
 
     id: int
     text: str
@@ -27,7 +27,7 @@ class PromptToken(NamedTuple):
 
 
 class Grammar(Protocol):
-    """What a text may be: follows the tokens of one sequence, and says which may come next."""
+    """A constraint on the text of one sequence, which follows its tokens."""
 
     def mask(self) -> Any:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens allowed next (as llguidance fills them)."""
@@ -38,72 +38,72 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """One sequence to continue. A request with n > 1 is several jobs with seeds of their own."""
+    """One sequence to generate. An HTTP request with n > 1 is n of these, each with its own seed."""
 
     id: str
-    request: Request  # the prompt as token ids, and how to sample
-    control: Control = field(default_factory=Control)  # preset and gains, per sequence
-    priority: int = 0  # a smaller number goes first
-    deadline: float | None = None  # seconds from submission in which it should be done; urgency rises
-    timeout: float | None = None  # seconds from submission after which it is ended (finish_reason "error")
-    alternatives: int | None = None  # most likely tokens to report beside each token; None: no logprobs
-    prompt_alternatives: int | None = None  # the same of the prompt's tokens
+    request: Request  # prompt and sampling parameters
+    control: Control = field(default_factory=Control)  # preset and gains of this sequence
+    priority: int = 0  # smaller is served first
+    deadline: float | None = None  # seconds from submission in which it should be done; raises its urgency
+    timeout: float | None = None  # seconds from submission after which it ends with finish_reason "error"
+    logprobs: int | None = None  # likeliest tokens to report with each token; None is `request.logprobs`
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
     grammar: Grammar | None = None
 
 
 class Delta(NamedTuple):
-    """News of one job. The last has a `finish_reason`: "stop", "length", "error" or "abort"."""
+    """New output of one request. The last has a `finish_reason`: "stop", "length", "error" or "abort"."""
 
-    tokens: tuple[Token, ...] = ()  # settled, in order; Token.logprob and Token.top where asked for
-    prompt: tuple[PromptToken, ...] = ()  # once, before the first token, where asked for
+    tokens: tuple[Token, ...] = ()  # final, in order; with Token.logprob and Token.top where requested
+    prompt: tuple[PromptToken, ...] = ()  # once, before the first token, where prompt logprobs are requested
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token that ended it
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
     error: str | None = None
     usage: Usage | None = None  # with the last
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt found in the prefix cache
     # With the last: entropic_time, mean_entropy, kept_fraction, certificate, cost (roofline seconds), and the
     # wall seconds queue_time and, where there was one, prefill_time.
     summary: Mapping[str, float] = {}
-    timed_out: bool = False  # with "error": the job's timeout has passed
+    timed_out: bool = False  # with "error": the request's timeout has passed
 
 
 class OutputStream(Protocol):
-    """A job in the engine's hands."""
+    """The output of one request as it is generated."""
 
     engine_request: EngineRequest
 
     def __iter__(self) -> Iterator[Delta]:
-        """The deltas, as they come; the last has a finish_reason. For threads."""
+        """The deltas as they come, for threads; the last has a finish_reason."""
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """The same in an event loop, which it does not block."""
+        """The same for an event loop, which it does not block."""
 
     def cancel(self) -> None:
-        """End the job now, wherever it is; its pages are returned, its last delta says "abort"."""
+        """End the request now, wherever it is; its pages are freed, its last delta says "abort"."""
 
 
 class Engine(Protocol):
     """The engine as a front end sees it. Every method may be called from any thread."""
 
     def submit(self, engine_request: EngineRequest) -> OutputStream:
-        """Take a job. Raises QueueFullError, or RequestError where the model cannot serve it."""
+        """Queue a request. Raises QueueFullError, or RequestError where the model cannot serve it."""
 
     def ready(self) -> bool:
-        """Whether the programs are compiled and jobs run at full speed."""
+        """Whether the programs are compiled and requests run at full speed."""
 
     def failure(self) -> BaseException | None:
-        """What has ended the engine, where something has: it takes no more jobs, and has to be made anew."""
+        """The exception that has stopped the engine, if any; a stopped engine must be replaced."""
 
     def snapshot(self) -> Mapping[str, Any]:
-        """What is going on, as numbers and lists that JSON can hold.
+        """The state of the engine, as numbers and lists that JSON can hold.
 
-        `running` and `waiting` jobs, `kv_usage` in [0, 1], and since the start `preemptions`,
-        `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), `longest_wait` for a
-        first row and `longest_wait_allowed`, both in rounds of admissions, and what searches came to
-        (`entropix_branches.Tally`). `sequences` are those in flight, each with `id`, `state` ("waiting",
-        "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`,
-        `entropic_time`, `waited` (seconds).
+        `running` and `waiting` count requests, `kv_usage` is in [0, 1]. Counted since the start are
+        `preemptions`, `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), and the
+        fields of `entropix_branches.Tally`. `longest_wait` for a first row and `longest_wait_allowed` are in
+        rounds of admissions. `sequences` are those in flight, each with `id`, `state` ("waiting", "prefill",
+        "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`, `entropic_time` and
+        `waited` (seconds).
         """
 
     def close(self, drain: float | None = None) -> None:
-        """Stop: take no more jobs, let those in flight run for up to `drain` seconds, then end them."""
+        """Accept no more requests, let those in flight run for up to `drain` seconds, then end them."""

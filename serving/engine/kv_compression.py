@@ -1,4 +1,4 @@
-"""Prompts that are compressed once they are read: when it is time, and what each row has lost by it."""
+"""KV compression of prompts: when each row is due, and how many positions it has lost."""
 
 from collections.abc import Sequence as Seq
 
@@ -13,40 +13,43 @@ from .sequence import DECODE, Sequence
 
 
 class KVCompression:
-    """The rows whose prompts are still to be compressed, and those that are."""
+    """Compresses the KV cache of each prompt once, some steps after its prefill."""
 
     def __init__(self, rows: int, compression: CompressionPolicy | None) -> None:
         self.compression = compression
-        self.evicted = np.zeros(rows, np.int64)  # positions of a row's text that are not in the cache
+        self.num_evicted = np.zeros(rows, np.int64)  # positions of a row's text that are not in its cache
 
-    def place(self, sequence: Sequence) -> None:
-        """A sequence has a row, and nothing in it is compressed."""
-        self.evicted[sequence.row] = 0
-        sequence.pending = sequence.private and self.compression is not None
+    def admit(self, sequence: Sequence) -> None:
+        """Take note of a sequence that has just got a row."""
+        self.num_evicted[sequence.row] = 0
+        sequence.compression_pending = sequence.private_pages and self.compression is not None
 
-    def _left(self, sequence: Sequence) -> int:
-        """Steps for which it has the whole of its prompt."""
+    def _steps_left(self, sequence: Sequence) -> int:
         return 0 if self.compression is None else self.compression.delay - sequence.num_scheduled
 
-    def steps(self, running: Seq[Sequence], most: int) -> int:
-        """How many steps may run before a prompt is due, `most` at most."""
-        return min([most, *(self._left(s) for s in running if s.pending)])
+    def limit_steps(self, running: Seq[Sequence], steps: int) -> int:
+        """At most `steps`, and no more than may run before a sequence is due."""
+        return min([steps, *(self._steps_left(s) for s in running if s.compression_pending)])
 
-    def due(self, slots: Seq[Sequence | None]) -> list[Sequence]:
-        """Those whose time has come."""
-        return [s for s in slots if s is not None and s.pending and s.stage == DECODE and self._left(s) <= 0]
+    def due(self, sequences: Seq[Sequence | None]) -> list[Sequence]:
+        """The sequences to compress now."""
+        return [
+            s
+            for s in sequences
+            if s is not None and s.compression_pending and s.stage == DECODE and self._steps_left(s) <= 0
+        ]
 
     def compress(
         self,
         programs: Programs,
         device_state: DeviceState,
-        slots: Seq[Sequence | None],
+        sequences: Seq[Sequence | None],
         block_manager: BlockManager,
     ) -> DeviceState:
-        """Compress those that are due, of which nothing may be under way; the account of pages follows."""
-        for sequence in self.due(slots):
-            sequence.pending = False
-            device_state, found = programs.compress(device_state, sequence.row)
-            held, self.evicted[sequence.row] = np.asarray(found)
-            block_manager.shrink(sequence.row, int(held))
+        """Compress the sequences that are due, none of which may be in flight, and free their pages."""
+        for sequence in self.due(sequences):
+            sequence.compression_pending = False
+            device_state, counts = programs.compress(device_state, sequence.row)
+            pages, self.num_evicted[sequence.row] = np.asarray(counts)
+            block_manager.shrink(sequence.row, int(pages))
         return device_state

@@ -1,4 +1,4 @@
-"""What one launch is given: which pieces of prompts, how many steps, which tokens are known or allowed."""
+"""Launch planner: which prompt chunks to prefill, how many steps to decode, and under which constraints."""
 
 import time
 from typing import Any, NamedTuple
@@ -7,167 +7,185 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.attention.page_selection import PagePolicy
+from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
-from .device_state import DecodeOutput, PrefillChunk, PrefillOutput
+from .device_state import DecodeOutput
 from .options import Sizes
 from .programs import Programs
 from .sequence import DECODE, Sequence
 
-# Seconds that a launch should take. While rows are free, whoever comes should not wait long for its turn, and
-# least of all for its prompt. When all are taken nobody can come, but a row that ends should not stand
-# idle for long while jobs wait.
-SOON, OPEN, CROWDED, FULL = 0.01, 0.02, 0.04, 0.06
-# Where the device shares its processors with those who hand out texts, every launch takes time from it: when
-# all rows are taken, launches are longer by this.
-SHARED = 2.5
-MOST_PUT_OFF = 0.4  # seconds that rows that run may wait for others to read their prompts
-# Positions that could be read in the time that it takes to begin a chunk, and a piece of it: for each piece
-# the keys before it are read again, so prompts are best read in few.
-CHUNK, PIECE = 32, 16
+# Seconds that a launch should take. With free rows, launches stay short so that new requests start prefill
+# quickly, shorter still while prompts are in prefill. With all rows taken no request can start, but a row
+# that ends should not idle for long while requests wait.
+SECONDS_WHILE_PREFILLING, SECONDS_WITH_FREE_ROWS = 0.01, 0.02
+SECONDS_WHILE_WAITING, SECONDS_WHEN_FULL = 0.04, 0.06
+# Where the device shares its processors with the threads that deliver text, each launch takes time from them.
+# With all rows taken, launches are longer by this factor.
+SHARED_PROCESSORS = 2.5
+LONGEST_DEFERRAL = 0.4  # seconds that decoding rows may wait for others to finish their prefill
+# Cost of a chunk and of each prompt in it, in tokens prefilled in the same time. Every chunk reads the keys
+# before it again, so few large chunks are best.
+CHUNK_OVERHEAD, PROMPT_OVERHEAD = 32, 16
 
-Piece = tuple[Sequence, int, int, int]  # with its epoch, and its positions read before and after
+
+class ScheduledChunk(NamedTuple):
+    """The part of a prompt that a prefill computes."""
+
+    sequence: Sequence
+    epoch: int
+    begin: int  # positions prefilled before
+    end: int  # and after
 
 
 class InFlight(NamedTuple):
-    """What one turn gave to the device, and to whom."""
+    """The work that one scheduler step gave to the device, until its outputs are collected."""
 
-    running: list[tuple[Sequence, int, int]]  # sequence, row, epoch
+    running: list[tuple[Sequence, int, int]]  # sequences that decode, with their row and epoch
     steps: int
     width: int
-    begun: float
+    start_time: float
     output: DecodeOutput | None
-    pieces: list[Piece]
+    chunks: list[ScheduledChunk]
     prefill: PrefillOutput | None
     scored: bool
 
 
 class LaunchPlanner:
-    """Puts launches together, and learns how long a step takes."""
+    """Chooses the size of each launch, from a running estimate of the time that a step takes."""
 
     def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool) -> None:
         """`overlapped` as in `Scheduler`."""
         self.sizes = sizes
-        self.crowded, self.full = (aim * (1 if overlapped else SHARED) for aim in (CROWDED, FULL))
-        self.least = np.zeros(sizes.rows, np.int32)
-        self.reported = np.zeros(sizes.rows, bool)
+        factor = 1 if overlapped else SHARED_PROCESSORS
+        self.seconds_while_waiting = SECONDS_WHILE_WAITING * factor
+        self.seconds_when_full = SECONDS_WHEN_FULL * factor
+        self.min_length = np.zeros(sizes.rows, np.int32)
+        self.report_logprobs = np.zeros(sizes.rows, bool)
         self._constraints = no_constraints(sizes.rows, programs.decoder.shape.vocabulary)
-        self.unforced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
-        self.stepped = 0.0  # when rows last had steps, or there were none that could
+        self.nothing_forced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
+        self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
         self._step_seconds: dict[int, float] = {}
 
-    def chunk(self, reading: list[Sequence]) -> tuple[PrefillChunk, list[Piece], bool]:
-        """The next pieces of prompts that are being read, and whether they are scored; they count as read."""
-        reading = sorted(reading, key=lambda s: (s.engine_request.priority, s.admitted))
-        scored = not reading[0].scored
-        reading = [s for s in reading if s.scored != scored]
-        prompts, size = self._shape([len(s.prefill_tokens) - 1 - s.num_prefilled for s in reading])
-        chunk = empty_chunk(prompts, size, self.sizes.rows)
-        pieces = []
-        for place, sequence in enumerate(reading[:prompts]):
-            begin, end = (
-                sequence.num_prefilled,
-                min(sequence.num_prefilled + size, len(sequence.prefill_tokens) - 1),
-            )
-            chunk.rows[place], chunk.num_tokens[place] = sequence.row, end - begin
-            chunk.tokens[place, : end - begin + 1] = sequence.prefill_tokens[begin : end + 1]
-            sequence.num_prefilled = end
-            if end == len(sequence.prefill_tokens) - 1:
-                sequence.stage = DECODE
-            chunk.total[place] = len(sequence.prefill_tokens) - 1
-            pieces.append((sequence, sequence.epoch, begin, end))
-        return chunk, pieces, scored
+    def prefill_chunk(self, sequences: list[Sequence]) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
+        """The next chunk of the prompts in prefill, which counts as prefilled from here on.
 
-    def _shape(self, rest: list[int]) -> tuple[int, int]:
-        """The compiled shape that reads most for its size; the first prompt is always in it.
-
-        Where pieces have a length of their own, none is cut shorter.
+        A chunk holds either prompts whose logprobs are requested or others, and the result says which.
         """
-        segment = self.sizes.shapes.segment
-        whole = [min(left, segment or 0) for left in rest]
+        sequences = sorted(sequences, key=lambda s: (s.engine_request.priority, s.admitted_time))
+        scored = not sequences[0].prompt_scored
+        sequences = [s for s in sequences if s.prompt_scored != scored]
+        prompts, size = self._chunk_shape([len(s.prefill_tokens) - 1 - s.num_prefilled for s in sequences])
+        chunk, scheduled = empty_chunk(prompts, size, self.sizes.rows), []
+        for index, sequence in enumerate(sequences[:prompts]):
+            length = len(sequence.prefill_tokens) - 1
+            begin, end = sequence.num_prefilled, min(sequence.num_prefilled + size, length)
+            chunk.rows[index], chunk.num_tokens[index] = sequence.row, end - begin
+            chunk.tokens[index, : end - begin + 1] = sequence.prefill_tokens[begin : end + 1]
+            chunk.total[index] = length
+            sequence.num_prefilled = end
+            if end == length:
+                sequence.stage = DECODE
+            scheduled.append(ScheduledChunk(sequence, sequence.epoch, begin, end))
+        return chunk, scheduled, scored
 
-        def worth(shape: tuple[int, int]) -> float:
+    def _chunk_shape(self, remaining: list[int]) -> tuple[int, int]:
+        """The compiled shape (prompts, tokens) that prefills most for its cost; the first prompt is in it.
+
+        A sparse prefill method works on segments of fixed length, which no chunk may cut.
+        """
+        segment = self.sizes.shapes.segment or 0
+        uncut = [min(tokens, segment) for tokens in remaining]
+
+        def throughput(shape: tuple[int, int]) -> float:
             prompts, size = shape
-            return sum(min(size, left) for left in rest[:prompts]) / (prompts * (size + PIECE) + CHUNK)
+            tokens = sum(min(size, tokens) for tokens in remaining[:prompts])
+            return tokens / (prompts * (size + PROMPT_OVERHEAD) + CHUNK_OVERHEAD)
 
-        fit = [shape for shape in self.sizes.shapes.chunks if max(whole[: shape[0]]) <= shape[1]]
-        return max(fit, key=worth)
+        shapes = [shape for shape in self.sizes.shapes.chunks if max(uncut[: shape[0]]) <= shape[1]]
+        return max(shapes, key=throughput)
 
     def width(self, running: int) -> int:
-        """The narrowest program that so many rows fit into."""
+        """The smallest batch bucket that holds so many rows."""
         return next(width for width in self.sizes.shapes.widths if width >= running)
 
-    def kind(self, running: list[Sequence]) -> tuple[int, PagePolicy | None, bool]:
-        """What decodes them: its width, what its steps read, and whether its sampler draws for some."""
+    def decode_program(self, running: list[Sequence]) -> tuple[int, PagePolicy | None, bool]:
+        """Width, page policy and whether the sampler is on, of the program that decodes these sequences."""
         shapes = self.sizes.shapes
         page_policy = shapes.page_policies[-1 if any(s.row_gains.pruning for s in running) else 0]
         samples = shapes.samplers[-1 if any(s.row_gains.sampler for s in running) else 0]
         return self.width(len(running)), page_policy, samples
 
-    def steps(self, running: list[Sequence], most: int, reading: int, waiting: bool) -> int:
-        """How many steps to run, `most` at most, beside so many prompts that are being read."""
-        if len(running) + reading < self.sizes.rows:
-            if any(s.num_scheduled == 0 for s in running):
-                return 1  # the first token of a sequence waits for no second
-            aim = SOON if reading else OPEN
-        else:
-            # The more prompts are being read, the sooner they should share the steps.
-            share = len(running) / (len(running) + reading)
-            aim = self.crowded * share if waiting or reading else self.full
-        steps = int(aim / self._step_seconds.get(self.width(len(running)), aim))
-        return max(1, min(steps, most, self.sizes.shapes.capacity))
+    def num_steps(self, running: list[Sequence], limit: int, prefilling: int, waiting: bool) -> int:
+        """How many steps a launch should have.
 
-    def puts_off(self, running: int, reading: int, waiting: bool) -> bool:
-        """Whether rows that run wait a while for those that read, which will soon share their steps.
-
-        With all rows taken, a step costs as much however few of them run: it pays to wait for more.
+        Args:
+            running: Sequences that decode.
+            limit: Steps, at most.
+            prefilling: Number of sequences in prefill.
+            waiting: Whether requests wait for a row.
         """
-        now = time.perf_counter()
-        full = waiting or running + reading == self.sizes.rows
-        if 0 < running < (7 if full else 1) * reading and now - self.stepped < MOST_PUT_OFF:
+        if len(running) + prefilling < self.sizes.rows:
+            if any(s.num_scheduled == 0 for s in running):
+                return 1  # the first token of a sequence does not wait for a second
+            seconds = SECONDS_WHILE_PREFILLING if prefilling else SECONDS_WITH_FREE_ROWS
+        elif waiting or prefilling:
+            # The more sequences are in prefill, the sooner they should share the steps.
+            seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)
+        else:
+            seconds = self.seconds_when_full
+        steps = int(seconds / self._step_seconds.get(self.width(len(running)), seconds))
+        return max(1, min(steps, limit, self.sizes.shapes.capacity))
+
+    def defer_decode(self, running: int, prefilling: int, waiting: bool) -> bool:
+        """Whether decoding rows should wait for those in prefill, which will soon share their steps.
+
+        With all rows taken, a step costs the same however few rows decode, so it pays to wait for more.
+        """
+        timestamp = time.perf_counter()
+        full = waiting or running + prefilling == self.sizes.rows
+        few = 0 < running < (7 if full else 1) * prefilling
+        if few and timestamp - self.last_decode < LONGEST_DEFERRAL:
             return True
-        self.stepped = now
+        self.last_decode = timestamp
         return False
 
-    def took(self, width: int, steps: int, seconds: float) -> None:
-        """A launch took so long."""
-        before = self._step_seconds.get(width, seconds / steps)
-        self._step_seconds[width] = before + 0.2 * (seconds / steps - before)
+    def record_launch(self, width: int, steps: int, seconds: float) -> None:
+        """Update the estimate of the seconds that a step of this width takes."""
+        previous = self._step_seconds.get(width, seconds / steps)
+        self._step_seconds[width] = previous + 0.2 * (seconds / steps - previous)
 
-    def forced(self, running: list[Sequence], steps: int):
-        """The tokens that rows are told again, int32 `[capacity, rows]`, −1 elsewhere."""
+    def forced_tokens(self, running: list[Sequence], steps: int):
+        """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere."""
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
-            return self.unforced
-        forced = np.full(self.unforced.shape, -1, np.int32)
+            return self.nothing_forced
+        forced = np.full(self.nothing_forced.shape, -1, np.int32)
         for s in running:
-            known = s.generated[s.num_scheduled : min(s.num_scheduled + steps, s.num_replay_tokens)]
-            forced[: len(known), s.row] = known
+            tokens = s.generated[s.num_scheduled : min(s.num_scheduled + steps, s.num_replay_tokens)]
+            forced[: len(tokens), s.row] = tokens
         return forced
 
     def constraints(self, masks: dict[int, np.ndarray]) -> Constraints:
-        """What the rows are held to, those of `masks` to the tokens whose bits are set.
+        """The constraints of a launch; `masks` are bits of the allowed tokens, by row.
 
-        Copied: the device reads it while the host goes on.
+        Host arrays are copied, since the device reads them while the host goes on.
         """
-        given: dict[str, Any] = dict(least=self.least.copy(), reported=self.reported.copy())
-        if not masks:
-            return self._constraints._replace(**given)
-        constrained, allowed = (
-            np.zeros(self.sizes.rows, bool),
-            np.zeros(self._constraints.allowed.shape, np.int32),
-        )
-        for row, mask in masks.items():
-            constrained[row] = True
-            allowed[row, : mask.size] = mask[: allowed.shape[1]]
-        given |= dict(constrained=constrained, allowed=allowed)
-        return self._constraints._replace(**given)
+        fields: dict[str, Any] = dict(least=self.min_length.copy(), reported=self.report_logprobs.copy())
+        if masks:
+            constrained = np.zeros(self.sizes.rows, bool)
+            allowed = np.zeros(self._constraints.allowed.shape, np.int32)
+            for row, mask in masks.items():
+                constrained[row] = True
+                allowed[row, : mask.size] = mask[: allowed.shape[1]]
+            fields |= dict(constrained=constrained, allowed=allowed)
+        return self._constraints._replace(**fields)
 
 
 def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
-    """A chunk of no prompt."""
+    """A chunk of no prompt, of the shape (prompts, size)."""
     return PrefillChunk(
-        np.full(prompts, rows, np.int32),
-        np.zeros((prompts, size + 1), np.int32),
-        np.zeros(prompts, np.int32),
-        np.zeros(prompts, np.int32),
+        rows=np.full(prompts, rows, np.int32),
+        tokens=np.zeros((prompts, size + 1), np.int32),
+        num_tokens=np.zeros(prompts, np.int32),
+        total=np.zeros(prompts, np.int32),
     )

@@ -1,4 +1,4 @@
-"""What the engine tells whoever counts: methods that do nothing, to be overridden."""
+"""Metrics hooks of the engine: methods that do nothing, for a subclass to override and count."""
 
 from typing import TYPE_CHECKING
 
@@ -10,28 +10,32 @@ if TYPE_CHECKING:
 
 
 class MetricsHooks:
-    """Called by the engine's thread, between launches: what is done here delays everyone.
+    """Called by the engine's thread between launches, so whatever a hook does delays every request.
 
     Times are those of `time.perf_counter`.
     """
 
     def admitted(self, sequence: "Sequence") -> None:
-        """A job left the queue for the first time: it waited from `sequence.arrival` to `.admitted`."""
+        """A sequence left the queue for the first time, between `arrival_time` and `admitted_time`."""
 
-    def emitted(self, sequence: "Sequence", tokens: int, now: float) -> None:
-        """A sequence has new tokens; `sequence.last_token` is the time of those before, None at first."""
+    def emitted(self, sequence: "Sequence", tokens: int, timestamp: float) -> None:
+        """A sequence has new tokens. Its `last_token_time` is that of those before, None at first."""
 
     def preempted(self, sequence: "Sequence") -> None:
         """A sequence lost its row and will come back."""
 
     def finished(self, sequence: "Sequence", delta: "Delta") -> None:
-        """A job has ended; the delta has its reason, usage and summary."""
+        """A sequence has finished; the delta has its reason, usage and summary."""
 
     def launched(
-        self, width: int, steps: int, counts: np.ndarray, metrics: np.ndarray, seconds: float
+        self, width: int, steps: int, num_tokens: np.ndarray, metrics: np.ndarray, seconds: float
     ) -> None:
-        """A launch of `width` rows ran `steps` steps in so many seconds.
+        """A launch has been collected.
 
-        Row r emitted `counts[r]` tokens; `measures[m, :counts[r], r]` are theirs, m as in
-        `transcript.TRACE_FIELDS`, entropies in nats, cost in roofline seconds.
+        Args:
+            width: Rows that each step computed.
+            steps: Steps that ran.
+            num_tokens: int `[rows]`, tokens that each row emitted.
+            metrics: float32 `[len(TRACE_FIELDS), steps, rows]`; those of row r are `[:, :num_tokens[r], r]`.
+            seconds: Wall time of the launch.
         """

@@ -1,4 +1,4 @@
-"""How an engine is set up, and the sizes that follow for a model and a device."""
+"""Options of an engine, and the sizes that follow from them for a model and a device."""
 
 import dataclasses
 import os
@@ -10,6 +10,7 @@ import jax
 from entropic_jax import cache, models
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.presets import FINE_PAGES, preset
+from entropic_jax.control_gains import MACRO, SCALES
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import Plan
 from entropic_jax.methods.method import Method
@@ -18,41 +19,52 @@ from ..control_options import SAMPLERS
 from ..kv_cache import KvCacheDtype
 from .programs import Shapes
 
-# The lists of a step are for that step: kept for several, they would be made anew at steps that the sequence
-# shares with its neighbours, and depend on them.
+# Page lists are made at every step: lists kept for several steps would be renewed at steps that depend on the
+# sequence's neighbours.
 SELECTION = dataclasses.replace(FINE_PAGES, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
 GIB = 2**30
-CPU_CACHE = GIB  # bytes of keys and values on a CPU, at most, unless told
-EXACT_CHUNK = 64  # positions of a piece of a prompt where all pieces have one shape, short prompts too
-SHARE = 0.9  # of an accelerator's memory, less what is in use when the cache is made
+CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless `kv_cache_bytes` or `num_pages` is set
+EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
+MEMORY_FRACTION = 0.9  # of an accelerator's memory that may be in use, KV cache included
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Sizes and policies of an engine; None is what suits the model and the device."""
+    """Sizes and policies of an engine. None stands for what suits the model and the device.
 
-    dtype: str | None = None  # of weights, and of keys and values with `kv_cache_dtype` auto
+    The order in which requests are served compares them with each other, so the scale macro is a property of
+    the engine: `scheduling_policy` "entropic" ranks all requests by their priority π, whatever their preset;
+    "fcfs" serves them in order of arrival. Under both, the `priority` that a request states comes first. The
+    default follows `preset`: "entropic" with macro and full, else "fcfs". An engine with "fcfs" refuses a
+    request with the preset macro, for which it would do nothing; one with full gets temperature control and
+    page selection.
+
+    Raises:
+        ValueError: For a field with a value that is not accepted.
+    """
+
+    dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto
     kv_cache_dtype: KvCacheDtype = "auto"
     max_num_seqs: int = 64  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
-    max_num_batched_tokens: int | None = None  # positions of prompts read between two launches
+    max_num_batched_tokens: int | None = None  # token budget: prompt tokens of one prefill chunk
     block_size: int | None = None  # positions of a page
-    kv_cache_bytes: int | None = None  # of the pool of pages
-    num_pages: int | None = None  # of the pool, in place of bytes
+    kv_cache_bytes: int | None = None  # of the page pool
+    num_pages: int | None = None  # of the page pool, instead of bytes
     enable_prefix_caching: bool = True
-    scheduling_policy: Policy = "entropic"
-    max_queue: int = 1024  # jobs that may wait
+    scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
+    max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
-    pruning: bool = True  # whether a job may leave pages unread: meso, full
-    law: str = "normalised"  # of temperature, for jobs that ask for micro or full
-    batch_invariant: bool = False  # one shape of each program: a job's bits do not depend on its neighbours
+    pruning: bool = True  # whether a request may leave pages unread (presets meso and full)
+    law: str = "normalised"  # temperature law of requests with the preset micro or full
+    batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
     warmup: Warmup = "min"
-    preset: str = "off"  # of most jobs: `min` compiles what it needs; a sampler is there if it is one
+    preset: str = "off"  # of most requests: `warmup` "min" compiles for it, and a sampler must be named here
     clarification: str = ""  # of entropix
     branches: int | None = None  # of entropix, at most; 1 decides token by token
-    method: str = "dense"  # of reading less of prompts, or keeping less of them, for all jobs
+    method: str = "dense"  # sparse prefill or KV compression, for all requests
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
     compile_workers: int | None = None
 
@@ -62,28 +74,41 @@ class EngineOptions:
         for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "branches", "compile_workers"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}; accepted are integers of at least 1")
-        choices = {"warmup": Warmup, "scheduling_policy": Policy, "kv_cache_dtype": KvCacheDtype}
-        for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        choices = {
+            "warmup": get_args(Warmup),
+            "scheduling_policy": (None, *get_args(Policy)),
+            "kv_cache_dtype": get_args(KvCacheDtype),
+        }
+        for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted are {', '.join(accepted)}")
+                names = ", ".join(map(str, accepted))
+                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
+
+    @property
+    def policy(self) -> Policy:
+        """The scheduling policy in force."""
+        if self.scheduling_policy is not None:
+            return self.scheduling_policy
+        return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
 
 
 class Sizes(NamedTuple):
     """What an engine allocates and compiles."""
 
-    rows: int  # of sequences; branches have more, of their own
+    rows: int  # sequences that run at once; each has `shapes.branches` rows on the device
     context: int  # positions of a sequence
     page_size: int
     pages: int
-    chunk: int  # positions of one prompt read at once, at most
+    chunk: int  # tokens of one prompt in a prefill chunk, at most
     shapes: Shapes
 
     def spare(self, branches: int, length: int, limit: int) -> int:
-        """Pages that a sequence may come to need beyond those of its first `length` positions, of `limit`.
+        """Pages to reserve beyond those of a sequence's first `length` positions, of `limit`.
 
-        0 for one without branches, which asks for them one by one. One with branches has all of them from
-        its beginning: what it has told nobody yet cannot be made again from what it has told.
+        0 for a sequence without branches, which reserves pages as it grows. One with branches reserves all
+        that it may come to need at its admission: preempted, it could not be recomputed, as tokens that were
+        not delivered yet are known on the device alone.
         """
         plan = self.shapes.plan
         if not branches or plan is None:
@@ -93,7 +118,7 @@ class Sizes(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Most positions of a sequence that has the whole pool."""
+        """Positions of a sequence that has the whole pool."""
         return (self.pages - self.spare(self.shapes.branches, 0, 0)) * self.page_size
 
 
@@ -107,30 +132,35 @@ def branch_pages(plan: Plan, page_size: int) -> int:
 
 
 def plan_of(options: EngineOptions) -> Plan | None:
-    """How sequences search, None where none does. ValueError where they cannot."""
+    """How sequences branch, None where none does. Raises ValueError where they cannot."""
     branches = options.branches
     if options.preset != "entropix":
         if branches not in (None, 1):
-            raise ValueError(f"branches is {branches}; accepted with the preset {options.preset} is 1")
+            raise ValueError(f"branches must be 1 with the preset {options.preset}; got {branches}")
         return None
     plan = Plan() if branches is None else Plan(branches=branches)
     if plan.branches == 1:
         return None
     if options.method != "dense":
-        raise ValueError(f"method is {options.method!r}; accepted with branches is dense")
+        raise ValueError(f"method must be dense where sequences branch; got {options.method!r}")
     return plan
 
 
 def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes:
-    """The sizes for a model whose keys and values take `itemsize` bytes a number."""
-    shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
+    """The sizes for a model.
+
+    Args:
+        model: To be served.
+        options: What the user sets; the rest follows from the model and the default device.
+        itemsize: Bytes of a number in the KV cache; less than 1 where two share a byte.
+
+    Raises:
+        ValueError: Where the options do not fit together, or no page fits into the memory.
+    """
+    on_cpu, plan, method = jax.default_backend() == "cpu", plan_of(options), method_of(options, model)
     longest = model.config.max_position_embeddings
+    page_size = _page_size(options, method)
     context: int = min(options.max_model_len or longest, longest)
-    method = method_of(options, model)
-    asked = FINE_PAGES.page_size if options.pruning else None
-    if method is not None:
-        asked = asked or method.page_size
-    page_size: int = options.block_size or asked or cache.default_page_size()
     context = max(page_size, context // page_size * page_size)
     budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
@@ -138,67 +168,96 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
         widest = method.segment
         budget = max(budget, widest)
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
-    pages, plan = options.num_pages, plan_of(options)
-    spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
-    if pages is None:
-        position = int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize)
-        room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
-        pages = min(options.max_num_seqs * (context // page_size + spare), room // (position * page_size))
-        if pages < 1:
-            raise ValueError(
-                f"kv_cache_bytes is {room}; accepted are at least {position * page_size}, for one page"
-            )
-    if pages <= spare:
-        raise ValueError(f"the pool has {pages} pages; accepted with {plan} are at least {spare + 1}")
-    page_policies = page_policies_of(options, method)
-    samplers = (False, True) if options.preset in SAMPLERS else (False,)
-    if options.batch_invariant:
-        shapes = Shapes(
-            (options.max_num_seqs,),
-            ((min(4, max(1, budget // chunk)), chunk),),
-            options.max_steps,
-            page_policies[-1:],
-            samplers[-1:],
-            method,
-            plan,
-            exact=True,
-        )
-    else:
-        shapes = Shapes(
-            widths(options.max_num_seqs),
-            chunk_shapes(chunk, budget),
-            options.max_steps,
-            page_policies,
-            samplers,
-            method,
-            plan,
-        )
+    pages = _num_pages(model, options, itemsize, context, page_size, plan)
+    shapes = _shapes(options, chunk, budget, method, plan)
     return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
 
 
-def method_of(options: EngineOptions, model: models.Model) -> Method | None:
-    """The method of the options. ValueError where it is not known, or not for this model."""
-    found = registry.add_method(options.method, preset("off"), **dict(options.budgets)).page_policy
-    if found is None:
-        return None
-    made = found if isinstance(found, Method) else Method(decode_policy=found)
-    window = model.config.sliding_window
-    if made.compression is not None and window is not None:
-        raise ValueError(
-            f"method is {options.method!r}; accepted for a model with a sliding_window (of {window}) are "
-            "those that compress nothing"
+def _page_size(options: EngineOptions, method: Method | None) -> int:
+    required = FINE_PAGES.page_size if options.pruning else None
+    if method is not None:
+        required = required or method.page_size
+    return options.block_size or required or cache.default_page_size()
+
+
+def _num_pages(
+    model: models.Model,
+    options: EngineOptions,
+    itemsize: float,
+    context: int,
+    page_size: int,
+    plan: Plan | None,
+) -> int:
+    """Pages of the pool: as many as all rows can use, or as fit into the memory."""
+    shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
+    spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
+    pages = options.num_pages
+    if pages is None:
+        page_bytes = int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize) * page_size
+        room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
+        pages = min(options.max_num_seqs * (context // page_size + spare), room // page_bytes)
+        if pages < 1:
+            raise ValueError(f"kv_cache_bytes must be at least {page_bytes}, for one page; got {room}")
+    if pages <= spare:
+        raise ValueError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}")
+    return pages
+
+
+def _shapes(
+    options: EngineOptions, chunk: int, budget: int, method: Method | None, plan: Plan | None
+) -> Shapes:
+    page_policies = page_policies_of(options, method)
+    samplers = (False, True) if options.preset in SAMPLERS else (False,)
+    if options.batch_invariant:
+        return Shapes(
+            widths=(options.max_num_seqs,),
+            chunks=((min(4, max(1, budget // chunk)), chunk),),
+            capacity=options.max_steps,
+            page_policies=page_policies[-1:],
+            samplers=samplers[-1:],
+            method=method,
+            plan=plan,
+            exact=True,
         )
-    return made
+    return Shapes(
+        widths=widths(options.max_num_seqs),
+        chunks=chunk_shapes(chunk, budget),
+        capacity=options.max_steps,
+        page_policies=page_policies,
+        samplers=samplers,
+        method=method,
+        plan=plan,
+    )
+
+
+def method_of(options: EngineOptions, model: models.Model) -> Method | None:
+    """The method of the options. Raises ValueError where it is unknown, or not for this model."""
+    policy = registry.add_method(options.method, preset("off"), **dict(options.budgets)).page_policy
+    if policy is None:
+        return None
+    method = policy if isinstance(policy, Method) else Method(decode_policy=policy)
+    window = model.config.sliding_window
+    if method.compression is not None and window is not None:
+        raise ValueError(
+            f"method must not compress the KV cache of a model with a sliding_window (of {window}); "
+            f"got {options.method!r}"
+        )
+    return method
 
 
 def may_prune(options: EngineOptions, method: Method | None) -> bool:
-    """Whether a job may leave pages unread: not beside a method that says what steps read, or heads hold."""
-    taken = method is not None and (method.decode_policy is not None or method.ragged)
-    return options.pruning and not taken
+    """Whether a request may leave pages unread.
+
+    It may not beside a method that selects the pages of decode steps itself, or whose heads keep different
+    positions.
+    """
+    if method is None:
+        return options.pruning
+    return options.pruning and method.decode_policy is None and not method.ragged
 
 
 def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[PagePolicy | None, ...]:
-    """What a step reads: for rows that read all, and last for those that may leave pages unread."""
+    """Page policies of decode programs: the first reads all pages, the last may leave some unread."""
     pruned: tuple[PagePolicy | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
     if method is None:
         return pruned
@@ -208,7 +267,7 @@ def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[Pag
 
 
 def widths(rows: int) -> tuple[int, ...]:
-    """Rows of a step that programs are compiled for: a step computes the fewest that suffice.
+    """Batch buckets: the widths that decode programs are compiled for, ascending.
 
     >>> widths(8), widths(64)
     ((1, 4, 8), (1, 4, 16, 32, 64))
@@ -217,20 +276,20 @@ def widths(rows: int) -> tuple[int, ...]:
 
 
 def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
-    """Low, `factor` times that, and so on, up to and with `high`.
+    """`low`, `factor` times that, and so on, up to and including `high`.
 
     >>> steps_up(1, 48)
     (1, 4, 16, 48)
     """
-    found = []
+    steps = []
     while low < high:
-        found.append(low)
+        steps.append(low)
         low *= factor
-    return (*found, high)
+    return (*steps, high)
 
 
 def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
-    """(prompts, positions): lengths from 16 to `chunk`, for one prompt and for as many as the budget allows.
+    """Shapes (prompts, tokens) of prefill: 16 tokens to `chunk`, one prompt or as many as fit `budget`.
 
     >>> chunk_shapes(128, 512)
     ((1, 16), (1, 32), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
@@ -241,12 +300,12 @@ def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
 
 
 def accelerator_room() -> int:
-    """Bytes that an accelerator has left for keys and values."""
+    """Bytes that the accelerator has left for the KV cache."""
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit", 8 * GIB)
-    return max(0, int(SHARE * limit) - stats.get("bytes_in_use", 0))
+    return max(0, int(MEMORY_FRACTION * limit) - stats.get("bytes_in_use", 0))
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

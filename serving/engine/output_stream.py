@@ -1,4 +1,4 @@
-"""Where a job's deltas wait for whoever reads them, in a thread or in an event loop."""
+"""Output streams: the queue that carries a request's deltas from the engine's thread to their reader."""
 
 import asyncio
 import queue
@@ -8,7 +8,7 @@ from .interface import Delta, EngineRequest
 
 
 class QueuedOutputStream:
-    """A job in the engine's hands; the engine puts deltas in, one reader takes them out."""
+    """An `OutputStream` over a queue: the engine puts deltas in, one reader takes them out."""
 
     def __init__(self, engine_request: EngineRequest, cancel: Callable[["QueuedOutputStream"], None]) -> None:
         self.engine_request = engine_request
@@ -17,7 +17,7 @@ class QueuedOutputStream:
         self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Hand a delta over; a reader in an event loop is woken by `wake`."""
+        """Queue a delta. A reader in an event loop must be woken by `wake` afterwards."""
         self._deltas.put(delta)
 
     def cancel(self) -> None:
@@ -32,7 +32,7 @@ class QueuedOutputStream:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         event = asyncio.Event()
-        # First the waiter, then the look into the queue: the engine puts first, then looks for the waiter.
+        # Set the waiter before looking into the queue: the engine puts first and looks for the waiter then.
         self.waiter = asyncio.get_running_loop(), event
         while True:
             try:
@@ -56,7 +56,7 @@ def wake(output_streams: Iterable[QueuedOutputStream]) -> None:
     for loop, events in waiting.items():
         try:
             loop.call_soon_threadsafe(_set_all, list(events.values()))
-        except RuntimeError:  # the loop is closed: its readers are gone, and will be cancelled
+        except RuntimeError:  # the loop is closed, so its readers are gone
             for output_stream in events:
                 output_stream.cancel()
 

@@ -1,8 +1,7 @@
-"""Which full pages hold which beginnings of texts: a hash chain over pages, with their users counted.
+"""Prefix cache: full pages kept after use, looked up by a hash chain over the tokens up to their end.
 
-A page's key stands for all tokens up to its end, so equal keys are equal prefixes. The host holds one
-reference to every page in here; rows that share it hold their own. Pages that no row uses wait in the order
-of their last use, and are given up from the oldest on when the pool runs short.
+Equal hashes are equal prefixes. The host holds one reference to every page in the cache; rows that share a
+page hold their own. Pages that no row uses are evicted when the pool runs short, least recently used first.
 """
 
 import hashlib
@@ -16,74 +15,78 @@ ROOT_HASH: PageHash = b""
 
 
 def page_hashes(parent: PageHash, tokens: Sequence[int], page_size: int) -> Iterator[PageHash]:
-    """The keys of the full pages that `tokens` fill, after those that `parent` stands for."""
-    whole = len(tokens) // page_size * page_size
-    for page in np.asarray(tokens[:whole], np.int32).reshape(-1, page_size):
+    """Yield the hash of every full page of a text.
+
+    Args:
+        parent: Hash of the page before; `ROOT_HASH` at the beginning of a text.
+        tokens: What follows it; a last page that is not full has no hash.
+        page_size: Positions of a page.
+    """
+    length = len(tokens) // page_size * page_size
+    for page in np.asarray(tokens[:length], np.int32).reshape(-1, page_size):
         parent = hashlib.blake2b(parent + page.tobytes(), digest_size=16).digest()
         yield parent
 
 
 class PrefixCache:
-    """Pages by the text they end; the caller sees to their references on the device."""
+    """Pages by the hash of the text they end. The caller keeps their reference counts on the device."""
 
     def __init__(self) -> None:
         self._pages: dict[PageHash, int] = {}
         self._users: dict[PageHash, int] = {}
-        self._evictable: OrderedDict[PageHash, None] = (
-            OrderedDict()
-        )  # without a user, the longest unused first
-        self.queries = self.hits = 0  # tokens asked for, and found
+        self._evictable: OrderedDict[PageHash, None] = OrderedDict()  # without a user, least recent first
+        self.queries = self.hits = 0  # tokens looked up, and tokens found
 
     def __len__(self) -> int:
-        """How many pages are held."""
+        """How many pages are cached."""
         return len(self._pages)
 
     @property
     def num_evictable(self) -> int:
-        """How many of them no row uses."""
+        """How many cached pages no row uses."""
         return len(self._evictable)
 
     def pages(self) -> list[int]:
-        """The numbers of the pages held."""
+        """The numbers of the cached pages."""
         return list(self._pages.values())
 
-    def __contains__(self, key: PageHash) -> bool:
-        return key in self._pages
+    def __contains__(self, page_hash: PageHash) -> bool:
+        return page_hash in self._pages
 
-    def match(self, keys: Iterable[PageHash]) -> list[int]:
-        """The pages of the longest beginning of `keys` that is known."""
-        found = []
-        for key in keys:
-            if key not in self._pages:
+    def match(self, hashes: Iterable[PageHash]) -> list[int]:
+        """The pages of the longest cached prefix of `hashes`."""
+        pages = []
+        for page_hash in hashes:
+            if page_hash not in self._pages:
                 break
-            found.append(self._pages[key])
-        return found
+            pages.append(self._pages[page_hash])
+        return pages
 
-    def acquire(self, keys: Iterable[PageHash]) -> None:
-        """A row shares these pages from now on."""
-        for key in keys:
-            self._users[key] += 1
-            self._evictable.pop(key, None)
+    def acquire(self, hashes: Iterable[PageHash]) -> None:
+        """Count a row as a user of these pages."""
+        for page_hash in hashes:
+            self._users[page_hash] += 1
+            self._evictable.pop(page_hash, None)
 
-    def insert(self, key: PageHash, page: int) -> bool:
-        """Keep a page that a row holds, which is thereby its user. False if the text is known already."""
-        if key in self._pages:
+    def insert(self, page_hash: PageHash, page: int) -> bool:
+        """Cache a page of a row, and count the row as its user. False if the text is cached already."""
+        if page_hash in self._pages:
             return False
-        self._pages[key], self._users[key] = page, 1
+        self._pages[page_hash], self._users[page_hash] = page, 1
         return True
 
-    def release(self, keys: Sequence[PageHash]) -> None:
-        """A row has ended that used these pages; the later ones of a text are given up before the earlier."""
-        for key in reversed(keys):
-            self._users[key] -= 1
-            if self._users[key] == 0:
-                self._evictable[key] = None
+    def release(self, hashes: Sequence[PageHash]) -> None:
+        """Stop counting a row as a user. The later pages of a text become evictable first."""
+        for page_hash in reversed(hashes):
+            self._users[page_hash] -= 1
+            if self._users[page_hash] == 0:
+                self._evictable[page_hash] = None
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages without a user; returns them, to be dropped on the device."""
-        given = []
-        while self._evictable and len(given) < count:
-            key, _ = self._evictable.popitem(last=False)
-            given.append(self._pages.pop(key))
-            del self._users[key]
-        return given
+        """Evict up to `count` pages without a user; returns them, for the caller to release on the device."""
+        pages = []
+        while self._evictable and len(pages) < count:
+            page_hash, _ = self._evictable.popitem(last=False)
+            pages.append(self._pages.pop(page_hash))
+            del self._users[page_hash]
+        return pages

@@ -1,4 +1,4 @@
-"""Macro: in which order sequences are served, and which gives way, by entropic priority or by arrival."""
+"""Ranking of sequences, for admission and preemption: by entropic priority, or first come, first served."""
 
 import itertools
 import math
@@ -8,61 +8,80 @@ from collections.abc import Iterable
 import numpy as np
 
 from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
-from entropic_jax.control.scheduling import SMALLEST_LOAD, Scheduling
+from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling
 
 from .sequence import Sequence
 
 
 class Ranking:
-    """Orders sequences: by the number that a job states first, then by π (or, `fcfs`, by arrival).
+    """Orders sequences by the priority their requests state, then by π (`entropic`) or arrival (`fcfs`).
 
-        π = clip(E[ΔH⁺] / max(α C + β M + γ slack, 0.05), 0, B) + a · rounds waited
+    π is that of `control.scheduling.priority` with the gains of `Scheduling`. The cost C of a sequence is the
+    work left to compute (`Sequence.remaining_work`), M the memory that it may come to hold, both relative to
+    the largest among those ranked; slack is the fraction of its time to the deadline that is left. E[ΔH⁺] of
+    a sequence that has not begun is that of the prior, so short and urgent ones come first among those.
 
-    C is what is left to compute of a sequence, in tokens to generate (`Sequence.left`), M the memory that it
-    may come to hold, both relative to the largest at hand; slack is the share of its time to the deadline
-    that is left, 1 without one. E[ΔH⁺] of a sequence that has not begun is that of the prior, so among those
-    the short and the urgent come first. A round is as many admissions as there are rows: with the ageing, a
-    sequence waits at most B/a + ⌈n/c⌉ rounds, n being those that wait and c the rows. The gains are those of
-    `Scheduling`. So that a stated priority starves nobody either, a job counts as one more important for
-    every B/a rounds it waits.
+    Waits are counted in rounds, of as many admissions as there are rows. With ageing a sequence waits at most
+    B/a + ⌈n/c⌉ rounds, for n waiting sequences and c rows. So that stated priorities starve nobody either, a
+    request counts as one more important for every B/a rounds it waits.
     """
 
     def __init__(self, policy: str, prior: AR1) -> None:
+        """`policy` is "entropic" or "fcfs"; `prior` describes H₁ along a sequence without tokens."""
         self.policy, self.law = policy, Scheduling(width=1)
-        self.drop = float(predicted_drop(new_predictor(1), prior)[0])  # of a sequence without a token
-        self.longest = 0.0  # rounds that a sequence has waited for its first row, at most
-        self.crowd = 0  # sequences that have waited at once, at most
+        self.prior_drop = float(predicted_drop(new_predictor(1), prior)[0])
+        self.longest_wait = 0.0  # rounds that a sequence has waited for its first row, at most
+        self.most_waiting = 0  # sequences that have waited at once, at most
 
-    def rank(self, sequences: Iterable[Sequence], rounds: float, drops: np.ndarray) -> list[Sequence]:
-        """The sequences, the first to be served first; each is told its π. `drops` are E[ΔH⁺] of the rows."""
+    def rank(self, sequences: Iterable[Sequence], rounds: float, expected_drop: np.ndarray) -> list[Sequence]:
+        """The sequences, the first to be served first; sets `Sequence.priority` of each to its π.
+
+        Args:
+            sequences: To be ranked.
+            rounds: Of admissions so far.
+            expected_drop: E[ΔH⁺] of each row, nats.
+        """
         ordered = list(sequences)
         if not ordered:
             return ordered
-        score = self.priorities(ordered, rounds, drops).tolist()
-        for sequence, priority in zip(ordered, score, strict=True):
+        priorities = self.priorities(ordered, rounds, expected_drop).tolist()
+        for sequence, priority in zip(ordered, priorities, strict=True):
             sequence.priority = priority
-        risen = lambda s: s.engine_request.priority - s.waited(rounds) * self.law.ageing // self.law.bound
-        if self.policy == "fcfs":
-            return sorted(ordered, key=lambda s: (risen(s), s.arrival))
-        return sorted(ordered, key=lambda s: (risen(s), -s.priority, s.arrival))
 
-    def first_row(self, sequence: Sequence, rounds: float, waiting: int) -> None:
-        """A sequence, one of so many that wait, gets its first row: note how long it has waited."""
-        self.longest = max(self.longest, sequence.waited(rounds))
-        self.crowd = max(self.crowd, waiting)
+        def stated(sequence: Sequence) -> float:
+            promotions = sequence.rounds_waited(rounds) * self.law.ageing // self.law.bound
+            return sequence.engine_request.priority - promotions
+
+        if self.policy == "fcfs":
+            return sorted(ordered, key=lambda s: (stated(s), s.arrival_time))
+        return sorted(ordered, key=lambda s: (stated(s), -s.priority, s.arrival_time))
+
+    def note_first_row(self, sequence: Sequence, rounds: float, num_waiting: int) -> None:
+        """Record how long a sequence, one of `num_waiting`, has waited for its first row."""
+        self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
+        self.most_waiting = max(self.most_waiting, num_waiting)
 
     def longest_allowed(self, rows: int) -> float:
         """Rounds that no sequence may have waited longer than: B/a + ⌈n/c⌉."""
-        return self.law.bound / self.law.ageing + math.ceil(self.crowd / rows)
+        return self.law.bound / self.law.ageing + math.ceil(self.most_waiting / rows)
 
-    def priorities(self, sequences: list[Sequence], rounds: float, drops: np.ndarray) -> np.ndarray:
-        """π of each, in nats per unit of load."""
-        law, now = self.law, time.perf_counter()
-        rows = ((s.left, s.most, s.slack(now), s.waited(rounds), s.row) for s in sequences)
-        flat = np.fromiter(itertools.chain.from_iterable(rows), float).reshape(-1, 5)
-        left, size, slack, waited, row = flat.T
-        known = np.append(drops, self.drop)
-        drop = known[np.where(row >= 0, row, len(drops)).astype(int)]
-        load = law.cost * left / max(left.max(), 1) + law.memory * size / max(size.max(), 1)
-        load = np.maximum(load + law.slack * slack, SMALLEST_LOAD)
-        return np.clip(drop / load, 0.0, law.bound) + law.ageing * waited
+    def priorities(self, sequences: list[Sequence], rounds: float, expected_drop: np.ndarray) -> np.ndarray:
+        """π of each sequence, float64, in nats per unit of load; arguments as in `rank`."""
+        timestamp = time.perf_counter()
+        columns = (
+            (s.remaining_work, s.max_length, s.slack(timestamp), s.rounds_waited(rounds), s.row)
+            for s in sequences
+        )
+        table = np.fromiter(itertools.chain.from_iterable(columns), float).reshape(-1, 5)
+        work, length, slack, wait, row = table.T
+        load = RowLoad(
+            cost=work / max(work.max(), 1),
+            memory=length / max(length.max(), 1),
+            slack=slack,
+            expected_end=length,
+            true_end=np.full(len(sequences), UNKNOWN_END),
+            arrival=np.arange(len(sequences)),
+        )
+        drops = np.append(expected_drop, self.prior_drop)
+        drop = drops[np.where(row >= 0, row, len(expected_drop)).astype(int)]
+        return self.law.priority(drop, load, wait, xp=np)

@@ -1,4 +1,4 @@
-"""The compiled programs over the board: for a few shapes, ahead where it matters; every later one counts."""
+"""Compiled programs over the device state, one for each shape, and a count of late compilations."""
 
 import dataclasses
 import threading
@@ -17,39 +17,38 @@ from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.methods.entropix_branches import Plan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
+from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints
 
 from .device_state import (
     DecodeOutput,
     DeviceState,
-    PrefillChunk,
-    PrefillOutput,
     UpdateBatch,
     apply_updates,
     compress,
     decode,
-    park,
     prefill,
-    unpark,
+    restore_row,
+    save_row,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes that programs are compiled for."""
+    """The shapes and static arguments that programs are compiled for."""
 
-    widths: tuple[int, ...]  # rows of a step, ascending
-    chunks: tuple[tuple[int, int], ...]  # (prompts, positions of each), by what they hold
-    capacity: int  # most steps of a launch
+    widths: tuple[int, ...]  # batch buckets: rows of a decode step, ascending
+    chunks: tuple[tuple[int, int], ...]  # prefill chunks: (prompts, tokens of each)
+    capacity: int  # steps of a launch, at most
     page_policies: tuple[PagePolicy | None, ...]
-    samplers: tuple[bool, ...] = (False,)  # whether rows are drawn by the engine's sampler
-    method: Method | None = None  # of reading prompts and keeping what was read
-    plan: Plan | None = None  # of the branches that the sampler's sequences may have
-    exact: bool = False  # a step computes the same rows whether any branch or none
+    samplers: tuple[bool, ...] = (False,)  # whether the engine's sampler draws the tokens of some rows
+    method: Method | None = None  # sparse prefill or KV compression
+    plan: Plan | None = None  # of the branches that sequences may have
+    exact: bool = False  # a step computes the same rows whether any branches or none
 
     @property
     def segment(self) -> int | None:
-        """Positions of a piece of a prompt, if it must have so many unless it is the last."""
+        """Tokens that every prefill chunk of a prompt but the last must have; None if any number will do."""
         return None if self.method is None or self.method.prefill is None else self.method.segment
 
     @property
@@ -59,23 +58,24 @@ class Shapes:
 
     @property
     def compression(self) -> CompressionPolicy | None:
-        """What the rows keep of their prompts."""
+        """How the KV cache of a prompt is compressed."""
         return None if self.method is None else self.method.compression
 
 
 class Programs:
-    """The compiled programs, by shape."""
+    """The compiled programs by shape; a shape that is not compiled yet is compiled when it is needed."""
 
     def __init__(
         self, decoder: Any, params: Any, device_state: DeviceState, prior: AR1, shapes: Shapes
     ) -> None:
+        """`prior`: of H₁ along a sequence. `device_state` has the shapes, and no sequence."""
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
         rows = device_state.state.status.shape[0]
-        # One row that holds nothing, to clear others with. Copied: the board will be consumed.
-        nothing: Any = None
+        # One empty row, to clear others with. Copied, since the device state will be consumed.
+        no_cache: Any = None
         self.blank = jax.tree.map(
             lambda x: jnp.copy(x[:1]) if x.ndim and x.shape[0] == rows else jnp.copy(x),
-            device_state.state._replace(cache=nothing),
+            device_state.state._replace(cache=no_cache),
         )
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -83,19 +83,19 @@ class Programs:
         self.compile_seconds = 0.0
 
     def apply(self, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
-        """`apply_updates`."""
-        run = self._program(("apply", batch.prompt is not None), self.blank, device_state, batch)
-        return run(self.blank, device_state, batch)
+        """Run `apply_updates`."""
+        program = self._program(("apply", batch.prompt_history is not None), self.blank, device_state, batch)
+        return program(self.blank, device_state, batch)
 
     def prefill(
         self, device_state: DeviceState, chunk: PrefillChunk, scored: bool
     ) -> tuple[DeviceState, PrefillOutput]:
-        """`prefill`."""
+        """Run `prefill`."""
         key = ("prefill", *chunk.tokens.shape, scored)
         return self._program(key, self.params, device_state, chunk)(self.params, device_state, chunk)
 
     def compress(self, device_state: DeviceState, row: int) -> tuple[DeviceState, jax.Array]:
-        """`compress`."""
+        """Run `compress`."""
         return self._program(("compress",), device_state, np.int32(row))(device_state, np.int32(row))
 
     def decode(
@@ -104,62 +104,65 @@ class Programs:
         steps: int,
         constraints: Constraints,
         forced: Any,
-        kind: tuple[int, PagePolicy | None, bool],
+        program: tuple[int, PagePolicy | None, bool],
     ) -> tuple[DeviceState, DecodeOutput]:
-        """`decode`, of a kind: width, selection, and whether some rows are drawn by the sampler."""
-        given = (self.params, device_state, np.int32(steps), constraints, forced, self.prior)
-        return self._program(("decode", *kind), *given)(*given)
+        """Run `decode`; `program` is width, page policy, and whether the sampler is on."""
+        arguments = (self.params, device_state, np.int32(steps), constraints, forced, self.prior)
+        return self._program(("decode", *program), *arguments)(*arguments)
 
-    def park(self, device_state: DeviceState, row: int) -> dict[str, Any]:
-        """`park`."""
-        return self._program(("park",), device_state, np.int32(row))(device_state, np.int32(row))
+    def save_row(self, device_state: DeviceState, row: int) -> dict[str, Any]:
+        """Run `save_row`."""
+        return self._program(("save",), device_state, np.int32(row))(device_state, np.int32(row))
 
-    def unpark(self, device_state: DeviceState, row: int, parked: dict[str, Any]) -> DeviceState:
-        """`unpark`."""
-        return self._program(("unpark",), device_state, np.int32(row), parked)(
-            device_state, np.int32(row), parked
-        )
+    def restore_row(self, device_state: DeviceState, row: int, saved: dict[str, Any]) -> DeviceState:
+        """Run `restore_row`."""
+        arguments = (device_state, np.int32(row), saved)
+        return self._program(("restore",), *arguments)(*arguments)
 
-    def _program(self, key: tuple, *given: Any) -> Callable[..., Any]:
-        return self._compiled.get(key) or self._compile(key, given)
+    def _program(self, key: tuple, *arguments: Any) -> Callable[..., Any]:
+        return self._compiled.get(key) or self._compile(key, arguments)
 
-    def _compile(self, key: tuple, given: tuple) -> Callable[..., Any]:
-        begun = time.perf_counter()
-        program, donated = {
-            "apply": lambda: (apply_updates, 1),
-            "park": lambda: (park, ()),
-            "unpark": lambda: (unpark, 0),
-            "compress": lambda: (partial(compress, method=self.shapes.method), 0),
-            "prefill": lambda: (
-                partial(prefill, self.decoder, scored=key[-1], method=self.shapes.method),
-                1,
-            ),
-            "decode": lambda: (
-                partial(
-                    decode,
-                    self.decoder,
-                    width=key[1],
-                    page_policy=key[2],
-                    samples=key[3],
-                    plan=self.shapes.plan,
-                    exact=self.shapes.exact,
-                ),
-                1,
-            ),
-        }[key[0]]()
-        compiled = jax.jit(program, donate_argnums=donated).lower(*given).compile()
+    def _compile(self, key: tuple, arguments: tuple) -> Callable[..., Any]:
+        start_time = time.perf_counter()
+        program, donated = self._function(key)
+        compiled = jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
         with self._lock:
             self._compiled[key] = compiled
             self.compilations += 1
-            self.compile_seconds += time.perf_counter() - begun
+            self.compile_seconds += time.perf_counter() - start_time
         return compiled
+
+    def _function(self, key: tuple) -> tuple[Callable[..., Any], int | tuple[int, ...]]:
+        """The function behind a key, with its static arguments, and the argument that it consumes."""
+        match key:
+            case ("apply", _):
+                return apply_updates, 1
+            case ("save",):
+                return save_row, ()
+            case ("restore",):
+                return restore_row, 0
+            case ("compress",):
+                return partial(compress, method=self.shapes.method), 0
+            case ("prefill", _, _, scored):
+                return partial(prefill, self.decoder, scored=scored, method=self.shapes.method), 1
+            case ("decode", width, page_policy, samples):
+                static = dict(width=width, page_policy=page_policy, samples=samples)
+                shared = dict(plan=self.shapes.plan, exact=self.shapes.exact)
+                return partial(decode, self.decoder, **static, **shared), 1
+        raise ValueError(f"key must name a program; got {key!r}")
 
     def compile_ahead(
         self, examples: list[tuple], workers: int, progress: Callable[[int, int], None]
     ) -> None:
-        """Compile programs of `(key, arguments)` in parallel; `progress(done, all)` after each."""
+        """Compile programs in parallel.
+
+        Args:
+            examples: `(key, arguments)` of each; those that are compiled already are left out.
+            workers: Threads.
+            progress: `progress(done, total)` is called after each.
+        """
         examples = [example for example in examples if example[0] not in self._compiled]
         with ThreadPoolExecutor(workers) as pool:
-            done = pool.map(lambda example: self._compile(*example), examples)
-            for number, _ in enumerate(done, 1):
+            compiled = pool.map(lambda example: self._compile(*example), examples)
+            for number, _ in enumerate(compiled, 1):
                 progress(number, len(examples))

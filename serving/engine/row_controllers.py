@@ -1,4 +1,8 @@
-"""One controller for all rows of the engine, each with its own preset: gains and switches are `[rows]`."""
+"""Row controllers: one controller for all rows of the engine, with gains and switches per row.
+
+Every sequence has its own preset. The programs are compiled for all laws that any of them may need; a row's
+switches say which of the laws apply to it, and its gains are values `[rows]`, so no request retraces.
+"""
 
 import dataclasses
 import functools
@@ -12,9 +16,8 @@ from entropic_jax import Action, Signal
 from entropic_jax.control import Chain, PerRow, chain, pytree, update_rows
 from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
-from entropic_jax.control.presets import Gains, temperature_law
-from entropic_jax.control.pruning import Pruning
-from entropic_jax.control_gains import PRESETS
+from entropic_jax.control.presets import Gains, pruning_law, temperature_law
+from entropic_jax.control_gains import MACRO, MESO, MICRO, PRESETS, SCALES
 
 from .. import control_options
 from ..control_options import SAMPLER_OPTIONS, SAMPLERS, Control
@@ -23,7 +26,7 @@ from ..request import RequestError
 
 @pytree
 class Switched:
-    """A law for those rows only that are switched on; the others keep what they obey."""
+    """A law for those rows only that are switched on; the others keep their action."""
 
     on: Any  # bool [rows]
     law: Any
@@ -32,46 +35,37 @@ class Switched:
         return self.law.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        changed, after = self.law.update(signal, action, state)
+        changed, state = self.law.update(signal, action, state)
         on = jnp.broadcast_to(jnp.asarray(self.on), action.temperature.shape)
-        return jax.tree.map(lambda new, old: jnp.where(on, new, old), changed, action), after
+        return jax.tree.map(lambda new, old: jnp.where(on, new, old), changed, action), state
 
 
 @pytree
 class Sampler:
-    """A law that draws the tokens itself, for those rows that are switched on; the same for all of them."""
+    """A law that draws the tokens itself, with the same gains for all rows that are switched on."""
 
     on: Any  # bool [rows]
     law: Annotated[Any, STATIC]
-    used: Annotated[bool, STATIC] = True  # False in a launch in which no row asks for it: nothing is computed
+    idle: Annotated[bool, STATIC] = False  # no row of the launch is on, so nothing is computed
 
     @property
     def observes(self) -> Any:
-        """The attention that the law asks to be observed."""
-        return getattr(self.law, "observes", None) if self.used else None
+        """The attention statistics that the law needs."""
+        return None if self.idle else getattr(self.law, "observes", None)
 
     def init(self, action: Action) -> Any:
         return self.law.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        if not self.used:
+        if self.idle:
             return action, state
         on = jnp.broadcast_to(jnp.asarray(self.on), action.temperature.shape)
         return update_rows(self.law, signal._replace(emitting=signal.emitting & on), action, state)
 
 
-def for_launch(controller: PerRow, samples: bool) -> PerRow:
-    """The controller of a launch; `samples`: its sampler draws for some of the rows."""
-
-    def rest(law: Any) -> Any:
-        return dataclasses.replace(law, used=samples) if hasattr(law, "used") else law
-
-    return PerRow(chain(*map(rest, controller.controller.controllers)))
-
-
 @pytree
-class Forecast:
-    """Changes nothing; observes the entropy of every row, from which its priority follows."""
+class EntropyForecast:
+    """Changes no action; observes the entropy of every row, from which its priority follows."""
 
     def init(self, action: Action) -> EntropyPredictor:
         return new_predictor(action.temperature.shape[0])
@@ -82,102 +76,164 @@ class Forecast:
         return action, update_predictor(state, signal.entropy, signal.emitting)
 
 
-class RowGains(NamedTuple):
-    """What the control of one sequence is, as the engine needs it."""
+@pytree
+class RowController:
+    """The laws of all rows, applied in the order of the fields."""
 
-    gains: np.ndarray  # float32 [n], every gain and switch in the order of the controller's leaves
+    temperature: Switched
+    pruning: Switched
+    method: Chain  # laws of the engine's method, for every row
+    sampler: Sampler | None  # of an engine that has one
+    forecast: EntropyForecast
+
+    def for_launch(self, samples: bool) -> PerRow:
+        """The laws of a launch; `samples`: the sampler draws the tokens of some rows.
+
+        The state of `forecast` is the last of the states.
+        """
+        sampler = ()
+        if self.sampler is not None:
+            sampler = (dataclasses.replace(self.sampler, idle=not samples),)
+        laws = (self.temperature, self.pruning, *self.method.controllers, *sampler, self.forecast)
+        return PerRow(chain(*laws))
+
+
+class RowGains(NamedTuple):
+    """The control of one sequence, as the engine needs it."""
+
+    values: np.ndarray  # float32 [n], gains and switches in the order of the controller's leaves
     pruning: bool  # pages may be left unread
-    sampler: bool = False  # its tokens are drawn by the engine's sampler
+    sampler: bool = False  # the engine's sampler draws its tokens
     branches: int = 0  # that it may have; 0: it does not search
 
 
 class RowControllers:
-    """Turns the control that a job asks for into the numbers that the rows' common controller takes."""
+    """Translates the control that a request asks for into the gains of its row."""
 
     def __init__(
         self,
         law: str,
         calibration: Any,
+        *,
         pruning: bool,
+        entropic_schedule: bool,
         sampler: str | None = None,
-        drawing: Any = None,
+        sampler_law: Any = None,
         method: str = "dense",
-        always: tuple[Any, ...] = (),
+        method_laws: Chain | None = None,
         branches: int = 1,
     ) -> None:
-        """What the programs are compiled for: a `law` of temperature, whether pages may be left unread.
+        """What the engine's programs are compiled for.
 
-        `sampler` is the name of the one whose law is `drawing`, None where there is none, of at most so
-        many `branches`; `method` that of all jobs, with the laws that it has `always`.
+        Args:
+            law: Name of the temperature law of the presets micro and full.
+            calibration: Of the model, or None.
+            pruning: Whether pages may be left unread (presets meso and full).
+            entropic_schedule: Whether sequences are served in the order of π (preset macro).
+            sampler: Name of the engine's sampler, None without one.
+            sampler_law: Its law.
+            method: Name of the method that applies to all requests.
+            method_laws: Its laws.
+            branches: Of a sequence, at most.
         """
-        self.branches = branches
-        self.method, self.always = method, always
         self.law, self.calibration, self.pruning = law, calibration, pruning
-        self.sampler, self.drawing = sampler, drawing
+        self.entropic_schedule = entropic_schedule
+        self.sampler, self.sampler_law = sampler, sampler_law
+        self.method, self.method_laws = method, chain() if method_laws is None else method_laws
+        self.branches = branches
         self.row_gains = functools.lru_cache(maxsize=1024)(self._row_gains)
 
     @property
     def prior(self) -> AR1:
-        """Of H₁ along a sequence, where nothing was observed."""
+        """Model of H₁ along a sequence before its first token."""
         c = self.calibration
         return PRIOR if c is None else AR1(c.mean, c.scale, c.correlation)
 
-    def controller(self, rows: int) -> PerRow:
-        """The controller of all rows, every one of them switched off."""
-        own = self._chain(False, temperature_law(Gains(law=self.law)), False, Pruning(), False)
-        return PerRow(jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), own))
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The presets that a request may name."""
+        refused = {"paper"}  # its schedule and page selection are for a loop of its own
+        if not self.pruning:
+            refused |= {name for name, scales in SCALES.items() if MESO in scales}
+        if not self.entropic_schedule:
+            refused.add(MACRO)
+        sampler = () if self.sampler is None else (self.sampler,)
+        return (*(name for name in PRESETS if name not in refused), *sampler)
+
+    def controller(self, rows: int) -> RowController:
+        """The controller of all rows, every law switched off."""
+        controller = self._controller(Gains(law=self.law))
+        return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), controller)
 
     def _row_gains(self, control: Control) -> RowGains:
-        """The numbers of one row. RequestError where the programs are not compiled for what is asked."""
-        accepted = [name for name in PRESETS if name != "paper"] + ([self.sampler] if self.sampler else [])
-        if control.preset not in accepted:
+        """The gains of one row. RequestError where the engine cannot do what is asked."""
+        if control.preset not in self.accepted:
             raise RequestError(
-                f"preset is {control.preset!r}; accepted by this server are {', '.join(accepted)}"
-                + (" (it was not started with that --preset)" if control.preset in SAMPLERS else "")
+                f"preset must be one of {', '.join(self.accepted)}; got {control.preset!r}"
+                + self._refusal(control.preset),
+                "preset",
             )
         if control.method not in ("dense", self.method):
-            raise RequestError(f"method is {control.method!r}; accepted by this server is {self.method}")
-        control = control._replace(method="dense", budgets=())  # what all jobs have need not be asked for
-        given = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
+            raise RequestError(f"method must be {self.method}; got {control.method!r}", "method")
+        options = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
         if control.preset == self.sampler:
-            branches = dict(control.gains).get("branches", self.branches)
-            if not 1 <= branches <= self.branches:
-                raise RequestError(
-                    f"branches is {branches}; accepted by this server are 1 to {self.branches}"
-                )
-            own = self._chain(False, temperature_law(Gains(law=self.law)), False, Pruning(), True)
-            searches = branches if branches > 1 else 0
-            return RowGains(_numbers(own), pruning=bool(self.always), sampler=True, branches=searches)
-        if given.get("law", self.law) != self.law:
-            raise RequestError(f"law is {given['law']!r}; accepted by this server is {self.law}")
-        laws = control_options.build(
-            control._replace(gains=(*given.items(), ("law", self.law))), self.calibration, None
-        ).controller.controllers
-        prunes = [law for law in laws if isinstance(law, Pruning)]
-        heats = [law for law in laws if not isinstance(law, Pruning)]
-        if prunes and not self.pruning:
-            raise RequestError(
-                f"preset is {control.preset!r}; accepted by this server, where no job may leave pages "
-                "unread, are off, micro and macro"
-            )
-        heat = heats[0] if heats else temperature_law(Gains(law=self.law))
-        own = self._chain(bool(heats), heat, bool(prunes), prunes[0] if prunes else Pruning(), False)
-        return RowGains(_numbers(own), bool(prunes or self.always))
+            return self._sampler_gains(dict(control.gains).get("branches", self.branches))
+        if options.get("law", self.law) != self.law:
+            raise RequestError(f"law must be {self.law} on this server; got {options['law']!r}", "law")
+        gains = control_options.gains(
+            control._replace(gains=(*options.items(), ("law", self.law))), self.calibration
+        )
+        scales = SCALES[control.preset]
+        controller = self._controller(gains, micro=MICRO in scales, meso=MESO in scales)
+        return RowGains(_values(controller), pruning=MESO in scales or bool(self.method_laws.controllers))
 
-    def _chain(self, heated: bool, law: Any, pruned: bool, pruning: Pruning, drawn: bool) -> Chain:
-        sampler = () if self.sampler is None else (Sampler(drawn, self.drawing),)
-        return chain(Switched(heated, law), Switched(pruned, pruning), *self.always, *sampler, Forecast())
+    def _sampler_gains(self, branches: int) -> RowGains:
+        if not 1 <= branches <= self.branches:
+            raise RequestError(f"branches must be between 1 and {self.branches}; got {branches}", "branches")
+        return RowGains(
+            _values(self._controller(Gains(law=self.law), sampled=True)),
+            pruning=bool(self.method_laws.controllers),
+            sampler=True,
+            branches=branches if branches > 1 else 0,
+        )
+
+    def _refusal(self, preset: str) -> str:
+        """Why a known preset is not accepted, to follow the message."""
+        if preset in SAMPLERS:
+            return " (the server was not started with that --preset)"
+        if MESO in SCALES.get(preset, ()) and not self.pruning:
+            return " (no request may leave pages unread on this server)"
+        if preset == MACRO:
+            return " (the server serves requests in order of arrival: --scheduling-policy is fcfs)"
+        return ""
+
+    def _controller(
+        self, gains: Gains, micro: bool = False, meso: bool = False, sampled: bool = False
+    ) -> RowController:
+        return RowController(
+            temperature=Switched(micro, temperature_law(gains)),
+            pruning=Switched(meso, pruning_law(gains)),
+            method=self.method_laws,
+            sampler=None if self.sampler is None else Sampler(sampled, self.sampler_law),
+            forecast=EntropyForecast(),
+        )
 
 
-def _numbers(controller: Chain) -> np.ndarray:
+def _values(controller: RowController) -> np.ndarray:
     return np.array([float(x) for x in jax.tree.leaves(controller)], np.float32)
 
 
-def set_gains(controller: Any, rows: jax.Array, gains: jax.Array) -> Any:
-    """The controller with gains float32 `[k, n]` for rows int32 `[k]`; numbers past the last are ignored."""
+def set_gains(controller: Any, rows: jax.Array, values: jax.Array) -> Any:
+    """The controller with new gains and switches in some rows.
+
+    Args:
+        controller: Leaves `[rows]`.
+        rows: int32 `[k]`; numbers past the last row are ignored.
+        values: float32 `[k, n]`, in the order of the leaves.
+    """
     leaves, structure = jax.tree.flatten(controller)
     changed = [
-        leaf.at[rows].set(gains[:, i].astype(leaf.dtype), mode="drop") for i, leaf in enumerate(leaves)
+        leaf.at[rows].set(values[:, i].astype(leaf.dtype), mode="drop") for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, changed)
 

@@ -1,41 +1,66 @@
-"""The turns of the engine: who is placed, what is read, how far all decode, and what came of it.
+"""Continuous-batching scheduler: each step admits sequences, prefills, decodes, and collects outputs.
 
-Everything here happens in the engine's thread. What is given to the device is remembered as a flight until
-its outcome is collected: one turn later, while the device works on the next, where the two do not share their
-processors.
+The life of a request:
+
+1. The engine encodes its prompt and appends a `Sequence` to `Scheduler.waiting`.
+2. Admit: the waiting sequences are ranked (`priority`). The first ones that find a free row, and pages for
+   their prompt, get both. Full pages of the prompt that the prefix cache holds are shared.
+3. Prefill: the rest of the prompt is prefilled in chunks, one chunk of several prompts a step.
+4. Decode: one launch runs several decode steps of all sequences whose prefill is complete. The block manager
+   reserves the pages that the steps may need. While it cannot, the sequence of lowest priority is preempted:
+   it waits again, and once readmitted recomputes its KV cache by prefill or replays its tokens.
+5. Collect: the tokens of the launch are appended to their sequences (`output_collector`). Those whose text is
+   final are delivered to the request's output stream.
+6. A sequence that has ended gives back its row and its pages; the prefix cache may keep full pages.
+
+Everything here runs in the engine's thread. Where host and device do not share processors, the host collects
+a launch while the device works on the next.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from entropic_jax.prefill import PrefillOutput
 
-from entropic_jax.methods.entropix_branches import Tally
-from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
-
-from ..transcript import Token
 from . import grammars
 from .block_manager import BlockManager
-from .device_state import DecodeOutput, DeviceState, PrefillOutput
-from .interface import Delta
+from .device_state import DecodeOutput, DeviceState
 from .kv_compression import KVCompression
-from .launch_planner import InFlight, LaunchPlanner, Piece
+from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk
 from .metrics_hooks import MetricsHooks
 from .options import Sizes
-from .output_stream import QueuedOutputStream, wake
-from .prefix_cache import ROOT_HASH, page_hashes
+from .output_collector import OutputCollector
 from .priority import Ranking
 from .programs import Programs
-from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence, alternatives
+from .running_batch import RunningBatch
+from .sequence import DECODE, PREFILL, WAITING, Sequence
 from .state_updates import Placement, StateUpdates
 
-NOT_NUMBERS = "the model computed logits that are not numbers"
+
+class _Prefill(NamedTuple):
+    """What a step has given to the device for prefill."""
+
+    chunks: list[ScheduledChunk]
+    output: PrefillOutput | None
+    scored: bool
+
+
+class _Decode(NamedTuple):
+    """What a step has given to the device for decode."""
+
+    running: list[Sequence]
+    steps: int
+    width: int
+    output: DecodeOutput | None
+
+
+NO_PREFILL, NO_DECODE = _Prefill([], None, False), _Decode([], 0, 0, None)
 
 
 class Scheduler:
-    """The rows, the sequences that wait for one, and what is under way."""
+    """Decides which sequences prefill and decode next. `step` is one iteration."""
 
     def __init__(
         self,
@@ -51,367 +76,278 @@ class Scheduler:
         exact: bool,
         overlapped: bool,
     ) -> None:
-        """`exact`: what is read is read in pieces that begin at the same positions whatever came before.
+        """An empty scheduler.
 
-        `overlapped`: the device is given its next work before the outcome of the last is looked at. Where it
-        shares its processors with this thread that gains nothing, and who ends or comes waits longer.
+        Args:
+            programs: Compiled programs of the model.
+            device_state: Without a sequence.
+            sizes: Of the rows, the page pool and the programs.
+            block_manager: Of the pool.
+            updates: Changes to be made to the device state.
+            ranking: Order in which sequences are served.
+            metrics_hooks: Called at each event.
+            tokenizer: Of the model.
+            exact: Whether prefill chunks begin at the same positions whatever was cached before.
+            overlapped: Whether the device gets its next launch before the last is collected. Where the device
+                shares its processors with this thread, that gains nothing and delays admissions.
         """
-        self.overlapped = overlapped
-        self.programs, self.device_state, self.sizes, self.block_manager, self.updates = (
-            programs,
-            device_state,
-            sizes,
+        self.overlapped, self.exact = overlapped, exact
+        self.programs, self.device_state, self.sizes = programs, device_state, sizes
+        self.block_manager, self.updates, self.ranking = block_manager, updates, ranking
+        self.planner = LaunchPlanner(programs, sizes, overlapped)
+        self.kv_compression = KVCompression(sizes.rows, sizes.shapes.compression)
+        self.batch = RunningBatch(
+            sizes.rows,
             block_manager,
             updates,
-        )
-        self.ranking, self.metrics_hooks, self.tokenizer, self.exact = (
-            ranking,
+            self.planner,
+            self.kv_compression,
             metrics_hooks,
-            tokenizer,
-            exact,
+            ranking.prior_drop,
         )
-        rows = sizes.rows
+        self.collector = OutputCollector(self.batch, sizes.page_size, tokenizer, exact)
         self.waiting: list[Sequence] = []
-        self.slots: list[Sequence | None] = [None] * rows
         self.in_flight: deque[InFlight] = deque()
-        self.limit = np.zeros(rows, np.int64)
-        self.known = np.zeros(rows, np.int64)  # length of a running row when it was last heard of
-        self.ahead = np.zeros(rows, np.int64)  # steps under way since
-        self.kv_compression = KVCompression(rows, sizes.shapes.compression)
-        self.drops = np.full(rows, ranking.drop)
-        self.rounds = 0.0
+        self.rounds = 0.0  # of admissions; a round is as many as there are rows
         self.preemptions = 0
-        self.tally = np.zeros(len(Tally._fields), np.int64)  # of searches
-        self.collected = time.perf_counter()
-        self.planner = LaunchPlanner(programs, sizes, overlapped)
-        self.deltas: list[tuple[QueuedOutputStream, Delta]] = []
-        self.left_queue: Callable[[], None] = lambda: None
-        self.finished: Callable[[Sequence], None] = lambda sequence: None
-
-    # One turn.
+        self.on_dequeue: Callable[[], None] = lambda: None  # a request has left the queue
 
     def step(self) -> bool:
-        """Give the device work, and collect what came of the turn before. False if there is nothing to do."""
+        """Run one iteration; False if there is nothing left to do."""
         self._admit()
-        careful = any(s is not None and s.engine_request.grammar is not None for s in self.slots)
-        if careful:
-            self._collect_all()
-        begun = time.perf_counter()
-        self._flush()
-        pieces, read, scored = self._read()
-        running, steps, width, output = self._decode(careful)
-        busy = read is not None or output is not None
+        # A grammar's mask follows from the last token, so every launch must be collected before the next.
+        constrained = any(s.engine_request.grammar is not None for s in self.batch.occupied)
+        if constrained:
+            self.collect_all()
+        start_time = time.perf_counter()
+        self.apply_updates()
+        prefill = self._prefill()
+        decode = self._decode(constrained)
+        busy = prefill.output is not None or decode.output is not None
         if busy:
-            placed = [(s, s.row, s.epoch) for s in running]
-            self.in_flight.append(InFlight(placed, steps, width, begun, output, pieces, read, scored))
-        self.deliver()  # while the device works: who is woken competes with this thread for the interpreter
-        while len(self.in_flight) > (busy and self.overlapped and not careful):
-            self._collect(self.in_flight.popleft())
-        seated = any(s is not None for s in self.slots)
-        return bool(seated or self.in_flight or self.waiting or self.updates or self.deltas)
+            self._launch(start_time, prefill, decode)
+        # Deliver while the device works: the readers compete with this thread for the interpreter.
+        self.batch.deliver()
+        self._collect(keep=int(busy and self.overlapped and not constrained))
+        batch = self.batch
+        return bool(batch.occupied or self.in_flight or self.waiting or self.updates or batch.deltas)
 
-    def _flush(self) -> None:
+    def apply_updates(self) -> None:
+        """Apply the host's changes to the device state."""
         if self.updates:
             for batch in self.updates.batches():
                 self.device_state = self.programs.apply(self.device_state, batch)
 
-    def deliver(self) -> None:
-        """Hand out what there is to tell, all at once."""
-        if self.deltas:
-            deltas, self.deltas = self.deltas, []
-            for output_stream, delta in deltas:
-                output_stream.put(delta)
-            wake(output_stream for output_stream, _ in deltas)
-
-    def _tell(self, sequence: Sequence, delta: Delta) -> None:
-        self.deltas.append((sequence.output_stream, delta))
-
-    # Placing.
+    # Admit.
 
     def _admit(self) -> None:
-        free = [row for row, sequence in enumerate(self.slots) if sequence is None]
+        """Give free rows to the waiting sequences, in the order of their priority."""
+        free = self.batch.free_rows
         if not free or not self.waiting:
             return
-        self.waiting = self.ranking.rank(self.waiting, self.rounds, self.drops)
-        kept = []
-        for index, sequence in enumerate(self.waiting):
+        self.waiting = self.ranking.rank(self.waiting, self.rounds, self.batch.expected_drop)
+        num_admitted = 0
+        for sequence in self.waiting:
+            # Nobody overtakes the first that finds no pages.
             if not free or not self._place(sequence, free[0]):
-                kept = self.waiting[index:]  # no one overtakes whoever is next but finds no pages
                 break
             free.pop(0)
-            self.rounds += 1 / len(self.slots)
-        self.waiting = kept
+            num_admitted += 1
+            self.rounds += 1 / self.sizes.rows
+        self.waiting = self.waiting[num_admitted:]
 
     def _place(self, sequence: Sequence, row: int) -> bool:
-        request = sequence.engine_request.request
-        replays = bool(sequence.generated) and sequence.replays(self.exact)
-        reading = sequence.prompt if replays else (*sequence.prompt, *sequence.generated)
-        target = len(reading) - 1
-        keys = sequence.prompt_keys if sequence.scored else []
-        keys = keys[: target // self.sizes.page_size]
-        held = self.block_manager.reserved * self.sizes.page_size
-        others = sum(s is not None and bool(held[s.row] < self.limit[s.row]) for s in self.slots)
-        whole_chunks = self.sizes.chunk // self.sizes.page_size if self.exact else 1
+        """Give a row and pages to a sequence; False where the pool has no room."""
+        request = sequence.request
+        replays = bool(sequence.generated) and sequence.needs_replay(self.exact)
+        prefill_tokens = sequence.prompt if replays else (*sequence.prompt, *sequence.generated)
+        target = len(prefill_tokens) - 1
         limit = min(len(sequence.prompt) - 1 + request.max_tokens, self.sizes.context, self.sizes.longest)
-        spare = self.sizes.spare(sequence.branches, target + 1, limit)
-        shared = self.block_manager.allocate(row, keys, target + 1, others, self.updates, whole_chunks, spare)
-        if shared is None:
+        shared_pages = self._allocate(sequence, row, target, limit)
+        if shared_pages is None:
             return False
-        now = time.perf_counter()
-        if sequence.admitted is None:
-            self.ranking.first_row(sequence, self.rounds, len(self.waiting))
-        sequence.row, sequence.prefill_tokens, sequence.epoch = row, reading, sequence.epoch + 1
-        sequence.num_prefilled = len(shared) * self.sizes.page_size
-        sequence.num_replay_tokens, sequence.num_scheduled = (len(sequence.generated) if replays else 0), 0
-        sequence.num_replayed = 0
+        sequence.prefill_tokens = prefill_tokens
+        sequence.num_prefilled = len(shared_pages) * self.sizes.page_size
+        sequence.num_replay_tokens = len(sequence.generated) if replays else 0
+        sequence.num_scheduled = sequence.num_replayed = 0
         sequence.stage = PREFILL if sequence.num_prefilled < target else DECODE
-        if sequence.admitted is None:
-            sequence.admitted, sequence.cached_tokens = now, sequence.num_prefilled
-            self.left_queue()
-            self.metrics_hooks.admitted(sequence)
-        self.slots[row], self.limit[row] = sequence, limit
-        self.known[row], self.ahead[row] = target, 0
-        self.kv_compression.place(sequence)
-        self.planner.least[row] = len(sequence.prompt) + request.min_tokens if request.min_tokens else 0
-        self.planner.reported[row] = sequence.engine_request.alternatives is not None
-        self.drops[row] = self.ranking.drop
+        if sequence.admitted_time is None:
+            self._note_first_admission(sequence)
+        self.batch.place(sequence, row, limit)
         history = None
         if request.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty:
             history = sequence.prompt, [] if replays else sequence.generated
         self.updates.placements.append(
             Placement(
-                row,
-                request,
-                reading[-1],
-                limit,
-                sequence.stops,
-                shared,
-                sequence.stage == DECODE,
-                sequence.row_gains.gains,
-                history,
-                sequence.branches,
+                row=row,
+                request=request,
+                token=prefill_tokens[-1],
+                limit=limit,
+                stop_tokens=sequence.stop_tokens,
+                shared_pages=shared_pages,
+                prefilled=sequence.stage == DECODE,
+                gains=sequence.row_gains.values,
+                history=history,
+                branches=sequence.branches,
             )
         )
-        if sequence.parked is not None and not replays:
-            self._flush()
-            self.device_state = self.programs.unpark(self.device_state, row, sequence.parked)
-        if not sequence.scored and target == 0:
-            self._tell_prompt(sequence)
+        if sequence.saved_row is not None and not replays:
+            self.apply_updates()
+            self.device_state = self.programs.restore_row(self.device_state, row, sequence.saved_row)
+        if not sequence.prompt_scored and target == 0:
+            self.collector.send_prompt(sequence)
         return True
 
-    # Giving the device work.
+    def _allocate(self, sequence: Sequence, row: int, target: int, limit: int) -> list[int] | None:
+        """Reserve pages for `target` prefilled positions and one more; returns those that are shared."""
+        page_size = self.sizes.page_size
+        # Logprobs of the prompt come from its prefill, so all of it must be prefilled.
+        hashes = sequence.page_hashes[: target // page_size] if sequence.prompt_scored else []
+        return self.block_manager.allocate(
+            row,
+            hashes,
+            target + 1,
+            self.batch.num_growing,
+            self.updates,
+            multiple=self.sizes.chunk // page_size if self.exact else 1,
+            spare=self.sizes.spare(sequence.branches, target + 1, limit),
+        )
 
-    def _read(self) -> tuple[list[Piece], PrefillOutput | None, bool]:
-        reading = [s for s in self.slots if s is not None and s.stage == PREFILL]
-        if not reading:
-            return [], None, False
-        chunk, pieces, scored = self.planner.chunk(reading)
-        self.device_state, read = self.programs.prefill(self.device_state, chunk, scored)
-        return pieces, read, scored
+    def _note_first_admission(self, sequence: Sequence) -> None:
+        self.ranking.note_first_row(sequence, self.rounds, len(self.waiting))
+        sequence.admitted_time, sequence.cached_tokens = time.perf_counter(), sequence.num_prefilled
+        self.on_dequeue()
+        self.batch.metrics_hooks.admitted(sequence)
 
-    def _decode(self, careful: bool) -> tuple[list[Sequence], int, int, DecodeOutput | None]:
-        reading = sum(s is not None and s.stage == PREFILL for s in self.slots)
-        if self.kv_compression.due(self.slots):
-            self._collect_all()  # some may end
-            self._flush()
-            self.device_state = self.kv_compression.compress(
-                self.programs, self.device_state, self.slots, self.block_manager
-            )
-        masks = grammars.masks(self._running(), self.end) if careful else {}
-        running, steps = self._running(), 0
-        if not careful and self.planner.puts_off(len(running), reading, bool(self.waiting)):
-            return [], 0, 0, None
-        while running:
-            most = int((self.limit - self.known - self.ahead)[[s.row for s in running]].max())
-            steps = 1 if careful else self.planner.steps(running, most, reading, bool(self.waiting))
-            steps = self.kv_compression.steps(running, steps)
-            while not (enough := self._reserve(running, steps)) and steps > 1:
-                steps //= 2
-            if enough:
-                break
-            self._preempt()
-            running = self._running()
+    # Prefill.
+
+    def _prefill(self) -> _Prefill:
+        """Prefill one chunk of the prompts that are not complete."""
+        prefilling = self.batch.prefilling
+        if not prefilling:
+            return NO_PREFILL
+        chunk, scheduled, scored = self.planner.prefill_chunk(prefilling)
+        self.device_state, output = self.programs.prefill(self.device_state, chunk, scored)
+        return _Prefill(scheduled, output, scored)
+
+    # Decode.
+
+    def _decode(self, constrained: bool) -> _Decode:
+        """Launch decode steps of the sequences whose prefill is complete."""
+        prefilling, waiting = len(self.batch.prefilling), bool(self.waiting)
+        self._compress()
+        masks = grammars.token_masks(self.batch.decoding, self.end) if constrained else {}
+        if not constrained and self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
+            return NO_DECODE
+        running, steps = self._reserve_pages(prefilling, constrained)
         if not running:
-            return [], 0, 0, None
-        self._flush()
-        kind = self.planner.kind(running)
-        constraints, forced = self.planner.constraints(masks), self.planner.forced(running, steps)
-        self.device_state, output = self.programs.decode(self.device_state, steps, constraints, forced, kind)
-        for s in running:
-            s.num_scheduled += steps
-            self.ahead[s.row] += steps
-        return running, steps, kind[0], output
+            return NO_DECODE
+        self.apply_updates()
+        program = self.planner.decode_program(running)
+        constraints = self.planner.constraints(masks)
+        forced = self.planner.forced_tokens(running, steps)
+        self.device_state, output = self.programs.decode(
+            self.device_state, steps, constraints, forced, program
+        )
+        for sequence in running:
+            sequence.num_scheduled += steps
+            self.batch.steps_in_flight[sequence.row] += steps
+        return _Decode(running, steps, program[0], output)
 
-    def _running(self) -> list[Sequence]:
-        """Those that decode and may get a token more than those under way, which a search may take back."""
-        more = self.known + self.ahead < self.limit
-        return [s for s in self.slots if s is not None and s.stage == DECODE and (s.branches or more[s.row])]
+    def _compress(self) -> None:
+        """Compress the KV cache of prompts that are due."""
+        if self.kv_compression.due(self.batch.sequences):
+            self.collect_all()  # which may end some of them
+            self.apply_updates()
+            self.device_state = self.kv_compression.compress(
+                self.programs, self.device_state, self.batch.sequences, self.block_manager
+            )
 
-    def _reserve(self, running: list[Sequence], steps: int) -> bool:
-        """Make sure of the pages that the steps need."""
-        rows = np.array([s.row for s in running])
-        length = np.minimum(self.limit[rows], self.known[rows] + self.ahead[rows] + steps)
-        length -= self.kv_compression.evicted[rows]
-        return self.block_manager.reserve(rows, length, self.updates)
-
-    # Giving way.
+    def _reserve_pages(self, prefilling: int, constrained: bool) -> tuple[list[Sequence], int]:
+        """The sequences that decode and their steps, with pages reserved; preempts until there are enough."""
+        batch = self.batch
+        while running := batch.decoding:
+            rows = [s.row for s in running]
+            limit = int((batch.limit - batch.length - batch.steps_in_flight)[rows].max())
+            steps = 1
+            if not constrained:
+                steps = self.planner.num_steps(running, limit, prefilling, bool(self.waiting))
+            steps = self.kv_compression.limit_steps(running, steps)
+            while True:
+                if batch.reserve(running, steps):
+                    return running, steps
+                if steps <= 1:
+                    break
+                steps //= 2
+            self._preempt()
+        return [], 0
 
     def _preempt(self) -> None:
-        """Take the row from the sequence of least priority; it comes back with all its tokens."""
-        self._collect_all()
-        seated = [s for s in self.slots if s is not None]
-        if len(seated) < 2:  # what was collected has ended; one alone has the whole pool
-            if (running := self._running()) and not self._reserve(running, 1):
-                raise RuntimeError("a sequence alone finds no page, in a pool that it was to fit into")
+        """Take the row from the sequence of lowest priority; it waits again, and keeps its tokens."""
+        self.collect_all()
+        occupied = self.batch.occupied
+        if len(occupied) < 2:  # the others have ended; the last has the whole pool to itself
+            if (running := self.batch.decoding) and not self.batch.reserve(running, 1):
+                raise RuntimeError("a sequence alone in the pool finds no page, although the pool holds it")
             return
-        yielding = [s for s in seated if not s.branches]
-        if not yielding:
-            return  # the others had all that they need, and who had not has ended
-        victim = self.ranking.rank(yielding, self.rounds, self.drops)[-1]
-        if victim.stage == DECODE and not victim.replays(self.exact):
-            victim.parked = self.programs.park(self.device_state, victim.row)
+        # Sequences that branch have all their pages reserved, and cannot be recomputed from their tokens.
+        preemptible = [s for s in occupied if not s.branches]
+        if not preemptible:
+            return  # the sequence that needed pages has ended
+        victim = self.ranking.rank(preemptible, self.rounds, self.batch.expected_drop)[-1]
+        if victim.stage == DECODE and not victim.needs_replay(self.exact):
+            victim.saved_row = self.programs.save_row(self.device_state, victim.row)
         victim.preemptions += 1
         self.preemptions += 1
-        self.metrics_hooks.preempted(victim)
-        self._vacate(victim)
+        self.batch.metrics_hooks.preempted(victim)
+        self.batch.vacate(victim)
         victim.stage = WAITING
-        if not victim.scored:
+        if not victim.prompt_scored:
             victim.prompt_scores = []
         self.waiting.append(victim)
 
-    def _vacate(self, sequence: Sequence) -> None:
-        row = sequence.row
-        self.updates.freed_rows.append(row)
-        self.block_manager.free(row)
-        self.slots[row] = None
-        self.planner.least[row], self.planner.reported[row] = 0, False
-        sequence.row, sequence.epoch = -1, sequence.epoch + 1
+    # Launch and collect.
 
-    def end(self, sequence: Sequence, reason: Any, error: str | None = None, timed_out: bool = False) -> None:
-        """End a sequence wherever it is: the tokens held back are handed out, its row and pages returned."""
-        if sequence.ended:
-            return
-        tokens = sequence.transcript.finish(reason, error)
-        if sequence.row >= 0:
-            self._vacate(sequence)
-        else:
-            self.waiting.remove(sequence)
-        if sequence.admitted is None:
-            self.left_queue()
-        self._close(sequence, tokens, timed_out)
-
-    # Collecting.
-
-    def _collect_all(self) -> None:
-        while self.in_flight:
-            self._collect(self.in_flight.popleft())
-
-    def _collect(self, launch: InFlight) -> None:
-        if launch.prefill is not None:
-            self._collect_read(launch, launch.prefill)
-        if launch.output is not None:
-            self._collect_output(launch, launch.output)
-
-    def _collect_read(self, launch: InFlight, prefill: PrefillOutput) -> None:
-        granted, table = np.asarray(prefill.granted), np.asarray(prefill.table)
-        scores = [np.asarray(x) for x in prefill.scores] if launch.scored else ()
-        for place, (sequence, epoch, begin, end) in enumerate(launch.pieces):
-            if sequence.epoch != epoch:
-                continue
-            if not granted[place]:
-                raise RuntimeError(f"the pages of row {sequence.row} were reserved, and were not there")
-            whole = min(end, len(sequence.prompt)) // self.sizes.page_size
-            self.block_manager.cache_prefix(
-                sequence.row, sequence.prompt_keys[:whole], table[place], self.updates
+    def _launch(self, start_time: float, prefill: _Prefill, decode: _Decode) -> None:
+        """Remember the work given to the device until it is collected."""
+        running = [(s, s.row, s.epoch) for s in decode.running]
+        self.in_flight.append(
+            InFlight(
+                running=running,
+                steps=decode.steps,
+                width=decode.width,
+                start_time=start_time,
+                output=decode.output,
+                chunks=prefill.chunks,
+                prefill=prefill.output,
+                scored=prefill.scored,
             )
-            if launch.scored:
-                logprob, token, values = (x[place] for x in scores)
-                count = sequence.engine_request.prompt_alternatives or 0
-                sequence.prompt_scores += [
-                    (float(logprob[i]), alternatives(token[i], values[i], count)) for i in range(end - begin)
-                ]
-                if end == len(sequence.prompt) - 1:
-                    self._tell_prompt(sequence)
-
-    def _tell_prompt(self, sequence: Sequence) -> None:
-        sequence.scored = True
-        tokens = sequence.prompt_tokens(self.tokenizer.stream(skip_special=False))
-        self._tell(sequence, sequence.delta(prompt=tokens, cached_tokens=sequence.cached_tokens))
-
-    def _collect_output(self, launch: InFlight, output: DecodeOutput) -> None:
-        counts = np.asarray(output.count)  # waits for the device
-        now = time.perf_counter()
-        steps = int(output.steps)
-        self.collected, spent = now, now - max(launch.begun, self.collected)
-        if steps and launch.prefill is None:
-            self.planner.took(launch.width, steps, spent)
-        tokens, status = np.asarray(output.token).T.tolist(), np.asarray(output.status).tolist()
-        metrics, lengths = np.asarray(output.metrics), np.asarray(output.length)
-        ran = np.arange(metrics.shape[1])[:, None] < counts
-        sums = np.where(ran, metrics, 0.0).sum(1)
-        self.drops[:] = np.asarray(output.forecast)
-        spent_on = np.asarray(output.seconds).tolist()
-        self.tally += np.asarray(output.tally)
-        tops = None
-        for sequence, row, epoch in launch.running:
-            if sequence.epoch != epoch:
-                continue
-            count = int(counts[row])
-            self.known[row] = lengths[row]
-            self.ahead[row] -= launch.steps
-            sequence.spent = spent_on[row]
-            first = 0
-            if sequence.num_replayed < sequence.num_replay_tokens:
-                first = min(count, sequence.num_replay_tokens - sequence.num_replayed)
-                sequence.num_replayed += first
-            if sequence.engine_request.alternatives is not None:
-                tops = tops or tuple(np.asarray(x) for x in output.likeliest)
-                top = tuple(x[first:, row] for x in tops)
-            else:
-                top = None
-            if count > first:
-                column, total = metrics[:, first:, row], None if first else sums[:, row]
-                settled = sequence.extend(tokens[row][first:count], column, total, top)
-                self._enter(sequence, settled, tokens[row][first:count], output, now)
-            if not sequence.ended and status[row] != RUNNING:
-                self.end(
-                    sequence, FINISH_REASONS[status[row]], NOT_NUMBERS if status[row] == FAILED else None
-                )
-        self.metrics_hooks.launched(launch.width, steps, counts, metrics, spent)
-
-    def _enter(
-        self, sequence: Sequence, settled: list[Token], tokens: list[int], output: DecodeOutput, now: float
-    ) -> None:
-        """A sequence has new tokens: hand out those that are settled, and see whether it has ended."""
-        grammar, transcript = sequence.engine_request.grammar, sequence.transcript
-        if grammar is not None and transcript.finish_reason is None:
-            settled += grammars.follow(sequence, grammar, tokens[0])
-        if sequence.first_token is None:
-            sequence.first_token = now
-        self.metrics_hooks.emitted(sequence, len(tokens), now)
-        sequence.last_token = now
-        if transcript.finish_reason is not None:
-            self._remember(sequence, output)
-            self._vacate(sequence)
-            self._close(sequence, settled)
-        elif settled:
-            self._tell(sequence, sequence.delta(settled, cached_tokens=sequence.cached_tokens))
-
-    def _remember(self, sequence: Sequence, output: DecodeOutput) -> None:
-        """Let the prefix cache keep what was generated, for a prompt that continues this text."""
-        if sequence.replays(self.exact) or self.block_manager.prefix is None:
-            return  # these pages are not what reading the text would make of it
-        size = self.sizes.page_size
-        text = (*sequence.prompt, *sequence.generated)[:-1]
-        known = sequence.prompt_keys
-        keys = [*known, *page_hashes(known[-1] if known else ROOT_HASH, text[len(known) * size :], size)]
-        self.block_manager.cache_prefix(
-            sequence.row, keys, np.asarray(output.table)[sequence.row], self.updates
         )
 
-    def _close(self, sequence: Sequence, tokens: list[Token], timed_out: bool = False) -> None:
-        sequence.stage = ENDED
-        delta = sequence.delta(tokens, timed_out=timed_out)
-        self.finished(sequence)
-        self.metrics_hooks.finished(sequence, delta)
-        self._tell(sequence, delta)
+    def _collect(self, keep: int) -> None:
+        """Collect launches until `keep` are left in flight."""
+        while len(self.in_flight) > keep:
+            self.collector.collect(self.in_flight.popleft())
+
+    def collect_all(self) -> None:
+        """Collect every launch in flight."""
+        self._collect(keep=0)
+
+    # End.
+
+    def end(self, sequence: Sequence, reason: Any, error: str | None = None, timed_out: bool = False) -> None:
+        """End a sequence wherever it is.
+
+        Args:
+            sequence: Waiting or running; one that has ended is left alone.
+            reason: Its finish_reason.
+            error: The message of its last delta.
+            timed_out: Whether its timeout has passed.
+        """
+        if sequence.ended:
+            return
+        if sequence.row < 0:
+            self.waiting.remove(sequence)
+        if sequence.admitted_time is None:
+            self.on_dequeue()
+        self.batch.end(sequence, reason, error, timed_out)

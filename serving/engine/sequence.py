@@ -1,4 +1,4 @@
-"""What the host knows of one job: its text so far, where it is, what was measured of it."""
+"""State of one request in the engine, as the host knows it: its text, its place in a row, its metrics."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from ..request import Request
 from ..transcript import TRACE_FIELDS, Token, Transcript, Usage
 from .interface import Alternative, Delta, EngineRequest, PromptToken
 from .output_stream import QueuedOutputStream
 from .prefix_cache import PageHash
 from .row_controllers import RowGains
 
-# What a token of a prompt takes, as a part of one that is generated, for which weights are read once more.
-PROMPT_TOKEN = 0.25
+# Cost of prefilling one token relative to decoding one: a decode step reads all weights for one token a row.
+PREFILL_TOKEN_COST = 0.25
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
 ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (
     TRACE_FIELDS.index(name)
@@ -22,17 +23,17 @@ ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (
 
 
 class TokenMetrics(Mapping[str, float]):
-    """What was measured when a token was chosen: one column of a launch, read when it is asked for."""
+    """The metrics of one token by name, a lazy view of one step of a launch."""
 
-    __slots__ = ("_column", "_step")
+    __slots__ = ("_metrics", "_step")
 
-    def __init__(self, column: np.ndarray, step: int) -> None:
-        """`column` float32 `[len(MEASURES), steps]` of the row."""
-        self._column, self._step = column, step
+    def __init__(self, metrics: np.ndarray, step: int) -> None:
+        """`metrics` float32 `[len(TRACE_FIELDS), steps]` of the row."""
+        self._metrics, self._step = metrics, step
 
     def __getitem__(self, name: str) -> float:
         try:
-            return float(self._column[TRACE_FIELDS.index(name), self._step])
+            return float(self._metrics[TRACE_FIELDS.index(name), self._step])
         except ValueError:
             raise KeyError(name) from None
 
@@ -44,7 +45,7 @@ class TokenMetrics(Mapping[str, float]):
 
 
 class Sequence:
-    """A job in the engine. Only the engine's thread changes it."""
+    """A request in the engine. Only the engine's thread changes it."""
 
     def __init__(
         self,
@@ -54,127 +55,144 @@ class Sequence:
         transcript: Transcript,
         row_gains: RowGains,
     ) -> None:
-        self.engine_request, self.output_stream, self.prompt, self.transcript, self.row_gains = (
-            engine_request,
-            output_stream,
-            prompt,
-            transcript,
-            row_gains,
-        )
+        self.engine_request, self.output_stream = engine_request, output_stream
+        self.prompt, self.transcript, self.row_gains = prompt, transcript, row_gains
+        self.stop_tokens: tuple[int, ...] = ()
+        stated = engine_request.logprobs
+        self.logprobs = self.request.logprobs if stated is None else stated  # None: none are reported
         self.stage = WAITING
         self.generated: list[int] = []
+        # A grammar's mask is known for the next token alone, so a constrained sequence does not branch.
+        self.branches = 0 if engine_request.grammar is not None else row_gains.branches  # 0: no search
+
+        # Its row.
         self.row = -1
-        self.epoch = 0  # counts placements: what came of an earlier one is not ours any more
-        self.prefill_tokens: tuple[int, ...] = ()  # what the row reads before it runs, and the token after it
-        self.num_prefilled = 0  # positions of it given to the device
-        self.num_replay_tokens = 0  # tokens that the row is told again after that, instead of drawing them
-        self.num_scheduled = 0  # tokens that it was given steps for
-        self.num_replayed = 0  # tokens told again that have come back
-        self.parked: Any = None  # state of the row when it was preempted
-        self.prompt_keys: list[PageHash] = []
-        self.used: list[PageHash] = []  # of the prefix cache
-        self.cached_tokens = 0
-        self.prompt_scores: list[tuple[float, tuple[Alternative, ...]]] = []
-        self.scored = engine_request.prompt_alternatives is None  # or what was asked of the prompt is known
-        self.arrival = time.perf_counter()
-        self.arrival_round = 0.0
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+        self.epoch = 0  # counts admissions and departures: results of an earlier epoch are discarded
+        self.prefill_tokens: tuple[int, ...] = ()  # prefilled into the row, and the token decoded after them
+        self.num_prefilled = 0  # of them, given to the device
+        self.num_replay_tokens = 0  # generated tokens to be replayed step by step after prefill
+        self.num_replayed = 0  # of them, collected from the device
+        self.num_scheduled = 0  # decode steps given to the device
+        self.saved_row: Any = None  # control state, ledger and history from before its preemption
         self.preemptions = 0
-        self.sums = np.zeros(len(TRACE_FIELDS))
-        self.last = np.zeros(len(TRACE_FIELDS), np.float32)
+
+        # Its pages.
+        self.page_hashes: list[PageHash] = []  # of the prompt's full pages
+        self.cached_tokens = 0  # of the prompt, found in the prefix cache at the first admission
+        self.private_pages = False  # a sparse method wrote them, so no other sequence may share them
+        self.compression_pending = False
+
+        # Logprobs of the prompt.
+        self.prompt_scores: list[tuple[float, tuple[Alternative, ...]]] = []
+        self.prompt_scored = engine_request.prompt_logprobs is None  # none requested, or all computed
+
+        # Times of `time.perf_counter`, and the scheduler's round at arrival.
+        self.arrival_time = time.perf_counter()
+        self.arrival_round = 0.0
+        self.admitted_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+
+        # Metrics, in the order of TRACE_FIELDS.
+        self.metric_sums = np.zeros(len(TRACE_FIELDS))
+        self.last_metrics = np.zeros(len(TRACE_FIELDS), np.float32)
         self.certificate = 0.0
-        self.priority = 0.0  # π when it was last looked at
-
-        self.stops: tuple[int, ...] = ()
-        self.private = False  # its pages are not what others would make of the same text
-        self.pending = False  # its prompt is still to be compressed
-        self.spent = 0.0  # roofline seconds, branches and tokens taken back included
-        # What a grammar allows is known for the next token alone.
-        self.branches = (
-            0 if engine_request.grammar is not None else row_gains.branches
-        )  # 0: it does not search
+        self.cost = 0.0  # roofline seconds, with those of branches and tokens taken back
+        self.priority = 0.0  # π at the last ranking
 
     @property
-    def left(self) -> float:
-        """What is left to compute, if all tokens are generated that may be, in tokens generated."""
-        unread = 0 if self.generated else len(self.prompt)
-        return PROMPT_TOKEN * unread + self.engine_request.request.max_tokens - len(self.generated)
+    def request(self) -> Request:
+        """Prompt and sampling parameters."""
+        return self.engine_request.request
 
     @property
-    def most(self) -> int:
-        """Positions that it holds in the end, if all tokens are generated that may be."""
-        return len(self.prompt) + self.engine_request.request.max_tokens
+    def remaining_work(self) -> float:
+        """Work left if all tokens are generated that may be, in decoded tokens."""
+        prefill = 0 if self.generated else len(self.prompt)
+        return PREFILL_TOKEN_COST * prefill + self.request.max_tokens - len(self.generated)
 
-    def slack(self, now: float) -> float:
-        """The share of the time to its deadline that is left, 1 without one."""
+    @property
+    def max_length(self) -> int:
+        """Positions that it holds in the end if all tokens are generated that may be."""
+        return len(self.prompt) + self.request.max_tokens
+
+    def slack(self, timestamp: float) -> float:
+        """The fraction of the time to its deadline that is left, in [0, 1]; 1 without a deadline."""
         deadline = self.engine_request.deadline
-        return 1.0 if deadline is None else min(1.0, max(0.0, 1 - (now - self.arrival) / max(deadline, 1e-3)))
+        if deadline is None:
+            return 1.0
+        return min(1.0, max(0.0, 1 - (timestamp - self.arrival_time) / max(deadline, 1e-3)))
 
-    def waited(self, rounds: float) -> float:
-        """Rounds of admissions since it began to wait."""
+    def rounds_waited(self, rounds: float) -> float:
+        """Rounds of admissions since it began to wait; 0 while it has a row."""
         return rounds - self.arrival_round if self.row < 0 else 0.0
 
-    def replays(self, exact: bool) -> bool:
-        """Whether reading its text would not make of it what its steps made: it is told its tokens again."""
-        return exact or self.row_gains.pruning or self.private
+    def needs_replay(self, exact: bool) -> bool:
+        """Whether prefill would not reproduce its KV cache, so that its tokens must be replayed step by step.
+
+        `exact`: the engine promises the same bits, which prefill of other chunks would not give.
+        """
+        return exact or self.row_gains.pruning or self.private_pages
 
     @property
     def ended(self) -> bool:
+        """Whether it has finished or was ended."""
         return self.stage == ENDED
 
-    def describe(self, now: float) -> dict[str, Any]:
-        """What may be shown of it, entropies in nats; another thread than the engine's may call."""
+    def describe(self, timestamp: float) -> dict[str, Any]:
+        """Its entry of the engine's snapshot, entropies in nats. Any thread may call."""
         return {
             "id": self.engine_request.id,
             "state": self.stage,
             "prompt_tokens": len(self.prompt),
             "tokens": len(self.generated),
             "priority": self.priority,
-            "entropy": float(self.last[ENTROPY]),
-            "temperature": float(self.last[TEMPERATURE]),
-            "kept_fraction": float(self.last[KEPT]),
-            "entropic_time": float(self.last[TIME]),
+            "entropy": float(self.last_metrics[ENTROPY]),
+            "temperature": float(self.last_metrics[TEMPERATURE]),
+            "kept_fraction": float(self.last_metrics[KEPT]),
+            "entropic_time": float(self.last_metrics[TIME]),
             "preemptions": self.preemptions,
-            "waited": (self.admitted or now) - self.arrival,
+            "waited": (self.admitted_time or timestamp) - self.arrival_time,
         }
 
-    def extend(
-        self, tokens: list[int], column: np.ndarray, sums: np.ndarray | None, tops: Any
+    def append(
+        self, tokens: list[int], metrics: np.ndarray, sums: np.ndarray | None, likeliest: Any
     ) -> list[Token]:
-        """Enter tokens and their measures `[len(MEASURES), steps]`; returns those that are settled.
+        """Append generated tokens, up to the one that ends the text.
 
-        `sums` of the measures over the tokens are taken as they are, unless the text ends before the last.
+        Args:
+            tokens: At least one.
+            metrics: float32 `[len(TRACE_FIELDS), steps]`, of the tokens.
+            sums: Of the metrics over all tokens, None where they are not known.
+            likeliest: Arrays of `Likeliest`, the first axis being the steps; None without logprobs.
+
+        Returns:
+            The tokens whose text is final now.
         """
-        settled: list[Token] = []
-        add, taken = self.transcript.add, 0
+        final: list[Token] = []
+        count = 0
         for step, token in enumerate(tokens):
-            if tops is None:
-                settled += add(token, TokenMetrics(column, step))
-            else:
-                settled += add(token, TokenMetrics(column, step), *self._alternatives(tops, step))
-            taken += 1
+            logprob, top = (None, ()) if likeliest is None else self._logprobs(likeliest, step)
+            final += self.transcript.add(token, TokenMetrics(metrics, step), logprob, top)
+            count += 1
             if self.transcript.finish_reason is not None:
                 break
-        self.generated += tokens[:taken]
-        self.sums += column[:, :taken].sum(1) if sums is None or taken < len(tokens) else sums
-        self.last = column[:, taken - 1]
+        self.generated += tokens[:count]
+        self.metric_sums += metrics[:, :count].sum(1) if sums is None or count < len(tokens) else sums
+        self.last_metrics = metrics[:, count - 1]
         if self.row_gains.pruning:
-            self.certificate = max(self.certificate, float(column[CERTIFICATE, :taken].max()))
-        return settled
+            self.certificate = max(self.certificate, float(metrics[CERTIFICATE, :count].max()))
+        return final
 
-    def _alternatives(self, tops: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
-        logprob, token, values = tops
-        return float(logprob[step]), alternatives(
-            token[step], values[step], self.engine_request.alternatives or 0
-        )
+    def _logprobs(self, likeliest: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
+        logprob, token, values = likeliest
+        return float(logprob[step]), alternatives(token[step], values[step], self.logprobs or 0)
 
-    def delta(self, tokens: list[Token] | tuple[Token, ...] = (), **given: Any) -> Delta:
-        """News; with the last, the account."""
+    def delta(self, tokens: list[Token] | tuple[Token, ...] = (), **fields: Any) -> Delta:
+        """A delta of these tokens; with usage and summary if the text has ended."""
         reason = self.transcript.finish_reason
         if reason is None:
-            return Delta(tuple(tokens), **given)
+            return Delta(tuple(tokens), **fields)
         return Delta(
             tuple(tokens),
             finish_reason=reason,
@@ -183,27 +201,27 @@ class Sequence:
             usage=Usage(len(self.prompt), len(self.generated)),
             cached_tokens=self.cached_tokens,
             summary=self.summary(),
-            **given,
+            **fields,
         )
 
     def summary(self) -> dict[str, float]:
-        """What became of the whole sequence; entropies in nats, times in seconds."""
-        count, now = max(len(self.generated), 1), time.perf_counter()
-        found = {
-            "entropic_time": float(self.last[TIME]),
-            "mean_entropy": float(self.sums[ENTROPY] / count),
-            "kept_fraction": float(self.sums[KEPT] / count) if self.generated else 1.0,
+        """Metrics of the sequence so far; entropies in nats, times in seconds."""
+        count, timestamp = max(len(self.generated), 1), time.perf_counter()
+        summary = {
+            "entropic_time": float(self.last_metrics[TIME]),
+            "mean_entropy": float(self.metric_sums[ENTROPY] / count),
+            "kept_fraction": float(self.metric_sums[KEPT] / count) if self.generated else 1.0,
             "certificate": self.certificate,
-            "cost": self.spent if self.branches else float(self.sums[COST]),
-            "queue_time": (self.admitted or now) - self.arrival,
+            "cost": self.cost if self.branches else float(self.metric_sums[COST]),
+            "queue_time": (self.admitted_time or timestamp) - self.arrival_time,
             "preemptions": float(self.preemptions),
         }
-        if self.admitted is not None and self.first_token is not None:
-            found["prefill_time"] = self.first_token - self.admitted
-        return found
+        if self.admitted_time is not None and self.first_token_time is not None:
+            summary["prefill_time"] = self.first_token_time - self.admitted_time
+        return summary
 
-    def prompt_tokens(self, detokenizer: Any) -> tuple[PromptToken, ...]:
-        """The prompt with what was asked of it."""
+    def scored_prompt(self, detokenizer: Any) -> tuple[PromptToken, ...]:
+        """The tokens of the prompt with their logprobs."""
         scores = [(None, ()), *self.prompt_scores]
         return tuple(
             PromptToken(token, detokenizer.push(token), logprob, top)

@@ -1,8 +1,7 @@
-"""What the host wants changed on the board, gathered into commands of one size."""
+"""Host-side changes to the device state, gathered between launches and applied in batches of fixed size."""
 
-import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,50 +10,48 @@ from entropic_jax.state import PREFILLING, RUNNING
 from ..request import Request
 from .device_state import (
     BRANCHES,
-    INTEGERS,
+    FLOAT_PARAMS,
+    INT_PARAMS,
     LIMIT,
-    NUMBERS,
+    NUM_INTEGERS,
+    NUM_SHARED,
     ROW,
     SEED,
-    SHARED,
     STATUS,
     TOKEN,
-    WHOLE_NUMBERS,
     UpdateBatch,
 )
 
-PLACES = 8  # jobs that one command places
-MOVED = 512  # pages that one command keeps, and gives up
-STOPS = 16  # tokens that end a row
-BIASES = 300  # tokens whose logits a request may bias
+PLACEMENTS = 8  # sequences that one batch places, at most
+PAGES = 512  # pages that one batch retains, and as many that it releases, at most
+STOPS = 16  # stop tokens of a row, at most
+BIASES = 300  # biased tokens of a row, at most
+
+
+T = TypeVar("T")
 
 
 class Placement(NamedTuple):
-    """A job for a row."""
+    """A sequence for a row."""
 
     row: int
     request: Request
-    token: int  # the last of the text so far: the first step reads it
+    token: int  # the last token of the prefilled text: the first decode step reads it
     limit: int  # length at which the row is full
-    stops: tuple[int, ...]
-    shared: list[int]  # pages
-    ready: bool  # nothing of the text is left to read but the token
+    stop_tokens: tuple[int, ...]
+    shared_pages: list[int]
+    prefilled: bool  # the shared pages hold everything before `token`, so the row can decode at once
     gains: np.ndarray
-    penalised: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
+    history: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
     branches: int = 0  # that it may have; 0: it does not search
 
 
 class StateUpdates:
-    """Edits for the next commands. Pages are kept before rows end, and rows end before jobs are placed."""
+    """Changes to be applied: pages are retained before rows are freed, rows freed before placements."""
 
-    def __init__(self, rows: int, pages: int, per_row: int, gains: int, vocabulary: int) -> None:
-        self.rows, self.bin, self.per_row, self.gains, self.vocabulary = (
-            rows,
-            pages,
-            per_row,
-            gains,
-            vocabulary,
-        )
+    def __init__(self, rows: int, pages: int, pages_per_row: int, gains: int, vocabulary: int) -> None:
+        self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row
+        self.gains, self.vocabulary = gains, vocabulary
         self._clear()
 
     def _clear(self) -> None:
@@ -67,76 +64,86 @@ class StateUpdates:
         return bool(self.retained_pages or self.freed_rows or self.released_pages or self.placements)
 
     def batches(self) -> Iterator[UpdateBatch]:
-        """The commands that make these edits, which are forgotten."""
-        retained, ended, dropped, placed = (
-            self.retained_pages,
-            self.freed_rows,
-            self.released_pages,
-            self.placements,
-        )
+        """Yield the batches that make the changes, which are then forgotten."""
+        retained, freed, released = self.retained_pages, self.freed_rows, self.released_pages
+        plain = [p for p in self.placements if p.history is None]
+        penalised = [p for p in self.placements if p.history is not None]
         self._clear()
-        while len(retained) > MOVED:
-            yield self._batch(retained[:MOVED], (), (), ())
-            retained = retained[MOVED:]
-        plain = [p for p in placed if p.penalised is None]
-        penalised = [p for p in placed if p.penalised is not None]
-        yield self._batch(retained, ended, dropped[:MOVED], plain[:PLACES])
-        rest = [((), plain[i : i + PLACES]) for i in range(PLACES, len(plain), PLACES)]
-        rest += [((), penalised[i : i + PLACES]) for i in range(0, len(penalised), PLACES)]
-        late = [(dropped[i : i + MOVED], ()) for i in range(MOVED, len(dropped), MOVED)]
-        for pages, places in itertools.chain(late, rest):
-            yield self._batch((), (), pages, places)
+        while len(retained) > PAGES:
+            yield self._batch(retained=retained[:PAGES])
+            retained = retained[PAGES:]
+        yield self._batch(retained, freed, released[:PAGES], plain[:PLACEMENTS])
+        for pages in _split(released[PAGES:], PAGES):
+            yield self._batch(released=pages)
+        # Only batches with penalties carry a history, which is as wide as the vocabulary.
+        for placements in (plain[PLACEMENTS:], penalised):
+            for batch in _split(placements, PLACEMENTS):
+                yield self._batch(placements=batch)
 
-    def blank(self, penalised: bool) -> UpdateBatch:
-        """Commands that change nothing."""
-        integers = np.zeros((PLACES, INTEGERS), np.int32)
-        integers[:, ROW] = self.rows
-        history = np.zeros((PLACES, self.vocabulary), bool) if penalised else None
+    def empty_batch(self, penalised: bool) -> UpdateBatch:
+        """A batch that changes nothing, with room for the history of penalties if `penalised`."""
+        int_params = np.zeros((PLACEMENTS, NUM_INTEGERS), np.int32)
+        int_params[:, ROW] = self.rows
+        history = np.zeros((PLACEMENTS, self.vocabulary), bool) if penalised else None
         return UpdateBatch(
-            retained_pages=np.full(MOVED, self.bin, np.int32),
+            retained_pages=np.full(PAGES, self.no_page, np.int32),
             freed_rows=np.zeros(self.rows, bool),
-            released_pages=np.full(MOVED, self.bin, np.int32),
-            integers=integers,
-            numbers=np.ones((PLACES, len(NUMBERS)), np.float32),
-            stops=np.full((PLACES, STOPS), -1, np.int32),
-            bias_tokens=np.full((PLACES, BIASES), -1, np.int32),
-            bias_values=np.zeros((PLACES, BIASES), np.float32),
-            pages=np.full((PLACES, self.per_row), self.bin, np.int32),
-            gains=np.zeros((PLACES, self.gains), np.float32),
-            prompt=history,
-            generated=None if history is None else history.astype(np.int32),
+            released_pages=np.full(PAGES, self.no_page, np.int32),
+            int_params=int_params,
+            float_params=np.ones((PLACEMENTS, len(FLOAT_PARAMS)), np.float32),
+            stop_tokens=np.full((PLACEMENTS, STOPS), -1, np.int32),
+            bias_tokens=np.full((PLACEMENTS, BIASES), -1, np.int32),
+            bias_values=np.zeros((PLACEMENTS, BIASES), np.float32),
+            shared_pages=np.full((PLACEMENTS, self.pages_per_row), self.no_page, np.int32),
+            gains=np.zeros((PLACEMENTS, self.gains), np.float32),
+            prompt_history=history,
+            generated_history=None if history is None else history.astype(np.int32),
         )
 
-    def _batch(self, retained: Any, ended: Any, dropped: Any, placed: Any) -> UpdateBatch:
-        batch = self.blank(any(p.penalised is not None for p in placed))
+    def _batch(
+        self,
+        retained: Sequence[int] = (),
+        freed: Sequence[int] = (),
+        released: Sequence[int] = (),
+        placements: Sequence[Placement] = (),
+    ) -> UpdateBatch:
+        batch = self.empty_batch(any(p.history is not None for p in placements))
         batch.retained_pages[: len(retained)] = retained
-        batch.freed_rows[list(ended)] = True
-        batch.released_pages[: len(dropped)] = dropped
-        for place, engine_request in enumerate(placed):
-            request = engine_request.request
-            values = {
-                ROW: engine_request.row,
-                SEED: request.seed,
-                TOKEN: engine_request.token,
-                LIMIT: engine_request.limit,
-                STATUS: RUNNING if engine_request.ready else PREFILLING,
-                SHARED: len(engine_request.shared),
-                BRANCHES: engine_request.branches,
-            }
-            batch.integers[place, list(values)] = list(values.values())
-            batch.integers[place, BRANCHES + 1 :] = [getattr(request, name) for name in WHOLE_NUMBERS]
-            batch.numbers[place] = [getattr(request, name) for name in NUMBERS]
-            batch.stops[place, : len(engine_request.stops)] = engine_request.stops
-            batch.bias_tokens[place, : len(request.logit_bias)] = list(request.logit_bias)
-            batch.bias_values[place, : len(request.logit_bias)] = list(request.logit_bias.values())
-            batch.pages[place, : len(engine_request.shared)] = engine_request.shared
-            batch.gains[place] = engine_request.gains
-            if (
-                engine_request.penalised is not None
-                and batch.prompt is not None
-                and batch.generated is not None
-            ):
-                prompt, generated = engine_request.penalised
-                batch.prompt[place, list(prompt)] = True
-                np.add.at(batch.generated[place], generated, 1)
+        batch.freed_rows[list(freed)] = True
+        batch.released_pages[: len(released)] = released
+        for index, placement in enumerate(placements):
+            _write(batch, index, placement)
         return batch
+
+
+def _split(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (values[begin : begin + size] for begin in range(0, len(values), size))
+
+
+def _write(batch: UpdateBatch, index: int, placement: Placement) -> None:
+    request, shared = placement.request, placement.shared_pages
+    values = {
+        ROW: placement.row,
+        SEED: request.seed,
+        TOKEN: placement.token,
+        LIMIT: placement.limit,
+        STATUS: RUNNING if placement.prefilled else PREFILLING,
+        NUM_SHARED: len(shared),
+        BRANCHES: placement.branches,
+    }
+    batch.int_params[index, list(values)] = list(values.values())
+    batch.int_params[index, BRANCHES + 1 :] = [getattr(request, name) for name in INT_PARAMS]
+    batch.float_params[index] = [getattr(request, name) for name in FLOAT_PARAMS]
+    batch.stop_tokens[index, : len(placement.stop_tokens)] = placement.stop_tokens
+    batch.bias_tokens[index, : len(request.logit_bias)] = list(request.logit_bias)
+    batch.bias_values[index, : len(request.logit_bias)] = list(request.logit_bias.values())
+    batch.shared_pages[index, : len(shared)] = shared
+    batch.gains[index] = placement.gains
+    if (
+        placement.history is not None
+        and batch.prompt_history is not None
+        and batch.generated_history is not None
+    ):
+        prompt, generated = placement.history
+        batch.prompt_history[index, list(prompt)] = True
+        np.add.at(batch.generated_history[index], generated, 1)

@@ -1,4 +1,4 @@
-"""Compile what the engine will run before it takes work."""
+"""Warm-up: compiles the programs that the engine will run before it serves requests."""
 
 import contextlib
 import ctypes
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
+
+from entropic_jax.control_gains import MESO, SCALES
 
 from .launch_planner import empty_chunk
 from .options import EngineOptions, cores
@@ -17,54 +19,56 @@ from .scheduler import Scheduler
 def compile_ahead(
     programs: Programs, scheduler: Scheduler, options: EngineOptions, progress: Callable[[int, int], None]
 ) -> None:
-    """Compile all programs (`full`), those that every job needs (`min`), or none.
+    """Compile all programs (`warmup` "full"), those that every request needs ("min"), or none.
 
-    `min` leaves out prompts that are scored, preemption, and the pruned steps unless the preset of most jobs
-    prunes, and steps without the sampler if the preset is one; what is left out is compiled when it is first
-    asked for, and counted.
+    "min" leaves out scored prompts, preemption, steps that leave pages unread unless the preset has the scale
+    meso, and steps without the sampler if the preset is one. What is left out is compiled when it is first
+    needed, and counted.
+
+    Args:
+        programs: Where to keep what is compiled.
+        scheduler: Whose device state and planner have the shapes of the arguments.
+        options: Of the engine.
+        progress: As in `Programs.compile_ahead`.
     """
     if options.warmup == "none":
         return
-    _compile(programs, scheduler, options, progress)
-    give_memory_back()
+    workers = options.compile_workers or cores()
+    programs.compile_ahead(_examples(programs, scheduler, options), workers, progress)
+    if options.warmup == "full":
+        row, device_state = np.int32(0), scheduler.device_state
+        saved = programs.save_row(device_state, 0)
+        programs.compile_ahead([(("restore",), (device_state, row, saved))], 1, progress)
+    trim_memory()
 
 
-def _compile(
-    programs: Programs, scheduler: Scheduler, options: EngineOptions, progress: Callable[[int, int], None]
-) -> None:
-    planner = scheduler.planner
-    prunes = options.preset in ("meso", "full")
-    full, device_state, shapes = options.warmup == "full", scheduler.device_state, programs.shapes
-    examples: list[tuple[tuple, tuple]] = [
-        (("apply", p), (programs.blank, device_state, scheduler.updates.blank(p))) for p in (False, True)
+def _examples(programs: Programs, scheduler: Scheduler, options: EngineOptions) -> list[tuple]:
+    """Key and arguments of the programs to compile."""
+    planner, device_state, shapes = scheduler.planner, scheduler.device_state, programs.shapes
+    full = options.warmup == "full"
+    examples: list[tuple] = [
+        (("apply", penalised), (programs.blank, device_state, scheduler.updates.empty_batch(penalised)))
+        for penalised in (False, True)
     ]
     for prompts, size in shapes.chunks:
         chunk = empty_chunk(prompts, size, scheduler.sizes.rows)
-        for scored in (False, True)[: 1 + full]:
-            examples.append((("prefill", prompts, size + 1, scored), (programs.params, device_state, chunk)))
+        for scored in (False, True) if full else (False,):
+            arguments = (programs.params, device_state, chunk)
+            examples.append((("prefill", prompts, size + 1, scored), arguments))
     if shapes.compression is not None:
         examples.append((("compress",), (device_state, np.int32(0))))
-    for width in shapes.widths:
-        page_policies = shapes.page_policies if full or prunes else shapes.page_policies[:1]
-        samplers = shapes.samplers if full else shapes.samplers[-1:]
-        for page_policy, samples in itertools.product(page_policies, samplers):
-            given = (
-                programs.params,
-                device_state,
-                np.int32(1),
-                planner.constraints({}),
-                planner.unforced,
-                programs.prior,
-            )
-            examples.append((("decode", width, page_policy, samples), given))
-    programs.compile_ahead(examples, options.compile_workers or cores(), progress)
-    if full:
-        parked = programs.park(device_state, 0)
-        programs.compile_ahead([(("unpark",), (device_state, np.int32(0), parked))], 1, progress)
+    prunes = MESO in SCALES.get(options.preset, ())
+    page_policies = shapes.page_policies if full or prunes else shapes.page_policies[:1]
+    samplers = shapes.samplers if full else shapes.samplers[-1:]
+    for program in itertools.product(shapes.widths, page_policies, samplers):
+        constraints, forced = planner.constraints({}), planner.nothing_forced
+        arguments = (programs.params, device_state, np.int32(1), constraints, forced, programs.prior)
+        examples.append((("decode", *program), arguments))
+    return examples
 
 
-def give_memory_back() -> None:
-    """Return to the system what the compiler has left unused: with glibc, hundreds of megabytes."""
+def trim_memory() -> None:
+    """Return to the system the memory that the compiler has freed: with glibc, hundreds of megabytes."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -50,11 +50,11 @@ class ScriptedOutputStream:
                     bits = self.engine_request.grammar.mask()
                     token = next(t for t in range(model.vocabulary) if bits[t // 32] >> (t % 32) & 1)
                 top = ()
-                if self.engine_request.alternatives is not None:
+                if self.engine_request.logprobs is not None:
                     top = tuple(
-                        Alternative(token + k, -0.25 - k) for k in range(self.engine_request.alternatives)
+                        Alternative(token + k, -0.25 - k) for k in range(self.engine_request.logprobs)
                     )
-                logprob = None if self.engine_request.alternatives is None else -0.25
+                logprob = None if self.engine_request.logprobs is None else -0.25
                 metrics = {
                     "entropy": 0.5 * count,
                     "temperature": 0.75,
@@ -105,7 +105,7 @@ class ScriptedOutputStream:
         )
 
     def _prompt(self) -> tuple[PromptToken, ...]:
-        number = self.engine_request.prompt_alternatives
+        number = self.engine_request.prompt_logprobs
         if number is None:
             return ()
         text = self.engine.model.token_text

@@ -10,7 +10,7 @@ from entropic_jax.serving.engine.block_manager import BlockManager
 from entropic_jax.serving.engine.prefix_cache import ROOT_HASH, PrefixCache, page_hashes
 from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.sequence import Sequence
-from entropic_jax.serving.engine.state_updates import PLACES, Placement, StateUpdates
+from entropic_jax.serving.engine.state_updates import PLACEMENTS, Placement, StateUpdates
 from entropic_jax.serving.request import Request
 
 PAGE = 4
@@ -21,7 +21,7 @@ def keys(*tokens: int) -> list[bytes]:
 
 
 def state_updates() -> StateUpdates:
-    return StateUpdates(rows=4, pages=16, per_row=8, gains=3, vocabulary=10)
+    return StateUpdates(rows=4, pages=16, pages_per_row=8, gains=3, vocabulary=10)
 
 
 def test_keys_stand_for_everything_before_them():
@@ -87,30 +87,33 @@ def test_edits_keep_pages_before_rows_end_and_end_rows_before_jobs_are_placed():
     updates.retained_pages += range(700)
     updates.freed_rows.append(2)
     request = Request(prompt="", logit_bias={3: 1.5}, top_k=7)
-    for row in range(PLACES + 1):
+    for row in range(PLACEMENTS + 1):
         penalised = ((1, 2), [5, 5]) if row == 1 else None
         updates.placements.append(Placement(row, request, 9, 99, (0,), [4], True, np.ones(3), penalised))
     taken = list(updates.batches())
     assert not updates
     assert [t.freed_rows.any() for t in taken] == [False, True, False]
     assert [int((t.retained_pages < 16).any()) for t in taken] == [1, 0, 0]
-    placed = [t.integers[t.integers[:, 0] < PLACES + 1, 0].tolist() for t in taken]
+    placed = [t.int_params[t.int_params[:, 0] < PLACEMENTS + 1, 0].tolist() for t in taken]
     assert [row for rows in placed for row in rows if row != 4][:1] == [0]
-    assert taken[-1].prompt is not None and taken[-1].generated[0].tolist() == [0] * 5 + [2] + [0] * 4
+    assert (
+        taken[-1].prompt_history is not None
+        and taken[-1].generated_history[0].tolist() == [0] * 5 + [2] + [0] * 4
+    )
     assert taken[1].bias_tokens[0, 0] == 3 and taken[1].bias_values[0, 0] == 1.5
 
 
 def waiting(left: int, arrival: int, priority: int = 0, slack: float = 1.0):
     sequence = SimpleNamespace(
-        left=left,
-        most=left,
+        remaining_work=left,
+        max_length=left,
         row=-1,
-        arrival=arrival,
+        arrival_time=arrival,
         since=0.0,
         engine_request=SimpleNamespace(priority=priority),
     )
-    sequence.slack = lambda now: slack
-    sequence.waited = lambda rounds: rounds - sequence.since
+    sequence.slack = lambda timestamp: slack
+    sequence.rounds_waited = lambda rounds: rounds - sequence.since
     return sequence
 
 
@@ -123,9 +126,8 @@ def test_the_short_the_urgent_and_the_important_go_first():
 
 
 def test_a_prompt_that_is_to_be_read_counts_for_less_than_what_is_to_be_generated():
-    engine_request = SimpleNamespace(request=SimpleNamespace(max_tokens=5))
-    sequence = SimpleNamespace(prompt=[0] * 8, generated=[], engine_request=engine_request)
-    left, most = Sequence.left.fget, Sequence.most.fget
+    sequence = SimpleNamespace(prompt=[0] * 8, generated=[], request=SimpleNamespace(max_tokens=5))
+    left, most = Sequence.remaining_work.fget, Sequence.max_length.fget
     assert (left(sequence), most(sequence)) == (7, 13)
     sequence.generated = [1, 2]
     assert (left(sequence), most(sequence)) == (3, 13)

@@ -57,7 +57,7 @@ def test_defaults_are_those_of_openai_and_of_the_model(live):
     request = live.engine.engine_requests[-1].request
     assert request.max_tokens == 16
     assert (request.temperature, request.top_p, request.repetition_penalty) == (0.8, 0.95, 1.1)
-    assert (live.engine.engine_requests[-1].alternatives, live.engine.engine_requests[-1].timeout) == (
+    assert (live.engine.engine_requests[-1].logprobs, live.engine.engine_requests[-1].timeout) == (
         None,
         30.0,
     )
@@ -166,7 +166,7 @@ def test_logprobs(live):
     assert said["text_offset"] == [0, len(names[0]), len(names[0] + names[1])]
     assert all(top[name] == -0.25 for top, name in zip(said["top_logprobs"], names, strict=True))
     assert said["entropy"] == [0.0, 0.5, 1.0] and said["temperature"] == [0.75] * 3
-    assert live.engine.engine_requests[-1].alternatives == 2
+    assert live.engine.engine_requests[-1].logprobs == 2
     (choice,) = complete(live, max_tokens=1, logprobs=0, return_tokens_as_token_ids=True, seed=0)["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{live.engine.tokens[0]}"]
     assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.25]

@@ -275,7 +275,7 @@ def test_the_real_server_speaks_the_same_language(chromium, live):
     chromium.until(ENDED)
     engine_request = live.engine.engine_requests[-1]
     assert {j.control.preset for j in live.engine.engine_requests[-2:]} == {"off", "full"}
-    assert (engine_request.request.seed, engine_request.request.max_tokens, engine_request.alternatives) == (
+    assert (engine_request.request.seed, engine_request.request.max_tokens, engine_request.logprobs) == (
         0,
         12,
         5,

@@ -40,9 +40,11 @@ def engine_of(model, **options) -> Iterator[LLMEngine]:
 def nothing_is_left(engine) -> None:
     """Every page is free or kept by the prefix cache, on the device as in the host's account."""
     scheduler = engine.scheduler
-    scheduler._collect_all()
-    scheduler._flush()
-    kept = [] if scheduler.block_manager.prefix is None else scheduler.block_manager.prefix.pages()
+    scheduler.collect_all()
+    scheduler.apply_updates()
+    kept = (
+        [] if scheduler.block_manager.prefix_cache is None else scheduler.block_manager.prefix_cache.pages()
+    )
     if engine._failure is None:
         cache.check(scheduler.device_state.state.cache, kept)
         assert scheduler.block_manager.num_free_pages == engine.sizes.pages - len(kept)
@@ -65,7 +67,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def engine_request(name: str, ids, control: Control | None = None, **given) -> EngineRequest:
-    outside = {k: given.pop(k) for k in list(given) if k not in Request.__dataclass_fields__}
+    outside = {k: given.pop(k) for k in list(given) if k in EngineRequest.__dataclass_fields__}
     fields = {"max_tokens": 12, "ignore_eos": True, **given}
     return EngineRequest(
         id=name, request=Request(prompt=ids, **fields), control=control or Control(), **outside
@@ -106,7 +108,7 @@ def test_a_prefix_is_found_and_changes_nothing(exact, plain):
     ((after, found),) = run(exact, longer)
     assert found.cached_tokens == 64
     assert after == run(plain, longer)[0][0]
-    scored = dataclasses.replace(first, prompt_alternatives=1)
+    scored = dataclasses.replace(first, prompt_logprobs=1)
     assert run(exact, scored)[0][1].cached_tokens == 0  # what is scored is read
 
 
@@ -212,16 +214,14 @@ def test_ends(exact):
 def test_bias_and_logprobs(exact):
     ids = prompt(20)
     deltas = list(
-        exact.submit(engine_request("bias", ids, logit_bias={77: 100.0}, temperature=0.0, alternatives=3))
+        exact.submit(engine_request("bias", ids, logit_bias={77: 100.0}, temperature=0.0, logprobs=3))
     )
     tokens = [t for d in deltas for t in d.tokens]
     assert {t.id for t in tokens} == {77}
     for token in tokens:
         assert len(token.top) == 3 and token.logprob <= token.top[0].logprob < 0
         assert token.top[0].logprob >= token.top[1].logprob >= token.top[2].logprob
-    greedy = list(
-        exact.submit(engine_request("greedy", ids, temperature=0.0, alternatives=1, prompt_alternatives=1))
-    )
+    greedy = list(exact.submit(engine_request("greedy", ids, temperature=0.0, logprobs=1, prompt_logprobs=1)))
     scored = [p for d in greedy for p in d.prompt]
     assert [p.id for p in scored] == list(ids) and scored[0].logprob is None
     assert all(p.logprob <= p.top[0].logprob for p in scored[1:])
@@ -229,14 +229,10 @@ def test_bias_and_logprobs(exact):
     assert all(t.logprob == t.top[0].logprob and t.id == t.top[0].id for t in tokens)
     # The prompt's next token, scored as part of a longer prompt, is as likely as when it was generated.
     longer = (*ids, tokens[0].id, 5)
-    again = [
-        p for d in exact.submit(engine_request("longer", longer, prompt_alternatives=1)) for p in d.prompt
-    ]
+    again = [p for d in exact.submit(engine_request("longer", longer, prompt_logprobs=1)) for p in d.prompt]
     assert again[20].logprob == pytest.approx(tokens[0].logprob, abs=1e-4)
     total = [
-        t
-        for d in exact.submit(engine_request("sum", ids, temperature=0.0, alternatives=20))
-        for t in d.tokens
+        t for d in exact.submit(engine_request("sum", ids, temperature=0.0, logprobs=20)) for t in d.tokens
     ]
     assert 0.1 < sum(math.exp(a.logprob) for a in total[0].top) <= 1 + 1e-5
 
@@ -325,17 +321,23 @@ def test_the_queue_is_bounded_and_drains(model):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(ids=()), "prompt has 0 tokens; accepted are 1 to 127"),
-        (dict(ids=(1,) * 200), "prompt has 200 tokens"),
-        (dict(ids=(1, 258)), "prompt holds the token 258; accepted are 0 to 257"),
-        (dict(ids=(1,), stop_token_ids=(999,)), "stop_token_ids holds the token 999"),
+        (dict(ids=()), "prompt must have between 1 and 127 tokens, .*; got 0"),
+        (dict(ids=(1,) * 200), "prompt must have .*; got 200"),
+        (dict(ids=(1, 258)), "prompt must hold tokens between 0 and 257; got 258"),
+        (dict(ids=(1,), stop_token_ids=(999,)), "stop_token_ids must hold tokens between 0 and 257; got 999"),
         (
             dict(ids=(1,), logit_bias=dict.fromkeys(range(301), 1.0)),
             "logit_bias must be a mapping of up to 300 ",
         ),
-        (dict(ids=(1,), alternatives=21), "alternatives has 21 entries; accepted are up to 20"),
-        (dict(ids=(1,), control=Control("paper")), "preset is 'paper'"),
-        (dict(ids=(1,), control=Control("micro", (("law", "exact"),))), "law is 'exact'; accepted"),
+        (dict(ids=(1,), logprobs=21), "logprobs must be at most 20; got 21"),
+        (
+            dict(ids=(1,), control=Control("paper")),
+            "preset must be one of off, micro, meso, full; got 'paper'",
+        ),
+        (
+            dict(ids=(1,), control=Control("micro", (("law", "exact"),))),
+            "law must be normalised on this server; got 'exact'",
+        ),
     ],
 )
 def test_jobs_that_cannot_be_served(exact, given, message):
@@ -360,7 +362,7 @@ def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(mod
     engine = LLMEngine(model, EngineOptions(**EXACT))
     monkeypatch.setattr(engine.scheduler.block_manager, "reserve", lambda *given: False)
     _, last = collect(engine.submit(engine_request("one", prompt(5))))
-    assert last.finish_reason == "error" and "a sequence alone finds no page" in last.error
+    assert last.finish_reason == "error" and "a sequence alone in the pool finds no page" in last.error
     assert isinstance(engine.failure(), RuntimeError)
     engine.close()
 
@@ -384,7 +386,7 @@ def test_nothing_is_compiled_after_a_full_warm_up(model):
         run(
             engine,
             *engine_requests,
-            engine_request("full", prompt(60, 3), Control("full", gains), prompt_alternatives=2),
+            engine_request("full", prompt(60, 3), Control("full", gains), prompt_logprobs=2),
         )
         assert engine.compilations == 0
 

@@ -134,10 +134,10 @@ def test_ends_of_every_kind(reference, exact):
 
 def test_what_was_told_is_what_the_model_says(exact):
     """Log-probabilities, and those of the likeliest, of tokens that were drawn as a branch's first, too."""
-    mine = searching(alternatives=5)[4]
+    mine = searching(logprobs=5)[4]
     told = [t for d in exact.submit(mine) for t in d.tokens]
     text = (*mine.request.prompt, *(t.id for t in told), 5)
-    scored = engine_request("scored", text, prompt_alternatives=5, max_tokens=1)
+    scored = engine_request("scored", text, prompt_logprobs=5, max_tokens=1)
     again = [p for d in exact.submit(scored) for p in d.prompt][len(mine.request.prompt) :]
     for token, expected in zip(told, again, strict=False):
         assert token.logprob == pytest.approx(expected.logprob, abs=1e-3)
@@ -167,11 +167,11 @@ def test_work_given_ahead(reference, exact, monkeypatch):
 def test_cancelling_within_a_branch(exact, monkeypatch):
     """Rows and pages of a group come back at once, and whoever sits there next is not disturbed."""
     scheduler, left = exact.scheduler, []
-    vacate = scheduler._vacate
+    vacate = scheduler.batch.vacate
     looked = lambda s: (
         left.append(int(np.asarray(scheduler.device_state.branch_state.search.left)[s.row])) or vacate(s)
     )
-    monkeypatch.setattr(scheduler, "_vacate", looked)
+    monkeypatch.setattr(scheduler.batch, "vacate", looked)
     expected = tokens_of(run(exact, *searching()))
     for attempt in range(12):
         output_streams = [exact.submit(one) for one in searching(30 + attempt)[:4]]
@@ -210,7 +210,7 @@ def test_scarce_pages(exact, scarce, monkeypatch):
     """Who branches waits until it has all it needs, and keeps it; others give way as ever."""
     engine_requests = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
     gave_way: list[Sequence] = []
-    monkeypatch.setattr(scarce.scheduler, "metrics_hooks", Preempted(gave_way))
+    monkeypatch.setattr(scarce.scheduler.batch, "metrics_hooks", Preempted(gave_way))
     assert tokens_of(run(scarce, *engine_requests)) == tokens_of(run(exact, *engine_requests))
     assert gave_way and all(s.engine_request.control == Control() for s in gave_way)
     assert scarce.context == 4 * (36 - 2 * 3)
@@ -227,7 +227,7 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
         *plain(searching(9, max_tokens=60)),
         *(dataclasses.replace(one, control=TWO) for one in searching(20)),
         *searching(30, stop=("a", "e"), max_tokens=50),
-        *searching(60, stop_token_ids=(*range(40, 56),), alternatives=2),
+        *searching(60, stop_token_ids=(*range(40, 56),), logprobs=2),
     ]
     expected = [run(exact, one)[0][0] for one in kinds]
     monkeypatch.setattr(scarce.scheduler, "overlapped", overlapped)
@@ -290,13 +290,13 @@ def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibra
 
 
 def test_what_cannot_be(model, calibration, exact):
-    with pytest.raises(RequestError, match="branches is 4; accepted by this server are 1 to 3"):
+    with pytest.raises(RequestError, match="branches must be between 1 and 3; got 4"):
         exact.submit(engine_request("x", (1,), Control("entropix", (("branches", 4),))))
     for given, said in (
-        (dict(preset="off"), "branches is 3; accepted with the preset off is 1"),
-        (dict(method="snapkv"), "method is 'snapkv'; accepted with branches is dense"),
-        (dict(num_pages=6), "the pool has 6 pages; accepted with .* are at least 7"),
-        (dict(branches=0), "branches is 0; accepted are integers of at least 1"),
+        (dict(preset="off"), "branches must be 1 with the preset off; got 3"),
+        (dict(method="snapkv"), "method must be dense where sequences branch; got 'snapkv'"),
+        (dict(num_pages=6), "num_pages must be at least 7 with .*; got 6"),
+        (dict(branches=0), "branches must be an integer of at least 1; got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             LLMEngine(model, EngineOptions(**{**OPTIONS, **given}), calibration)

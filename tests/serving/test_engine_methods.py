@@ -105,7 +105,7 @@ class Events(MetricsHooks):
 def test_pages_emptied_serve_others(model, name, together):
     """Two long prompts do not fit beside one another, unless the first is compressed."""
     for engine in engine_of(model, name, num_pages=40, enable_prefix_caching=False):
-        engine.scheduler.metrics_hooks = events = Events()
+        engine.scheduler.batch.metrics_hooks = events = Events()
         results = run(
             engine, *(engine_request(f"j{i}", prompt(100, i), max_tokens=25, **WARM) for i in range(2))
         )
@@ -121,7 +121,9 @@ def test_what_a_method_made_is_not_shared(model):
         for ids, found in ((long, 0), (short, 12)):
             run(engine, engine_request("first", ids))
             assert run(engine, engine_request("again", ids))[0][1].cached_tokens == found
-        cache.check(engine.scheduler.device_state.state.cache, engine.scheduler.block_manager.prefix.pages())
+        cache.check(
+            engine.scheduler.device_state.state.cache, engine.scheduler.block_manager.prefix_cache.pages()
+        )
 
 
 def test_preemption_tells_a_compressed_row_its_tokens_again(model):
@@ -144,7 +146,7 @@ def test_no_program_copies_the_pool(model):
 
 def test_what_a_server_refuses(model):
     for engine in engine_of(model, "snapkv"):
-        with pytest.raises(RequestError, match="method is 'h2o'; accepted by this server is snapkv"):
+        with pytest.raises(RequestError, match="method must be snapkv; got 'h2o'"):
             engine.submit(engine_request("x", (1,), Control(method="h2o")))
     with pytest.raises(ValueError, match="budget is 3; accepted are integers of at least 64"):
         LLMEngine(model, EngineOptions(**OPTIONS, method="h2o", budgets=(("budget", 3),)))

@@ -78,8 +78,8 @@ def prepare(
     requests = generation.requests_of(frontend, body, tokens, count, most)
     if most == 0:
         return [], [(tokens, None)] * count
-    alternatives = (body.top_logprobs or 0) if body.wants_logprobs else None
-    engine_requests = generation.engine_requests_of(frontend, body, requests, name, alternatives)
+    num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
+    engine_requests = generation.engine_requests_of(frontend, body, requests, name, num_logprobs)
     return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 

@@ -65,7 +65,7 @@ def prepare(
         )
     if not prompts[0] and not isinstance(prompts[0], str):
         raise RequestError("prompt must not be empty; got []", "prompt")
-    alternatives = body.logprobs if body.logprobs is not None or count == body.choices else 0
+    num_logprobs = body.logprobs if body.logprobs is not None or count == body.choices else 0
     asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
     of_prompt = max((number for number in asked if number is not None), default=None)
     requests, places = [], []
@@ -79,7 +79,7 @@ def prepare(
         places += [tokens] * count
     if most == 0 and of_prompt is None:
         return [], [(tokens, None) for tokens in places]
-    engine_requests = generation.engine_requests_of(frontend, body, requests, name, alternatives, of_prompt)
+    engine_requests = generation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
     return engine_requests, list(zip(places, engine_requests, strict=True))
 
 

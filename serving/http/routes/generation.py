@@ -82,8 +82,8 @@ def engine_requests_of(
     body: SamplingBody,
     requests: Sequence[Request],
     name: str,
-    alternatives: int | None,
-    prompt_alternatives: int | None = None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> list[EngineRequest]:
     """The jobs of requests, each with a follower of the grammar that the body asks for."""
     default = frontend.settings.control
@@ -96,8 +96,8 @@ def engine_requests_of(
             priority=body.priority or 0,
             deadline=body.deadline,
             timeout=frontend.settings.request_timeout,
-            alternatives=alternatives,
-            prompt_alternatives=prompt_alternatives,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=None if constraint is None else frontend.grammars.compile(*constraint),
         )
         for index, request in enumerate(requests)

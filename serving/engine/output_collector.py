@@ -1,0 +1,149 @@
+"""Output collector: from the outputs of a launch to new tokens of its sequences, and to those that ended."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from entropic_jax.methods.entropix_branches import Tally
+from entropic_jax.prefill import PrefillOutput
+from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
+
+from ..transcript import Token
+from . import grammars
+from .device_state import DecodeOutput
+from .launch_planner import InFlight
+from .prefix_cache import ROOT_HASH, page_hashes
+from .running_batch import RunningBatch
+from .sequence import Sequence, alternatives
+
+NOT_NUMBERS = "the model computed logits that are not numbers"
+
+
+class OutputCollector:
+    """Collects launches, in the order in which they were given to the device."""
+
+    def __init__(self, batch: RunningBatch, page_size: int, tokenizer: Any, exact: bool) -> None:
+        """`exact` as in `Scheduler`."""
+        self.batch, self.page_size, self.tokenizer, self.exact = batch, page_size, tokenizer, exact
+        self.tally = np.zeros(len(Tally._fields), np.int64)  # counts of the branching sampler
+        self.last_collected = time.perf_counter()
+
+    def collect(self, launch: InFlight) -> None:
+        """Collect one launch; waits until the device has finished it."""
+        if launch.prefill is not None:
+            self._collect_prefill(launch, launch.prefill)
+        if launch.output is not None:
+            self._collect_decode(launch, launch.output)
+
+    # Prefill.
+
+    def _collect_prefill(self, launch: InFlight, prefill: PrefillOutput) -> None:
+        granted, table = np.asarray(prefill.granted), np.asarray(prefill.table)
+        scores = [np.asarray(x) for x in prefill.scores] if launch.scored else ()
+        for index, (sequence, epoch, begin, end) in enumerate(launch.chunks):
+            if sequence.epoch != epoch:
+                continue
+            if not granted[index]:
+                raise RuntimeError(f"row {sequence.row} was granted no pages although they were reserved")
+            full_pages = min(end, len(sequence.prompt)) // self.page_size
+            hashes = sequence.page_hashes[:full_pages]
+            self.batch.block_manager.cache_prefix(sequence.row, hashes, table[index], self.batch.updates)
+            if launch.scored:
+                logprob, token, values = (x[index] for x in scores)
+                number = sequence.engine_request.prompt_logprobs or 0
+                sequence.prompt_scores += [
+                    (float(logprob[i]), alternatives(token[i], values[i], number)) for i in range(end - begin)
+                ]
+                if end == len(sequence.prompt) - 1:
+                    self.send_prompt(sequence)
+
+    def send_prompt(self, sequence: Sequence) -> None:
+        """Send the prompt with its logprobs, all of which are known."""
+        sequence.prompt_scored = True
+        tokens = sequence.scored_prompt(self.tokenizer.stream(skip_special=False))
+        self.batch.send(sequence, sequence.delta(prompt=tokens, cached_tokens=sequence.cached_tokens))
+
+    # Decode.
+
+    def _collect_decode(self, launch: InFlight, output: DecodeOutput) -> None:
+        batch, num_tokens = self.batch, np.asarray(output.num_tokens)  # waits for the device
+        timestamp, steps = time.perf_counter(), int(output.num_steps)
+        seconds = timestamp - max(launch.start_time, self.last_collected)
+        self.last_collected = timestamp
+        if steps and launch.prefill is None:
+            batch.planner.record_launch(launch.width, steps, seconds)
+        tokens, metrics = np.asarray(output.token).T.tolist(), np.asarray(output.metrics)
+        emitted = np.arange(metrics.shape[1])[:, None] < num_tokens
+        sums = np.where(emitted, metrics, 0.0).sum(1)
+        batch.expected_drop[:] = np.asarray(output.expected_drop)
+        self.tally += np.asarray(output.tally)
+        status, length = np.asarray(output.status).tolist(), np.asarray(output.length)
+        cost = np.asarray(output.cost).tolist()
+        likeliest = None
+        for sequence, row, epoch in launch.running:
+            if sequence.epoch != epoch:
+                continue
+            batch.length[row] = length[row]
+            batch.steps_in_flight[row] -= launch.steps
+            sequence.cost = cost[row]
+            count = int(num_tokens[row])
+            first = _skip_replayed(sequence, count)
+            logprobs = None
+            if sequence.logprobs is not None:
+                likeliest = likeliest or tuple(np.asarray(x) for x in output.likeliest)
+                logprobs = tuple(x[first:, row] for x in likeliest)
+            if count > first:
+                total, columns = None if first else sums[:, row], metrics[:, first:, row]
+                final = sequence.append(tokens[row][first:count], columns, total, logprobs)
+                self._emit(sequence, final, tokens[row][first:count], output, timestamp)
+            if not sequence.ended and status[row] != RUNNING:
+                error = NOT_NUMBERS if status[row] == FAILED else None
+                batch.end(sequence, FINISH_REASONS[status[row]], error)
+        batch.metrics_hooks.launched(launch.width, steps, num_tokens, metrics, seconds)
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        final: list[Token],
+        tokens: list[int],
+        output: DecodeOutput,
+        timestamp: float,
+    ) -> None:
+        """Send the tokens whose text is final, and finish the sequence if its text has ended."""
+        batch, transcript = self.batch, sequence.transcript
+        grammar = sequence.engine_request.grammar
+        if grammar is not None and transcript.finish_reason is None:
+            final += grammars.accept(sequence, grammar, tokens[0])
+        if sequence.first_token_time is None:
+            sequence.first_token_time = timestamp
+        batch.metrics_hooks.emitted(sequence, len(tokens), timestamp)
+        sequence.last_token_time = timestamp
+        if transcript.finish_reason is not None:
+            self._cache_generated(sequence, output)
+            batch.vacate(sequence)
+            batch.finish(sequence, final)
+        elif final:
+            batch.send(sequence, sequence.delta(final, cached_tokens=sequence.cached_tokens))
+
+    def _cache_generated(self, sequence: Sequence, output: DecodeOutput) -> None:
+        """Offer the pages of a whole text to the prefix cache, for a later prompt that continues it."""
+        manager = self.batch.block_manager
+        if sequence.needs_replay(self.exact) or manager.prefix_cache is None:
+            return  # prefill of the text would not make the same pages
+        text = (*sequence.prompt, *sequence.generated)[:-1]
+        of_prompt = sequence.page_hashes
+        parent = of_prompt[-1] if of_prompt else ROOT_HASH
+        rest = text[len(of_prompt) * self.page_size :]
+        hashes = [*of_prompt, *page_hashes(parent, rest, self.page_size)]
+        table = np.asarray(output.table)[sequence.row]
+        manager.cache_prefix(sequence.row, hashes, table, self.batch.updates)
+
+
+def _skip_replayed(sequence: Sequence, count: int) -> int:
+    """How many of the `count` tokens of a launch are replayed ones, which the sequence has already."""
+    replayed = min(count, sequence.num_replay_tokens - sequence.num_replayed)
+    if replayed > 0:
+        sequence.num_replayed += replayed
+        return replayed
+    return 0

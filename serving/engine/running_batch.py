@@ -1,0 +1,126 @@
+"""Running batch: which sequence has which row, how far each row is, and the deltas to be delivered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..transcript import Token
+from .block_manager import BlockManager
+from .interface import Delta
+from .kv_compression import KVCompression
+from .launch_planner import LaunchPlanner
+from .metrics_hooks import MetricsHooks
+from .output_stream import QueuedOutputStream, wake
+from .sequence import DECODE, ENDED, PREFILL, Sequence
+from .state_updates import StateUpdates
+
+
+class RunningBatch:
+    """The sequences that have a row. Arrays have one entry a row."""
+
+    def __init__(
+        self,
+        rows: int,
+        block_manager: BlockManager,
+        updates: StateUpdates,
+        planner: LaunchPlanner,
+        kv_compression: KVCompression,
+        metrics_hooks: MetricsHooks,
+        expected_drop: float,
+    ) -> None:
+        """`expected_drop`: E[ΔH⁺] of a sequence without a token, nats."""
+        self.block_manager, self.updates, self.planner = block_manager, updates, planner
+        self.kv_compression, self.metrics_hooks = kv_compression, metrics_hooks
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.limit = np.zeros(rows, np.int64)  # length at which the row is full
+        self.length = np.zeros(rows, np.int64)  # of the text, as last collected
+        self.steps_in_flight = np.zeros(rows, np.int64)  # given to the device since
+        self.prior_drop = expected_drop
+        self.expected_drop = np.full(rows, expected_drop)
+        self.deltas: list[tuple[QueuedOutputStream, Delta]] = []
+        self.on_finish: Callable[[Sequence], None] = lambda sequence: None
+
+    @property
+    def occupied(self) -> list[Sequence]:
+        """Every sequence with a row."""
+        return [s for s in self.sequences if s is not None]
+
+    @property
+    def free_rows(self) -> list[int]:
+        """Rows without a sequence."""
+        return [row for row, sequence in enumerate(self.sequences) if sequence is None]
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Sequences in prefill."""
+        return [s for s in self.occupied if s.stage == PREFILL]
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Sequences in decode that may get another token.
+
+        One whose tokens in flight fill its row has none to get, unless a search may take some back.
+        """
+        unfilled = self.length + self.steps_in_flight < self.limit
+        return [s for s in self.occupied if s.stage == DECODE and (s.branches or unfilled[s.row])]
+
+    @property
+    def num_growing(self) -> int:
+        """How many rows have fewer pages reserved than they may come to need."""
+        reserved = self.block_manager.reserved * self.block_manager.page_size
+        return sum(bool(reserved[s.row] < self.limit[s.row]) for s in self.occupied)
+
+    def place(self, sequence: Sequence, row: int, limit: int) -> None:
+        """Give a row to a sequence, whose `prefill_tokens` are set."""
+        sequence.row, sequence.epoch = row, sequence.epoch + 1
+        self.sequences[row], self.limit[row] = sequence, limit
+        self.length[row], self.steps_in_flight[row] = len(sequence.prefill_tokens) - 1, 0
+        self.expected_drop[row] = self.prior_drop
+        self.kv_compression.admit(sequence)
+        min_tokens = sequence.request.min_tokens
+        self.planner.min_length[row] = len(sequence.prompt) + min_tokens if min_tokens else 0
+        self.planner.report_logprobs[row] = sequence.logprobs is not None
+
+    def reserve(self, running: list[Sequence], steps: int) -> bool:
+        """Reserve the pages that so many steps may need; False where the pool has no room."""
+        rows = np.array([s.row for s in running])
+        length = np.minimum(self.limit[rows], self.length[rows] + self.steps_in_flight[rows] + steps)
+        length -= self.kv_compression.num_evicted[rows]
+        return self.block_manager.reserve(rows, length, self.updates)
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Take the row and the pages from a sequence."""
+        row = sequence.row
+        self.updates.freed_rows.append(row)
+        self.block_manager.free(row)
+        self.sequences[row] = None
+        self.planner.min_length[row], self.planner.report_logprobs[row] = 0, False
+        sequence.row, sequence.epoch = -1, sequence.epoch + 1
+
+    def end(self, sequence: Sequence, reason: Any, error: str | None = None, timed_out: bool = False) -> None:
+        """End a sequence for a reason from outside its text, and send the tokens held back."""
+        tokens = sequence.transcript.finish(reason, error)
+        if sequence.row >= 0:
+            self.vacate(sequence)
+        self.finish(sequence, tokens, timed_out)
+
+    def finish(self, sequence: Sequence, tokens: list[Token], timed_out: bool = False) -> None:
+        """Send the last delta of a sequence, which has no row any more."""
+        sequence.stage = ENDED
+        delta = sequence.delta(tokens, timed_out=timed_out)
+        self.on_finish(sequence)
+        self.metrics_hooks.finished(sequence, delta)
+        self.send(sequence, delta)
+
+    def send(self, sequence: Sequence, delta: Delta) -> None:
+        """Keep a delta until the next `deliver`."""
+        self.deltas.append((sequence.output_stream, delta))
+
+    def deliver(self) -> None:
+        """Put all deltas into their output streams and wake the readers, once for all."""
+        if self.deltas:
+            deltas, self.deltas = self.deltas, []
+            for output_stream, delta in deltas:
+                output_stream.put(delta)
+            wake(output_stream for output_stream, _ in deltas)
