@@ -16,7 +16,7 @@ from .entropy import EntropyStatistics
 from .forward import Forward
 from .sampling.constraints import Constraints, any_constraint, constrain, likeliest
 from .sampling.randomness import row_keys
-from .state import FAILED, FULL, RUNNING, STOPPED, Action, Measured, Signal, State, Trace
+from .state import FAILED, FULL, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
 
 
 class Logits(NamedTuple):
@@ -53,34 +53,24 @@ def emit(
     """
     state = batch.state
     logits = process(forward.logits, state, constraints)
-    belief, tempered = step_entropy.of_step(
+    belief, tempered = step_entropy.measure(
         logits.raw, logits.processed, logits.changed, state.action.temperature, state.belief_temperature
     )
     emitting = batch.active & jnp.isfinite(belief.entropy)
-    signal = observe(batch, forward, logits, belief, tempered, emitting)
-    undecided = state.action._replace(token=jnp.full_like(state.token, -1))
-    action, own = control.update_rows(controller, signal, undecided, state.control)
-    token = choose(logits, state, action, forced, constraints)
-    token = jnp.where(emitting, token, state.token)
-    tempered = step_entropy.anew(logits.processed, action.temperature, state.action.temperature, tempered)
-    surprisal = entropy.surprisal(logits.raw / state.belief_temperature, token, belief.log_normaliser)
-    measured = hold(
-        emitting,
-        Measured(
-            belief.entropy,
-            belief.varentropy,
-            tempered.entropy,
-            tempered.varentropy,
-            surprisal,
-            forward.read.dropped,
-        ),
-        state.signal,
+    measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped)
+    signal = observe(batch, hold(emitting, measured, state.signal), emitting, logits, forward.focus)
+    action, own = control.update_rows(controller, signal, state.action, state.control)
+    token = jnp.where(emitting, choose(logits, state, action, forced, constraints), state.token)
+    tempered = step_entropy.remeasure(
+        logits.processed, action.temperature, state.action.temperature, tempered
     )
+    surprisal = entropy.surprisal(logits.raw / state.belief_temperature, token, belief.log_normaliser)
+    measured = measurements(belief, tempered, surprisal, forward.read.dropped)
     after = state._replace(
         token=token,
         length=state.length + batch.active.astype(jnp.int32),
-        signal=measured,
-        action=action._replace(token=undecided.token),
+        signal=hold(emitting, measured, state.signal),
+        action=action._replace(token=state.action.token),
         control=own,
     )
     after = after._replace(status=next_status(batch, after, emitting))
@@ -99,37 +89,34 @@ def process(logits: jax.Array, state: State, constraints: Constraints | None) ->
     return Logits(logits, processed, changed)
 
 
-def observe(
-    batch: Batch,
-    forward: Forward,
-    logits: Logits,
-    belief: EntropyStatistics,
-    tempered: EntropyStatistics,
-    emitting: jax.Array,
-) -> Signal:
-    """The signal of the token to come. Rows that emit nothing keep their last measurements."""
-    state = batch.state
-    measured = hold(
-        emitting,
-        Measured(
-            belief.entropy,
-            belief.varentropy,
-            tempered.entropy,
-            tempered.varentropy,
-            state.signal.surprisal,
-            forward.read.dropped,
-        ),
-        state.signal,
+def measurements(
+    belief: EntropyStatistics, tempered: EntropyStatistics, surprisal: jax.Array, dropped_mass: jax.Array
+) -> Measured:
+    """The measurements of a token, from the statistics of the belief and of the distribution sampled from."""
+    return Measured(
+        belief.entropy,
+        belief.varentropy,
+        tempered.entropy,
+        tempered.varentropy,
+        surprisal,
+        dropped_mass,
     )
-    broken = batch.active & ~emitting
+
+
+def observe(
+    batch: Batch, measured: Measured, emitting: jax.Array, logits: Logits, focus: Focus | None
+) -> Signal:
+    """The signal from which the controller decides how the next token is drawn."""
+    state = batch.state
+    failed = batch.active & ~emitting
     return Signal(
         *measured,
         emitting=emitting,
-        runnable=(state.status == RUNNING) & ~broken & (state.length + 1 < state.limit),
+        runnable=(state.status == RUNNING) & ~failed & (state.length + 1 < state.limit),
         length=state.length,
         logits=logits.processed,
         key=row_keys(state.key, state.seed, state.length + state.evicted + 1),
-        focus=forward.focus,
+        focus=focus,
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from . import control, sampling
 from .batch import gather_active, scatter
-from .control import Controller
+from .control import Controller, take_rows
 from .emission import emit
 from .forward import Decoder, decode
 from .prefill import launch_prefill, prefill, start
@@ -52,12 +52,9 @@ def step(
         The next state, and the trace of the step, `[rows]`.
     """
     rows, state, batch = gather_active(state, width)
-    laws = controller.gather(rows) if hasattr(controller, "gather") else controller
+    forced, constraints, laws = rows.gather(forced), rows.gather(constraints), take_rows(controller, rows)
     read, output = decode(decoder, params, batch, getattr(controller, "observes", None))
-    itemsize = min(x.dtype.itemsize for x in jax.tree.leaves(params))
-    after, trace = emit(
-        decoder.shape, itemsize, laws, read, output, rows.gather(forced), rows.gather(constraints)
-    )
+    after, trace = emit(decoder.shape, narrowest(params), laws, read, output, forced, constraints)
     state = scatter(state, rows, batch.state, after)
     trace = rows.scatter(trace, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trace))
     state = state._replace(history=sampling.record(state.history, trace.token, trace.emitted))
@@ -78,6 +75,11 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
     signal = Signal(*state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length)
     action, own = control.schedule_rows(controller, signal, state.action, state.control)
     return state._replace(action=action, control=own)
+
+
+def narrowest(params: Any) -> int:
+    """Bytes of a number of the narrowest parameters: those that are multiplied, in which a step's cost counts."""
+    return min(x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 @partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")

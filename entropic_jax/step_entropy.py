@@ -1,7 +1,7 @@
-"""The entropies that a step needs, from as few passes over the logits as there is a kernel for.
+"""Entropies of a step: of the belief and of the distribution sampled from, in as few passes as possible.
 
-A kernel takes the moments at two temperatures from one pass over the logits; plain JAX takes two passes for
-each. Nothing but rounding depends on which of them serves (`pallas.dispatch`).
+A kernel measures both in one pass over the logits; plain JAX takes two passes for each. The results differ by
+rounding only, whichever serves (`pallas.dispatch`).
 """
 
 import jax
@@ -13,31 +13,53 @@ from .entropy import EntropyStatistics
 from .pallas import topk_entropy
 
 
-def of_step(
-    logits: jax.Array, adjusted: jax.Array, changed: jax.Array, temperature: jax.Array, calibration: jax.Array
+def measure(
+    logits: jax.Array,
+    processed: jax.Array,
+    changed: jax.Array,
+    temperature: jax.Array,
+    belief_temperature: jax.Array,
 ) -> tuple[EntropyStatistics, EntropyStatistics]:
-    """The belief softmax(logits / calibration), and what is sampled from, softmax(adjusted / temperature).
+    """Entropy statistics of the belief and of the distribution sampled from.
 
-    Logits float32 `[rows, vocabulary]`, temperature `[rows]`, calibration `[]`; changed bool `[]`, whether
-    the adjusted logits are others than the logits. Each as `entropy.at_temperature`.
+    Args:
+        logits: of the model, float32 `[rows, vocabulary]`. The belief is softmax(logits / T_cal).
+        processed: after penalties and constraints. softmax(processed / T) is sampled from.
+        changed: bool `[]`, whether the two may differ.
+        temperature: T, float32 `[rows]`.
+        belief_temperature: T_cal, float32 `[]`.
+
+    Returns:
+        The two, each as `entropy.at_temperature`.
     """
     if kernel(logits) is None:
-        return entropy.entropy_statistics(logits / calibration), entropy.at_temperature(adjusted, temperature)
-    both = topk_entropy.topk_entropy(logits, 1, temperature, calibration)
+        return entropy.entropy_statistics(logits / belief_temperature), entropy.at_temperature(
+            processed, temperature
+        )
+    both = topk_entropy.topk_entropy(logits, 1, temperature, belief_temperature)
     tempered = lax.cond(
-        changed, lambda: _tempered(adjusted, temperature), lambda: EntropyStatistics(*both.tempered)
+        changed, lambda: _measure_tempered(processed, temperature), lambda: EntropyStatistics(*both.tempered)
     )
     return EntropyStatistics(*both.calibrated), tempered
 
 
-def anew(
-    adjusted: jax.Array, temperature: jax.Array, before: jax.Array, tempered: EntropyStatistics
+def remeasure(
+    processed: jax.Array, temperature: jax.Array, before: jax.Array, tempered: EntropyStatistics
 ) -> EntropyStatistics:
-    """`tempered`, which was taken at the temperature `before`, as it is at the temperature `[rows]`."""
-    if kernel(adjusted) is None:
-        return entropy.at_temperature(adjusted, temperature)  # where T stands, the same expression
+    """Statistics of softmax(processed / temperature), given those at the temperature `before`.
+
+    Args:
+        processed: logits, float32 `[rows, vocabulary]`.
+        temperature: float32 `[rows]`, in force now.
+        before: float32 `[rows]`, the temperature at which `tempered` was measured.
+        tempered: statistics at that temperature, returned where no row's temperature has changed.
+    """
+    if kernel(processed) is None:
+        return entropy.at_temperature(
+            processed, temperature
+        )  # the compiler merges it with that of `measure` where T stands
     return lax.cond(
-        jnp.any(temperature != before), lambda: _tempered(adjusted, temperature), lambda: tempered
+        jnp.any(temperature != before), lambda: _measure_tempered(processed, temperature), lambda: tempered
     )
 
 
@@ -47,5 +69,5 @@ def kernel(logits: jax.Array, k: int = 1) -> str | None:
     return topk_entropy.TOPK_ENTROPY.kernel_name(logits, k, row, row)
 
 
-def _tempered(adjusted: jax.Array, temperature: jax.Array) -> EntropyStatistics:
-    return EntropyStatistics(*topk_entropy.topk_entropy(adjusted, 1, temperature).tempered)
+def _measure_tempered(processed: jax.Array, temperature: jax.Array) -> EntropyStatistics:
+    return EntropyStatistics(*topk_entropy.topk_entropy(processed, 1, temperature).tempered)

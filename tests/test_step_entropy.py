@@ -75,8 +75,8 @@ def test_gradients_pass_the_kernel(with_kernel):
     one = jnp.float32(1.0)
 
     def total(logits, temperature):
-        belief, tempered = step_entropy.of_step(logits, logits, jnp.bool_(False), temperature, one)
-        again = step_entropy.anew(logits, 2 * temperature, temperature, tempered)
+        belief, tempered = step_entropy.measure(logits, logits, jnp.bool_(False), temperature, one)
+        again = step_entropy.remeasure(logits, 2 * temperature, temperature, tempered)
         return (belief.entropy + 2 * tempered.varentropy + 3 * again.entropy).sum()
 
     at = jnp.array([0.7, 1.3])
@@ -91,10 +91,10 @@ def test_gradients_pass_the_kernel(with_kernel):
 def test_plain_jax_is_what_it_was():
     logits = jax.random.normal(jax.random.key(2), (2, 40))
     at = jnp.array([0.7, 0.0])
-    belief, tempered = step_entropy.of_step(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5))
+    belief, tempered = step_entropy.measure(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5))
     for ours, theirs in (
         (belief, entropy.entropy_statistics(logits / 1.5)),
         (tempered, entropy.at_temperature(2 * logits, at)),
-        (step_entropy.anew(logits, at, 2 * at, tempered), entropy.at_temperature(logits, at)),
+        (step_entropy.remeasure(logits, at, 2 * at, tempered), entropy.at_temperature(logits, at)),
     ):
         np.testing.assert_array_equal(ours, theirs)

@@ -1,6 +1,17 @@
 """Controllers: each reads a `Signal` and rewrites an `Action`."""
 
-from .controller import Chain, Controller, Every, PerRow, When, chain, pytree, schedule_rows, update_rows
+from .controller import (
+    Chain,
+    Controller,
+    Every,
+    PerRow,
+    When,
+    chain,
+    pytree,
+    schedule_rows,
+    take_rows,
+    update_rows,
+)
 
 __all__ = [
     "Chain",
@@ -11,5 +22,6 @@ __all__ = [
     "chain",
     "pytree",
     "schedule_rows",
+    "take_rows",
     "update_rows",
 ]

@@ -63,8 +63,11 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
     law = getattr(controller, "update", None)
     if law is None:
         return action, state
-    hold = lambda new, old: keep_rows(signal.emitting, new, old)
     changed, after = law(signal, action, state)
+
+    def hold(new: jax.Array, old: jax.Array) -> jax.Array:
+        return old if new is old else keep_rows(signal.emitting, new, old)
+
     return jax.tree.map(hold, changed, action), jax.tree.map(hold, after, state)
 
 
@@ -75,6 +78,12 @@ def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -
     """
     law = getattr(controller, "schedule", None)
     return (action, state) if law is None else law(signal, action, state)
+
+
+def take_rows(controller: Any, rows: RowSubset) -> Any:
+    """The controller for a subset of the rows: with their gains, if rows have gains of their own (`PerRow`)."""
+    gather = getattr(controller, "gather", None)
+    return controller if gather is None else gather(rows)
 
 
 def required_observation(*controllers: Any) -> Any:
