@@ -78,7 +78,7 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
 
 
 def narrowest(params: Any) -> int:
-    """Bytes of a number of the narrowest parameters: those that are multiplied, in which a step's cost counts."""
+    """Bytes per number of the narrowest parameters, those that the ledger counts as read."""
     return min(x.dtype.itemsize for x in jax.tree.leaves(params))
 
 

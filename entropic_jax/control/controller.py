@@ -81,7 +81,7 @@ def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -
 
 
 def take_rows(controller: Any, rows: RowSubset) -> Any:
-    """The controller for a subset of the rows: with their gains, if rows have gains of their own (`PerRow`)."""
+    """The controller for a subset of the rows, with the gains of those rows where it is `PerRow`."""
     gather = getattr(controller, "gather", None)
     return controller if gather is None else gather(rows)
 
