@@ -1,4 +1,4 @@
-"""The `entropic` command: one sub-command a module, each imported light and run heavy."""
+"""The `entropic` command line: one module for each subcommand, which imports JAX only when it runs."""
 
 import argparse
 import io
@@ -12,11 +12,15 @@ from entropic_jax.parameter_table import ParameterError
 from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
 
+COMMANDS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (generate, serve, bench, calibrate, ablate, heads, models, doctor)
+}
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message."""
@@ -27,16 +31,16 @@ def parser() -> Parser:
     """The parser of the whole command line."""
     top = Parser(
         prog="entropic",
-        description="Run language models on entropic time.",
-        epilog="`entropic COMMAND --help` lists what a command takes.",
+        description="Run and serve language models with control by entropy.",
+        epilog="`entropic COMMAND --help` lists the options of a command.",
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"entropic_jax {version()}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (generate, serve, bench, calibrate, ablate, heads, models, doctor):
+    for name, module in COMMANDS.items():
         summary = module.__doc__.splitlines()[0]
         sub = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            name,
             help=summary[0].lower() + summary[1:].rstrip("."),
             description=summary,
             allow_abbrev=False,
@@ -50,12 +54,12 @@ def parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    0 is success, 1 a request that failed, 2 wrong use (one line on standard error says what is accepted),
-    130 an interrupt from the keyboard, 141 a reader of the output that went away.
+    0 is success, 1 a failed request, 2 wrong use (with a line on standard error), 130 an interrupt from the
+    keyboard, 141 a closed pipe at standard output.
     """
     options = parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # a model may write characters that the encoding lacks
     try:
         status = options.run(options)
         sys.stdout.flush()
@@ -65,6 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; without this, Python would complain about it at exit.
+        # Discards what is still buffered, about which Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..option_types import positive
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_texts(parser)
     parser.add_argument(
         "--tokens",
-        type=_positive,
+        type=positive,
         default=TOKENS,
         metavar="INT",
         help=f"predict at most this many, from the beginnings of all files on (default: {TOKENS})",
@@ -127,9 +128,3 @@ def _refused(file: Path, error: OSError) -> RequestError:
     return RequestError(
         f"{file} cannot be written ({error.strerror}); accepted is --out FILE in a directory that can be"
     )
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..option_types import positive
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text
@@ -28,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=_positive,
+        type=positive,
         metavar="INT",
         help="read at most this many (default: the model's context)",
     )
     parser.add_argument(
         "--segment",
-        type=_positive,
+        type=positive,
         default=SEGMENT,
         metavar="INT",
         help=f"tokens of a segment, a power of two (default: {SEGMENT})",
@@ -51,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         action="store_true",
         help="find that value for this model: the highest at which rigid heads, with the base budget, leave "
-        f"at most {TOLERANCE:.0%} of their attention unread",
+        f"at most {TOLERANCE:.0%}% of their attention unread",
     )
     parser.add_argument(
         "--prefill-budget",
-        type=_positive,
+        type=positive,
         default=BASE,
         metavar="INT",
         help=f"the base budget, in tokens, for --calibrate (default: {BASE})",
@@ -149,9 +150,3 @@ def draw(found: "HeadProfile", segment: int, file: Path, title: str) -> Any:
     figure.savefig(file, dpi=150)
     plt.close(figure)
     return figure
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")

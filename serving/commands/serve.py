@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import control_options, kv_cache
 from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
+from ..option_types import positive
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="of the weights (default: what suits the device)",
     )
-    group.add_argument("--max-model-len", type=_positive, metavar="INT", help="most tokens of a sequence")
+    group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
     group.add_argument(
         "--generation-config",
@@ -103,13 +104,13 @@ def _http(group: argparse._ArgumentGroup) -> None:
 
 
 def _engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-num-seqs", type=_positive, metavar="INT", help="sequences that run at once")
+    group.add_argument("--max-num-seqs", type=positive, metavar="INT", help="sequences that run at once")
     group.add_argument(
-        "--max-num-batched-tokens", type=_positive, metavar="INT", help="tokens of prompts read at once"
+        "--max-num-batched-tokens", type=positive, metavar="INT", help="tokens of prompts read at once"
     )
-    group.add_argument("--block-size", type=_positive, metavar="INT", help="tokens of a page of the cache")
+    group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a page of the cache")
     kv_cache.add_argument(group)
-    group.add_argument("--kv-cache-bytes", type=_positive, metavar="INT", help="size of the KV cache")
+    group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -140,7 +141,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
     default, settings = Limits(), Settings()
     group.add_argument(
         "--max-queue",
-        type=_positive,
+        type=positive,
         default=1024,
         metavar="INT",
         help="sequences that may wait (default: 1024)",
@@ -160,7 +161,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
     ):
         value = getattr(default, name)
         group.add_argument(
-            f"--max-{name}", type=_positive, default=value, metavar="INT", help=f"{text} (default: {value})"
+            f"--max-{name}", type=positive, default=value, metavar="INT", help=f"{text} (default: {value})"
         )
 
 
@@ -265,12 +266,6 @@ def _template(given: str | None) -> str | None:
     from .text_input import read_text
 
     return read_text(given, "--chat-template")
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 1")
 
 
 def _port(text: str) -> int:

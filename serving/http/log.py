@@ -45,7 +45,7 @@ def configure(form: str = "json", level: str = "info") -> None:
     """Send the logs of this package and of uvicorn to standard error, in the form "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter())
-    for name in ("serving", "uvicorn"):
+    for name in ("entropic_jax", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

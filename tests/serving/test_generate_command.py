@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from entropic_jax.serving import version
+from entropic_jax.serving.cli import COMMANDS
 from entropic_jax.serving.commands.generate import DEFAULT_PROMPT
 from entropic_jax.serving.generation import EMBEDDED
 
@@ -290,8 +291,14 @@ def test_version(entropic):
     assert entropic("--version") == (0, f"entropic_jax {version()}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["models", "--help"]])
-def test_help(entropic, arguments):
-    status, out, _ = entropic(*arguments)
+def test_help_lists_every_command(entropic):
+    status, out, _ = entropic("--help")
+    assert status == 0 and out.startswith("usage: entropic")
+    assert all(f"\n    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(entropic, command):
+    status, out, _ = entropic(command, "--help")
     assert status == 0
-    assert out.startswith("usage: entropic")
+    assert out.startswith(f"usage: entropic {command}")

@@ -268,7 +268,7 @@ def test_a_reader_that_is_done_cancels_nothing(live):
 
 
 def test_request_ids(live, caplog):
-    logging.getLogger("serving").propagate = True
+    logging.getLogger("entropic_jax").propagate = True
     with caplog.at_level(logging.INFO, "entropic_jax.serving.requests"):
         answer = httpx2.post(
             live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
