@@ -62,10 +62,10 @@ def random_context(subject: Subject, setting: Preset, context: int, room: int, d
 def imposed(context: int, kept: float) -> Preset:
     """`full`, keeping the fraction `kept` in the layers that select pages."""
     total = -(-context // (FINE_PAGES.page_size or 16))
-    least = max(FINE_PAGES.rules.sink + FINE_PAGES.rules.recent, round(kept * total))
+    least = max(FINE_PAGES.rules.sink_pages + FINE_PAGES.rules.recent_pages, round(kept * total))
     gains = Gains(dropped_mass_limit=EVERYTHING_MAY_GO, lowest_dropped_mass_limit=EVERYTHING_MAY_GO)
     return preset("full", gains=gains)._replace(
-        page_policy=replace(FINE_PAGES, rules=FINE_PAGES.rules._replace(least=least))
+        page_policy=replace(FINE_PAGES, rules=FINE_PAGES.rules._replace(min_pages=least))
     )
 
 

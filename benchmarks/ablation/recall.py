@@ -18,7 +18,7 @@ from entropic_jax.attention import page_selection as pages
 from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.models.train import recall as generator
-from entropic_jax.pallas.paged_attention import Rules
+from entropic_jax.pallas.paged_attention import SelectionRules
 
 EVERYTHING_MAY_GO = 0.999  # ε at which the rules alone decide which pages are kept
 ASKED = 320  # tokens at the end of a window that are read under control; the questions lie in them
@@ -46,7 +46,7 @@ class Windows:
     def ask(self, workload: Workload, setting: Preset) -> tuple[list[tuple[str, bool]], float]:
         """Each question's kind and whether it was answered, and the kept fraction."""
         state = set_up(self.state, setting)
-        outcome = ablation.forced(workload.subject, setting.controller, state, self.tails)
+        outcome = ablation.always_kept(workload.subject, setting.controller, state, self.tails)
         questions = []
         for row, answers in enumerate(self.answers):
             for kind, place in answers.items():
@@ -120,7 +120,9 @@ def selectors(
         with mock.patch.object(
             pages, "information", random_weights if name == "random" else pages.information
         ):
-            outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
+            outcome = ablation.always_kept(
+                workload.subject, setting.controller, set_up(state, setting), tails
+            )
             answers, _ = windows.ask(workload, setting)
         if name == "random":
             jax.clear_caches()
@@ -150,12 +152,12 @@ def settings(workload: Workload, context: int, quick: bool) -> list[tuple[str, f
         configurations.append(("entropy", drop, preset("meso", gains=gains)))
         configurations.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE_PAGES, None)))
     for share in budgets:
-        k = max(rules_of_meso.sink + rules_of_meso.recent + 1, round(share * total))
+        k = max(rules_of_meso.sink_pages + rules_of_meso.recent_pages + 1, round(share * total))
         rules = {
-            "quest": Rules(sink=0, recent=1, least=k, guard=1.0),
-            "fixed budget": rules_of_meso._replace(least=k),
-            "sink + recent": rules_of_meso._replace(recent=k - rules_of_meso.sink, least=0),
-            "random": rules_of_meso._replace(least=k),
+            "quest": SelectionRules(sink_pages=0, recent_pages=1, min_pages=k, bound_weight=1.0),
+            "fixed budget": rules_of_meso._replace(min_pages=k),
+            "sink + recent": rules_of_meso._replace(recent_pages=k - rules_of_meso.sink_pages, min_pages=0),
+            "random": rules_of_meso._replace(min_pages=k),
         }
         configurations += [
             (name, share, fixed._replace(page_policy=replace(FINE_PAGES, information="mass", rules=r)))

@@ -14,7 +14,7 @@ from entropic_jax.control.controller import pytree, update_rows
 from entropic_jax.control.estimation import ESTIMATORS, Estimated
 from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import Pruning
-from entropic_jax.pallas.paged_attention import Rules
+from entropic_jax.pallas.paged_attention import SelectionRules
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 BIASES = (-1.0, 1.0)  # nats
@@ -22,7 +22,10 @@ HEAD = 50  # logits that an estimator sees
 SCORED = 192
 # Page selection without guards: no sink, only the newest page always kept, no bound beside the mean key.
 BARE = Selection(
-    "value", Rules(sink=0, recent=1, least=0, guard=0.0), dense_layers=0, page_size=FINE_PAGES.page_size
+    "value",
+    SelectionRules(sink_pages=0, recent_pages=1, min_pages=0, bound_weight=0.0),
+    dense_layers=0,
+    page_size=FINE_PAGES.page_size,
 )
 
 
@@ -72,7 +75,7 @@ def stress(workload: Workload, context: int, seed: int, quick: bool) -> list[Row
                 if law.controllers:
                     law = chain(Biased(law.controllers[0].controller, bias))
                 resumed = ablation.resume(state, law, page_policy)
-                outcome = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
+                outcome = ablation.always_kept(subject, law, resumed, [t[-SCORED:] for t in texts])
                 rows.append(
                     {
                         "arm": name,
@@ -135,7 +138,7 @@ def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list
     times = interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
     rows = []
     for kind, setting in presets.items():
-        outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
+        outcome = ablation.always_kept(workload.subject, setting.controller, set_up(state, setting), tails)
         milliseconds = [r["milliseconds"] for r in times if r["preset"] == kind]
         rows.append(
             {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from entropic_jax.pallas import paged_attention
-from entropic_jax.pallas.paged_attention import Rules, Summary
+from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules
 
 from .attention import Shape, arrays, shapes
 from .timing import interleaved_seconds, on_cpu
@@ -27,12 +27,12 @@ def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     dense = jax.jit(partial(paged_attention.decode, backend=None))
     programs = {"dense attention": partial(dense, q, keys, values, table, None, None, 0 * last, last)}
     wide = keys.astype(jnp.float32)
-    summary = Summary(wide.min(2), wide.max(2), wide.sum(2))
+    summary = PageSummary(wide.min(2), wide.max(2), wide.sum(2))
     information = jnp.ones(keys.shape[:2], jnp.float32)
     dropped_mass_limit = jnp.full(shape.rows, 0.1, jnp.float32)
     arguments = (q, summary, information, table, last, dropped_mass_limit)
     read = 3 * 4 * shape.rows * shape.kv_heads * shape.pages * shape.head_dim
-    reasons = paged_attention.CHOOSE.decline_reasons(*arguments, shape.page, Rules())
+    reasons = paged_attention.SELECT_PAGES.decline_reasons(*arguments, shape.page, SelectionRules())
     names = [name for name, reason in reasons.items() if reason is None]
     for name in names if on_cpu() else names[:1]:
         choose = jax.jit(partial(_choose, name, shape.page))
@@ -43,4 +43,4 @@ def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
 
 
 def _choose(backend: str, page: int, *arguments: Any) -> Any:
-    return paged_attention.choose(*arguments, page, Rules(), backend=backend)
+    return paged_attention.select_pages(*arguments, page, SelectionRules(), backend=backend)

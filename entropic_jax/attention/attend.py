@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention.quantised import put_pages, stored
-from ..pallas.paged_attention.reference import fold
+from ..pallas.paged_attention.reference import update_summary
 from .statistics import Observer
 
 
@@ -69,8 +69,8 @@ def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.
     moments = {}
     if layer.value_sum is not None:
         value = stored(v, layer.values)
-        moments["value_sum"] = fold(layer.value_sum, value, page, slot, jnp.add)
-        moments["value_square"] = fold(layer.value_square, value * value, page, slot, jnp.add)
+        moments["value_sum"] = update_summary(layer.value_sum, value, page, slot, jnp.add)
+        moments["value_square"] = update_summary(layer.value_square, value * value, page, slot, jnp.add)
     return Layer(*tiles, *summaries, **moments)
 
 

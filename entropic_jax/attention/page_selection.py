@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from ..cache import Cache, Layer, ModelShape
 from ..pallas import paged_attention
-from ..pallas.paged_attention import Choice, Partial, Rules, Summary
+from ..pallas.paged_attention import PageChoice, PageSummary, PartialAttention, SelectionRules
 from ..pallas.paged_attention.quantised import bytes_per_number
-from ..pallas.paged_attention.reference import estimate, gates, gathered
+from ..pallas.paged_attention.reference import decode_gathered, estimate_pages, page_gates
 
-RULES = Rules()
+RULES = SelectionRules()
 MOST_OF_IT = 0.95  # of the attention mass, more than which no layer leaves unread
 Information = Literal["value", "mass", "surprisal", "mahalanobis"]
 
@@ -41,7 +41,7 @@ class Selection:
 
     The choice is a step function of the limit: gradients with respect to what sets it are zero. With
     `softness` above 0 it is relaxed for research: every page is read, and multiplied by its gate
-    (`reference.gates`).
+    (`reference.page_gates`).
 
     Source: Kiruluta 2026 (arXiv 2603.03310), information-weighted pruning. Differs from the paper: attention
     mass is estimated from page summaries, not from the attention it is meant to save; I(v) = −ln p(v) of a
@@ -49,7 +49,7 @@ class Selection:
     """
 
     information: Information = "value"
-    rules: Rules = RULES
+    rules: SelectionRules = RULES
     dense_layers: int = 2
     first_layer_scale: float = 1.0
     refresh: int = 1
@@ -69,9 +69,14 @@ class Selection:
         if not self.first_layer_scale > 0:
             raise ValueError(f"first_layer_scale is {self.first_layer_scale}; accepted are numbers above 0")
         rules = self.rules
-        if min(rules.sink, rules.least) < 0 or rules.recent < 1 or not 0 <= rules.guard <= 1:
+        if (
+            min(rules.sink_pages, rules.min_pages) < 0
+            or rules.recent_pages < 1
+            or not 0 <= rules.bound_weight <= 1
+        ):
             raise ValueError(
-                f"rules is {rules}; accepted are sink and least >= 0, recent >= 1, guard in [0, 1]"
+                f"rules is {rules}; accepted are sink_pages and min_pages >= 0, "
+                "recent_pages >= 1, bound_weight in [0, 1]"
             )
 
     @property
@@ -142,12 +147,12 @@ class ReadStats(NamedTuple):
 
 
 class PageLists(NamedTuple):
-    """The pages chosen for a group of layers, as they were when the rows had `pages` pages."""
+    """The pages chosen for a group of layers, when the rows had `row_pages` pages."""
 
-    index: jax.Array  # int32 [rows, kv_heads, most pages of a row]
-    count: jax.Array  # int32 [rows, kv_heads]
-    pages: jax.Array  # int32 [rows]
-    dropped: jax.Array  # float32 [rows, kv_heads]
+    page_list: jax.Array  # int32 [rows, kv_heads, most pages of a row]
+    num_pages: jax.Array  # int32 [rows, kv_heads]
+    row_pages: jax.Array  # int32 [rows]
+    dropped_mass: jax.Array  # float32 [rows, kv_heads]
 
 
 def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
@@ -235,7 +240,7 @@ class PageReader:
         group, leads = divmod(number, self.selection.share)
         choice, bounded = self._choose(layer, q, dropped_mass_limit, last, group, not leads)
         part = paged_attention.decode(
-            q, layer.keys, layer.values, self.cache.table, choice.index, choice.count, first, last
+            q, layer.keys, layer.values, self.cache.table, choice.page_list, choice.num_pages, first, last
         )
         self.readings.append(self._account(layer, choice, part, bounded, last))
         return part.out
@@ -252,12 +257,12 @@ class PageReader:
         """The choice for a layer, and whether its bound on what it leaves out is for this very query."""
         selection, cache, size = self.selection, self.cache, self.cache.page_size
 
-        def anew() -> Choice:
-            summary = Summary(layer.key_min, layer.key_max, layer.key_sum)
+        def anew() -> PageChoice:
+            summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
             weight = information(selection.information, layer, cache, last)
             table = cache.table
             given = jax.lax.stop_gradient((q, summary, weight, table, last, dropped_mass_limit))
-            return paged_attention.choose(*given, size, selection.rules)
+            return paged_attention.select_pages(*given, size, selection.rules)
 
         if not leads:
             return self.lists[group], jnp.zeros(last.shape, bool)
@@ -269,66 +274,72 @@ class PageReader:
         old: PageLists = self.lists[group]
         pages = -(-last // size)
 
-        def keep() -> Choice:
+        def keep() -> PageChoice:
             # Pages that have begun since are appended.
-            entry = jnp.arange(old.index.shape[2])
-            beyond = old.pages[:, None, None] + entry - old.count[..., None]
-            count = old.count + (pages - old.pages)[:, None]
-            index = jnp.where(entry < old.count[..., None], old.index, beyond)
+            entry = jnp.arange(old.page_list.shape[2])
+            beyond = old.row_pages[:, None, None] + entry - old.num_pages[..., None]
+            count = old.num_pages + (pages - old.row_pages)[:, None]
+            index = jnp.where(entry < old.num_pages[..., None], old.page_list, beyond)
             index = jnp.where(entry < count[..., None], index, 0)
             bound = jnp.full(q.shape[:3], jnp.inf, jnp.float32)
-            return Choice(index.astype(jnp.int32), count.astype(jnp.int32), old.dropped, bound)
+            return PageChoice(index.astype(jnp.int32), count.astype(jnp.int32), old.dropped_mass, bound)
 
         choice = jax.lax.cond(self.renew.any(), lambda: choose_rows(self.renew, anew(), keep()), keep)
-        self.lists[group] = PageLists(choice.index, choice.count, pages.astype(jnp.int32), choice.dropped)
+        self.lists[group] = PageLists(
+            choice.page_list, choice.num_pages, pages.astype(jnp.int32), choice.dropped_mass
+        )
         return choice, self.renew
 
     def _read_softly(
         self, layer: Layer, q: jax.Array, dropped_mass_limit: jax.Array, first: jax.Array, last: jax.Array
     ) -> jax.Array:
         selection, size, table = self.selection, self.cache.page_size, self.cache.table
-        summary = Summary(layer.key_min, layer.key_max, layer.key_sum)
+        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
         weight = information(selection.information, layer, self.cache, last)
-        known = estimate(q, summary, weight, table, last, size, selection.rules)
-        gate = gates(known.weight, known.forced, dropped_mass_limit, selection.softness)
+        known = estimate_pages(q, summary, weight, table, last, size, selection.rules)
+        gate = page_gates(known.weight, known.always_kept, dropped_mass_limit, selection.softness)
         gate = jnp.where((dropped_mass_limit > 0)[:, None, None], gate, 1.0)
         filled = jnp.clip(last[:, None] - jnp.arange(table.shape[1]) * size, 0, size)[:, None].astype(
             jnp.float32
         )
         held = (last * gate.shape[1]).astype(jnp.float32)
         dropped = (known.mass * (1 - gate)).sum(-1).mean(-1)
-        norm = jnp.where(known.real, layer.value_norm[table].swapaxes(1, 2), 0.0).max((1, 2))
+        norm = jnp.where(known.in_use, layer.value_norm[table].swapaxes(1, 2), 0.0).max((1, 2))
         self.readings.append(ReadStats((gate * filled).sum((1, 2)), held, dropped, 2 * norm))
-        return gathered(q, layer.keys, layer.values, table, None, None, first, last, gate).out
+        return decode_gathered(q, layer.keys, layer.values, table, None, None, first, last, gate).out
 
     def _account(
-        self, layer: Layer, choice: Any, part: Partial, bounded: jax.Array, last: jax.Array
+        self, layer: Layer, choice: Any, part: PartialAttention, bounded: jax.Array, last: jax.Array
     ) -> ReadStats:
         size = self.cache.page_size
         pages = -(-last // size)[:, None]
         # All listed pages are full but the newest, which is always listed.
         slack = jnp.where(pages > 0, pages * size - last[:, None], 0)
-        positions = jnp.maximum(choice.count * size - slack, 0).sum(1).astype(jnp.float32)
-        held = (last * choice.count.shape[1]).astype(jnp.float32)
-        left_out = (choice.count < pages)[..., None]
+        positions = jnp.maximum(choice.num_pages * size - slack, 0).sum(1).astype(jnp.float32)
+        held = (last * choice.num_pages.shape[1]).astype(jnp.float32)
+        left_out = (choice.num_pages < pages)[..., None]
         # Three vectors a page, of float32; `bounded` says that this layer has just chosen.
-        worth = 3 * 4 / (2 * bytes_per_number(layer.keys.dtype, layer.keys.shape[-1])) * choice.count.shape[1]
+        worth = (
+            3 * 4 / (2 * bytes_per_number(layer.keys.dtype, layer.keys.shape[-1])) * choice.num_pages.shape[1]
+        )
         rules = self.selection.rules
         looked = (
             bounded
             & (self.dropped_mass_limit > 0)
-            & (pages[:, 0] > max(rules.least, rules.sink + rules.recent))
+            & (pages[:, 0] > max(rules.min_pages, rules.sink_pages + rules.recent_pages))
         )
         summaries = jnp.where(looked, worth * pages[:, 0].astype(jnp.float32), 0.0)
         page = jnp.arange(self.cache.table.shape[1])
         norm = jnp.where((page < pages)[..., None], layer.value_norm[self.cache.table], 0.0).max(1)
         bound = getattr(choice, "log_bound", None)
         if bound is None:
-            share = jnp.ones_like(part.log_sum)
+            share = jnp.ones_like(part.log_sum_exp)
         else:
-            share = jnp.where(bounded[:, None, None], jax.nn.sigmoid(bound - part.log_sum), 1.0)
-        share = jnp.where(left_out & (part.log_sum > -jnp.inf), share, 0.0)
-        return ReadStats(positions, held, choice.dropped.mean(1), (2 * share.max(2) * norm).max(1), summaries)
+            share = jnp.where(bounded[:, None, None], jax.nn.sigmoid(bound - part.log_sum_exp), 1.0)
+        share = jnp.where(left_out & (part.log_sum_exp > -jnp.inf), share, 0.0)
+        return ReadStats(
+            positions, held, choice.dropped_mass.mean(1), (2 * share.max(2) * norm).max(1), summaries
+        )
 
     def memory(self) -> tuple[Any, ...]:
         """What the next step needs of the lists."""
@@ -339,7 +350,7 @@ class PageReader:
         return altogether(self.readings)
 
 
-def choose_rows(flag: jax.Array, new: Choice, old: Choice) -> Choice:
+def choose_rows(flag: jax.Array, new: PageChoice, old: PageChoice) -> PageChoice:
     """`new` in the flagged rows (bool `[rows]`), `old` in the others."""
     return jax.tree.map(lambda x, y: jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), x, y), new, old)
 

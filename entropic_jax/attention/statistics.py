@@ -110,7 +110,7 @@ def attention_entropy(layer: Layer, table: jax.Array, q: jax.Array, first, last)
     """Exact entropy over the positions in `[first, last)`, nats, float32 `[rows, heads]`."""
     part = paged_attention.decode(q, layer.keys, layer.keys, table, None, None, first, last)
     mean = jnp.einsum("rkgd,rkgd->rkg", q, part.out, preferred_element_type=jnp.float32)
-    entropy = jnp.where(part.log_sum > -jnp.inf, part.log_sum - mean, 0.0)
+    entropy = jnp.where(part.log_sum_exp > -jnp.inf, part.log_sum_exp - mean, 0.0)
     return jnp.maximum(entropy, 0.0).reshape(entropy.shape[0], -1)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
 from ..control_gains import CALIBRATED, MACRO, MESO, MICRO, PRESETS, SCALES, ControlGains
-from ..pallas.paged_attention import Rules
+from ..pallas.paged_attention import SelectionRules
 from ..parameter_table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
 from .entropy_drop import AR1, PRIOR
@@ -20,7 +20,7 @@ from .temperature import LAWS
 # Small pages expose keys that the mean key of a large page hides. The sink and the newest pages are always
 # kept. The lowest layer attends to everything, so it needs only a part of it. Page lists are made at
 # every step: older lists miss facts that a question has just made relevant.
-RULES = Rules(sink=4, recent=8, least=16, guard=0.5)
+RULES = SelectionRules(sink_pages=4, recent_pages=8, min_pages=16, bound_weight=0.5)
 FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
 LAWS_WITHOUT_TARGET = ("edt", "dynatemp")
 

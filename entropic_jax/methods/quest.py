@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from ..attention.page_selection import Selection
 from ..control.controller import pytree
-from ..pallas.paged_attention import Rules
+from ..pallas.paged_attention import SelectionRules
 from ..state import Action, Signal
 
 PAGE_SIZE = 16
@@ -20,7 +20,9 @@ def page_policy(budget: int = 1024) -> Selection:
     Differs from the release: ranked per KV group, by the mean over its heads of the softmax of the bounds;
     the newest page is always selected; pages of negligible weight (below 1e-12) are not read to fill up to K.
     """
-    rules = Rules(sink=0, recent=1, least=max(3, budget // PAGE_SIZE), guard=1.0)
+    rules = SelectionRules(
+        sink_pages=0, recent_pages=1, min_pages=max(3, budget // PAGE_SIZE), bound_weight=1.0
+    )
     return Selection(information="mass", rules=rules, dense_layers=2, page_size=PAGE_SIZE)
 
 

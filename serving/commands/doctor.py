@@ -55,9 +55,9 @@ def examine() -> dict[str, Any]:
         return report
     from entropic_jax.pallas import self_test
 
-    findings = self_test.run()
-    report["operations"] = [finding._asdict() for finding in findings]
-    report["problems"] += [f"{x.operation}: {x.problem}" for x in findings if x.problem]
+    results = self_test.run()
+    report["operations"] = [result._asdict() for result in results]
+    report["problems"] += [f"{x.operation}: {x.problem}" for x in results if x.problem]
     report["seconds"] = time.perf_counter() - begin
     return report
 
@@ -111,7 +111,7 @@ def describe(report: dict[str, Any]) -> list[str]:
         lines += [f"  {name}={value}" for name, value in report["environment"].items()]
     lines += ["", "operations"]
     for operation in report["operations"]:
-        lines.append(f"  {operation['operation']:<24} {_verdict(operation)}")
+        lines.append(f"  {operation['operation']:<28} {_verdict(operation)}")
         lines += [f"    {name:<12} declines: {reason}" for name, reason in operation["declined"].items()]
     lines += ["", *(f"problem: {problem}" for problem in report["problems"])]
     summary = f"{len(report['problems'])} problems" if report["problems"] else "all is well"

@@ -20,11 +20,11 @@ from entropic_jax.attention import attend, page_selection
 from entropic_jax.attention.page_selection import PageReader, Selection
 from entropic_jax.cache import ModelShape
 from entropic_jax.control.pruning import FixedPruning
-from entropic_jax.pallas.paged_attention import Rules, Summary, reference
+from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules, reference
 from tests import tiny
 
 KINDS = ("value", "mass", "surprisal", "mahalanobis")
-LOOSE = Rules(sink=1, recent=1, least=2, guard=0.5)
+LOOSE = SelectionRules(sink_pages=1, recent_pages=1, min_pages=2, bound_weight=0.5)
 SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=16, vocabulary=8, hidden=32)
 
 
@@ -108,7 +108,7 @@ def test_the_certificate_is_never_violated(guard):
         pool, layer, q = filled(200 - seed, 8, seed)
         last = jnp.full(2, 200 - seed, jnp.int32)
         for drop in (0.01, 0.2, 0.7):
-            choice = Selection(rules=LOOSE._replace(guard=guard), dense_layers=0)
+            choice = Selection(rules=LOOSE._replace(bound_weight=guard), dense_layers=0)
             reader = PageReader(choice, pool, jnp.full(2, drop), (), jnp.ones(2, bool))
             out = reader.read(layer, q, jnp.zeros(2, jnp.int32), last)
             dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.ones(2, bool)).read(
@@ -137,15 +137,15 @@ def test_shared_lists_certify_nothing_they_do_not_know():
 def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     pool, layer, q = filled(200, 8)
     last, drop = jnp.full(2, 200, jnp.int32), jnp.full(2, 0.4)
-    given = (q, Summary(layer.key_min, layer.key_max, layer.key_sum), layer.value_norm, pool.table, last)
-    rules = LOOSE._replace(least=0)
-    choice = reference.choose(*given, drop, 8, rules)
-    known = reference.estimate(*given, 8, rules)
-    gate = np.asarray(reference.gates(known.weight, known.forced, drop, 1e-4))
+    given = (q, PageSummary(layer.key_min, layer.key_max, layer.key_sum), layer.value_norm, pool.table, last)
+    rules = LOOSE._replace(min_pages=0)
+    choice = reference.select_pages(*given, drop, 8, rules)
+    known = reference.estimate_pages(*given, 8, rules)
+    gate = np.asarray(reference.page_gates(known.weight, known.always_kept, drop, 1e-4))
     for row, head in np.ndindex(2, 2):
         kept = np.zeros(gate.shape[-1])
-        kept[np.asarray(choice.index[row, head, : choice.count[row, head]])] = 1
-        real = np.asarray(known.real[row, 0])
+        kept[np.asarray(choice.page_list[row, head, : choice.num_pages[row, head]])] = 1
+        real = np.asarray(known.in_use[row, 0])
         assert (np.abs(gate[row, head] - kept)[real] > 0.05).sum() <= 1
     reached = (gate * np.asarray(known.weight)).sum(-1)
     np.testing.assert_allclose(reached, 0.6, atol=1e-4)
@@ -188,7 +188,7 @@ def test_the_surprisals_of_a_page_are_those_of_its_tokens():
         (dict(refresh=0), "refresh is 0; accepted are integers of at least 1"),
         (dict(share=0), "share is 0"),
         (dict(dense_layers=-1), "dense_layers is -1"),
-        (dict(rules=Rules(guard=2.0)), "guard in"),
+        (dict(rules=SelectionRules(bound_weight=2.0)), "bound_weight in"),
     ],
 )
 def test_bad_settings_are_refused(change, message):

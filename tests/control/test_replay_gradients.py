@@ -14,11 +14,11 @@ from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.control.temperature import Integral, Normalised
-from entropic_jax.pallas.paged_attention import Rules
+from entropic_jax.pallas.paged_attention import SelectionRules
 from tests import tiny
 
 STEPS = 12
-HARD = Selection(rules=Rules(sink=1, recent=1, least=0), dense_layers=0)
+HARD = Selection(rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=0), dense_layers=0)
 SOFT = dataclasses.replace(HARD, softness=0.5)
 TEXTS = tiny.prompts(60, 52)
 

@@ -22,7 +22,7 @@ from entropic_jax.methods.registry import add_method
 from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.streaming_llm import StreamingLLM
 from entropic_jax.methods.window import Window, update_window
-from entropic_jax.pallas.paged_attention import Rules
+from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.state import State
 from tests import tiny
 
@@ -191,7 +191,7 @@ def test_what_is_left_is_attended_to_at_its_old_positions():
         started(Method(compression=StreamingLLM(budget=32, sinks=4)), (61,)), jnp.ones(1, bool)
     )
     assert int(moved.length[0]) == 32
-    rules = Rules(sink=1, recent=8, least=0)
+    rules = SelectionRules(sink_pages=1, recent_pages=8, min_pages=0)
     page_list = started(Selection(information="mass", rules=rules, dense_layers=0, page_size=PAGE), (61,))
     page_list = page_list._replace(action=page_list.action._replace(dropped_mass_limit=jnp.full(1, 0.999)))
     dense = surprisal(started(None, (61,)))[:4]
@@ -251,7 +251,9 @@ def test_shared_pages_are_left_alone():
 
 def test_pruning_after_compression_after_sparse_prefill():
     """All of it together; with nothing to prune and all to read it is plain generation."""
-    fine = Selection(dense_layers=1, page_size=PAGE, rules=Rules(sink=1, recent=2, least=3))
+    fine = Selection(
+        dense_layers=1, page_size=PAGE, rules=SelectionRules(sink_pages=1, recent_pages=2, min_pages=3)
+    )
     sparse = EntropyPrefill(base=16, segment=16, dense_below=32, page_size=PAGE)
     both = Method(sparse, KINDS["latent"], fine)
     control = preset("meso").controller
@@ -286,7 +288,7 @@ def test_quest_reads_the_pages_of_greatest_bound_and_everything_where_the_budget
         == dense
     )
     _, state = run(started(way.page_policy, controller=way.controller), way.controller)
-    assert int(way.page_policy.decode_policy.rules.least) == 4
+    assert int(way.page_policy.decode_policy.rules.min_pages) == 4
     assert np.asarray(state.status).tolist() == [2, 2]
 
 

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from entropic_jax.pallas.paged_attention import Rules, Summary, prefill_gpu, prefill_tpu, reference, write_tpu
+from entropic_jax.pallas.paged_attention import (
+    PageSummary,
+    SelectionRules,
+    prefill_gpu,
+    prefill_tpu,
+    reference,
+    write_tpu,
+)
 from entropic_jax.pallas.paged_attention import cases as paged_cases
 from entropic_jax.pallas.paged_attention import gpu as paged_gpu
 from entropic_jax.pallas.paged_attention import tpu as paged_tpu
@@ -68,7 +75,7 @@ def programs(platform: str) -> Iterator[Program]:
         yield write(*shape, write_tpu.write if on_tpu and shape[1] % 128 == 0 else reference.write)
     for case in paged_cases.LARGE:
         if case.kept is not None and case.pages is None:
-            yield choose(case)
+            yield select_pages(case)
     for case in topk_cases.LARGE:
         yield topk_entropy(case, topk_tpu if on_tpu else topk_gpu)
     for shape in PROJECTIONS:
@@ -77,7 +84,7 @@ def programs(platform: str) -> Iterator[Program]:
 
 def _pool(case) -> Any:
     return pool_like(
-        case.rows * case.per_row + 1, case.kv_heads, case.page, case.head_dim, case.pages or case.dtype
+        case.rows * case.max_pages + 1, case.kv_heads, case.page, case.head_dim, case.pages or case.dtype
     )
 
 
@@ -90,18 +97,18 @@ def pool_like(pages: int, kv_heads: int, page: int, head_dim: int, dtype: str) -
 def _lists(case) -> tuple[Any, Any]:
     if case.kept is None:
         return None, None
-    return integers(case.rows, case.kv_heads, case.per_row), integers(case.rows, case.kv_heads)
+    return integers(case.rows, case.kv_heads, case.max_pages), integers(case.rows, case.kv_heads)
 
 
 def decode(case, function) -> Program:
-    pool, table, row = _pool(case), integers(case.rows, case.per_row), integers(case.rows)
+    pool, table, row = _pool(case), integers(case.rows, case.max_pages), integers(case.rows)
     q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
     arguments = (q, pool, pool, table, *_lists(case), row, row)
     return Program("decode", case.name, function, arguments, size(pool) // 12)
 
 
 def prefill(case, function) -> Program:
-    pool, table, row = _pool(case), integers(case.rows, case.per_row), integers(case.rows)
+    pool, table, row = _pool(case), integers(case.rows, case.max_pages), integers(case.rows)
     q = like(case.rows, case.kv_heads, case.group, QUERIES, case.head_dim, dtype=case.dtype)
     first = integers(case.rows, QUERIES)
     arguments = (q, pool, pool, table, *_lists(case), first, row, row)
@@ -120,17 +127,17 @@ def write(kv_heads: int, head_dim: int, page: int, dtype: str, stored: str, func
     return Program("write", name, function, arguments, size(pool) // 12, {"donate_argnums": (0, 1)})
 
 
-def choose(case) -> Program:
+def select_pages(case) -> Program:
     """The form in XLA, that every accelerator is served with; K and V are not among its arguments."""
-    pool = case.rows * case.per_row + 1
+    pool = case.rows * case.max_pages + 1
     summary = like(pool, case.kv_heads, case.head_dim)
     q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)
-    arguments = (q, Summary(summary, summary, summary), like(pool, case.kv_heads))
-    arguments += (integers(case.rows, case.per_row), integers(case.rows), like(case.rows))
-    function = lambda *x: reference.choose(*x, case.page, Rules())
+    arguments = (q, PageSummary(summary, summary, summary), like(pool, case.kv_heads))
+    arguments += (integers(case.rows, case.max_pages), integers(case.rows), like(case.rows))
+    function = lambda *x: reference.select_pages(*x, case.page, SelectionRules())
     # Of small pages the summaries are a good part of K and V; of 8192 of them a TPU stores what a GPU fuses.
     limit = max(size(_pool(case)) // 12, 6 * size(summary))
-    return Program("choose", case.name, function, arguments, limit)
+    return Program("select_pages", case.name, function, arguments, limit)
 
 
 def topk_entropy(case, module) -> Program:

@@ -14,7 +14,7 @@ OPERATIONS = (
     paged_attention.DECODE,
     paged_attention.PREFILL,
     paged_attention.WRITE,
-    paged_attention.CHOOSE,
+    paged_attention.SELECT_PAGES,
     topk_entropy.TOPK_ENTROPY,
     topk_entropy.PROJECT,
 )

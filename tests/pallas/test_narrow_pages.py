@@ -98,7 +98,7 @@ def test_other_pages_are_declined_and_served_by_plain_jax(kinds):
         cases.poisoned(kind, np.nan_to_num(x, nan=1.0), np.ones(x.shape[:3], bool))
         for kind, x in zip(kinds, (keys, values), strict=True)
     )
-    with pytest.raises(NotImplementedError, match="float32, bfloat16 and int8 are served"):
+    with pytest.raises(NotImplementedError, match="float32, bfloat16 and int8 are supported"):
         cpu.decode(q, keys, values, *where)
     keys, values = jax.tree.map(jnp.asarray, (keys, values))
     assert np.isfinite(paged_attention.decode(q, keys, values, *where).out).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropic_jax.pallas import paged_attention
-from entropic_jax.pallas.paged_attention import Rules, Summary
+from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules
 
 SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 3, 16, 64, 40)]
 
@@ -48,7 +48,7 @@ def case(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: i
 
 
 def exact(q, keys, values, table, index, count, first, last):
-    out, log_sum = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    out, log_sum_exp = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     page = keys.shape[2]
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
@@ -63,8 +63,8 @@ def exact(q, keys, values, table, index, count, first, last):
             score = q[row, head].astype(float) @ k.astype(float).T
             weight = np.exp(score - score.max(-1, keepdims=True))
             out[row, head] = weight / weight.sum(-1, keepdims=True) @ v.astype(float)
-            log_sum[row, head] = score.max(-1) + np.log(weight.sum(-1))
-    return out, log_sum
+            log_sum_exp[row, head] = score.max(-1) + np.log(weight.sum(-1))
+    return out, log_sum_exp
 
 
 @pytest.mark.parametrize("name", paged_attention.DECODE.backends)
@@ -95,15 +95,15 @@ def test_the_share_of_each_page(seed, backend):
     q, keys, values, table, index, count, first, last = arguments
     by_page = jax.jit(paged_attention.decode_by_page, static_argnames="backend")
     whole, share = by_page(*arguments, backend=backend)
-    out, log_sum = exact(*arguments)
+    out, log_sum_exp = exact(*arguments)
     np.testing.assert_allclose(whole.out, out, atol=2e-5)
-    np.testing.assert_allclose(whole.log_sum, log_sum, atol=2e-5)
+    np.testing.assert_allclose(whole.log_sum_exp, log_sum_exp, atol=2e-5)
     for page in range(5):  # one page of all that are read, by itself
         low, high = np.maximum(first, 8 * page), np.minimum(last, 8 * (page + 1))
         alone = exact(q, keys, values, table, index, count, low, high)[1]
-        expected = np.exp(alone - np.where(np.isfinite(log_sum), log_sum, 0))
+        expected = np.exp(alone - np.where(np.isfinite(log_sum_exp), log_sum_exp, 0))
         np.testing.assert_allclose(share[..., page], expected, atol=2e-5)
-    np.testing.assert_allclose(np.asarray(share).sum(-1), np.isfinite(log_sum), atol=2e-5)
+    np.testing.assert_allclose(np.asarray(share).sum(-1), np.isfinite(log_sum_exp), atol=2e-5)
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
@@ -119,10 +119,10 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours():
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        ([0, 0, 2], r"lists \[0, 0, 2\]; accepted are distinct entries below 5, ascending"),
-        ([2, 1, 3], r"lists \[2, 1, 3\]; accepted"),
-        ([0, 1, 5], r"lists \[0, 1, 5\]; accepted"),
-        ([-1, 1, 2], r"lists \[-1, 1, 2\]; accepted"),
+        ([0, 0, 2], r"entries below 5; got \[0, 0, 2\]"),
+        ([2, 1, 3], r"entries below 5; got \[2, 1, 3\]"),
+        ([0, 1, 5], r"entries below 5; got \[0, 1, 5\]"),
+        ([-1, 1, 2], r"entries below 5; got \[-1, 1, 2\]"),
     ],
 )
 def test_lists_out_of_order_or_with_repeats_are_refused(listed, said):
@@ -131,14 +131,14 @@ def test_lists_out_of_order_or_with_repeats_are_refused(listed, said):
     count = np.full((3, 2), 3, np.int32)
     paged_attention.decode(q, keys, values, table, index, count, first, last)
     index[1, 1] = listed
-    with pytest.raises(ValueError, match=rf"index\[1, 1\] {said}"):
+    with pytest.raises(ValueError, match=rf"page_list\[1, 1\] must be ascending and distinct {said}"):
         paged_attention.decode(q, keys, values, table, index, count, first, last)
     count[1, 1] = 0  # what is not listed may be anything
     paged_attention.decode(q, keys, values, table, index, count, first, last)
     count[1, 1] = 4
-    with pytest.raises(ValueError, match=r"count\[1, 1\] is 4; accepted are 0 to 3"):
+    with pytest.raises(ValueError, match=r"num_pages\[1, 1\] must be between 0 and 3; got 4"):
         paged_attention.decode(q, keys, values, table, index, count, first, last)
-    with pytest.raises(ValueError, match="count is None, index is not; accepted are both or neither"):
+    with pytest.raises(ValueError, match="both be None; got page_list without num_pages"):
         paged_attention.decode(q, keys, values, table, index, None, first, last)
 
 
@@ -149,13 +149,13 @@ def test_gradients_are_those_of_the_gathered_form(seed):
 
     def loss(attend):
         def total(*x):
-            out, log_sum = attend(*x, *where)
-            return jnp.square(out).sum() + jnp.where(jnp.isfinite(log_sum), log_sum, 0).sum()
+            out, log_sum_exp = attend(*x, *where)
+            return jnp.square(out).sum() + jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0).sum()
 
         return jax.grad(total, (0, 1, 2))(q, keys, values)
 
     chex.assert_trees_all_close(
-        loss(paged_attention.decode), loss(paged_attention.reference.gathered), atol=1e-5
+        loss(paged_attention.decode), loss(paged_attention.reference.decode_gathered), atol=1e-5
     )
 
 
@@ -200,7 +200,7 @@ def test_gradients_of_write_are_those_of_the_reference():
 
 
 def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
-    """Arguments of `choose`, beside the keys that they summarise; what a row does not hold is NaN."""
+    """Arguments of `select_pages`, beside the keys that they summarise; what a row does not hold is NaN."""
     q, keys, _, table, *_, last = case(seed, rows, kv_heads, group, head_dim, page, per_row)
     keys = np.where(np.isnan(keys), np.random.default_rng(seed).standard_normal(keys.shape), keys)
     keys = keys.astype(np.float32)
@@ -210,7 +210,7 @@ def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, p
     keys[-1] = np.nan
     with np.errstate(invalid="ignore"), jax.debug_nans(False):
         some = ~np.isnan(keys)
-        summary = Summary(
+        summary = PageSummary(
             np.where(some, keys, np.inf).min(2),
             np.where(some, keys, -np.inf).max(2),
             np.where(some, keys, 0).sum(2),
@@ -232,22 +232,29 @@ def exact_choice(q, summary, information, table, last, drop, page, rules, row, h
     query = q[row, head].astype(float)
     bound = np.maximum(query[:, None] * low, query[:, None] * high).sum(-1) + np.log(filled)
     mean = query @ (total / filled[:, None]).T + np.log(filled)
-    score = (1 - rules.guard) * mean + rules.guard * bound
+    score = (1 - rules.bound_weight) * mean + rules.bound_weight * bound
     mass = np.exp(score - score.max(-1, keepdims=True))
     mass = (mass / mass.sum(-1, keepdims=True)).mean(0)
     weight = mass * information[ids, head]
     return mass, weight / weight.sum(), bound
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE.backends)
-@pytest.mark.parametrize("rules", [Rules(), Rules(sink=0, recent=1, least=1, guard=0.0), Rules(2, 3, 8, 1.0)])
+@pytest.mark.parametrize("name", paged_attention.SELECT_PAGES.backends)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        SelectionRules(),
+        SelectionRules(sink_pages=0, recent_pages=1, min_pages=1, bound_weight=0.0),
+        SelectionRules(2, 3, 8, 1.0),
+    ],
+)
 def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
     page, sizes = 8, (3, 2, 3, 16, 8, 20)
     for seed in range(3):
         arguments, keys = summarised(seed, *sizes)
         q, summary, information, table, last, drop = arguments
         try:
-            choice = paged_attention.CHOOSE.backends[name](
+            choice = paged_attention.SELECT_PAGES.backends[name](
                 *map(jnp.asarray, (q,)), summary, *arguments[2:], page, rules
             )
         except NotImplementedError as declined:
@@ -262,14 +269,14 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
                     assert count[row, head] == 0
                     continue
                 mass, weight, bound = exact_choice(*arguments, page, rules, row, head)
-                forced = {p for p in range(pages) if p < rules.sink or p >= pages - rules.recent}
+                forced = {p for p in range(pages) if p < rules.sink_pages or p >= pages - rules.recent_pages}
                 worth = (weight >= 1e-12).sum()
-                assert forced <= set(kept.tolist()) and len(kept) >= min(rules.least, pages, worth)
+                assert forced <= set(kept.tolist()) and len(kept) >= min(rules.min_pages, pages, worth)
                 need = 1 - drop[row]
-                if pages > max(rules.least, rules.sink + rules.recent):
+                if pages > max(rules.min_pages, rules.sink_pages + rules.recent_pages):
                     assert weight[kept].sum() >= need - 1e-4
                 free = [p for p in kept if p not in forced]
-                if free and len(kept) > rules.least:  # without its least page it would not be enough
+                if free and len(kept) > rules.min_pages:  # without its least page it would not be enough
                     assert weight[kept].sum() - weight[free].min() < need + 1e-4
                 left = np.setdiff1d(np.arange(pages), kept)
                 if len(left) and free:
@@ -286,17 +293,17 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
                     assert (log_bound[row, head] == -np.inf).all()
 
 
-@pytest.mark.parametrize("name", paged_attention.CHOOSE.backends)
+@pytest.mark.parametrize("name", paged_attention.SELECT_PAGES.backends)
 def test_nothing_is_dropped_where_nothing_may_be(name):
     (q, summary, information, table, last, _), _ = summarised(0, 3, 2, 3, 16, 8, 20)
     try:
-        choice = paged_attention.CHOOSE.backends[name](
-            jnp.asarray(q), summary, information, table, last, jnp.zeros(3), 8, Rules()
+        choice = paged_attention.SELECT_PAGES.backends[name](
+            jnp.asarray(q), summary, information, table, last, jnp.zeros(3), 8, SelectionRules()
         )
     except NotImplementedError as declined:
         pytest.skip(str(declined))
     for row in range(3):
         pages = -(-last[row] // 8)
-        assert (np.asarray(choice.count[row]) == pages).all()
-        np.testing.assert_array_equal(choice.index[row, :, :pages], np.tile(np.arange(pages), (2, 1)))
-    assert (np.asarray(choice.dropped) == 0).all() and (np.asarray(choice.log_bound) == -np.inf).all()
+        assert (np.asarray(choice.num_pages[row]) == pages).all()
+        np.testing.assert_array_equal(choice.page_list[row, :, :pages], np.tile(np.arange(pages), (2, 1)))
+    assert (np.asarray(choice.dropped_mass) == 0).all() and (np.asarray(choice.log_bound) == -np.inf).all()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas.paged_attention import cases, gpu, reference, split, tpu
+from entropic_jax.pallas.paged_attention import cases, gpu, reference, split_kv, tpu
 
 from . import programs
 from .compilers import interpreted_on_gpu, interpreted_on_tpu
@@ -30,11 +30,11 @@ def arguments_of(case, seed=0):
 
 
 def check(result, case, given):
-    out, log_sum = cases.exact(case, given)
+    out, log_sum_exp = cases.exact(case, given)
     # The weights of bfloat16 values are rounded to bfloat16, as the reference does.
     tolerance = 2e-6 if case.dtype == "float32" else 2e-2
     np.testing.assert_allclose(np.asarray(result.out, np.float64), out, atol=tolerance)
-    np.testing.assert_allclose(result.log_sum, log_sum, atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(result.log_sum_exp, log_sum_exp, atol=2e-6, rtol=2e-6)
 
 
 def on_tpu(case, arguments, mode):
@@ -55,8 +55,8 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     """Make chunks so small that a case of an interpreter has several."""
     for name, value in SMALL_CHUNKS.items():
         patch.setattr(tpu, name, value)
-    patch.setattr(gpu, "CHUNK", 128)
-    patch.setattr(gpu, "LISTED_CHUNK", 128)
+    patch.setattr(gpu, "MIN_CHUNK", 128)
+    patch.setattr(gpu, "MAX_LISTED_CHUNK", 128)
     patch.setattr(gpu, "BLOCKS", 1 << 20)
 
 
@@ -102,7 +102,7 @@ def test_gpu_in_the_interpreter(case, small_chunks):
 def test_a_row_has_the_same_bits_whatever_its_neighbours(run, small_chunks):
     case = cases.Case(3, 1, 2, 128, 16, 9, dtype="bfloat16")
     _, arguments = arguments_of(case)
-    alone = arguments._replace(last=arguments.last.at[1:].set(jnp.asarray([0, 17])))
+    alone = arguments._replace(context_length=arguments.context_length.at[1:].set(jnp.asarray([0, 17])))
     for both in zip(run(case, arguments), run(case, alone), strict=True):
         np.testing.assert_array_equal(*(x[0] for x in both))
 
@@ -162,23 +162,23 @@ FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race
 
 def fetches_what_is_masked(*arguments):
     """Lists that begin with the first page, with the window in the mask alone."""
-    lists = split.lists_of(*arguments)
+    lists = split_kv.work_lists(*arguments)
     return lists._replace(begin=jnp.zeros_like(lists.begin), low=lists.low + lists.begin * arguments[-1])
 
 
 def beyond_the_pool(*arguments):
-    lists = split.lists_of(*arguments)
+    lists = split_kv.work_lists(*arguments)
     return lists._replace(pages=lists.pages + 1)  # the last page is that of no row, and NaN
 
 
 @pytest.mark.parametrize(
     ("name", "fault", "mode"),
     [
-        ("_await", lambda copy: None, "late"),
-        ("_await", lambda copy: None, "eager"),
-        ("_other", lambda slot: slot, "late"),
-        ("_other", lambda slot: slot, "eager"),
-        ("lists_of", beyond_the_pool, "eager"),
+        ("_wait", lambda copy: None, "late"),
+        ("_wait", lambda copy: None, "eager"),
+        ("_other_slot", lambda slot: slot, "late"),
+        ("_other_slot", lambda slot: slot, "eager"),
+        ("work_lists", beyond_the_pool, "eager"),
     ],
     ids=["no-wait-late", "no-wait-eager", "one-slot-late", "one-slot-eager", "wrong-page"],
 )
@@ -192,12 +192,12 @@ def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, mon
 def test_a_page_out_of_range_is_found(small_chunks):
     _, arguments = arguments_of(TILE_32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
-        on_tpu(TILE_32, arguments._replace(table=arguments.table + 19), "eager")
+        on_tpu(TILE_32, arguments._replace(page_table=arguments.page_table + 19), "eager")
 
 
 def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):
     case = TILE_32._replace(kept=None)
-    monkeypatch.setattr(tpu, "lists_of", fetches_what_is_masked)
+    monkeypatch.setattr(tpu, "work_lists", fetches_what_is_masked)
     given, arguments = arguments_of(case)
     with copies_recorded("tpu") as seen:
         check(on_tpu(case, arguments, "eager"), case, given)  # the result does not tell
@@ -205,7 +205,7 @@ def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):
 
 
 def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
-    monkeypatch.setattr(gpu, "_await", lambda arrival: None)
+    monkeypatch.setattr(gpu, "_wait", lambda arrival: None)
     case = GPU_CASES[0]
     given, arguments = arguments_of(case)
     with pytest.raises(FOUND):
@@ -241,12 +241,16 @@ def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():
     score, value = rng.standard_normal((5, 3, 7)), rng.standard_normal((5, 7, 4))
     weight = np.exp(score)
     part = np.einsum("pgs,psd->pgd", weight / weight.sum(-1, keepdims=True), value)
-    log_sum = np.log(weight.sum(-1))
+    log_sum_exp = np.log(weight.sum(-1))
     held = np.array([True, True, False, True, False])
     whole = np.einsum("pgs,psd->gd", weight[held], value[held]) / weight[held].sum((0, 2))[:, None]
-    part[~held], log_sum[~held] = np.nan, np.nan
-    merged = split.merge(*(jnp.asarray(x, jnp.float32) for x in (part, log_sum)), jnp.asarray(held))
+    part[~held], log_sum_exp[~held] = np.nan, np.nan
+    merged = split_kv.merge_partials(
+        *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.asarray(held)
+    )
     np.testing.assert_allclose(merged.out, whole, atol=1e-6)
-    np.testing.assert_allclose(merged.log_sum, np.log(weight[held].sum((0, 2))), atol=1e-6)
-    nothing = split.merge(*(jnp.asarray(x, jnp.float32) for x in (part, log_sum)), jnp.zeros(5, bool))
-    assert not nothing.out.any() and np.isneginf(nothing.log_sum).all()
+    np.testing.assert_allclose(merged.log_sum_exp, np.log(weight[held].sum((0, 2))), atol=1e-6)
+    nothing = split_kv.merge_partials(
+        *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.zeros(5, bool)
+    )
+    assert not nothing.out.any() and np.isneginf(nothing.log_sum_exp).all()

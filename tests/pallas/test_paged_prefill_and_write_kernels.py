@@ -56,10 +56,10 @@ def prefill_case(case):
     rng = np.random.default_rng(1)
     q = rng.standard_normal((case.rows, case.kv_heads, case.group, QUERIES, case.head_dim))
     q = (q * case.head_dim**-0.5).astype(given.q.dtype)
-    query = np.maximum(given.last - QUERIES, 0).astype(np.int32)
+    query = np.maximum(given.context_length - QUERIES, 0).astype(np.int32)
     own = query[:, None] + np.arange(QUERIES, dtype=np.int32)
     first = np.maximum(own - 24, 0) if case.window else np.zeros_like(own)
-    return (q, *given[1:6], first, query, given.last)
+    return (q, *given[1:6], first, query, given.context_length)
 
 
 def exact(q, keys, values, table, index, count, first, query, last, soft_cap=None):
@@ -122,7 +122,7 @@ def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
     with copies_recorded("gpu") as copied:
         arguments, _ = on_gpu(case, detect_races=False)
     _, _, _, table, index, count, first, query, _ = arguments
-    position, page = query[:, None] + np.arange(QUERIES), np.arange(case.per_row)[:, None, None]
+    position, page = query[:, None] + np.arange(QUERIES), np.arange(case.max_pages)[:, None, None]
     visible = ((page + 1) * case.page > first) & (page * case.page <= position)  # [page, row, query]
     expected = {
         (int(table[row, page]), head)
@@ -133,7 +133,7 @@ def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
     assert set(copied) == expected
 
 
-@pytest.mark.parametrize("name", sample(["_await", "_meet"], 1))
+@pytest.mark.parametrize("name", sample(["_wait", "_arrive_and_wait"], 1))
 def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
     monkeypatch.setattr(prefill_gpu, name, lambda barrier: None)
     with pytest.raises(FOUND):
@@ -141,7 +141,7 @@ def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
-@pytest.mark.parametrize(("name", "fault"), [("_await", lambda copy: None), ("_slot", lambda chunk: 0)])
+@pytest.mark.parametrize(("name", "fault"), [("_wait", lambda copy: None), ("_buffer_slot", lambda chunk: 0)])
 def test_faults_of_prefill_are_found(name, fault, mode, monkeypatch):
     monkeypatch.setattr(prefill_tpu, name, fault)
     with pytest.raises(FOUND):
@@ -223,6 +223,6 @@ def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(sto
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
 def test_a_write_that_does_not_wait_is_found(mode, monkeypatch):
-    monkeypatch.setattr(write_tpu, "_await", lambda copy: None)
+    monkeypatch.setattr(write_tpu, "_wait", lambda copy: None)
     with pytest.raises(FOUND):
         check_write(jnp.float32, mode)

@@ -16,7 +16,7 @@ ON_V5E = {
     "decode": (0, 2, 8, 9, 10, 11),
     "prefill": (1, 10, 11),
     "write": (0, 3, 6),
-    "choose": (0,),
+    "select_pages": (0,),
     "topk_entropy": (1,),
     "project": (2,),
 }
@@ -25,11 +25,11 @@ ON_GPU = {
     "decode": (0, 1, 7, 9, 10),
     "prefill": (1, 9),
     "write": (0,),
-    "choose": (0,),
+    "select_pages": (0,),
     "topk_entropy": (1, 4),
     "project": (0,),
 }
-IN_XLA = ("write", "choose")  # on a GPU, where plain JAX serves
+IN_XLA = ("write", "select_pages")  # on a GPU, where plain JAX serves
 REGISTERS = {"topk_entropy": 65536 // 5 // 128 // 8 * 8}  # of float32 segments five share a multiprocessor
 
 

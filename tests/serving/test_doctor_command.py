@@ -19,8 +19,8 @@ def automatic(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def trials():
-    return self_test.trials()
+def checks():
+    return self_test.checks()
 
 
 def test_a_sound_machine(capsys):
@@ -34,7 +34,7 @@ def test_a_sound_machine(capsys):
         "paged_attention.decode",
         "paged_attention.prefill",
         "paged_attention.write",
-        "paged_attention.choose",
+        "paged_attention.select_pages",
         "topk_entropy",
         "topk_entropy.project",
         "skinny_matmul",
@@ -46,13 +46,13 @@ def test_a_sound_machine(capsys):
     assert named["topk_entropy"]["declined"]["tpu"] == "the default device is a cpu"
 
 
-def test_what_is_said_to_a_person(monkeypatch, trials, capsys):
-    monkeypatch.setattr(self_test, "trials", lambda: [trials[3]])
+def test_what_is_said_to_a_person(monkeypatch, checks, capsys):
+    monkeypatch.setattr(self_test, "checks", lambda: [checks[3]])
     monkeypatch.setenv("ENTROPIC_KERNELS", "xla")
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ENTROPIC_KERNELS=xla" in text
-    assert "paged_attention.choose   xla: compiled in" in text
+    assert "paged_attention.select_pages xla: compiled in" in text
     assert "all is well" in text
 
 
@@ -64,14 +64,14 @@ def without(result):
 
 
 @pytest.mark.parametrize("place", range(6))
-def test_a_kernel_that_is_wrong_is_found(place, monkeypatch, trials, capsys):
-    trial = trials[place]
-    backends = trial.operation.backends
-    broken = Operation(trial.operation.name, {"xla": lambda *x: without(backends["xla"](*x))})
-    monkeypatch.setattr(self_test, "trials", lambda: [trial._replace(operation=broken)])
+def test_a_kernel_that_is_wrong_is_found(place, monkeypatch, checks, capsys):
+    check = checks[place]
+    backends = check.operation.backends
+    broken = Operation(check.operation.name, {"xla": lambda *x: without(backends["xla"](*x))})
+    monkeypatch.setattr(self_test, "checks", lambda: [check._replace(operation=broken)])
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert f"problem: {trial.operation.name}: differs by" in text
+    assert f"problem: {check.operation.name}: differs by" in text
     assert "1 problems" in text
 
 
@@ -86,17 +86,17 @@ def fails(*arguments):
 @pytest.mark.parametrize(
     ("backend", "said"), [(declines, "every back end declines"), (fails, "ValueError: out of")]
 )
-def test_what_cannot_run_is_said(backend, said, monkeypatch, trials, capsys):
+def test_what_cannot_run_is_said(backend, said, monkeypatch, checks, capsys):
     operation = Operation("topk_entropy", {"xla": backend})
-    monkeypatch.setattr(self_test, "trials", lambda: [trials[4]._replace(operation=operation)])
+    monkeypatch.setattr(self_test, "checks", lambda: [checks[4]._replace(operation=operation)])
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == [f"topk_entropy: {said}"]
 
 
-def test_an_unknown_back_end_is_a_problem(monkeypatch, trials, capsys):
+def test_an_unknown_back_end_is_a_problem(monkeypatch, checks, capsys):
     monkeypatch.setenv("ENTROPIC_KERNELS", "cuda")
-    monkeypatch.setattr(self_test, "trials", lambda: [trials[4]])
+    monkeypatch.setattr(self_test, "checks", lambda: [checks[4]])
     assert main(["doctor"]) == 1
     assert "ENTROPIC_KERNELS must be one of xla, cpu, tpu, gpu" in capsys.readouterr().out
 

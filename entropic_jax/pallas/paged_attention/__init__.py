@@ -1,32 +1,48 @@
-"""Attention of one query per row to chosen pages of that row, and the choice of those pages.
+"""Paged attention: attention of queries to the KV cache through a page table, and page selection.
 
-Contract of every back end of `decode(q, keys, values, table, index, count, first, last)`:
+The package has four operations, each with several back ends (see `dispatch`):
 
-* q `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim,
-* keys, values `[pool, kv_heads, page_size, head_dim]`, or `Quantised` pools of that shape,
-* table int32 `[rows, most pages of a row]`: where the pages of a row, in order of position, lie in the pool,
-* index int32 `[rows, kv_heads, most listed]`: which pages of the row to read, as entries of its table row,
-  ascending and distinct; of them the first count[row, head] (int32 `[rows, kv_heads]`) are listed.
-  Both None: every page,
-* first, last int32 `[rows]`: of the listed pages, positions `first ≤ p < last` are attended to; none where
-  `last ≤ first`,
+| operation | purpose |
+|---|---|
+| `decode` | attention of one query per row to all or to listed pages, with its log-sum-exp |
+| `prefill` | causal attention of several queries per row |
+| `select_pages` | the page lists to read: the fewest pages whose mass reaches 1 − ε |
+| `write` | stores one key and value per row, and updates the page summaries |
 
-returns `Partial(out, log_sum)`: the output in the shape of q, and float32 `[rows, kv_heads, group]`
-ln Σ exp(q · k) over what was attended to; zeros and −inf where that is nothing. Pages that are not listed or
-lie outside `[first, last)` are not read, and what lies in a page past `last` never reaches the result.
+All back ends of an operation have the same contract. One that does not support a case raises
+NotImplementedError with the reason. Gradients are those of the reference in plain JAX; page selection is a
+step function and has none.
 
-Contract of `choose(q, summary, information, table, last, dropped_mass_limit, page_size, rules)`: the pages to
-list, see `Rules` and the reference.
+Args of `decode(q, keys, values, page_table, page_list, num_pages, window_start, context_length)`:
+    q: queries `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim. `group` is the number of
+    query
+        heads that share a KV head.
+    keys, values: page pools `[pool, kv_heads, page_size, head_dim]`, or `Quantised` pools of that shape.
+    page_table: int32 `[rows, max_pages]`, the pages of a row in the pool, in order of position.
+    page_list: int32 `[rows, kv_heads, max_listed]`, the pages to read as entries of the row's page table,
+        ascending and distinct. None reads every page.
+    num_pages: int32 `[rows, kv_heads]`, how many entries of the page list are valid. None with `page_list`.
+    window_start, context_length: int32 `[rows]`. Positions p with window_start ≤ p < context_length are
+        attended to, as far as their page is listed; none where context_length ≤ window_start.
 
-* summary: the page summaries of a layer, each over the pool: key_min, key_max, key_sum
-  `[pool, kv_heads, head_dim]`,
-* information float32 `[pool, kv_heads]`, ≥ 0: how much a page matters beside its attention mass,
-* dropped_mass_limit float32 `[rows]`: share of the weighted mass that may stay unread; 0 keeps everything,
+Returns:
+    `PartialAttention(out, log_sum_exp)`: the output in the shape of q, and ln Σ exp(q · k) over the positions
+    attended to, float32 `[rows, kv_heads, group]`; zeros and −inf where there are none. Pages that are not
+    listed, or lie outside the window, are not read; what a page holds past the context length never reaches
+    the result.
 
-returns `Choice`; it is a step function, and is not differentiated.
+Args of `select_pages(q, summary, information, page_table, context_length, dropped_mass_limit, page_size,
+rules)`:
+    q, page_table, context_length: as for `decode`. summary: `PageSummary`, the element-wise bounds and the
+    sum of the keys of every page of the pool. information: float32 `[pool, kv_heads]`, ≥ 0: the weight of a
+    page beside its attention mass. dropped_mass_limit: ε, float32 `[rows]`: the share of the weighted
+    attention mass that may stay unread. 0 keeps
+        every page.
+    page_size: positions in a page; static.
+    rules: `SelectionRules`; static.
 
-A back end that cannot serve a case raises NotImplementedError with the reason. Every operation takes
-`backend`, the name of the one to use (see `dispatch`); gradients are those of the reference.
+Returns:
+    `PageChoice`.
 """
 
 from functools import partial
@@ -35,19 +51,19 @@ import jax
 import jax.numpy as jnp
 
 from ..dispatch import Operation, for_platform, interpreted
-from . import cpu, cpu_choose, cpu_write, lists, prefill_reference, reference
-from .reference import Choice, Partial, Rules, Summary
-from .split import merge
+from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference
+from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
+from .split_kv import merge_partials
 
 __all__ = [
-    "Choice",
-    "Partial",
-    "Rules",
-    "Summary",
-    "choose",
+    "PageChoice",
+    "PageSummary",
+    "PartialAttention",
+    "SelectionRules",
     "decode",
     "decode_by_page",
     "prefill",
+    "select_pages",
     "write",
 ]
 
@@ -79,111 +95,156 @@ WRITE = Operation(
         "interpret": interpreted(f"{__name__}.write_tpu", "write"),
     },
 )
-CHOOSE = Operation("paged_attention.choose", {"cpu": cpu_choose.choose, "xla": reference.choose})
+SELECT_PAGES = Operation(
+    "paged_attention.select_pages",
+    {"cpu": cpu_select_pages.select_pages, "xla": reference.select_pages},
+)
 
 
-def decode(q, keys, values, table, index, count, first, last, *, backend: str | None = None) -> Partial:
-    """Attention of one query per row, by the first back end that accepts; see the package.
+def decode(
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
+    *, backend: str | None = None,
+) -> PartialAttention:  # fmt: skip
+    """Attention of one query per row; the arguments are in the package's docstring.
 
-    Raises ValueError for lists that are not ascending and distinct, where their values are known: not under
-    `jit`, where they lead to anything.
+    Args:
+        backend: the name of the back end to use; None takes the first that supports the case.
+
+    Raises:
+        ValueError: a page list is not ascending and distinct. It is checked only where its values are known:
+        not
+            under `jit`, where the result of such a list is undefined.
     """
-    lists.check(table, index, count)
-    return _decode(backend, q, keys, values, table, index, count, first, last)
+    page_lists.check(page_table, page_list, num_pages)
+    positions = (page_table, page_list, num_pages, window_start, context_length)
+    return _decode(backend, q, keys, values, *positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decode(backend, q, keys, values, *where) -> Partial:
-    return DECODE(q, keys, values, *where, backend=backend)
+def _decode(backend, q, keys, values, *positions) -> PartialAttention:
+    return DECODE(q, keys, values, *positions, backend=backend)
 
 
-def _decode_forward(backend, q, keys, values, *where):
-    return _decode(backend, q, keys, values, *where), (q, keys, values, where)
+def _decode_forward(backend, q, keys, values, *positions):
+    return _decode(backend, q, keys, values, *positions), (q, keys, values, positions)
 
 
-def _decode_backward(backend, saved, gradient):
-    q, keys, values, where = saved
-    _, pull = jax.vjp(lambda *x: reference.gathered(*x, *where), q, keys, values)
-    return (*pull(gradient), *(None for _ in where))
+def _decode_backward(backend, residuals, gradient):
+    q, keys, values, positions = residuals
+    _, pull = jax.vjp(lambda *x: reference.decode_gathered(*x, *positions), q, keys, values)
+    return (*pull(gradient), *(None for _ in positions))
 
 
 _decode.defvjp(_decode_forward, _decode_backward)
 
 
 def decode_by_page(
-    q, keys, values, table, index, count, first, last, *, backend: str | None = None
-) -> tuple[Partial, jax.Array]:
-    """`decode`, and the share of the attention that each page of a row got.
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
+    *, backend: str | None = None,
+) -> tuple[PartialAttention, jax.Array]:  # fmt: skip
+    """Attention of one query per row, and the attention mass of each page.
 
-    The shares are float32 `[rows, kv_heads, group, most pages of a row]`; they sum to 1 where something was
-    attended to, and are 0 on a page that is not listed, which is not read. Every page is a row of its own to
-    `decode`, whatever back end serves it, so that each listed tile is read once; the parts are merged.
+    `decode` treats every page as a row of its own, whatever back end computes it, so that each listed page is
+    read once; the partial results are merged (split-KV).
+
+    Returns:
+        The result of `decode`, and the masses, float32 `[rows, kv_heads, group, max_pages]`. They sum to 1
+        where any position is attended to, and are 0 for a page that is not listed.
     """
-    lists.check(table, index, count)
+    page_lists.check(page_table, page_list, num_pages)
     rows, kv_heads, _, _ = q.shape
-    size, most = keys.shape[2], table.shape[1]
-    start = jnp.arange(most, dtype=jnp.int32) * size
-    within = lambda x: jnp.clip(x[:, None] - start, 0, size).reshape(-1)  # of each page
-    one = (None, None)
-    if index is not None:
-        listed = jnp.arange(index.shape[2]) < count[..., None]
+    size, max_pages = keys.shape[2], page_table.shape[1]
+    start = jnp.arange(max_pages, dtype=jnp.int32) * size
+
+    def within_pages(position):
+        return jnp.clip(position[:, None] - start, 0, size).reshape(-1)
+
+    single_page = (None, None)
+    if page_list is not None:
+        listed = jnp.arange(page_list.shape[2]) < num_pages[..., None]
         row, head = jnp.arange(rows)[:, None, None], jnp.arange(kv_heads)[:, None]
-        entry = jnp.where(listed, index, most)
-        kept = jnp.zeros((rows, kv_heads, most), jnp.int32).at[row, head, entry].set(1, mode="drop")
-        kept = kept.swapaxes(1, 2).reshape(rows * most, kv_heads)
-        one = (jnp.zeros((*kept.shape, 1), jnp.int32), kept)
-    where = (table.reshape(-1, 1), *one, within(first), within(last))
-    parts = decode(jnp.repeat(q, most, 0), keys, values, *where, backend=backend)
-    apart = lambda x: jnp.moveaxis(x.reshape(rows, most, *x.shape[1:]), 1, 2)  # [rows, kv_heads, pages, …]
-    log_sum = apart(parts.log_sum)
-    whole = merge(apart(parts.out).astype(jnp.float32), log_sum, jnp.ones(log_sum.shape[:3], bool))
-    some = whole.log_sum > -jnp.inf
-    share = jnp.exp(log_sum - jnp.where(some, whole.log_sum, 0.0)[:, :, None])
-    return Partial(whole.out.astype(q.dtype), whole.log_sum), share.swapaxes(2, 3)
+        entry = jnp.where(listed, page_list, max_pages)
+        kept = jnp.zeros((rows, kv_heads, max_pages), jnp.int32).at[row, head, entry].set(1, mode="drop")
+        kept = kept.swapaxes(1, 2).reshape(rows * max_pages, kv_heads)
+        single_page = (jnp.zeros((*kept.shape, 1), jnp.int32), kept)
+    bounds = (within_pages(window_start), within_pages(context_length))
+    positions = (page_table.reshape(-1, 1), *single_page, *bounds)
+    partials = decode(jnp.repeat(q, max_pages, 0), keys, values, *positions, backend=backend)
+
+    def split_pages(x):  # [rows, kv_heads, pages, …]
+        return jnp.moveaxis(x.reshape(rows, max_pages, *x.shape[1:]), 1, 2)
+
+    log_sum_exp = split_pages(partials.log_sum_exp)
+    written = jnp.ones(log_sum_exp.shape[:3], bool)
+    merged = merge_partials(split_pages(partials.out).astype(jnp.float32), log_sum_exp, written)
+    total = jnp.where(merged.log_sum_exp > -jnp.inf, merged.log_sum_exp, 0.0)
+    mass = jnp.exp(log_sum_exp - total[:, :, None])
+    return PartialAttention(merged.out.astype(q.dtype), merged.log_sum_exp), mass.swapaxes(2, 3)
 
 
-def prefill(q, keys, values, table, index, count, first, query, last, *, backend: str | None = None):
-    """Causal attention of several queries per row, q `[rows, kv_heads, group, n, head_dim]`; q's shape.
+def prefill(
+    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
+    *, backend: str | None = None,
+):  # fmt: skip
+    """Causal attention of several queries per row.
 
-    Query i of a row stands at position `query[row] + i` and sees positions from `first[row, i]` to its own,
-    of the listed pages; the rest as `decode`.
+    Query i of a row is at position query_start[row] + i. It sees the positions from window_start[row, i] to
+    its own, as far as their page is listed and they are below the context length.
+
+    Args:
+        q: scaled queries `[rows, kv_heads, group, n, head_dim]`.
+        keys, values, page_table, page_list, num_pages, context_length: as for `decode`.
+        window_start: int32 `[rows, n]`.
+        query_start: int32 `[rows]`.
+        backend: the name of the back end to use; None takes the first that supports the case.
+
+    Returns:
+        The output in the shape of q; zeros for a query that sees nothing.
     """
-    lists.check(table, index, count)
-    return _prefill(backend, q, keys, values, table, index, count, first, query, last)
+    page_lists.check(page_table, page_list, num_pages)
+    positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
+    return _prefill(backend, q, keys, values, *positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill(backend, q, keys, values, *where):
-    return PREFILL(q, keys, values, *where, backend=backend)
+def _prefill(backend, q, keys, values, *positions):
+    return PREFILL(q, keys, values, *positions, backend=backend)
 
 
-def _prefill_forward(backend, q, keys, values, *where):
-    return _prefill(backend, q, keys, values, *where), (q, keys, values, where)
+def _prefill_forward(backend, q, keys, values, *positions):
+    return _prefill(backend, q, keys, values, *positions), (q, keys, values, positions)
 
 
-def _prefill_backward(backend, saved, gradient):
-    q, keys, values, where = saved
-    _, pull = jax.vjp(lambda *x: reference.prefill_gathered(*x, *where).out, q, keys, values)
-    return (*pull(gradient), *(None for _ in where))
+def _prefill_backward(backend, residuals, gradient):
+    q, keys, values, positions = residuals
+    _, pull = jax.vjp(lambda *x: reference.prefill_gathered(*x, *positions).out, q, keys, values)
+    return (*pull(gradient), *(None for _ in positions))
 
 
 _prefill.defvjp(_prefill_forward, _prefill_backward)
 
 
-def choose(
-    q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules,
-    *, backend: str | None = None,
-) -> Choice:  # fmt: skip
-    """The pages to read, by the first back end that accepts; see the package."""
-    return CHOOSE(q, summary, information, table, last, dropped_mass_limit, page_size, rules, backend=backend)
+def select_pages(
+    q, summary: PageSummary, information, page_table, context_length, dropped_mass_limit,
+    page_size: int, rules: SelectionRules, *, backend: str | None = None,
+) -> PageChoice:  # fmt: skip
+    """The pages to read for each row and KV head; the arguments are in the package's docstring."""
+    operands = (q, summary, information, page_table, context_length, dropped_mass_limit)
+    return SELECT_PAGES(*operands, page_size, rules, backend=backend)
 
 
 def write(tiles, summaries, k, v, page, slot, *, backend: str | None = None):
-    """Store one key and value per row, in place, and take the key into the summaries of its page.
+    """Store one key and one value per row in place, and update the summaries of their pages.
 
-    tiles: keys and values of the pool; summaries: key_min, key_max, key_sum, value_norm, as in a layer; k, v
-    `[rows, kv_heads, head_dim]`; page, slot int32 `[rows]`: where they go. Slot 0 starts a page, and its
-    summaries. Returns what tiles and summaries have become.
+    Args:
+        tiles: the page pools of keys and values. summaries: key_min, key_max, key_sum and value_norm of the
+        layer, see `cache.Layer`. k, v: `[rows, kv_heads, head_dim]`. page, slot: int32 `[rows]`, the page in
+        the pool and the slot in the page. Slot 0 begins a page and resets
+            its summaries. The last page of the pool is a bin: what it holds afterwards is undefined.
+        backend: the name of the back end to use; None takes the first that supports the case.
+
+    Returns:
+        The new tiles and the new summaries.
     """
     return _write(backend, tuple(tiles), tuple(summaries), k, v, page, slot)
 
@@ -194,14 +255,17 @@ def _write(backend, tiles, summaries, k, v, page, slot):
 
 
 def _write_forward(backend, tiles, summaries, k, v, page, slot):
-    saved = (tiles, summaries, k, v, page, slot)
-    return _write(backend, *saved), saved
+    residuals = (tiles, summaries, k, v, page, slot)
+    return _write(backend, *residuals), residuals
 
 
-def _write_backward(backend, saved, gradient):
-    *operands, page, slot = saved
-    again = lambda tiles, summaries, k, v: reference.write(tiles, summaries, k, v, page, slot)
-    _, pull = jax.vjp(again, *operands)
+def _write_backward(backend, residuals, gradient):
+    *operands, page, slot = residuals
+
+    def write_to(tiles, summaries, k, v):
+        return reference.write(tiles, summaries, k, v, page, slot)
+
+    _, pull = jax.vjp(write_to, *operands)
     return (*pull(gradient), None, None)
 
 

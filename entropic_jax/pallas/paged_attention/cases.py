@@ -1,7 +1,7 @@
-"""The cases that every back end of paged attention is checked on.
+"""Test cases of paged attention for every back end, with the exact result in float64.
 
-What no result may depend on is NaN: pages that no row owns, pages that are not listed, and the slots of a
-page outside of `first` and `last`. Of pages of int8, which has no NaN, the scales are.
+Memory on which no result may depend is NaN: pages that no row owns, pages that are not listed, and the slots
+of a page outside of the window. int8 has no NaN, so the scales of int8 pages are NaN instead.
 """
 
 from typing import Any, NamedTuple
@@ -13,26 +13,26 @@ from .quantised import LARGEST, Quantised
 
 
 class Case(NamedTuple):
-    """A shape, and which of its pages are listed."""
+    """The shape of a case, and which of its pages are listed."""
 
     rows: int
     kv_heads: int
     group: int
     head_dim: int
     page: int
-    per_row: int  # most pages of a row
-    kept: float | None = None  # share of the pages that is listed per head; None: no list, every page
-    window: bool = False  # half of the rows see only their newest positions
+    max_pages: int  # of a row
+    kept: float | None = None  # the listed share of the pages; None: no page list
+    window: bool = False  # whether half of the rows see only their newest positions
     dtype: str = "float32"
     soft_cap: float | None = None
-    pages: str | None = None  # dtype of the pages, if they are quantised
+    pages: str | None = None  # the dtype of quantised pages
 
     @property
     def name(self) -> str:
         listed = "all" if self.kept is None else f"kept{self.kept:g}"
         parts = [
             f"{self.rows}x{self.kv_heads}x{self.group}x{self.head_dim}",
-            f"page{self.page}x{self.per_row}",
+            f"page{self.page}x{self.max_pages}",
         ]
         parts += [listed, self.dtype]
         parts += [self.pages] if self.pages else []
@@ -41,19 +41,19 @@ class Case(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Those of `decode`, as NumPy arrays."""
+    """The arguments of `decode` as NumPy arrays."""
 
     q: np.ndarray
     keys: Any  # an array or Quantised
     values: Any
-    table: np.ndarray
-    index: np.ndarray | None
-    count: np.ndarray | None
-    first: np.ndarray
-    last: np.ndarray
+    page_table: np.ndarray
+    page_list: np.ndarray | None
+    num_pages: np.ndarray | None
+    window_start: np.ndarray
+    context_length: np.ndarray
 
 
-# Small enough for an interpreter; every row of a case has another length, and one is empty.
+# Small enough for an interpreter. Every row of a case has another length, and one is empty.
 SMALL = (
     Case(3, 2, 4, 128, 16, 5),
     Case(3, 2, 4, 128, 16, 6, kept=0.5),
@@ -70,7 +70,7 @@ SMALL = (
     Case(2, 1, 2, 96, 128, 3, dtype="bfloat16", pages="float8_e4m3fn"),
 )
 
-# What models have; too large for an interpreter, for compilers and hardware.
+# The shapes of models, for compilers and hardware; too large for an interpreter.
 LARGE = tuple(
     Case(rows, kv_heads, group, head_dim, page, context // page, kept, dtype=dtype, pages=(*pages, None)[0])
     for rows, kv_heads, group, head_dim, page, context, kept, dtype, *pages in (
@@ -93,37 +93,48 @@ LARGE = tuple(
 def build(case: Case, seed: int = 0) -> Arguments:
     """The arguments of one case."""
     rng = np.random.default_rng(seed)
-    rows, kv_heads, size, most = case.rows, case.kv_heads, case.page, case.per_row
-    pool = rows * most + 1
+    rows, kv_heads, size, max_pages = case.rows, case.kv_heads, case.page, case.max_pages
+    pool = rows * max_pages + 1
     shape = (pool, kv_heads, size, case.head_dim)
     keys, values = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((rows, kv_heads, case.group, case.head_dim)) * case.head_dim**-0.5
-    table = rng.permutation(pool - 1).reshape(rows, most).astype(np.int32)
-    last = rng.integers(1, most * size + 1, rows)
-    last[0] = most * size - rng.integers(0, size)
+    page_table = rng.permutation(pool - 1).reshape(rows, max_pages).astype(np.int32)
+    context_length = rng.integers(1, max_pages * size + 1, rows)
+    context_length[0] = max_pages * size - rng.integers(0, size)
     if rows > 1:
-        last[-1] = 0
-    first = np.zeros(rows, np.int64)
+        context_length[-1] = 0
+    window_start = np.zeros(rows, np.int64)
     if case.window:
-        first = np.where(np.arange(rows) % 2 == 0, np.maximum(last - 2 * size + size // 3, 0), 0)
-    index = count = None
+        window_start = np.where(
+            np.arange(rows) % 2 == 0, np.maximum(context_length - 2 * size + size // 3, 0), 0
+        )
+    page_list = num_pages = None
     if case.kept is not None:
-        index = np.zeros((rows, kv_heads, most), np.int32)
-        count = np.zeros((rows, kv_heads), np.int32)
+        page_list = np.zeros((rows, kv_heads, max_pages), np.int32)
+        num_pages = np.zeros((rows, kv_heads), np.int32)
         for row in range(rows):
-            pages = -(-last[row] // size)
+            pages = -(-context_length[row] // size)
             for head in range(kv_heads):
                 kept = np.flatnonzero(rng.random(pages) < case.kept)
-                count[row, head] = kept.size
-                index[row, head] = np.pad(kept, (0, most - kept.size))
-    read = seen(case, table, index, count, first, last)
+                num_pages[row, head] = kept.size
+                page_list[row, head] = np.pad(kept, (0, max_pages - kept.size))
+    read = seen(case, page_table, page_list, num_pages, window_start, context_length)
     keys, values = (poisoned(case.pages or case.dtype, x, read) for x in (keys, values))
     q = q.astype(jnp.dtype(case.dtype))
-    return Arguments(q, keys, values, table, index, count, first.astype(np.int32), last.astype(np.int32))
+    return Arguments(
+        q,
+        keys,
+        values,
+        page_table,
+        page_list,
+        num_pages,
+        window_start.astype(np.int32),
+        context_length.astype(np.int32),
+    )
 
 
 def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:
-    """The pool of x in a dtype, NaN where it is not read."""
+    """A pool of x in a dtype, NaN where it is not read."""
     if dtype not in LARGEST:
         return np.where(read[..., None], x, np.nan).astype(jnp.dtype(dtype))
     scale = np.abs(x).max(-1) / LARGEST[dtype]
@@ -134,39 +145,41 @@ def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:
 
 
 def floats(pool: Any) -> np.ndarray:
-    """What a pool holds, float64."""
+    """The content of a pool, float64."""
     if isinstance(pool, Quantised):
         return pool.tiles.astype(np.float64) * np.swapaxes(pool.scale, 2, 3)
     return pool.astype(np.float64)
 
 
-def seen(case: Case, table, index, count, first, last) -> np.ndarray:
+def seen(case: Case, page_table, page_list, num_pages, window_start, context_length) -> np.ndarray:
     """Which slots of the pool are attended to: bool `[pool, kv_heads, page]`."""
-    pool = case.rows * case.per_row + 1
+    pool = case.rows * case.max_pages + 1
     read = np.zeros((pool, case.kv_heads, case.page), bool)
     position = np.arange(case.page)
     for row in range(case.rows):
         for head in range(case.kv_heads):
-            entries = range(case.per_row) if index is None else index[row, head, : count[row, head]]
+            entries = (
+                range(case.max_pages) if page_list is None else page_list[row, head, : num_pages[row, head]]
+            )
             for entry in entries:
                 at = entry * case.page + position
-                read[table[row, entry], head] |= (at >= first[row]) & (at < last[row])
+                read[page_table[row, entry], head] |= (at >= window_start[row]) & (at < context_length[row])
     return read
 
 
 def exact(case: Case, arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
-    """The output and the log-sum-exp in float64, by their definition."""
-    q, keys, values, table, index, count, first, last = arguments
+    """The output and the log-sum-exp in float64, by definition."""
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length = arguments
     keys, values = floats(keys), floats(values)
     out = np.zeros(q.shape)
-    log_sum = np.full(q.shape[:3], -np.inf)
-    read = seen(case, table, index, count, first, last)
+    log_sum_exp = np.full(q.shape[:3], -np.inf)
+    read = seen(case, page_table, page_list, num_pages, window_start, context_length)
     for row in range(case.rows):
         for head in range(case.kv_heads):
-            mask = read[table[row], head]  # of one row's own pages: no two rows share one here
+            mask = read[page_table[row], head]  # of one row's own pages: no two rows share one here
             if not mask.any():
                 continue
-            k, v = (x[table[row], head][mask] for x in (keys, values))
+            k, v = (x[page_table[row], head][mask] for x in (keys, values))
             score = q[row, head].astype(np.float64) @ k.T
             if case.soft_cap is not None:
                 score = case.soft_cap * np.tanh(score / case.soft_cap)
@@ -174,5 +187,5 @@ def exact(case: Case, arguments: Arguments) -> tuple[np.ndarray, np.ndarray]:
             weight = np.exp(score - top)
             total = weight.sum(-1, keepdims=True)
             out[row, head] = weight / total @ v
-            log_sum[row, head] = (top + np.log(total))[:, 0]
-    return out, log_sum
+            log_sum_exp[row, head] = (top + np.log(total))[:, 0]
+    return out, log_sum_exp

@@ -1,4 +1,4 @@
-"""Storing one key and value per row on a CPU, in place, with the summaries of the pages they go to.
+"""Write of one key and one value per row on a CPU, in place, with the page summaries.
 
 As XLA operations these are six small updates per row and layer, whose dispatch costs more than their work.
 """
@@ -12,16 +12,16 @@ import numpy as np
 from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
-from .cpu import kind_of
+from .cpu import pool_dtype
 from .quantised import LARGEST
 
 
 def write(tiles, summaries, k, v, page, slot):
-    """See the package; float32 vectors into pages of float32, bfloat16 or int8."""
+    """Float32 vectors into pages of float32, bfloat16 or int8. The contract is in the package's docstring."""
     check_supported(*(x.dtype for x in (*summaries, k, v)))
-    kind = kind_of(*tiles)
+    dtype = pool_dtype(*tiles)
     pools, tree = jax.tree.flatten((tuple(tiles), tuple(summaries)))
-    name = _register(k.shape[1], k.shape[2], tiles[0].shape[2], kind)
+    name = _register(k.shape[1], k.shape[2], tiles[0].shape[2], dtype)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools)
     aliases = {i: i for i in range(len(pools))}
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential", input_output_aliases=aliases)
@@ -29,13 +29,15 @@ def write(tiles, summaries, k, v, page, slot):
 
 
 @run_once
-def _register(kv_heads: int, head_dim: int, page_size: int, kind: str) -> str:
-    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}_{kind}"
-    register(name, lambda: _compile(name, kv_heads, head_dim, page_size, kind))
+def _register(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> str:
+    name = f"entropic_write_{kv_heads}_{head_dim}_{page_size}_{dtype}"
+    register(name, lambda: _compile(name, kv_heads, head_dim, page_size, dtype))
     return name
 
 
-def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str) -> Iterator[tuple[str, Any]]:
+def _compile(
+    name: str, kv_heads: int, head_dim: int, page_size: int, dtype: str
+) -> Iterator[tuple[str, Any]]:
     from numba import carray, njit
 
     from ...cpu_runtime.call_frame import (
@@ -48,26 +50,26 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
         xla_handler,
     )
 
-    stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[kind]
-    halved, scaled = kind == "bfloat16", kind == "int8"
-    # Pools in the order of a pytree's leaves: the scales of a pool follow its tiles.
-    values_at, summaries_at, pools = (2, 4, 8) if scaled else (1, 2, 6)
+    stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[dtype]
+    is_bfloat16, is_int8 = dtype == "bfloat16", dtype == "int8"
+    # The operands are the leaves of the pools as a pytree: the scales of a pool follow its tiles.
+    values_at, summaries_at, pools = (2, 4, 8) if is_int8 else (1, 2, 6)
     largest, inverse = np.float32(LARGEST["int8"]), np.float32(1 / LARGEST["int8"])
 
     @njit(nogil=True)
     def put(vector, bits, tile, scale):
-        """Store a vector, whose bits are `bits`, in a tile; it becomes what the tile is read as."""
-        if scaled:
+        """Store a vector, whose bits are `bits`, in a tile, and replace it by what the tile is read as."""
+        if is_int8:
             extent = np.float32(0)
             for d in range(head_dim):
-                if extent == extent and not abs(vector[d]) <= extent:  # NaN stays
+                if extent == extent and not abs(vector[d]) <= extent:  # keeps NaN
                     extent = abs(vector[d])
             scale[0] = extent * inverse if extent != 0 else np.float32(1)
         for d in range(head_dim):
-            if scaled:
+            if is_int8:
                 tile[d] = np.int8(min(max(np.rint(vector[d] / scale[0]), -largest), largest))
                 vector[d] = np.float32(tile[d]) * scale[0]
-            elif halved:  # to the nearest, to the even one of two
+            elif is_bfloat16:  # rounds to nearest, ties to even
                 word = np.int64(bits[d])
                 half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if vector[d] == vector[d] else 0x7FC0
                 tile[d] = np.uint16(half)
@@ -86,7 +88,7 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
         shape = (pool_shape[0], kv_heads, page_size, head_dim)
         keys = carray(as_pointer(data), shape, stored)
         values = carray(as_pointer(result(frame, values_at)[0]), shape, stored)
-        # Without scales, whatever memory is there: it is not touched.
+        # Without scales these views are of other memory, and are not used.
         key_scale = floats(result(frame, 1)[0], shape[:3])
         value_scale = floats(result(frame, values_at + 1)[0], shape[:3])
         low = floats(result(frame, summaries_at)[0], (shape[0], kv_heads, head_dim))
@@ -94,8 +96,8 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
         total = floats(result(frame, summaries_at + 2)[0], (shape[0], kv_heads, head_dim))
         norm = floats(result(frame, summaries_at + 3)[0], (shape[0], kv_heads))
         memory = allocate(8 * head_dim)
-        pair, bits = floats(memory, (2, head_dim)), carray(as_pointer(memory), (2, head_dim), np.uint32)
-        x, y = pair[0], pair[1]
+        vectors, bits = floats(memory, (2, head_dim)), carray(as_pointer(memory), (2, head_dim), np.uint32)
+        x, y = vectors[0], vectors[1]
         for row in range(rows):
             p, s = page[row], slot[row]
             for head in range(kv_heads):
@@ -111,8 +113,8 @@ def _compile(name: str, kv_heads: int, head_dim: int, page_size: int, kind: str)
                         low[p, head, d] = min(low[p, head, d], x[d])
                         high[p, head, d] = max(high[p, head, d], x[d])
                         total[p, head, d] += x[d]
-                longest = np.sqrt(square)
-                norm[p, head] = longest if s == 0 else max(norm[p, head], longest)
+                value_norm = np.sqrt(square)
+                norm[p, head] = value_norm if s == 0 else max(norm[p, head], value_norm)
         free(memory)
 
     yield name, xla_handler(body)

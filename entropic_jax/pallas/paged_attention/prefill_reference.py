@@ -1,4 +1,4 @@
-"""Paged attention of many queries per row in plain JAX: all pages, or those that are listed."""
+"""Prefill attention in plain JAX: many queries per row, to all pages or to listed pages."""
 
 import jax
 import jax.numpy as jnp
@@ -7,36 +7,37 @@ from . import quantised
 from .quantised import gather
 from .reference import CHUNK_POSITIONS, NEGATIVE
 
-FAR = 2**30  # a position that nobody sees
+FAR = 2**30  # a position beyond every query
 
 
-def of_all(q, keys, values, table, first, query, last):
-    """Causal attention of several queries per row, with the softmax kept online over chunks of pages.
+def of_all(q, keys, values, page_table, window_start, query_start, context_length):
+    """Causal attention of several queries per row to all pages, with an online softmax over chunks of pages.
 
-    q `[rows, kv_heads, group, n, head_dim]`, scaled. Query i of a row stands at position `query + i` and
-    sees positions from `first[row, i]` to its own; nothing at or past `last` is read into the result.
-    Scores are kept as `[kv_heads, positions, queries]`: reductions over positions then vectorise.
+    The contract is in the package's docstring. Scores are kept as `[kv_heads, positions, queries]`, so that
+    reductions over positions vectorise.
     """
     rows, kv_heads, group, n, head_dim = q.shape
     size, dtype = keys.shape[2], q.dtype
     pages = max(1, CHUNK_POSITIONS // size)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)), constant_values=keys.shape[0] - 1)
+    page_table = jnp.pad(
+        page_table, ((0, 0), (0, -page_table.shape[1] % pages)), constant_values=keys.shape[0] - 1
+    )
     q = q.reshape(rows, kv_heads, group * n, head_dim).swapaxes(2, 3)
 
     def row(operands):
-        q, table, first, query, last = operands
-        own, first_seen = (jnp.tile(x, group) for x in (query + jnp.arange(n), first))
+        q, page_table, window_start, query_start, context_length = operands
+        own_position, first_seen = (jnp.tile(x, group) for x in (query_start + jnp.arange(n), window_start))
 
         def chunk(i, carry):
             top, total, out = carry
-            page = jax.lax.dynamic_slice_in_dim(table, i * pages, pages)
+            page = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages)
             position = i * pages * size + jnp.arange(pages * size)[:, None]
             place = page * kv_heads + jnp.arange(kv_heads)[:, None]
             flat = lambda x: gather(quantised.flat(x), place, dtype).reshape(kv_heads, pages * size, head_dim)
-            # Slots at or past `last` may hold anything: they must not reach a product as NaN.
-            k, v = flat(keys), jnp.where(position < last, flat(values), 0)
+            # Slots past the context length may hold NaN, which must not reach a product.
+            k, v = flat(keys), jnp.where(position < context_length, flat(values), 0)
             score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
-            score = jnp.where((position <= own) & (position >= first_seen), score, NEGATIVE)
+            score = jnp.where((position <= own_position) & (position >= first_seen), score, NEGATIVE)
             new = jnp.maximum(top, score.max(1, keepdims=True))
             weight, scale = jnp.exp(score - new), jnp.exp(top - new)
             part = jnp.matmul(v.swapaxes(1, 2), weight.astype(v.dtype), preferred_element_type=jnp.float32)
@@ -44,47 +45,51 @@ def of_all(q, keys, values, table, first, query, last):
 
         blank = jnp.zeros((kv_heads, 1, group * n))
         start = (blank + NEGATIVE, blank, jnp.zeros((kv_heads, head_dim, group * n)))
-        stop = jnp.where(last > first.min(), -(-last // (pages * size)), 0)
-        _, total, out = jax.lax.fori_loop(first.min() // (pages * size), stop, chunk, start)
+        stop = jnp.where(context_length > window_start.min(), -(-context_length // (pages * size)), 0)
+        _, total, out = jax.lax.fori_loop(window_start.min() // (pages * size), stop, chunk, start)
         return (out / jnp.maximum(total, 1e-30)).swapaxes(1, 2).astype(dtype)
 
-    out = jax.lax.map(row, (q, table, first, query, last))
+    out = jax.lax.map(row, (q, page_table, window_start, query_start, context_length))
     return out.reshape(rows, kv_heads, group, n, head_dim)
 
 
-def prefill(q, keys, values, table, index, count, first, query, last):
-    """See the package."""
-    if index is not None:
-        return of_listed(q, keys, values, table, index, count, first, query, last)
-    return of_all(q, keys, values, table, first, query, last)
+def prefill(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+    """The contract is in the package's docstring."""
+    if page_list is not None:
+        return of_listed(
+            q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length
+        )
+    return of_all(q, keys, values, page_table, window_start, query_start, context_length)
 
 
-def of_listed(q, keys, values, table, index, count, first, query, last):
-    """The same of listed pages: each (row, KV head) reads its own list, and no more."""
+def of_listed(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+    """Causal attention of several queries per row; each (row, KV head) reads only its listed pages."""
     rows, kv_heads, group, n, head_dim = q.shape
     size, dtype = keys.shape[2], q.dtype
     pages = max(1, CHUNK_POSITIONS // size)
-    index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[2] % pages)))
+    page_list = jnp.pad(page_list, ((0, 0), (0, 0), (0, -page_list.shape[2] % pages)))
     q = q.reshape(rows * kv_heads, group * n, head_dim).swapaxes(1, 2)
 
-    def one(operands):
-        owner, q, index, count = operands
-        row, head = owner // kv_heads, owner % kv_heads
-        mine, end = table[row], last[row]
-        own, first_seen = (jnp.tile(x, group) for x in (query[row] + jnp.arange(n), first[row]))
+    def attend_to_list(operands):
+        list_number, q, page_list, num_pages = operands
+        row, head = list_number // kv_heads, list_number % kv_heads
+        pages_of_row, end = page_table[row], context_length[row]
+        own_position, first_seen = (
+            jnp.tile(x, group) for x in (query_start[row] + jnp.arange(n), window_start[row])
+        )
 
         def chunk(i, carry):
             top, total, out = carry
-            entry = jax.lax.dynamic_slice_in_dim(index, i * pages, pages)
-            listed = i * pages + jnp.arange(pages) < count
-            page = jnp.where(listed, mine[entry], keys.shape[0] - 1)
+            entry = jax.lax.dynamic_slice_in_dim(page_list, i * pages, pages)
+            listed = i * pages + jnp.arange(pages) < num_pages
+            page = jnp.where(listed, pages_of_row[entry], keys.shape[0] - 1)
             position = entry[:, None] * size + jnp.arange(size)
             position = jnp.where(listed[:, None] & (position < end), position, FAR).reshape(-1, 1)
             flat = lambda x: gather(quantised.flat(x), page * kv_heads + head, dtype).reshape(-1, head_dim)
-            # Slots that are not seen may hold anything: they must not reach a product as NaN.
+            # Slots that are not visible may hold NaN, which must not reach a product.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
             score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
-            score = jnp.where((position <= own) & (position >= first_seen), score, NEGATIVE)
+            score = jnp.where((position <= own_position) & (position >= first_seen), score, NEGATIVE)
             new = jnp.maximum(top, score.max(0, keepdims=True))
             weight, scale = jnp.exp(score - new), jnp.exp(top - new)
             part = jnp.matmul(v.T, weight.astype(v.dtype), preferred_element_type=jnp.float32)
@@ -92,12 +97,14 @@ def of_listed(q, keys, values, table, index, count, first, query, last):
 
         blank = jnp.zeros((1, group * n))
         start = (blank + NEGATIVE, blank, jnp.zeros((head_dim, group * n)))
-        stop = jnp.where(end > first_seen.min(), -(-count // pages), 0)
+        stop = jnp.where(end > first_seen.min(), -(-num_pages // pages), 0)
         top, total, out = jax.lax.fori_loop(0, stop, chunk, start)
-        # A query that has seen nothing has weighed masked slots: its top is still that of a mask.
+        # A query that sees nothing has weighted masked slots only: its maximum is still that of the mask.
         out = jnp.where(top > NEGATIVE, out / jnp.maximum(total, 1e-30), 0.0)
         return out.T.astype(dtype)
 
-    owner = jnp.arange(rows * kv_heads)
-    out = jax.lax.map(one, (owner, q, index.reshape(rows * kv_heads, -1), count.reshape(-1)))
+    list_number = jnp.arange(rows * kv_heads)
+    out = jax.lax.map(
+        attend_to_list, (list_number, q, page_list.reshape(rows * kv_heads, -1), num_pages.reshape(-1))
+    )
     return out.reshape(rows, kv_heads, group, n, head_dim)

@@ -1,13 +1,8 @@
-"""Causal attention of many queries per row to listed pages, on a TPU (Pallas Mosaic).
+"""Prefill attention on a TPU (Pallas Mosaic): causal attention of blocks of queries to listed pages.
 
-    prefill(q, keys, values, table, index, count, first, query, last)
-
-* q `[rows, kv_heads, group, n, head_dim]`, scaled; query i of a row stands at position `query[row] + i`,
-* keys, values, table, index, count, last as in `decode`; index None: every page,
-* first int32 `[rows, n]`: the query sees positions from there to its own, of the listed pages, below `last`.
-
-Returns the output in the shape of q; zeros for a query that sees nothing. A page is read for a block of
-queries if it is listed and one of them could see a position of it.
+The contract is that of `prefill` in the package's docstring. The tiles of a list are copied to VMEM in chunks
+with double buffering, and each block of queries keeps an online softmax. A page is read for a block of
+queries if it is listed and one of the queries could see a position of it.
 """
 
 from functools import partial
@@ -19,15 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
-from .split import ends_of
+from .split_kv import entry_ranges
 from .tpu import (
     BLOCK,
     CHUNK_BYTES,
     LANES,
     SCALARS,
-    as_they_lie,
     check,
     joined,
+    pools_as_laid_out,
     product,
     scaled,
     sublanes_of,
@@ -38,12 +33,12 @@ QUERIES = 512  # rows of a product: queries of a block times heads of a group
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """The static parameters of the kernel."""
 
     kv_heads: int
     listed: bool
     per_row: int  # pages of a row
-    most: int  # entries of a list
+    max_listed: int  # entries of a list
     group: int
     queries: int  # of a block
     blocks: int  # of queries
@@ -51,28 +46,40 @@ class Shape(NamedTuple):
     head_dim: int
     pages: int  # of a chunk
     block: int  # pages per step of the softmax
-    along: int  # the axis of a tile that counts positions, see `as_they_lie`
+    position_axis: int  # of a tile, see `pools_as_laid_out`
     soft_cap: float | None
 
 
-def prefill(q, keys, values, table, index, count, first, query, last, *, soft_cap: float | None = None):
-    """See above; `soft_cap` as in `decode`."""
+def prefill(
+    q,
+    keys,
+    values,
+    page_table,
+    page_list,
+    num_pages,
+    window_start,
+    query_start,
+    context_length,
+    *,
+    soft_cap: float | None = None,
+):
+    """The contract is in the package's docstring; `soft_cap` as in `tpu.decode`."""
     check(q, keys, values)
     rows, kv_heads, group, n, head_dim = q.shape
     size = keys.shape[2]
     sublanes = sublanes_of(q.dtype)
     queries = min(max(QUERIES // group // sublanes, 1) * sublanes, -(-n // sublanes) * sublanes)
     blocks = -(-n // queries)
-    most = table.shape[1] if index is None else index.shape[2]
-    block = max(1, min(BLOCK // size, most))
+    max_listed = page_table.shape[1] if page_list is None else page_list.shape[2]
+    block = max(1, min(BLOCK // size, max_listed))
     chunk = CHUNK_BYTES // (2 * size * head_dim * keys.dtype.itemsize)
-    pages = max(1, min(chunk, most) // block) * block
-    along, (keys, values) = as_they_lie(keys, values)
+    pages = max(1, min(chunk, max_listed) // block) * block
+    position_axis, (keys, values) = pools_as_laid_out(keys, values)
     shape = Shape(
         kv_heads,
-        index is not None,
-        table.shape[1],
-        most,
+        page_list is not None,
+        page_table.shape[1],
+        max_listed,
         group,
         queries,
         blocks,
@@ -80,37 +87,44 @@ def prefill(q, keys, values, table, index, count, first, query, last, *, soft_ca
         head_dim,
         pages,
         block,
-        along,
+        position_axis,
         soft_cap,
     )
     padded = blocks * queries - n
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded), (0, 0)))
-    first = jnp.pad(first, ((0, 0), (0, padded)), mode="edge")
-    lists = 1 if index is None else kv_heads
-    at_once = SCALARS // (4 * (table.shape[1] + lists * most + 2 * kv_heads * blocks + 2))  # rows
-    if at_once == 0:
-        raise NotImplementedError(f"{lists} lists of {most} pages per row: {SCALARS} bytes are accepted")
+    window_start = jnp.pad(window_start, ((0, 0), (0, padded)), mode="edge")
+    lists = 1 if page_list is None else kv_heads
+    rows_per_call = SCALARS // (
+        4 * (page_table.shape[1] + lists * max_listed + 2 * kv_heads * blocks + 2)
+    )  # rows
+    if rows_per_call == 0:
+        raise NotImplementedError(
+            f"{lists} lists of {max_listed} pages per row: {SCALARS} bytes are accepted"
+        )
     parts = []
-    for start in range(0, rows, at_once):
-        some = slice(start, start + at_once)
-        where = jax.tree.map(lambda x, some=some: x[some], (table, index, count, first, query, last))
-        parts.append(_call(shape, q[some], keys, values, where))
+    for start in range(0, rows, rows_per_call):
+        batch = slice(start, start + rows_per_call)
+        positions = jax.tree.map(
+            lambda x, batch=batch: x[batch],
+            (page_table, page_list, num_pages, window_start, query_start, context_length),
+        )
+        parts.append(_call(shape, q[batch], keys, values, positions))
     out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     return out[..., :n, :]
 
 
-def _call(shape: Shape, q, keys, values, where):
-    table, index, count, first, query, last = where
+def _call(shape: Shape, q, keys, values, positions):
+    page_table, page_list, num_pages, window_start, query_start, context_length = positions
     rows, kv_heads, group, n, head_dim = q.shape
-    begin, stop = ends_of(shape, index, count, first, query, last)
-    entries = jnp.zeros(1, jnp.int32) if index is None else index
+    begin, stop = entry_ranges(shape, page_list, num_pages, window_start, query_start, context_length)
+    entries = jnp.zeros(1, jnp.int32) if page_list is None else page_list
     tile = pl.BlockSpec((1, group, shape.queries, head_dim), lambda i, block, *_: (i, 0, block, 0))
     column = pl.BlockSpec((1, shape.queries, LANES), lambda i, block, *_: (i // kv_heads, block, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     each = lambda pool, what: jax.tree.map(what, pool)
     buffer = lambda x: pltpu.VMEM((2, shape.pages, 1, *x.shape[2:]), x.dtype)
     height = group * shape.queries
-    work = rows * kv_heads * group * n * shape.most * shape.page
+    work = rows * kv_heads * group * n * shape.max_listed * shape.page
     out = pl.pallas_call(
         partial(_kernel, shape),
         out_shape=jax.ShapeDtypeStruct((rows * kv_heads, group, n, head_dim), q.dtype),
@@ -130,17 +144,17 @@ def _call(shape: Shape, q, keys, values, where):
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * work * head_dim,  # half of the positions, on average
+            flops=2 * work * head_dim,  # half of the positions are visible, on average
             bytes_accessed=work // group // shape.queries * head_dim * keys.dtype.itemsize,
             transcendentals=work // 2,
         ),
         name=f"paged_prefill_{group}x{shape.queries}",
     )(
-        *(x.reshape(-1) for x in (table, entries, begin, stop)),
-        query,
-        last,
+        *(x.reshape(-1) for x in (page_table, entries, begin, stop)),
+        query_start,
+        context_length,
         q.reshape(rows * kv_heads, group, n, head_dim),
-        jnp.broadcast_to(first[..., None], (*first.shape, LANES)),
+        jnp.broadcast_to(window_start[..., None], (*window_start.shape, LANES)),
         keys,
         values,
     )
@@ -148,29 +162,29 @@ def _call(shape: Shape, q, keys, values, where):
 
 
 def _kernel(
-    shape: Shape, table, entries, begin, stop, query, last, q, first, keys, values, out,
-    k_buffer, v_buffer, top, total, sum_of, arrived,
+    shape: Shape, page_table, entries, begin, stop, query_start, context_length, q, window_start, keys,
+    values, out, k_buffer, v_buffer, top, total, sum_of, input_semaphore,
 ):  # fmt: skip
-    """One block of queries, all heads of a group: over the chunks of its list, the next one under way."""
+    """One block of queries, all heads of a group, over the chunks of its list with double buffering."""
     i, block = pl.program_id(0), pl.program_id(1)
     row, head = jax.lax.div(i, shape.kv_heads), jax.lax.rem(i, shape.kv_heads)
-    base = i * shape.most
+    base = i * shape.max_listed
     begin, stop = begin[i * shape.blocks + block], stop[i * shape.blocks + block]
-    last = last[row]
+    context_length = context_length[row]
     height = shape.group * shape.queries
-    own = query[row] + block * shape.queries + _each(shape, (height, 1))
-    since = jnp.concatenate([first[0][:, :1]] * shape.group, 0)
+    own_position = query_start[row] + block * shape.queries + _each(shape, (height, 1))
+    window_start_of_row = jnp.concatenate([window_start[0][:, :1]] * shape.group, 0)
 
     def copies(chunk, slot, page):
-        place = table[row * shape.per_row + _entry(shape, entries, base, chunk * shape.pages + page)]
+        place = page_table[row * shape.per_row + _entry(shape, entries, base, chunk * shape.pages + page)]
         copy = lambda pool, buffer: pltpu.make_async_copy(
-            pool.at[place, head], buffer.at[slot, page, 0], arrived.at[slot]
+            pool.at[place, head], buffer.at[slot, page, 0], input_semaphore.at[slot]
         )
         pairs = zip(jax.tree.leaves((keys, values)), jax.tree.leaves((k_buffer, v_buffer)), strict=True)
         return [copy(pool, buffer) for pool, buffer in pairs]
 
     def ends(chunk):
-        """Of the pages of a chunk that are read."""
+        """The range of the pages in a chunk that are read."""
         start = chunk * shape.pages
         return jnp.maximum(begin - start, 0), jnp.minimum(stop - start, shape.pages)
 
@@ -188,33 +202,44 @@ def _kernel(
 
     @pl.when(end > lead)
     def _():
-        start(lead, _slot(lead))
+        start(lead, _buffer_slot(lead))
 
     @pl.loop(lead, end)
     def _(chunk):
-        slot = _slot(chunk)
+        slot = _buffer_slot(chunk)
 
         @pl.when(chunk + 1 < end)
         def _():
-            start(chunk + 1, _slot(chunk + 1))
+            start(chunk + 1, _buffer_slot(chunk + 1))
 
         low, high = ends(chunk)
 
         @pl.loop(low, high)
         def _(page):
             for copy in copies(chunk, slot, page):
-                _await(copy)
+                _wait(copy)
 
         @pl.loop(jax.lax.div(low, shape.block), jax.lax.div(high + shape.block - 1, shape.block))
         def _(step):
-            here = pl.ds(step * shape.block, shape.block)
+            block_pages = pl.ds(step * shape.block, shape.block)
             at = chunk * shape.pages + step * shape.block  # first entry
             position = _position(shape, entries, base, at, begin, stop)
-            _clear(shape, entries, base, at, begin, stop, last, tiles_of(v_buffer).at[slot, here])
+            _clear(
+                shape,
+                entries,
+                base,
+                at,
+                begin,
+                stop,
+                context_length,
+                tiles_of(v_buffer).at[slot, block_pages],
+            )
             k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (k_buffer, v_buffer))
-            wide = lambda x: joined(tiles_of(x)[here, 0], shape.along).astype(q.dtype)
-            score = product(q[0].reshape(height, shape.head_dim), wide(k), 1 - shape.along)
-            seen = (position >= since) & (position <= own) & (position < last)
+            wide = lambda x: joined(tiles_of(x)[block_pages, 0], shape.position_axis).astype(q.dtype)
+            score = product(q[0].reshape(height, shape.head_dim), wide(k), 1 - shape.position_axis)
+            seen = (
+                (position >= window_start_of_row) & (position <= own_position) & (position < context_length)
+            )
             scale = partial(scaled, seen=seen, start=step * shape.block, pages=shape.block, head=0)
             score = scale(score, k)
             if shape.soft_cap is not None:
@@ -226,7 +251,7 @@ def _kernel(
             shrink = jnp.exp(before - after)
             top[...] = after
             total[...] = total[...] * shrink + weight.sum(1, keepdims=True)
-            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.along)
+            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
             sum_of[...] = sum_of[...] * shrink[:, :1] + part
 
     divisor = total[...][:, :1]
@@ -234,22 +259,22 @@ def _kernel(
     out[0] = result.astype(out.dtype).reshape(shape.group, shape.queries, shape.head_dim)
 
 
-def _slot(chunk):
+def _buffer_slot(chunk):
     return jax.lax.rem(chunk, 2)
 
 
-def _await(copy):
+def _wait(copy):
     copy.wait()
 
 
 def _each(shape: Shape, size):
-    """Which query of its block each row of a product is."""
+    """The number of the query in its block, for each row of a product."""
     return jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, size, 0), shape.queries)
 
 
 def _entry(shape: Shape, entries, base, i):
-    """Which page of the row the i-th of a list is."""
-    return entries[base + jnp.minimum(i, shape.most - 1)] if shape.listed else i
+    """The page of the row that entry i of its list stands for."""
+    return entries[base + jnp.minimum(i, shape.max_listed - 1)] if shape.listed else i
 
 
 def _position(shape: Shape, entries, base, at, begin, stop):
@@ -258,22 +283,24 @@ def _position(shape: Shape, entries, base, at, begin, stop):
     position = jnp.full_like(slot, -1)
     for i in range(shape.block):
         start = _entry(shape, entries, base, at + i) * shape.page
-        mine = (slot >= i * shape.page) & (slot < (i + 1) * shape.page) & (at + i >= begin) & (at + i < stop)
-        position = jnp.where(mine, start + slot - i * shape.page, position)
+        in_page = (
+            (slot >= i * shape.page) & (slot < (i + 1) * shape.page) & (at + i >= begin) & (at + i < stop)
+        )
+        position = jnp.where(in_page, start + slot - i * shape.page, position)
     return position
 
 
-def _clear(shape: Shape, entries, base, at, begin, stop, last, v):
-    """Zero what was not read, or lies past the end: zero times it must not be NaN."""
+def _clear(shape: Shape, entries, base, at, begin, stop, context_length, v):
+    """Zero the slots that were not read or are past the context length: zero times them must not be NaN."""
     if v.dtype == jnp.int8:
         return
 
     @pl.loop(0, shape.block)
     def _(i):
-        held = last - _entry(shape, entries, base, at + i) * shape.page
-        held = jnp.where((at + i >= begin) & (at + i < stop), held, 0)
+        filled = context_length - _entry(shape, entries, base, at + i) * shape.page
+        filled = jnp.where((at + i >= begin) & (at + i < stop), filled, 0)
 
-        @pl.when(held < shape.page)
+        @pl.when(filled < shape.page)
         def _():
-            seen = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], shape.along) < held
+            seen = jax.lax.broadcasted_iota(jnp.int32, v.shape[2:], shape.position_axis) < filled
             v[i, 0] = jnp.where(seen, v[i, 0].astype(jnp.float32), 0.0).astype(v.dtype)

@@ -1,10 +1,10 @@
-"""Pages of keys and values in 8 bits: int8 or float8_e4m3fn, with a scale for each position and KV head.
+"""Quantised KV cache: pages in int8 or float8_e4m3fn, with a scale for each position and KV head.
 
     x ≈ scale · tile,   scale = max |x| / largest,   largest = 127 (int8), 448 (float8_e4m3fn)
 
-The scale depends on the vector that is stored alone: it does not matter whether a text comes at once, in
-chunks or token by token, and nothing is quantised twice. In the attention it multiplies a score and a
-weight, not a tile. It adds 4 bytes to head_dim.
+The scale depends on the stored vector alone, so prefill at once, chunked prefill and decoding store the same
+numbers, and nothing is quantised twice. In attention it multiplies a score and a weight, not a tile. It adds
+4 bytes to each vector of head_dim bytes.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Quantised(NamedTuple):
-    """A pool of pages in 8 bits; it stands wherever a plain array of the shape of its tiles can."""
+    """A quantised page pool; it is accepted wherever a plain array of the shape of its tiles is."""
 
     tiles: Any  # int8 or float8_e4m3fn [pool, kv_heads, page_size, head_dim]
     scale: Any  # float32 [pool, kv_heads, 1, page_size]
@@ -34,7 +34,7 @@ Pool = jax.Array | Quantised
 
 
 def zeros(shape: tuple[int, int, int, int], dtype: Any) -> Pool:
-    """An empty pool; of 8 bits if the dtype is."""
+    """A pool of zeros, quantised if the dtype has 8 bits."""
     tiles = jnp.zeros(shape, dtype)
     if tiles.dtype.name not in LARGEST:
         return tiles
@@ -42,12 +42,12 @@ def zeros(shape: tuple[int, int, int, int], dtype: Any) -> Pool:
 
 
 def reads_as(pool: Pool) -> Any:
-    """The dtype in which whoever takes tiles out of a pool should hold them."""
+    """The dtype for tiles that are read out of a pool: float32 for a quantised pool, else its own."""
     return jnp.dtype("float32") if isinstance(pool, Quantised) else pool.dtype
 
 
 def bytes_per_number(dtype: Any, head_dim: int) -> float:
-    """What a number of a key or value takes in memory, its share of the scale included.
+    """Bytes per element of a key or value, its share of the scale included.
 
     >>> bytes_per_number("bfloat16", 128), bytes_per_number("int8", 128)
     (2.0, 1.03125)
@@ -56,38 +56,44 @@ def bytes_per_number(dtype: Any, head_dim: int) -> float:
     return dtype.itemsize + (4 / head_dim if dtype.name in LARGEST else 0.0)
 
 
-def gather(pool: Pool, place: Any, dtype: Any) -> jax.Array:
-    """Tiles `[…, page_size, head_dim]` of a pool, at `place` as in `pool[place]`, in the dtype."""
+def gather(pool: Pool, index: Any, dtype: Any) -> jax.Array:
+    """Tiles `[…, page_size, head_dim]` of a pool, dequantised.
+
+    Args:
+        pool: a page pool.
+        index: anything that indexes its first axes, as in `pool[index]`.
+        dtype: of the result.
+    """
     if isinstance(pool, Quantised):
-        scale = pool.scale[place].swapaxes(-1, -2)
-        return (pool.tiles[place].astype(jnp.float32) * scale).astype(dtype)
-    return pool[place].astype(dtype)
+        scale = pool.scale[index].swapaxes(-1, -2)
+        return (pool.tiles[index].astype(jnp.float32) * scale).astype(dtype)
+    return pool[index].astype(dtype)
 
 
 def flat(pool: Pool) -> Pool:
-    """The tiles of a pool in a row, that of a page and KV head at page · KV heads + KV head.
+    """The pool with its first two axes flattened: tile (page, KV head) is at page · KV heads + KV head.
 
-    Tiles are gathered by one number: by two, XLA's CPU backend takes several times as long.
+    XLA's CPU backend takes several times as long to gather by two indices as by one.
     """
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pool)
 
 
 def quantise(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The tile and the scale of vectors `[…, head_dim]`: in the dtype, and float32 `[…]`.
+    """Quantise vectors `[…, head_dim]`; returns the tile in the dtype and the scale, float32 `[…]`.
 
-    A vector with NaN or infinity has one in its scale, too.
+    The scale of a vector with NaN or infinity is NaN or infinite, too.
     """
     x, dtype = x.astype(jnp.float32), jnp.dtype(dtype)
     largest = LARGEST[dtype.name]
     extent = jnp.abs(x).max(-1)
-    # A product, as XLA would make of the quotient by a constant: kernels come to the same bits.
+    # A product with the inverse, which XLA would make of a quotient by a constant: kernels get the same bits.
     scale = jnp.where(extent == 0, 1.0, extent * jnp.float32(1 / largest))
     scaled = jnp.clip(x / scale[..., None], -largest, largest)
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scale
 
 
 def stored(x: jax.Array, pool: Pool) -> jax.Array:
-    """What vectors `[…, head_dim]` are read as once they are stored in the pool, float32."""
+    """The values, float32, that vectors `[…, head_dim]` have once they are stored in the pool."""
     if not isinstance(pool, Quantised):
         return x.astype(pool.dtype).astype(jnp.float32)
     tile, scale = quantise(x, pool.dtype)
@@ -95,16 +101,23 @@ def stored(x: jax.Array, pool: Pool) -> jax.Array:
 
 
 def put_pages(pool: Pool, page: jax.Array, x: jax.Array, new: jax.Array) -> tuple[Pool, jax.Array]:
-    """Store x `[…, kv_heads, page_size, head_dim]` in pages `[…]` where bool `[…, page_size]` says `new`.
+    """Store new slots of pages; the other slots keep their bits.
 
-    What is not new stays as it is, bit for bit. Returns the pool, and what the pages are read as, float32.
+    Args:
+        pool: a page pool.
+        page: int `[…]`, the pages to write.
+        x: `[…, kv_heads, page_size, head_dim]`, their content.
+        new: bool `[…, page_size]`, the slots to write.
+
+    Returns:
+        The pool, and the values of the pages as they will be read, float32, in the shape of x.
     """
-    fresh = new[..., None, :, None]
+    is_new = new[..., None, :, None]
     if not isinstance(pool, Quantised):
-        merged = jnp.where(fresh, x.astype(pool.dtype), pool[page])
+        merged = jnp.where(is_new, x.astype(pool.dtype), pool[page])
         return pool.at[page].set(merged), merged.astype(jnp.float32)
     tiles, scale = quantise(x, pool.dtype)
-    tiles = jnp.where(fresh, tiles, pool.tiles[page])
+    tiles = jnp.where(is_new, tiles, pool.tiles[page])
     scale = jnp.where(new[..., None, None, :], scale[..., None, :], pool.scale[page])
     pool = Quantised(pool.tiles.at[page].set(tiles), pool.scale.at[page].set(scale))
     return pool, tiles.astype(jnp.float32) * scale.swapaxes(-1, -2)

@@ -1,4 +1,4 @@
-"""Paged attention in plain JAX: the oracle of the kernels, and what runs where none accepts."""
+"""Paged attention in plain JAX: the reference for the kernels, and their fallback."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,79 +9,89 @@ import jax.numpy as jnp
 from ...devices import default_device
 from .quantised import Quantised, gather, quantise, stored
 
-CHUNK_POSITIONS = 256  # read at once
-UNROLLED_ROWS = 16  # up to here one row's writes after another's are cheaper than a loop over rows
-LANES = 128  # of a TPU's registers, to which it pads the last axis of what it stores
-NEGATIVE = -1e30  # a score that is masked; finite, so that a fully masked chunk does no harm
-PASSES = 24  # of the bisection for the least weight that is kept
-WAYS, ROUNDS = 64, 4  # the same resolution in fewer passes
-LEAST_WEIGHT = 1e-12  # pages of less are kept only if all are, not to fill up to `least`
+CHUNK_POSITIONS = 256  # positions read at once
+UNROLLED_ROWS = 16  # up to this number of rows, unrolled writes are cheaper than a loop over rows
+LANES = 128  # of a TPU's registers, to which it pads the last axis of an array
+NEGATIVE = -1e30  # a masked score; finite, so that a fully masked chunk gives no NaN
+PASSES = 24  # of the bisection for the threshold of the gates
+WAYS, ROUNDS = 64, 4  # thresholds tried at once, and how often, to find that of a selection
+MIN_WEIGHT = 1e-12  # pages of less weight are kept only if all are, not to reach `min_pages`
 
 
-class Partial(NamedTuple):
-    """Attention to a part of the positions; parts merge by their log_sum."""
+class PartialAttention(NamedTuple):
+    """Attention to some of the positions; partial results merge by their log-sum-exps, see `split_kv`."""
 
     out: jax.Array  # [rows, kv_heads, group, head_dim]
-    log_sum: jax.Array  # float32 [rows, kv_heads, group], ln Σ exp(score)
+    log_sum_exp: jax.Array  # float32 [rows, kv_heads, group], ln Σ exp(score)
 
 
-class Summary(NamedTuple):
-    """What is known of the keys of each page without reading them."""
+class PageSummary(NamedTuple):
+    """Bounds and sum of the keys of each page, from which its attention mass is estimated."""
 
     key_min: jax.Array  # [pool, kv_heads, head_dim], element-wise over the page
     key_max: jax.Array  # [pool, kv_heads, head_dim]
     key_sum: jax.Array  # [pool, kv_heads, head_dim]
 
 
-class Rules(NamedTuple):
-    """How the mass of a page is estimated, and what is kept in any case; static.
+class SelectionRules(NamedTuple):
+    """Rules of page selection: which pages are always kept, and how attention mass is estimated; static.
 
-    The score of a page lies between that of its mean key (guard 0), which overlooks the one key that stands
-    out, and the upper bound from its extreme keys (guard 1), which overrates every page.
+    The score of a page is a mean of two: that of its mean key, which overlooks a single key that stands out,
+    and the upper bound from its extreme keys, which overrates every page.
     """
 
-    sink: int = 1  # pages at the start
-    recent: int = 2  # newest pages
-    least: int = 4  # pages in all (B_min)
-    guard: float = 0.25
+    sink_pages: int = 1  # always kept, at the start (attention sinks)
+    recent_pages: int = 2  # always kept, at the end
+    min_pages: int = 4  # kept in all (B_min)
+    bound_weight: float = 0.25  # of the upper bound in the score; the rest is that of the mean key
 
 
-class Choice(NamedTuple):
-    """Which pages to read, and what is known of the others."""
+class PageChoice(NamedTuple):
+    """The pages to read, and estimates for the others."""
 
-    index: jax.Array  # int32 [rows, kv_heads, most pages of a row], ascending
-    count: jax.Array  # int32 [rows, kv_heads]
-    dropped: jax.Array  # float32 [rows, kv_heads]: estimated attention mass of the pages left out
-    log_bound: jax.Array  # float32 [rows, kv_heads, group]: ln Σ exp(score) over them is at most this
+    page_list: jax.Array  # int32 [rows, kv_heads, max_pages], ascending entries of the page table
+    num_pages: jax.Array  # int32 [rows, kv_heads]
+    dropped_mass: jax.Array  # float32 [rows, kv_heads]: estimated attention mass of the other pages
+    log_bound: jax.Array  # float32 [rows, kv_heads, group]: an upper bound of their log-sum-exp
 
 
-def decode(q, keys, values, table, index, count, first, last) -> Partial:
-    """See the package. Rows one after another, each a loop over chunks of its listed pages."""
+def decode(
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length
+) -> PartialAttention:
+    """The rows one after another, each with an online softmax over chunks of its listed pages.
+
+    The contract is in the package's docstring.
+    """
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
-    dense = index is None
+    dense = page_list is None
     if dense:
-        index = jnp.broadcast_to(
-            jnp.arange(table.shape[1], dtype=jnp.int32), (rows, kv_heads, table.shape[1])
+        page_list = jnp.broadcast_to(
+            jnp.arange(page_table.shape[1], dtype=jnp.int32), (rows, kv_heads, page_table.shape[1])
         )
-        count = jnp.broadcast_to((-(-last // size))[:, None], (rows, kv_heads))
+        num_pages = jnp.broadcast_to((-(-context_length // size))[:, None], (rows, kv_heads))
     pages = max(1, CHUNK_POSITIONS // size)
-    index = jnp.pad(index, ((0, 0), (0, 0), (0, -index.shape[2] % pages)))
+    page_list = jnp.pad(page_list, ((0, 0), (0, 0), (0, -page_list.shape[2] % pages)))
     heads = jnp.arange(kv_heads)[:, None]
-    wide = jnp.float32 if isinstance(keys, Quantised) else q.dtype  # a tile times its scale is not rounded
+    # Quantised tiles are not rounded after the product with their scales.
+    wide = jnp.float32 if isinstance(keys, Quantised) else q.dtype
 
     def row(operands):
-        q, table, index, count, first, last = operands
+        q, page_table, page_list, num_pages, window_start, context_length = operands
 
         def chunk(i, carry):
             top, total, out = carry
-            entry = jax.lax.dynamic_slice_in_dim(index, i * pages, pages, 1)
-            listed = i * pages + jnp.arange(pages) < count[:, None]
+            entry = jax.lax.dynamic_slice_in_dim(page_list, i * pages, pages, 1)
+            listed = i * pages + jnp.arange(pages) < num_pages[:, None]
             position = (entry[:, :, None] * size + jnp.arange(size)).reshape(kv_heads, 1, -1)
-            seen = jnp.repeat(listed, size, 1)[:, None] & (position >= first) & (position < last)
-            page = jnp.where(listed, table[entry], keys.shape[0] - 1)
+            seen = (
+                jnp.repeat(listed, size, 1)[:, None]
+                & (position >= window_start)
+                & (position < context_length)
+            )
+            page = jnp.where(listed, page_table[entry], keys.shape[0] - 1)
             flat = lambda x: gather(x, (page, heads), wide).reshape(kv_heads, pages * size, head_dim)
-            # Slots that are not seen may hold anything: they must not reach a product as NaN.
+            # A slot that is not seen may hold NaN, which must not reach a product.
             score = jnp.einsum("kgd,ksd->kgs", q.astype(wide), flat(keys), preferred_element_type=jnp.float32)
             score = jnp.where(seen, score, NEGATIVE)
             v = jnp.where(seen[:, 0, :, None], flat(values), 0)
@@ -93,104 +103,123 @@ def decode(q, keys, values, table, index, count, first, last) -> Partial:
 
         blank = jnp.zeros((kv_heads, group))
         start = (blank + NEGATIVE, blank, jnp.zeros((kv_heads, group, head_dim)))
-        stop = jnp.where(last > first, -(-count.max() // pages), 0)
-        begin = first // (pages * size) if dense else 0
+        stop = jnp.where(context_length > window_start, -(-num_pages.max() // pages), 0)
+        begin = window_start // (pages * size) if dense else 0
         top, total, out = jax.lax.fori_loop(begin, stop, chunk, start)
-        some = total != 0  # true for NaN: it must reach the result
-        out = out / jnp.where(some, total, 1.0)[..., None]
-        return out.astype(q.dtype), jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        not_empty = total != 0  # true for NaN, which must reach the result
+        out = out / jnp.where(not_empty, total, 1.0)[..., None]
+        return out.astype(q.dtype), jnp.where(
+            not_empty, top + jnp.log(jnp.where(not_empty, total, 1.0)), -jnp.inf
+        )
 
-    return Partial(*jax.lax.map(row, (q, table, index, count, first, last)))
+    return PartialAttention(
+        *jax.lax.map(row, (q, page_table, page_list, num_pages, window_start, context_length))
+    )
 
 
-class Estimate(NamedTuple):
-    """What the summaries say of the pages of a row; each `[rows, kv_heads, pages]` unless stated."""
+class PageEstimate(NamedTuple):
+    """Estimates for the pages of a row from their summaries; each `[rows, kv_heads, pages]` unless stated."""
 
     mass: jax.Array  # share of the attention, mean over the group
     weight: jax.Array  # the same times information, summing to 1
     log_bound: jax.Array  # [rows, kv_heads, group, pages]: ln Σ exp(score) of a page is at most this
-    real: jax.Array  # bool [rows, 1, pages]: the row has the page
-    forced: jax.Array  # bool [rows, 1, pages]: of the sink or the newest
+    in_use: jax.Array  # bool [rows, 1, pages]: the row has the page
+    always_kept: jax.Array  # bool [rows, 1, pages]: of the sink or the newest
 
 
-def estimate(q, summary: Summary, information, table, last, page_size: int, rules: Rules) -> Estimate:
-    """The attention mass of every page, without reading it.
+def estimate_pages(
+    q, summary: PageSummary, information, page_table, context_length, page_size: int, rules: SelectionRules
+) -> PageEstimate:
+    """Estimate the attention mass of every page from the page summaries.
 
-        s_b = (1 − guard) q·k̄_b + guard u_b,   u_b = Σ_d max(q_d k_min_d, q_d k_max_d)
+        s_b = (1 − w) q·k̄_b + w u_b,   u_b = Σ_d max(q_d k_min_d, q_d k_max_d),   w = `rules.bound_weight`
         mass_b = mean over the group of softmax_b(s_b + ln n_b),   weight_b ∝ mass_b · information_b
 
-    n_b is the number of positions of page b.
+    n_b is the number of positions in page b. The arguments are those of `select_pages`.
+
+    Source: the upper bound u_b is that of Quest (Tang et al. 2024, arXiv 2406.10774), section 3.
     """
-    per_page = lambda x: x.astype(jnp.float32)[table].swapaxes(1, 2)  # [rows, kv_heads, pages, …]
-    page = jnp.arange(table.shape[1])
-    pages = -(-last // page_size)[:, None, None]
-    real = page < pages
-    filled = jnp.clip(last[:, None] - page * page_size, 0, page_size).astype(jnp.float32)  # n_b
+    per_page = lambda x: x.astype(jnp.float32)[page_table].swapaxes(1, 2)  # [rows, kv_heads, pages, …]
+    page = jnp.arange(page_table.shape[1])
+    pages = -(-context_length // page_size)[:, None, None]
+    in_use = page < pages
+    filled = jnp.clip(context_length[:, None] - page * page_size, 0, page_size).astype(jnp.float32)  # n_b
     log_filled = jnp.log(jnp.maximum(filled, 1.0))[:, None, None]
-    # Pages that the row does not have may hold anything.
-    low, high, total = (jnp.where(real[..., None], per_page(x), 0.0) for x in summary)
+    # Pages that the row does not have may hold NaN.
+    low, high, total = (jnp.where(in_use[..., None], per_page(x), 0.0) for x in summary)
     mean = total / jnp.maximum(filled, 1.0)[:, None, :, None]
     q = q.astype(jnp.float32)
     if default_device().platform == "cpu":
         product = partial(jnp.einsum, "rkgd,rkpd->rkgp", preferred_element_type=jnp.float32)
     else:
-        # Fused with the gather, whose result a product of matrices would want in memory, and rounded to
-        # nothing less than float32, without which the bound would be none.
-        product = lambda q, x: (q[:, :, :, None] * x[:, :, None]).sum(-1)
+        # This form is fused with the gather, whose result a matrix product would need in memory, and is
+        # computed in full float32, without which the bound would not hold.
+        def product(q, x):
+            return (q[:, :, :, None] * x[:, :, None]).sum(-1)
+
     bound = product(jnp.maximum(q, 0), high) + product(jnp.minimum(q, 0), low)
-    score = (1 - rules.guard) * product(q, mean) + rules.guard * bound + log_filled
-    score = jnp.where(real[:, :, None], score, NEGATIVE)
-    mass = jnp.where(real, jax.nn.softmax(score, -1).mean(2), 0.0)
-    weight = mass * jnp.where(real, per_page(information), 0.0)
+    score = (1 - rules.bound_weight) * product(q, mean) + rules.bound_weight * bound + log_filled
+    score = jnp.where(in_use[:, :, None], score, NEGATIVE)
+    mass = jnp.where(in_use, jax.nn.softmax(score, -1).mean(2), 0.0)
+    weight = mass * jnp.where(in_use, per_page(information), 0.0)
     weight = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
-    forced = real & ((page < rules.sink) | (page >= pages - rules.recent))
-    return Estimate(mass, weight, bound + log_filled, real, forced)
+    always_kept = in_use & ((page < rules.sink_pages) | (page >= pages - rules.recent_pages))
+    return PageEstimate(mass, weight, bound + log_filled, in_use, always_kept)
 
 
-def choose(
-    q, summary: Summary, information, table, last, dropped_mass_limit, page_size: int, rules: Rules
-) -> Choice:
-    """See the package: the fewest pages whose weighted mass reaches 1 − ε, found by a threshold.
+def select_pages(
+    q,
+    summary: PageSummary,
+    information,
+    page_table,
+    context_length,
+    dropped_mass_limit,
+    page_size: int,
+    rules: SelectionRules,
+) -> PageChoice:
+    """Keep the fewest pages whose weighted mass reaches 1 − ε, by a threshold on the weight.
 
-    Pages of the sink and the newest are kept and count towards the mass; of pages as weighty as the least one
-    that is needed all are kept. Of so many thresholds at once the highest that keeps enough is taken, and
-    then between it and the next one again: a pass costs more than what it computes.
+    Sink pages and recent pages are kept and count towards the mass. Pages of equal weight are kept together.
+    A pass costs more than what it computes, so each tries `WAYS` thresholds and takes the highest that keeps
+    enough; the next pass divides the interval above it. The contract is in the package's docstring.
     """
-    mass, weight, bound, real, forced = estimate(q, summary, information, table, last, page_size, rules)
-    worth = (forced | (real & (weight >= LEAST_WEIGHT))).sum(-1, keepdims=True)
-    least = jnp.minimum(rules.least, worth)
+    mass, weight, bound, in_use, always_kept = estimate_pages(
+        q, summary, information, page_table, context_length, page_size, rules
+    )
+    worth = (always_kept | (in_use & (weight >= MIN_WEIGHT))).sum(-1, keepdims=True)
+    least = jnp.minimum(rules.min_pages, worth)
     need = (1.0 - dropped_mass_limit)[:, None, None]
 
     def kept_at(floor):
-        return forced | (real & (weight >= floor))
+        return always_kept | (in_use & (weight >= floor))
 
     def enough(floors):
-        """Whether each of the floors `[rows, kv_heads, 1, n]` keeps enough."""
-        kept = forced[..., None] | (real[..., None] & (weight[..., None] >= floors))
+        """Whether each of the thresholds `[rows, kv_heads, 1, n]` keeps enough."""
+        kept = always_kept[..., None] | (in_use[..., None] & (weight[..., None] >= floors))
         reached = jnp.where(kept, weight[..., None], 0.0).sum(2)
         return ((reached >= need) & (kept.sum(2) >= least))[:, :, None]
 
     def narrow(_, ends):
-        low, width = ends  # enough at low, not at low · exp(width)
+        low, width = ends  # low keeps enough, low · exp(width) does not
         steps = jnp.arange(1, WAYS, dtype=jnp.float32) / WAYS
         good = enough(low[..., None] * jnp.exp(width * steps))
         width = width / WAYS
         return low * jnp.exp(width * good.sum(-1).astype(jnp.float32)), width
 
     blank = jnp.zeros_like(weight[..., :1])
-    ends = (blank + LEAST_WEIGHT, jnp.log(2 / LEAST_WEIGHT).astype(jnp.float32))
+    ends = (blank + MIN_WEIGHT, jnp.log(2 / MIN_WEIGHT).astype(jnp.float32))
     floor, _ = jax.lax.fori_loop(0, ROUNDS, narrow, ends, unroll=True)
     all_of_it = (dropped_mass_limit <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
-    kept = jnp.where(all_of_it, real, kept_at(floor))
-    index = _places(kept)
-    out = real & ~kept
-    dropped = jnp.where(out, mass, 0.0).sum(-1)
+    kept = jnp.where(all_of_it, in_use, kept_at(floor))
+    page_list = _places(kept)
+    out = in_use & ~kept
+    dropped_mass = jnp.where(out, mass, 0.0).sum(-1)
     log_bound = jax.nn.logsumexp(jnp.where(out[:, :, None], bound, -jnp.inf), -1)
-    return Choice(index, kept.sum(-1, dtype=jnp.int32), dropped, log_bound)
+    return PageChoice(page_list, kept.sum(-1, dtype=jnp.int32), dropped_mass, log_bound)
 
 
 def _places(kept):
-    """Where on the last axis the flags are set, ascending, then zeros; int32 in the same shape."""
+    """The places on the last axis where flags are set, ascending, then zeros; int32 in the same shape."""
     size = kept.shape[-1]
     flags = kept.reshape(-1, size)
     place = jnp.where(flags, jnp.cumsum(flags, -1, dtype=jnp.int32) - 1, size)
@@ -199,90 +228,114 @@ def _places(kept):
     return jnp.zeros_like(number).at[row, place].set(number, mode="drop").reshape(kept.shape)
 
 
-def gates(weight, forced, dropped_mass_limit, softness):
-    """A soft form of `choose`: how far each page is kept, in (0, 1); differentiable in weight and ε.
+def page_gates(weight, always_kept, dropped_mass_limit, softness):
+    """Soft page selection: a gate in (0, 1) for each page, differentiable in the weight and in ε.
 
         gate_b = sigmoid((ln weight_b − θ) / softness),   Σ gate_b · weight_b = 1 − ε
 
-    with gate 1 for forced pages. The floor θ solves the second equation; its gradient is that of the implicit
-    function. As softness → 0 the gates become those of `choose`, but for the one page at the floor.
+    The threshold θ solves the second equation; its gradient is that of the implicit function. As softness → 0
+    the gates become the choice of `select_pages`, apart from the one page at the threshold.
+
+    Args:
+        weight: `[rows, kv_heads, pages]`, from `estimate_pages`.
+        always_kept: bool `[rows, 1, pages]`: pages with gate 1.
+        dropped_mass_limit: ε, float32 `[rows]`.
+        softness: the width of the threshold in ln weight, > 0.
     """
-    log_weight = jnp.log(jnp.maximum(weight, LEAST_WEIGHT))
+    log_weight = jnp.log(jnp.maximum(weight, MIN_WEIGHT))
     need = (1.0 - dropped_mass_limit)[:, None, None]
 
-    def at(floor, log_weight):
-        return jnp.where(forced, 1.0, jax.nn.sigmoid((log_weight - floor) / softness))
+    def gate_at(floor, log_weight):
+        return jnp.where(always_kept, 1.0, jax.nn.sigmoid((log_weight - floor) / softness))
 
     def halve(_, ends):
         low, high = ends
         middle = (low + high) / 2
-        enough = (at(middle, fixed[0]) * fixed[1]).sum(-1, keepdims=True) >= fixed[2]
+        enough = (gate_at(middle, constants[0]) * constants[1]).sum(-1, keepdims=True) >= constants[2]
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    fixed = jax.lax.stop_gradient((log_weight, weight, need))
-    blank = jnp.zeros_like(fixed[2] + fixed[1][..., :1])
+    constants = jax.lax.stop_gradient((log_weight, weight, need))
+    blank = jnp.zeros_like(constants[2] + constants[1][..., :1])
     reach = 20 * softness
-    ends = (blank + jnp.log(LEAST_WEIGHT) - reach, blank + jnp.log(2.0) + reach)
+    ends = (blank + jnp.log(MIN_WEIGHT) - reach, blank + jnp.log(2.0) + reach)
     floor = jax.lax.stop_gradient(jax.lax.fori_loop(0, 2 * PASSES, halve, ends)[0])
-    # One step of Newton changes nothing but brings the gradient.
-    gate = at(floor, fixed[0])
-    slope = jnp.where(forced, 0.0, -gate * (1 - gate) * fixed[1] / softness).sum(-1, keepdims=True)
-    error = (at(floor, log_weight) * weight).sum(-1, keepdims=True) - need
+    # One Newton step from the solution leaves the value as it is and adds the gradient.
+    gate = gate_at(floor, constants[0])
+    slope = jnp.where(always_kept, 0.0, -gate * (1 - gate) * constants[1] / softness).sum(-1, keepdims=True)
+    error = (gate_at(floor, log_weight) * weight).sum(-1, keepdims=True) - need
     solvable = (jnp.abs(slope) > 1e-6) & (jnp.abs(jax.lax.stop_gradient(error)) < 1e-3)
     floor = floor - jnp.where(solvable, error / jnp.where(solvable, slope, 1.0), 0.0)
-    return at(floor, log_weight)
+    return gate_at(floor, log_weight)
 
 
-def prefill_gathered(q, keys, values, table, index, count, first, query, last, gate=None) -> Partial:
-    """`prefill` without a loop of unknown length, so that it can be differentiated; reads every page.
+def prefill_gathered(
+    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length, gate=None
+) -> PartialAttention:
+    """`prefill` without a loop of dynamic length, so that it can be differentiated; it reads every page.
 
-    q `[rows, kv_heads, group, n, head_dim]`. `gate` `[rows, kv_heads, pages]` in (0, 1] multiplies the
-    attention of each page before it is normalised. The log-sum-exp is `[rows, kv_heads, group, n]`.
+    Args:
+        q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length: as for
+            `prefill`.
+        gate: `[rows, kv_heads, pages]` in (0, 1], multiplies the attention to each page before normalisation.
+
+    Returns:
+        The output, and the log-sum-exp `[rows, kv_heads, group, n]`.
     """
     rows, kv_heads, _, n, head_dim = q.shape
-    size, most = keys.shape[2], table.shape[1]
-    flat = lambda x: jnp.swapaxes(gather(x, table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
+    size, most = keys.shape[2], page_table.shape[1]
+    flat = lambda x: jnp.swapaxes(gather(x, page_table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
     position = jnp.arange(most * size)
-    held = (position < last[:, None])[:, None]  # [rows, kv_heads, positions]
-    if index is not None:
-        listed = jnp.arange(index.shape[2]) < count[..., None]
-        kept = (jax.nn.one_hot(index, most, dtype=bool) & listed[..., None]).any(2)
+    held = (position < context_length[:, None])[:, None]  # [rows, kv_heads, positions]
+    if page_list is not None:
+        listed = jnp.arange(page_list.shape[2]) < num_pages[..., None]
+        kept = (jax.nn.one_hot(page_list, most, dtype=bool) & listed[..., None]).any(2)
         held = held & jnp.repeat(kept, size, 2)
     held = jnp.broadcast_to(held, (rows, kv_heads, most * size))
-    own = query[:, None] + jnp.arange(n)
-    seen = (position >= first[..., None]) & (position <= own[..., None])  # [rows, n, positions]
+    own_position = query_start[:, None] + jnp.arange(n)
+    seen = (position >= window_start[..., None]) & (
+        position <= own_position[..., None]
+    )  # [rows, n, positions]
     seen = seen[:, None] & held[:, :, None]
     k, v = (jnp.where(held.swapaxes(1, 2)[..., None], flat(x), 0) for x in (keys, values))
     score = jnp.einsum("rkgnd,rskd->rkgns", q, k, preferred_element_type=jnp.float32)
     if gate is not None:
         score = score + jnp.repeat(jnp.log(jnp.maximum(gate, 1e-30)), size, 2)[:, :, None, None]
     score = jnp.where(seen[:, :, None], score, NEGATIVE)
-    some = seen.any(-1)[:, :, None]
-    weight = jnp.where(some[..., None], jax.nn.softmax(score, -1), 0.0)
+    not_empty = seen.any(-1)[:, :, None]
+    weight = jnp.where(not_empty[..., None], jax.nn.softmax(score, -1), 0.0)
     out = jnp.einsum("rkgns,rskd->rkgnd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    log_sum = jnp.where(some, jax.nn.logsumexp(score, -1), -jnp.inf)
-    return Partial(out.astype(q.dtype), log_sum)
+    log_sum_exp = jnp.where(not_empty, jax.nn.logsumexp(score, -1), -jnp.inf)
+    return PartialAttention(out.astype(q.dtype), log_sum_exp)
 
 
-def gathered(q, keys, values, table, index, count, first, last, gate=None) -> Partial:
-    """`decode` in the same way: its query stands at the last position."""
-    where = (table, index, count, first[:, None], last - 1, last)
-    part = prefill_gathered(q[:, :, :, None], keys, values, *where, gate)
-    return Partial(part.out[:, :, :, 0], part.log_sum[:, :, :, 0])
+def decode_gathered(
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length, gate=None
+) -> PartialAttention:
+    """`decode` by `prefill_gathered`: its query is at the last position."""
+    positions = (page_table, page_list, num_pages, window_start[:, None], context_length - 1, context_length)
+    part = prefill_gathered(q[:, :, :, None], keys, values, *positions, gate)
+    return PartialAttention(part.out[:, :, :, 0], part.log_sum_exp[:, :, :, 0])
 
 
 def write(tiles, summaries, k, v, page, slot):
-    """See the package; every pool in place."""
+    """Every pool is updated in place. The contract is in the package's docstring."""
     key, value = (stored(x, pool) for pool, x in zip(tiles, (k, v), strict=True))
     tiles = tuple(_put(pool, x, page, slot) for pool, x in zip(tiles, (k, v), strict=True))
     joins = (jnp.minimum, jnp.maximum, jnp.add, jnp.maximum)
     new = (key, key, key, jnp.linalg.norm(value, axis=-1))
     parts = zip(summaries, new, joins, strict=True)
-    return tiles, tuple(fold(pool, x, page, slot, join) for pool, x, join in parts)
+    return tiles, tuple(update_summary(pool, x, page, slot, join) for pool, x, join in parts)
 
 
-def fold(pool, x, page, slot, join):
-    """Take x `[rows, …]` into what is kept of each row's page `[pool, …]`; slot 0 starts anew."""
+def update_summary(pool, x, page, slot, join):
+    """Update one summary of each row's page with x.
+
+    Args:
+        pool: the summary of all pages `[pool, …]`.
+        x: `[rows, …]`.
+        page, slot: int32 `[rows]`, where x belongs; slot 0 resets the summary.
+        join: combines the old summary with x, e.g. `jnp.minimum`.
+    """
     if default_device().platform != "cpu":
         fresh = (slot == 0).reshape(-1, *(1,) * (x.ndim - 1))
         return pool.at[page].set(jnp.where(fresh, x, join(pool[page], x)))
@@ -298,15 +351,15 @@ def fold(pool, x, page, slot, join):
 def _put(pool: Any, x, page, slot) -> Any:
     if isinstance(pool, Quantised):
         tile, scale = quantise(x, pool.dtype)
-        column = pool.scale.swapaxes(2, 3)  # as a tile of one number a position
+        column = pool.scale.swapaxes(2, 3)  # as a tile with one number per position
         scales = _put(column, scale[..., None], page, slot).swapaxes(2, 3)
         return Quantised(_put(pool.tiles, tile, page, slot), scales)
     x = x.astype(pool.dtype)
     platform = default_device().platform
     if platform == "tpu" and pool.shape[3] % LANES:
-        # It may have positions along the lanes, and what scatters rows would copy it: pages come back whole.
-        mine = jnp.arange(pool.shape[2])[:, None] == slot[:, None, None, None]
-        return pool.at[page].set(jnp.where(mine, x[:, :, None], pool[page]))
+        # The pool may have positions along the lanes, where a scatter would copy it: write whole pages.
+        in_slot = jnp.arange(pool.shape[2])[:, None] == slot[:, None, None, None]
+        return pool.at[page].set(jnp.where(in_slot, x[:, :, None], pool[page]))
     if platform != "cpu":
         return pool.at[page, :, slot].set(x)
     put = lambda i, pool: jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
@@ -314,5 +367,5 @@ def _put(pool: Any, x, page, slot) -> Any:
 
 
 def _over_rows(rows: int, body, pool):
-    # XLA's CPU backend copies what it scatters into; elsewhere every slice would be a launch of its own.
+    # XLA's CPU backend copies the array that it scatters into. On other platforms each slice is a launch.
     return jax.lax.fori_loop(0, rows, body, pool, unroll=rows if rows <= UNROLLED_ROWS else 1)

@@ -68,7 +68,9 @@ def project(
     """See the package; rows beyond `PROJECTED_ROWS` read the weights again."""
     check(weight, k)
     if hidden.dtype != weight.dtype:
-        raise NotImplementedError(f"hidden is {hidden.dtype}, weight {weight.dtype}: one type is served")
+        raise NotImplementedError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}: only equal dtypes are supported"
+        )
     rows, vocabulary = hidden.shape[0], weight.shape[1]
     column = hidden.shape[1] * weight.dtype.itemsize
     if column * LANES > WEIGHT_BYTES:
