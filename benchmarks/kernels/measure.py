@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "platform": device.platform,
         "jax": jax.__version__,
         "threads": options.threads if on_cpu() else None,
-        "checked": [finding._asdict() for finding in self_test.run()],
+        "checked": [result._asdict() for result in self_test.run()],
         "cases": list(checks.run()),
         "copy": copy_bandwidth(options.quick),
     }
