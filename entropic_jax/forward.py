@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from .attention.attend import Step, attend_to
+from .attention.attend import TokenSpan, attend_to
 from .attention.page_selection import ReadStats, dense_step
 from .attention.statistics import Observer
 from .batch import Batch
@@ -62,7 +62,7 @@ def forward(
         Hidden states `[rows, n, hidden]`, and the state with the cache as written.
     """
     positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
-    attend = attend_to(state.cache, Step(state.length, num_tokens), reader, observer)
+    attend = attend_to(state.cache, TokenSpan(state.length, num_tokens), reader, observer)
     hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend)
     return hidden, state._replace(cache=state.cache._replace(layers=layers))
 
@@ -90,7 +90,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         decoder, params, state._replace(cache=cache), state.token[:, None], count, reader, observer
     )
     if reader is None:
-        read = dense_step(decoder.shape, Step(state.length, count))
+        read = dense_step(decoder.shape, TokenSpan(state.length, count))
     else:
         read, state = reader.total(), state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])

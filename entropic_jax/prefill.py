@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import entropy, ledger, sampling
-from .attention.attend import Step
+from .attention.attend import TokenSpan
 from .attention.page_selection import PagePolicy
 from .batch import gather, scatter
 from .cache import Cache, grant, note_surprisal
@@ -207,7 +207,7 @@ def prefill(
     before, num_tokens = gather(state, rows), jnp.where(granted, chunk.num_tokens, 0)
     reader = None
     if before.page_policy is not None:
-        where = Step(length, num_tokens)
+        where = TokenSpan(length, num_tokens)
         reader = before.page_policy.prompt_reader(before.cache, before.page_policy_state, where, chunk.total)
     tokens, following = jnp.asarray(chunk.tokens[:, :-1]), jnp.asarray(chunk.tokens[:, 1:])
     hidden, after = forward(decoder, params, before, tokens, num_tokens, reader)

@@ -192,7 +192,7 @@ def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
     def written(count: int):
         pool = cache.allocate(SHAPE, 2, 16, page_size=4, moments=True)
         pool, _ = grant(pool, ints(11, 11))
-        step = attend.Step(ints(0, 0), ints(count, 11))
+        step = attend.TokenSpan(ints(0, 0), ints(count, 11))
         layer = attend.write(pool.layers[0], pool.table, step, k, v)
         return pool._replace(layers=(layer,))
 

@@ -1,6 +1,6 @@
-"""Write keys and values into pages, and attend to the pages of a sequence.
+"""Paged attention of a layer: writes keys and values into pages, then attends to the pages of each row.
 
-A short row never pays for its long neighbour, and a page that is not listed is never read.
+Each row costs in proportion to its own pages, and a page that is not listed is never read.
 """
 
 from collections.abc import Callable
@@ -16,48 +16,52 @@ from ..pallas.paged_attention.reference import update_summary
 from .statistics import Observer
 
 
-class Step(NamedTuple):
-    """Where the tokens at hand stand: `count[row]` of them, from position `start[row]` on."""
+class TokenSpan(NamedTuple):
+    """Where the tokens of a pass stand: `num_tokens[row]` of them, from position `start[row]` on."""
 
     start: jax.Array  # int32 [rows]
-    count: jax.Array  # int32 [rows], 0 for a row that must not write
+    num_tokens: jax.Array  # int32 [rows], 0 for a row that must not write
 
 
 Attend = Callable[..., tuple[jax.Array, Layer]]
 
 
-def attend_to(cache: Cache, step: Step, reader: Any = None, observer: Observer | None = None) -> Attend:
-    """The function that a model calls in each layer: writes its keys and values, then attends to all.
+def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Observer | None = None) -> Attend:
+    """The function that a model calls in each layer: writes keys and values, then attends to the pages.
 
-    `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and k, v
-    `[rows, n, kv_heads, head_dim]` (rotated), and returns the attention output in the shape of q and the
-    layer as written. `window` limits a query to that many newest positions, itself included.
-    With a `reader` (from a `page_selection.PagePolicy`) queries attend to the pages that it chooses; an
-    `observer` sees the attention of a single query per row.
+    `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and rotated k, v
+    `[rows, n, kv_heads, head_dim]`, and returns the attention output in the shape of q, and the layer as
+    written. `window` limits a query to that many newest positions, its own included.
+
+    Args:
+        cache: the paged KV cache.
+        span: where the tokens stand.
+        reader: from a `page_selection.PagePolicy`: queries attend to the pages that it selects. None: to all.
+        observer: takes statistics of the attention of a single query per row.
     """
     table = cache.table
 
     def attend(q, k, v, layer, window=None):
-        layer = write(layer, table, step, k, v)
-        return read(layer, table, step, q, window, reader, observer), layer
+        layer = write(layer, table, span, k, v)
+        return read(layer, table, span, q, window, reader, observer), layer
 
     return attend
 
 
-def write(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
-    """Store k and v `[rows, n, kv_heads, head_dim]` at their positions, and summarise the pages touched.
+def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
+    """Stores k and v `[rows, n, kv_heads, head_dim]` at their positions and updates the page summaries.
 
-    Tokens past a row's count go to the bin.
+    Tokens past a row's `num_tokens` are written to the bin page, which is never read.
     """
-    return _write_one(layer, table, step, k, v) if k.shape[1] == 1 else _write_many(layer, table, step, k, v)
+    return _write_one(layer, table, span, k, v) if k.shape[1] == 1 else _write_many(layer, table, span, k, v)
 
 
-def _write_one(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+def _write_one(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
     size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
-    index = jnp.minimum(step.start // size, table.shape[1] - 1)
+    index = jnp.minimum(span.start // size, table.shape[1] - 1)
     page = jnp.take_along_axis(table, index[:, None], 1)[:, 0]
-    page = jnp.where(step.count > 0, page, bin_page)
-    slot = step.start % size
+    page = jnp.where(span.num_tokens > 0, page, bin_page)
+    slot = span.start % size
     return _store(layer, k[:, 0], v[:, 0], page, slot)
 
 
@@ -74,18 +78,18 @@ def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.
     return Layer(*tiles, *summaries, **moments)
 
 
-def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax.Array) -> Layer:
+def _write_many(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
     rows, n, kv_heads, head_dim = k.shape
     size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
     touched = min(-(-(n - 1) // size) + 1, table.shape[1])  # pages that n positions can reach into
-    first = step.start // size
+    first = span.start // size
     index = jnp.minimum(first[:, None] + jnp.arange(touched), table.shape[1] - 1)
     page = jnp.take_along_axis(table, index, 1)  # [rows, touched]
     # Position of every slot of the touched pages, and the token that belongs there, if any.
     position = (first[:, None] + jnp.arange(touched))[:, :, None] * size + jnp.arange(size)
-    token = position - step.start[:, None, None]
-    new = (token >= 0) & (token < step.count[:, None, None])
-    held = (position < step.start[:, None, None]) | new
+    token = position - span.start[:, None, None]
+    new = (token >= 0) & (token < span.num_tokens[:, None, None])
+    held = (position < span.start[:, None, None]) | new
     page = jnp.where(new.any(2), page, bin_page)
     source = jnp.clip(token, 0, n - 1).reshape(rows, -1)
 
@@ -117,7 +121,7 @@ def _write_many(layer: Layer, table: jax.Array, step: Step, k: jax.Array, v: jax
 def read(
     layer: Layer,
     table: jax.Array,
-    step: Step,
+    span: TokenSpan,
     q: jax.Array,
     window: int | None = None,
     reader: Any = None,
@@ -132,15 +136,15 @@ def read(
     kv_heads = layer.keys.shape[1]
     q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    last = jnp.where(step.count > 0, step.start + step.count, 0)
-    own = step.start[:, None] + jnp.arange(n)
+    last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
+    own = span.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
     if n > 1 and reader is not None:
-        out = reader.read_prompt(layer, q, first, step.start, last)
+        out = reader.read_prompt(layer, q, first, span.start, last)
     elif n > 1:
-        out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, step.start, last)
+        out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, span.start, last)
     elif reader is not None:
         out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]
     else:

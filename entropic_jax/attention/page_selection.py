@@ -374,12 +374,14 @@ def dense_reading(layer: Layer, first: jax.Array, last: jax.Array) -> ReadStats:
     return ReadStats(seen, seen, jnp.zeros_like(seen), jnp.zeros_like(seen))
 
 
-def dense_step(shape: ModelShape, step: Any) -> ReadStats:
+def dense_step(shape: ModelShape, span: Any) -> ReadStats:
     """What a step reads that leaves nothing out: every page of every active row.
 
-    `step` (`attend.Step`) says where the tokens stand, before they are written.
+    `span` (`attend.TokenSpan`) says where the tokens stand, before they are written.
     """
-    positions = jnp.where(step.count > 0, step.start + step.count, 0) * shape.kv_heads * shape.layers
+    positions = (
+        jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0) * shape.kv_heads * shape.layers
+    )
     positions = positions.astype(jnp.float32)
     zero = jnp.zeros_like(positions)
     return ReadStats(positions, positions, dropped=zero, certificate=zero)

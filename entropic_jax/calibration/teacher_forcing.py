@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..attention.attend import Step, attend_to
+from ..attention.attend import TokenSpan, attend_to
 from ..cache import Cache, allocate, grant
 from ..loop import Decoder
 
@@ -55,7 +55,7 @@ def split_sequences(
 def _forward_chunk(
     decoder: Decoder, params: Any, cache: Cache, start: jax.Array, count: jax.Array, tokens: jax.Array
 ):
-    attend = attend_to(cache, Step(start, count))
+    attend = attend_to(cache, TokenSpan(start, count))
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, layers = decoder.hidden(params, tokens, positions, cache.layers, attend)
     return cache._replace(layers=layers), decoder.logits(params, hidden[0])

@@ -35,8 +35,8 @@ class PrefillReader:
         total: jax.Array,
     ) -> None:
         self.policy, self.compression = policy, compression
-        self.cache, self.before, self.step = cache, memory, step
-        self.last_segment = step.start + step.count >= total
+        self.cache, self.before, self.span = cache, memory, step
+        self.last_segment = span.start + span.num_tokens >= total
         self.prefill: list[Any] = []
         self.observed: list[Any] = []
         self.below: Any = None
@@ -50,7 +50,7 @@ class PrefillReader:
 
     def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
         """Attention of a chunk of one query, `[rows, kv_heads, group, head_dim]`."""
-        return self.read_prompt(layer, q[:, :, :, None], first[:, None], self.step.start, last)[:, :, :, 0]
+        return self.read_prompt(layer, q[:, :, :, None], first[:, None], self.span.start, last)[:, :, :, 0]
 
     def read_prompt(
         self, layer: Layer, q: jax.Array, first: jax.Array, query: jax.Array, last: jax.Array
@@ -68,7 +68,7 @@ class PrefillReader:
             `[rows, kv_heads, group, n, head_dim]`.
         """
         table, size, n = self.cache.table, self.cache.page_size, q.shape[3]
-        valid = jnp.arange(n) < self.step.count[:, None]
+        valid = jnp.arange(n) < self.span.num_tokens[:, None]
         page = jnp.arange(table.shape[1])
         prior_pages = (page + 1) * size <= query[:, None]
         queries = LayerQueries(q, valid, query, prior_pages, layer, table)
@@ -86,7 +86,7 @@ class PrefillReader:
                 queries, self.before.prefill[number], self.below
             )
             self.prefill.append(state)
-            read_all = (query < policy.dense_below) | self.last_segment | (self.step.count == 0)
+            read_all = (query < policy.dense_below) | self.last_segment | (self.span.num_tokens == 0)
             within_budget = jnp.minimum(page_scores.budget.astype(jnp.int32) // size, num_prior)
             num_read = jnp.where(read_all[:, None], num_prior, within_budget)
             segment_pages = (page * size < last[:, None]) & ~prior_pages
@@ -110,7 +110,7 @@ class PrefillReader:
     def _add_cost(self, queries: LayerQueries, num_read: jax.Array) -> None:
         """Adds the cost of one layer, whose queries read `num_read` `[rows, kv_heads or 1]` prior pages."""
         kv_heads, group, size = queries.q.shape[1], queries.q.shape[2], self.cache.page_size
-        n = self.step.count.astype(jnp.float32)
+        n = self.span.num_tokens.astype(jnp.float32)
         num_prior = queries.prior_pages.sum(1)
         prior = jnp.broadcast_to(num_read, (num_read.shape[0], kv_heads)).sum(1).astype(jnp.float32) * size
         # Positions before the first query in the page where the segment starts, and pairs within the segment.

@@ -7,7 +7,7 @@ import pytest
 
 from entropic_jax import cache
 from entropic_jax.attention import attend
-from entropic_jax.attention.attend import Step
+from entropic_jax.attention.attend import TokenSpan
 from entropic_jax.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=8, vocabulary=8, hidden=32)
@@ -26,7 +26,7 @@ def filled(lengths: list[int], chunks: tuple[int, ...], seed: int = 0):
     for size in chunks:
         count = np.clip(np.array(lengths) - done, 0, size)
         piece = lambda x: jnp.asarray(np.pad(x, ((0, 0), (0, size), (0, 0), (0, 0)))[:, done : done + size])
-        step = Step(jnp.full(rows, done, jnp.int32), jnp.asarray(count, jnp.int32))
+        step = TokenSpan(jnp.full(rows, done, jnp.int32), jnp.asarray(count, jnp.int32))
         layer = attend.write(layer, pool.table, step, piece(k), piece(v))
         done += size
     return pool, layer, k, v
@@ -60,7 +60,7 @@ def test_reading_equals_dense_attention(queries, window):
     rng = np.random.default_rng(1)
     q = rng.standard_normal((3, queries, 4, 8)).astype(np.float32)
     start = np.array(lengths) - queries
-    step = Step(jnp.asarray(start, jnp.int32), jnp.full(3, queries, jnp.int32))
+    step = TokenSpan(jnp.asarray(start, jnp.int32), jnp.full(3, queries, jnp.int32))
     out = attend.read(layer, pool.table, step, jnp.asarray(q), window)
     for row in range(3):
         for i in range(queries):
@@ -76,7 +76,7 @@ def test_reading_equals_dense_attention(queries, window):
 
 def test_a_row_that_must_not_write_leaves_every_page_alone():
     pool, layer, k, v = filled([9, 9], (9,))
-    step = Step(jnp.array([9, 3], jnp.int32), jnp.array([0, 0], jnp.int32))
+    step = TokenSpan(jnp.array([9, 3], jnp.int32), jnp.array([0, 0], jnp.int32))
     for n in (1, 3):
         after = attend.write(layer, pool.table, step, jnp.asarray(k[:, :n]), jnp.asarray(v[:, :n]))
         for old, new in zip(layer[:6], after[:6], strict=True):

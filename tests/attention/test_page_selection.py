@@ -95,7 +95,7 @@ def filled(length: int, page: int, seed: int = 0):
     pool = cache.allocate(SHAPE, 2, 256, page_size=page)
     k, v = rng.standard_normal((2, 2, length, 2, 16)).astype(np.float32)
     pool, _ = cache.grant(pool, jnp.full(2, length, jnp.int32))
-    where = attend.Step(jnp.zeros(2, jnp.int32), jnp.full(2, length, jnp.int32))
+    where = attend.TokenSpan(jnp.zeros(2, jnp.int32), jnp.full(2, length, jnp.int32))
     layer = attend.write(pool.layers[0], pool.table, where, jnp.asarray(k), jnp.asarray(v))
     q = (rng.standard_normal((2, 2, 2, 16)) * rng.uniform(0.2, 3)).astype(np.float32)
     return pool._replace(layers=(layer,)), layer, jnp.asarray(q)
