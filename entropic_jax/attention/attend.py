@@ -130,7 +130,7 @@ def read(
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
     The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
-    row with count 0 reads nothing and yields zeros.
+    row without tokens reads nothing and yields zeros.
     """
     rows, n, heads, head_dim = q.shape
     kv_heads = layer.keys.shape[1]

@@ -31,11 +31,11 @@ class PrefillReader:
         compression: CompressionPolicy | None,
         cache: Cache,
         memory: MethodState,
-        step: Any,
+        span: Any,
         total: jax.Array,
     ) -> None:
         self.policy, self.compression = policy, compression
-        self.cache, self.before, self.span = cache, memory, step
+        self.cache, self.before, self.span = cache, memory, span
         self.last_segment = span.start + span.num_tokens >= total
         self.prefill: list[Any] = []
         self.observed: list[Any] = []
