@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.control.entropy_drop import PRIOR
+from entropic_jax.control.entropy_drop import PRIOR, new_predictor, predicted_drop
+from entropic_jax.control.scheduling import Scheduling, default_load
 from entropic_jax.serving.engine.block_manager import BlockManager
 from entropic_jax.serving.engine.prefix_cache import ROOT_HASH, PrefixCache, page_hashes
 from entropic_jax.serving.engine.priority import Ranking
@@ -123,6 +125,25 @@ def test_the_short_the_urgent_and_the_important_go_first():
     hasty, important = waiting(900, 2, slack=0.0), waiting(900, 3, priority=-1)
     assert ranking.rank([long, short, hasty, important], 0.0, drops) == [important, short, hasty, long]
     assert Ranking("fcfs", PRIOR).rank([hasty, short, long], 0.0, drops) == [long, short, hasty]
+
+
+def test_the_host_ranks_by_the_priority_of_the_device():
+    ranking, rounds, drops = Ranking("entropic", PRIOR), 50.0, np.array([0.3, 9.0])
+    sequences = [waiting(900, 0), waiting(20, 1, slack=0.25), waiting(300, 2), waiting(500, 3, slack=0.0)]
+    sequences[2].since, sequences[3].since, sequences[3].row = 20.0, 50.0, 1
+    prior = float(predicted_drop(new_predictor(1), PRIOR)[0])
+    cost = np.array([900, 20, 300, 500]) / 900
+    slack, wait = np.array([1.0, 0.25, 1.0, 0.0]), np.array([50.0, 50.0, 30.0, 0.0])
+    drop = np.array([prior, prior, prior, 9.0])
+    written_out = (
+        np.clip(drop / np.maximum(0.5 * cost + 0.25 * cost + 0.25 * slack, 0.05), 0, 4) + 0.05 * wait
+    )
+    load = default_load(4)._replace(
+        cost=jnp.float32(cost), memory=jnp.float32(cost), slack=jnp.float32(slack)
+    )
+    device = Scheduling(width=1).priority(jnp.float32(drop), load, jnp.float32(wait))
+    np.testing.assert_allclose(ranking.priorities(sequences, rounds, drops), written_out, rtol=1e-12)
+    np.testing.assert_allclose(device, written_out, rtol=1e-6)
 
 
 def test_a_prompt_that_is_to_be_read_counts_for_less_than_what_is_to_be_generated():

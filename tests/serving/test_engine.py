@@ -16,7 +16,13 @@ from entropic_jax.serving.engine.interface import Delta, EngineRequest, QueueFul
 from entropic_jax.serving.request import Request, RequestError
 
 EXACT = dict(
-    max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True, warmup="none"
+    max_num_seqs=4,
+    max_num_batched_tokens=128,
+    block_size=4,
+    max_steps=4,
+    batch_invariant=True,
+    warmup="none",
+    scheduling_policy="entropic",
 )
 WARM = dict(temperature=0.9, top_p=0.95)
 VOCABULARY = 258
@@ -332,7 +338,7 @@ def test_the_queue_is_bounded_and_drains(model):
         (dict(ids=(1,), logprobs=21), "logprobs must be at most 20; got 21"),
         (
             dict(ids=(1,), control=Control("paper")),
-            "preset must be one of off, micro, meso, full; got 'paper'",
+            "preset must be one of off, micro, meso, macro, full; got 'paper'",
         ),
         (
             dict(ids=(1,), control=Control("micro", (("law", "exact"),))),

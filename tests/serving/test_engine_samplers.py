@@ -114,11 +114,13 @@ def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
 
 def test_what_a_server_refuses(model, calibration):
     for engine in engine_of(model, calibration, "entropix"):
-        with pytest.raises(RequestError, match="preset must be one of off, micro, meso, full, entropix"):
+        with pytest.raises(
+            RequestError, match="preset must be one of off, micro, meso, macro, full, entropix"
+        ):
             engine.submit(engine_request("x", (1,), Control("dslider")))
         with pytest.raises(RequestError, match="branches must be between 1 and 1; got 3"):
             engine.submit(engine_request("x", (1,), Control("entropix", (("branches", 3),))))
         output_stream = engine.submit(engine_request("x", (1,), Control("micro", (("clarification", "hm"),))))
         assert collect(output_stream)[1].finish_reason == "length"
-    with pytest.raises(RequestError, match=r"accepted with a calibration\.json"):
+    with pytest.raises(RequestError, match=r"without calibration\.json"):
         LLMEngine(model, EngineOptions(**{**EXACT, "preset": "entropix"}))
