@@ -1,19 +1,21 @@
-"""Imports point down only: the order of the layers is the order of the loop."""
+"""Imports point down only: the layers follow the decode loop, from arrays up to the server."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import entropic_jax
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("entropic_jax", "benchmarks", "examples")
-FOLDERS = {
-    "models": "entropic_jax.models",
-    "serving": "entropic_jax.serving",
-}  # part of the package by a link
+# Folders at the top of the tree that are part of the package by a symbolic link.
+FOLDERS = {"models": "entropic_jax.models", "serving": "entropic_jax.serving"}
 LAYERS = (
-    ("entropic_jax.devices",),
+    ("entropic_jax.devices", "entropic_jax.parameter_table", "entropic_jax.sampling_params"),
     ("entropic_jax.cpu_runtime",),
     ("entropic_jax.pallas",),
     (
@@ -40,10 +42,19 @@ LAYERS = (
         "entropic_jax.loop",
     ),
     ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "entropic_jax.models"),
-    ("entropic_jax",),  # the package itself, which gathers the names that users want, each when it is used
-    ("entropic_jax.serving", "benchmarks", "examples"),
+    ("entropic_jax",),  # the package itself, which gathers the public names
+    ("entropic_jax.serving",),
+    ("entropic_jax.serving.engine",),
+    ("entropic_jax.serving.llm_options", "entropic_jax.serving.http", "entropic_jax.serving.bench"),
+    ("entropic_jax.serving.llm",),
+    ("entropic_jax.serving.commands",),
+    ("entropic_jax.serving.cli", "entropic_jax.serving.server"),
+    ("benchmarks", "examples"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# The package exports these from a layer above it: a name is imported when it is first used, and for type
+# checkers. `entropic_jax.LLM` runs the serving engine.
+LAZY_EXPORTS = {"entropic_jax": ("entropic_jax.serving.llm",)}
 # A model does not know that it is controlled.
 A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.pallas")
 
@@ -86,6 +97,16 @@ def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in named if name.split(".")[0] in PACKAGES)
 
 
+def for_type_checkers(path: Path) -> set[int]:
+    """The lines of a file below `if TYPE_CHECKING:`, which do not run."""
+    blocks = (
+        node
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    )
+    return {line for block in blocks for line in range(block.body[0].lineno, block.body[-1].end_lineno + 1)}
+
+
 def violations(root: Path) -> list[str]:
     """Every import that does not point down, and every module of the core without a layer."""
     found = []
@@ -98,8 +119,11 @@ def violations(root: Path) -> list[str]:
         if own == "entropic_jax" and module != "entropic_jax":
             found.append(f"{module} has no layer: give it one in {Path(__file__).name}")
             continue
+        lazy = for_type_checkers(path) if module in LAZY_EXPORTS else ()
         for line, name in sorted(set(imports(path, root))):
             other = layer(name)
+            if line in lazy and name in LAZY_EXPORTS[module]:
+                continue
             where = f"{path.relative_to(root)}:{line} ({own}) imports {name}"
             if own == "entropic_jax.models" and other != own and other not in A_MODEL_KNOWS:
                 found.append(f"{where}; a model knows {' and '.join(A_MODEL_KNOWS)}")
@@ -120,7 +144,8 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 GOOD = {
-    "entropic_jax/__init__.py": "from .loop import step\nfrom . import methods\n",
+    "entropic_jax/__init__.py": "from .loop import step\nfrom . import methods\n"
+    "if TYPE_CHECKING:\n    from .serving.llm import LLM\n",
     "entropic_jax/entropy.py": "import jax\n",
     "entropic_jax/pallas/topk_entropy/tpu.py": "import jax.experimental.pallas\nfrom . import reference\n",
     "entropic_jax/pallas/topk_entropy/reference.py": "from ..dispatch import first\n",
@@ -135,6 +160,9 @@ GOOD = {
     "models/llama.py": "from entropic_jax.cache import ModelShape\nfrom . import layers\nimport flax\n",
     "models/layers.py": "from entropic_jax import attention\n",
     "serving/cli.py": "import entropic_jax\nfrom entropic_jax import models\nfrom .engine import run\n",
+    "serving/llm.py": "from .engine import run\nfrom .request import RequestError\n",
+    "serving/http/frontend.py": "from ..engine import run\n",
+    "entropic_jax/cpu_runtime/threads.py": "from ..devices import default_device\n",
     "examples/first.py": "from entropic_jax.serving import cli\n",
 }
 
@@ -175,9 +203,50 @@ def test_what_points_down_is_accepted(tmp_path):
         ("models/llama.py", "import entropic_jax", "a model knows"),
         ("models/llama.py", "from ..serving import cli", "a model knows"),
         ("entropic_jax/misc.py", "", "entropic_jax.misc has no layer"),
+        (
+            "entropic_jax/__init__.py",
+            "from .serving.llm import LLM",
+            "imports entropic_jax.serving.llm, which",
+        ),
+        (
+            "entropic_jax/__init__.py",
+            "if TYPE_CHECKING:\n    from .serving.cli import main",
+            "imports entropic_jax.serving.cli, which is above",
+        ),
+        (
+            "entropic_jax/loop.py",
+            "if TYPE_CHECKING:\n    from .serving.llm import LLM",
+            "imports entropic_jax.serving.llm, which is above",
+        ),
+        (
+            "entropic_jax/cpu_runtime/threads.py",
+            "from ..pallas import dispatch",
+            "imports entropic_jax.pallas",
+        ),
+        ("serving/engine/scheduler.py", "from ..http import frontend", "imports entropic_jax.serving.http"),
+        ("serving/llm.py", "from .commands import serve", "imports entropic_jax.serving.commands"),
+        ("serving/request.py", "from .engine import run", "imports entropic_jax.serving.engine"),
+        ("serving/http/frontend.py", "from .. import commands", "imports entropic_jax.serving.commands"),
+        ("serving/cli.py", "import benchmarks", "imports benchmarks, which is above"),
     ],
 )
 def test_what_does_not_is_found(tmp_path, file, text, said):
     write(tmp_path, {**GOOD, file: text})
     (found,) = violations(tmp_path)
     assert said in found
+
+
+def test_lazy_exports_point_down_except_those_named():
+    homes = {f"entropic_jax.{home}" for home in entropic_jax._HOMES}
+    above = {home for home in homes if RANK[layer(home)] > RANK["entropic_jax"]}
+    assert above == set(LAZY_EXPORTS["entropic_jax"])
+    assert all(hasattr(entropic_jax, name) for name in entropic_jax.__all__)
+    assert set(entropic_jax._HOME) == set(entropic_jax.__all__)
+
+
+def test_importing_the_package_imports_nothing_else():
+    code = "import sys, entropic_jax; print([m for m in sys.modules if m.startswith(('entropic_jax.', 'jax', 'numpy'))])"
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "[]\n"

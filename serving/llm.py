@@ -1,0 +1,348 @@
+"""Offline inference in three lines: `LLM` runs the serving engine in this process, without a server.
+
+    from entropic_jax import LLM, SamplingParams
+
+    llm = LLM(preset="full")  # the embedded model; or a path to a Hugging Face directory
+    outputs = llm.generate(["def add(a, b):", "import os"], SamplingParams(temperature=0.7, max_tokens=32))
+    print(outputs[0].outputs[0].text, outputs[0].outputs[0].trace["entropy"])
+
+Names and shapes are those of vLLM's class of the same name, as far as they go.
+"""
+
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.sampling_params import SamplingParams, recommended
+
+from .compilation import remember_compilations
+from .engine.engine import start
+from .engine.interface import EngineRequest, OutputStream
+from .engine.metrics_hooks import MetricsHooks
+from .generation import EMBEDDED
+from .llm_options import IN_FLIGHT, read_options
+from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
+from .request import Request, RequestError
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
+
+CHECK = 0.5  # seconds between looks at whether the engine has failed
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as the engine takes it, and its text where there was one."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+class FinishedRequests(MetricsHooks):
+    """Queues the id of every request that the engine has finished."""
+
+    def __init__(self) -> None:
+        self.ids: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def finished(self, sequence: Any, delta: Any) -> None:
+        """Called by the engine's thread when a request ends."""
+        self.ids.put(sequence.engine_request.id)
+
+
+class LLM:
+    """A language model with its engine: continuous batching, control by entropy, no server.
+
+    The engine compiles a program when it is first needed and keeps it on disk for later processes (see
+    `JAX_COMPILATION_CACHE_DIR`). Use the object as a context manager, or call `shutdown`, to free the device's
+    memory before the process ends. Calls from several threads run one after the other.
+
+    >>> llm = LLM(max_num_sequences=4)
+    Traceback (most recent call last):
+    TypeError: LLM has no argument max_num_sequences; did you mean max_num_seqs?
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        preset: str = "off",
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Load a model and start its engine.
+
+        Args:
+            model: Path of a Hugging Face model directory; None is the embedded model, which continues Python.
+            preset: The scales of control that are on: "off", "micro" (temperature), "meso" (pages read),
+                "macro" (scheduling), "full" (all three); or a sampler: "entropix", "entropix-as-released",
+                "dslider".
+            seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
+                seed; None draws anew each time.
+            **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`, `kv_cache_dtype`,
+                `kv_cache_bytes`, `block_size`, `enable_prefix_caching`, `method`, `budgets`, …), or any gain of
+                the controllers (`law`, `target_entropy`, `lowest_temperature`, `dropped_mass_limit`, …).
+
+        Raises:
+            TypeError: for an argument that is not known.
+            ValueError: for one whose value is not accepted, or a model that cannot be loaded.
+            OSError: if files of the model cannot be read.
+        """
+        self._seed = seed
+        self._control, engine_options = read_options(preset, options)
+        remember_compilations()
+        self._finished_requests = FinishedRequests()
+        self._engine = start(EMBEDDED if model is None else model, engine_options, self._finished_requests)
+        self._engine.row_controllers.row_gains(self._control)  # says at once what is wrong
+        self._lock = threading.Lock()
+        self._num_sequences = 0  # submitted so far
+        self._close = weakref.finalize(self, self._engine.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: One prompt or a sequence of them. A prompt is a string, a list of token ids, or a mapping
+                with the key `prompt` or `prompt_token_ids`.
+            sampling_params: For all prompts, or one per prompt; None is `get_default_sampling_params()`.
+            use_tqdm: Show a progress bar when standard error is a terminal.
+
+        Returns:
+            One output per prompt, in the order of the prompts. A sequence that fails alone, as one whose logits
+            are not finite, ends with `finish_reason` "error"; the others go on.
+
+        Raises:
+            ValueError: for a prompt or parameters that the model cannot take; nothing is generated then.
+            RuntimeError: after `shutdown`, or if the engine has failed.
+        """
+        items = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        tokenized = [_named(f"prompts[{i}]", self._tokenize, item) for i, item in enumerate(items)]
+        return self._run(tokenized, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue conversations through the model's chat template.
+
+        Args:
+            messages: One conversation or a sequence of them; a message has `role` and `content`.
+            sampling_params: As in `generate`, one per conversation.
+            use_tqdm: As in `generate`.
+            add_generation_prompt: Open the assistant's turn at the end of the prompt.
+            tools: Descriptions of tools, for templates that take them.
+            chat_template_kwargs: Further variables of the template.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            ValueError: if the model has no chat template, or it rejects the messages; else as in `generate`.
+        """
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+
+        def tokenize(conversation: Sequence[Message]) -> TokenizedPrompt:
+            try:
+                text = self._tokenizer.chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    **(chat_template_kwargs or {}),
+                )
+            except ModelError as error:
+                raise RequestError(str(error)) from None
+            return TokenizedPrompt(text, tuple(self._tokenizer.encode(text, special=False)))
+
+        tokenized = [_named(f"messages[{i}]", tokenize, item) for i, item in enumerate(conversations)]
+        return self._run(tokenized, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; the defaults of `SamplingParams` elsewhere."""
+        return SamplingParams(**recommended(self._engine.model.generation))
+
+    def shutdown(self) -> None:
+        """Stop the engine; sequences in flight end. Further calls do nothing."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def _tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        if isinstance(prompt, Mapping):
+            keys = {"prompt", "prompt_token_ids"} & prompt.keys()
+            if len(keys) != 1:
+                raise RequestError(
+                    f"a prompt must have the key prompt or prompt_token_ids; got {sorted(prompt)}"
+                )
+            prompt = prompt[keys.pop()]
+        text = prompt if isinstance(prompt, str) else None
+        return TokenizedPrompt(text, self._engine.prompt_tokens(prompt))
+
+    def _run(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Generate for prompts whose form is checked."""
+        params = self._params(sampling_params, len(prompts))
+        with self._lock:
+            if not self._close.alive:
+                raise RuntimeError("the LLM is shut down; make a new one to generate")
+            requests = [
+                self._request(prompt, given, self._num_sequences + i)
+                for i, (prompt, given) in enumerate(zip(prompts, params, strict=True))
+            ]
+            self._num_sequences += len(requests)
+            completions = self._complete(requests, use_tqdm)
+        return [
+            RequestOutput(request.id, prompt.text, list(prompt.token_ids), [output], cached)
+            for request, prompt, (output, cached) in zip(requests, prompts, completions, strict=True)
+        ]
+
+    def _params(self, given: Any, count: int) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise ValueError(f"sampling_params must be one or as many as prompts, {count}; got {len(params)}")
+        wrong = next((p for p in params if not isinstance(p, SamplingParams)), None)
+        if wrong is not None:
+            raise TypeError(f"sampling_params must be SamplingParams; got {type(wrong).__name__}")
+        return params
+
+    def _request(self, prompt: TokenizedPrompt, params: SamplingParams, number: int) -> EngineRequest:
+        seed = secrets.randbelow(2**31) if self._seed is None else (self._seed + number) % 2**31
+        return EngineRequest(
+            id=str(number),
+            request=Request.of(prompt.token_ids, params, seed),
+            control=self._control,
+            alternatives=params.logprobs,
+        )
+
+    def _complete(
+        self, requests: Sequence[EngineRequest], use_tqdm: bool
+    ) -> list[tuple[CompletionOutput, int]]:
+        """The completion of every request and the cached tokens of its prompt, in the order of requests."""
+        order = {request.id: index for index, request in enumerate(requests)}
+        results: list[Any] = [None] * len(requests)
+        streams: dict[str, OutputStream] = {}
+        waiting = iter(requests)
+        try:
+            with _progress(len(requests), use_tqdm) as advance:
+                for request in waiting:
+                    streams[request.id] = self._engine.submit(request)
+                    while len(streams) >= IN_FLIGHT:
+                        self._collect(streams, results, order, advance)
+                while streams:
+                    self._collect(streams, results, order, advance)
+        finally:  # interrupted, or refused
+            for stream in streams.values():
+                stream.cancel()
+        return results
+
+    def _collect(self, streams: dict[str, OutputStream], results: list[Any], order: Any, advance: Any) -> None:
+        """Wait for a request to end and take its result out of `streams`."""
+        try:
+            name = self._finished_requests.ids.get(timeout=CHECK)
+        except queue.Empty:
+            if (failure := self._engine.failure()) is not None:
+                streams.clear()
+                raise RuntimeError(f"the engine has failed: {failure}") from failure
+            return
+        stream = streams.pop(name, None)
+        if stream is not None:  # otherwise of a call that was interrupted
+            results[order[name]] = self._result(stream)
+            advance(len(results[order[name]][0].token_ids))
+
+    def _result(self, stream: OutputStream) -> tuple[CompletionOutput, int]:
+        deltas = list(stream)
+        tokens = [token for delta in deltas for token in delta.tokens]
+        last = deltas[-1]
+
+        def decode(ids: list[int]) -> str:
+            return self._tokenizer.decode(ids, skip_special=False)
+
+        reported = stream.engine_request.alternatives is not None
+        output = CompletionOutput(
+            index=0,
+            text="".join(token.text for token in tokens),
+            token_ids=[token.id for token in tokens],
+            finish_reason=last.finish_reason,  # type: ignore[arg-type]
+            stop_reason=last.stop_reason,
+            error=last.error,
+            logprobs=logprobs_of(tokens, decode) if reported else None,
+            summary=last.summary,
+            metrics=[token.measures for token in tokens],
+        )
+        return output, last.cached_tokens
+
+
+def _is_prompt(value: Any) -> bool:
+    """Whether the value is one prompt; an empty list is no prompt."""
+    if isinstance(value, str | Mapping):
+        return True
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, int) for x in value)
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether the value is one list of messages."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, Mapping) for x in value)
+
+
+def _named(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> TokenizedPrompt:
+    """The checked item; what is wrong with it is said with its place."""
+    try:
+        return check(item)
+    except RequestError as error:
+        raise RequestError(f"{place}: {error}", place) from None
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error, if it is a terminal; yields a function of the new tokens."""
+    console = Console(stderr=True)
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    hidden = not (shown and console.is_terminal)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
+        task, tokens = bar.add_task("", total=total, rate=""), 0
+
+        def advance(new: int) -> None:
+            nonlocal tokens
+            tokens += new
+            elapsed = bar.tasks[task].elapsed or 0.0
+            bar.update(task, advance=1, rate=f"{tokens / elapsed:.0f} tokens/s" if elapsed else "")
+
+        yield advance

@@ -1,0 +1,62 @@
+"""Keyword arguments of `LLM`: engine options and controller gains, checked by name."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .control_options import GAINS, NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
+from .engine.options import EngineOptions
+
+IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
+CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
+PRESETS = (*(name for name in NAMES if name != "paper"), *SAMPLERS)  # the engine has no laws as printed
+PRUNING = ("meso", "full")  # presets that leave pages unread
+GAIN_NAMES = ("law", *GAINS, *SAMPLER_OPTIONS)
+# `LLM` sets the other fields itself: clarification, branches and law are gains, the rest follows from them.
+ENGINE_NAMES = tuple(
+    field.name
+    for field in dataclasses.fields(EngineOptions)
+    if field.name not in (*GAIN_NAMES, "preset", "max_queue")
+)
+
+
+def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, EngineOptions]:
+    """The control of every sequence and the options of the engine.
+
+    Args:
+        preset: A name of `PRESETS`.
+        options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`.
+
+    Raises:
+        TypeError: for a name that is neither.
+        ValueError: for a value that is not accepted.
+    """
+    for name in options:
+        if name not in (*ENGINE_NAMES, *GAIN_NAMES):
+            raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+    gains = {name: options[name] for name in GAIN_NAMES if options.get(name) is not None}
+    engine: dict[str, Any] = {
+        "max_num_seqs": CPU_ROWS if jax.default_backend() == "cpu" else EngineOptions.max_num_seqs,
+        "pruning": preset in PRUNING,
+        "scheduling_policy": "entropic" if preset in ("macro", "full") else "fcfs",
+        "warmup": "none",
+        **{name: value for name, value in options.items() if name in ENGINE_NAMES and value is not None},
+        **{name: gains[name] for name in ("law", *SAMPLER_OPTIONS) if name in gains},
+        "preset": preset,
+        "max_queue": IN_FLIGHT,
+    }
+    if isinstance(budgets := engine.get("budgets"), Mapping):
+        engine["budgets"] = tuple(budgets.items())
+    checked = EngineOptions(**engine)
+    return Control(preset, tuple(gains.items()), checked.method, checked.budgets), checked
+
+
+def _suggestion(name: str) -> str:
+    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES)
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"accepted are {', '.join(known)}"

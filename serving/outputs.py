@@ -1,0 +1,85 @@
+"""Results of offline generation: one `RequestOutput` per prompt, with the entropic trace of every token."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .transcript import FinishReason, Token
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability (natural) before temperature and truncation."""
+
+    logprob: float
+    rank: int | None  # 1 for the likeliest token; None beyond those that were requested
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    `finish_reason` is "stop", "length", or "error", which `error` explains. `stop_reason` is the stop string or
+    the stop token of the request that ended the text. `logprobs`, where they were requested, has one mapping
+    per token, from token ids to their log-probabilities: the likeliest tokens and the sampled one. `summary`
+    has `entropic_time` and `mean_entropy` (nats), `kept_fraction`, `certificate`, and `cost` (roofline seconds).
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    summary: Mapping[str, float] = field(default_factory=dict, repr=False)
+    metrics: Sequence[Mapping[str, float]] = field(default=(), repr=False)  # of each token
+
+    @functools.cached_property
+    def trace(self) -> dict[str, list[float]]:
+        """The measurements of every token by name, each list as long as `token_ids`.
+
+        `entropy` (nats, before temperature), `temperature`, `kept_fraction`, `entropic_time` and the other
+        fields of `entropic_jax.Trace`.
+        """
+        names = tuple(self.metrics[0]) if self.metrics else ()
+        return {name: [metrics[name] for metrics in self.metrics] for name in names}
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of all tokens together; None unless `logprobs` were requested."""
+        if self.logprobs is None:
+            return None
+        return sum(line[token].logprob for line, token in zip(self.logprobs, self.token_ids, strict=True))
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The continuations of one prompt. `prompt` is None where token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+def logprobs_of(tokens: Sequence[Token], decode: Any) -> list[dict[int, Logprob]]:
+    """The log-probabilities of tokens that were sampled with alternatives, one mapping per token.
+
+    Args:
+        tokens: Sampled tokens, in order.
+        decode: The function from a list of token ids to text.
+    """
+    lines = []
+    for token in tokens:
+        line = {
+            alternative.id: Logprob(alternative.logprob, rank, decode([alternative.id]))
+            for rank, alternative in enumerate(token.top, 1)
+        }
+        if token.id not in line:
+            assert token.logprob is not None
+            line[token.id] = Logprob(token.logprob, None, decode([token.id]))
+        lines.append(line)
+    return lines
