@@ -1,5 +1,10 @@
 """Language-model decoding in JAX with entropy as the control signal.
 
+    from entropic_jax import LLM, SamplingParams
+
+    llm = LLM(preset="full")
+    llm.generate("def add(a, b):", SamplingParams(temperature=0.7, max_tokens=32))
+
 Names are imported when they are first used: `import entropic_jax` itself imports neither JAX nor NumPy.
 """
 
@@ -12,6 +17,7 @@ if TYPE_CHECKING:
     from .loop import generate, replay, start, step
     from .sampling import parameters
     from .sampling_params import SamplingParams
+    from .serving.llm import LLM, CompletionOutput, RequestOutput
     from .state import Action, Sampling, Signal, State, Trace
 
 _HOMES = {
@@ -20,14 +26,18 @@ _HOMES = {
     "loop": ("generate", "replay", "start", "step"),
     "sampling": ("parameters",),
     "sampling_params": ("SamplingParams",),
+    "serving.llm": ("LLM", "CompletionOutput", "RequestOutput"),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "LLM",
     "Action",
     "Cache",
+    "CompletionOutput",
     "ModelShape",
+    "RequestOutput",
     "Sampling",
     "SamplingParams",
     "Signal",

@@ -119,6 +119,12 @@ class SamplingParams(Table):
         unit="tokens",
         scope=HOST,
     )
+    n: int = parameter(
+        1,
+        Number(int, 1, 128),
+        "continuations of each prompt; continuation k draws with seed + k",
+        scope=OUTPUT,
+    )
     logprobs: int | None = parameter(
         None,
         Number(int, 0, 20, optional=True),

@@ -9,6 +9,7 @@
 Names and shapes are those of vLLM's class of the same name, as far as they go.
 """
 
+import dataclasses
 import queue
 import secrets
 import threading
@@ -16,12 +17,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.models import Tokenizer
 from entropic_jax.sampling_params import SamplingParams, recommended
 
 from .compilation import remember_compilations
@@ -31,21 +32,21 @@ from .engine.metrics_hooks import MetricsHooks
 from .generation import EMBEDDED
 from .llm_options import IN_FLIGHT, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
-from .request import Request, RequestError
+from .prompts import (
+    Message,
+    Prompt,
+    TokenizedPrompt,
+    at,
+    conversations_of,
+    prompts_of,
+    tokenize,
+    tokenize_conversation,
+)
+from .request import Request
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
 
 CHECK = 0.5  # seconds between looks at whether the engine has failed
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
-
-
-class TokenizedPrompt(NamedTuple):
-    """A prompt as the engine takes it, and its text where there was one."""
-
-    text: str | None
-    token_ids: tuple[int, ...]
 
 
 class FinishedRequests(MetricsHooks):
@@ -63,8 +64,8 @@ class LLM:
     """A language model with its engine: continuous batching, control by entropy, no server.
 
     The engine compiles a program when it is first needed and keeps it on disk for later processes (see
-    `JAX_COMPILATION_CACHE_DIR`). Use the object as a context manager, or call `shutdown`, to free the device's
-    memory before the process ends. Calls from several threads run one after the other.
+    `JAX_COMPILATION_CACHE_DIR`). Use the object as a context manager, or call `shutdown`, to free the
+    device's memory before the process ends. Calls from several threads run one after the other.
 
     >>> llm = LLM(max_num_sequences=4)
     Traceback (most recent call last):
@@ -88,9 +89,10 @@ class LLM:
                 "dslider".
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
-            **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`, `kv_cache_dtype`,
-                `kv_cache_bytes`, `block_size`, `enable_prefix_caching`, `method`, `budgets`, …), or any gain of
-                the controllers (`law`, `target_entropy`, `lowest_temperature`, `dropped_mass_limit`, …).
+            **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`,
+            `kv_cache_dtype`,
+                `kv_cache_bytes`, `block_size`, `enable_prefix_caching`, `method`, `budgets`, …), or any gain
+                of the controllers (`law`, `target_entropy`, `lowest_temperature`, `dropped_mass_limit`, …).
 
         Raises:
             TypeError: for an argument that is not known.
@@ -104,7 +106,7 @@ class LLM:
         self._engine = start(EMBEDDED if model is None else model, engine_options, self._finished_requests)
         self._engine.row_controllers.row_gains(self._control)  # says at once what is wrong
         self._lock = threading.Lock()
-        self._num_sequences = 0  # submitted so far
+        self._num_prompts = self._num_sequences = 0  # submitted so far
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(
@@ -123,15 +125,16 @@ class LLM:
             use_tqdm: Show a progress bar when standard error is a terminal.
 
         Returns:
-            One output per prompt, in the order of the prompts. A sequence that fails alone, as one whose logits
-            are not finite, ends with `finish_reason` "error"; the others go on.
+            One output per prompt, in the order of the prompts. A sequence that fails alone, as one whose
+            logits are not finite, ends with `finish_reason` "error"; the others go on.
 
         Raises:
             ValueError: for a prompt or parameters that the model cannot take; nothing is generated then.
             RuntimeError: after `shutdown`, or if the engine has failed.
         """
-        items = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
-        tokenized = [_named(f"prompts[{i}]", self._tokenize, item) for i, item in enumerate(items)]
+        items = prompts_of(prompts)
+        encode = self._engine.prompt_tokens
+        tokenized = [at(f"prompts[{i}]", lambda x: tokenize(x, encode), item) for i, item in enumerate(items)]
         return self._run(tokenized, sampling_params, use_tqdm)
 
     def chat(
@@ -160,26 +163,24 @@ class LLM:
         Raises:
             ValueError: if the model has no chat template, or it rejects the messages; else as in `generate`.
         """
-        conversations = [messages] if _is_conversation(messages) else list(messages)
+        variables = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
 
-        def tokenize(conversation: Sequence[Message]) -> TokenizedPrompt:
-            try:
-                text = self._tokenizer.chat(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    **(chat_template_kwargs or {}),
-                )
-            except ModelError as error:
-                raise RequestError(str(error)) from None
-            return TokenizedPrompt(text, tuple(self._tokenizer.encode(text, special=False)))
+        def render(conversation: Any) -> TokenizedPrompt:
+            prompt = tokenize_conversation(conversation, self._engine.tokenizer, variables)
+            self._engine.prompt_tokens(prompt.token_ids)  # refused here if it is too long
+            return prompt
 
-        tokenized = [_named(f"messages[{i}]", tokenize, item) for i, item in enumerate(conversations)]
+        conversations = conversations_of(messages)
+        tokenized = [at(f"messages[{i}]", render, item) for i, item in enumerate(conversations)]
         return self._run(tokenized, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; the defaults of `SamplingParams` elsewhere."""
@@ -195,21 +196,6 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    def _tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        if isinstance(prompt, Mapping):
-            keys = {"prompt", "prompt_token_ids"} & prompt.keys()
-            if len(keys) != 1:
-                raise RequestError(
-                    f"a prompt must have the key prompt or prompt_token_ids; got {sorted(prompt)}"
-                )
-            prompt = prompt[keys.pop()]
-        text = prompt if isinstance(prompt, str) else None
-        return TokenizedPrompt(text, self._engine.prompt_tokens(prompt))
-
     def _run(
         self,
         prompts: Sequence[TokenizedPrompt],
@@ -221,16 +207,21 @@ class LLM:
         with self._lock:
             if not self._close.alive:
                 raise RuntimeError("the LLM is shut down; make a new one to generate")
-            requests = [
-                self._request(prompt, given, self._num_sequences + i)
-                for i, (prompt, given) in enumerate(zip(prompts, params, strict=True))
-            ]
-            self._num_sequences += len(requests)
-            completions = self._complete(requests, use_tqdm)
-        return [
-            RequestOutput(request.id, prompt.text, list(prompt.token_ids), [output], cached)
-            for request, prompt, (output, cached) in zip(requests, prompts, completions, strict=True)
-        ]
+            groups = [self._requests(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+            results = iter(self._complete([request for group in groups for request in group], use_tqdm))
+        outputs = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            completions = [next(results) for _ in group]
+            outputs.append(
+                RequestOutput(
+                    request_id=group[0].id.partition("-")[0],
+                    prompt=prompt.text,
+                    prompt_token_ids=list(prompt.token_ids),
+                    outputs=[dataclasses.replace(c, index=k) for k, (c, _) in enumerate(completions)],
+                    num_cached_tokens=completions[0][1],
+                )
+            )
+        return outputs
 
     def _params(self, given: Any, count: int) -> Sequence[SamplingParams]:
         if given is None:
@@ -243,14 +234,28 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams; got {type(wrong).__name__}")
         return params
 
-    def _request(self, prompt: TokenizedPrompt, params: SamplingParams, number: int) -> EngineRequest:
-        seed = secrets.randbelow(2**31) if self._seed is None else (self._seed + number) % 2**31
-        return EngineRequest(
-            id=str(number),
-            request=Request.of(prompt.token_ids, params, seed),
-            control=self._control,
-            alternatives=params.logprobs,
-        )
+    def _requests(self, prompt: TokenizedPrompt, params: SamplingParams) -> list[EngineRequest]:
+        """The `n` sequences of a prompt, which differ in their seeds."""
+        requests = []
+        for k in range(params.n):
+            if params.seed is not None:
+                seed = params.seed + k
+            elif self._seed is not None:
+                seed = self._seed + self._num_sequences
+            else:
+                seed = secrets.randbelow(2**31)
+            self._num_sequences += 1
+            seeded = dataclasses.replace(params, seed=seed)
+            requests.append(
+                EngineRequest(
+                    id=f"{self._num_prompts}-{k}",
+                    request=Request.of(prompt.token_ids, seeded),
+                    control=self._control,
+                    alternatives=params.logprobs,
+                )
+            )
+        self._num_prompts += 1
+        return requests
 
     def _complete(
         self, requests: Sequence[EngineRequest], use_tqdm: bool
@@ -259,10 +264,9 @@ class LLM:
         order = {request.id: index for index, request in enumerate(requests)}
         results: list[Any] = [None] * len(requests)
         streams: dict[str, OutputStream] = {}
-        waiting = iter(requests)
         try:
             with _progress(len(requests), use_tqdm) as advance:
-                for request in waiting:
+                for request in requests:
                     streams[request.id] = self._engine.submit(request)
                     while len(streams) >= IN_FLIGHT:
                         self._collect(streams, results, order, advance)
@@ -273,7 +277,9 @@ class LLM:
                 stream.cancel()
         return results
 
-    def _collect(self, streams: dict[str, OutputStream], results: list[Any], order: Any, advance: Any) -> None:
+    def _collect(
+        self, streams: dict[str, OutputStream], results: list[Any], order: Any, advance: Any
+    ) -> None:
         """Wait for a request to end and take its result out of `streams`."""
         try:
             name = self._finished_requests.ids.get(timeout=CHECK)
@@ -293,7 +299,7 @@ class LLM:
         last = deltas[-1]
 
         def decode(ids: list[int]) -> str:
-            return self._tokenizer.decode(ids, skip_special=False)
+            return self._engine.tokenizer.decode(ids, skip_special=False)
 
         reported = stream.engine_request.alternatives is not None
         output = CompletionOutput(
@@ -305,29 +311,9 @@ class LLM:
             error=last.error,
             logprobs=logprobs_of(tokens, decode) if reported else None,
             summary=last.summary,
-            metrics=[token.measures for token in tokens],
+            metrics=[token.metrics for token in tokens],
         )
         return output, last.cached_tokens
-
-
-def _is_prompt(value: Any) -> bool:
-    """Whether the value is one prompt; an empty list is no prompt."""
-    if isinstance(value, str | Mapping):
-        return True
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, int) for x in value)
-
-
-def _is_conversation(value: Any) -> bool:
-    """Whether the value is one list of messages."""
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, Mapping) for x in value)
-
-
-def _named(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> TokenizedPrompt:
-    """The checked item; what is wrong with it is said with its place."""
-    try:
-        return check(item)
-    except RequestError as error:
-        raise RequestError(f"{place}: {error}", place) from None
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from entropic_jax.control.temperature import LAWS
+
 from .control_options import GAINS, NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
 from .engine.options import EngineOptions
 
@@ -39,6 +41,8 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+    if (law := options.get("law")) is not None and law not in LAWS:
+        raise ValueError(f"law must be one of {', '.join(LAWS)}; got {law!r}")
     gains = {name: options[name] for name in GAIN_NAMES if options.get(name) is not None}
     engine: dict[str, Any] = {
         "max_num_seqs": CPU_ROWS if jax.default_backend() == "cpu" else EngineOptions.max_num_seqs,

@@ -10,7 +10,6 @@ from entropic_jax.sampling_params import DEVICE, HOST, PARAMETERS
 from .entropic import Entropic
 from .fields import (
     Body,
-    Choices,
     Count,
     Positive,
     Priority,
@@ -24,6 +23,7 @@ from .fields import (
 
 FIELDS = tuple(line for line in PARAMETERS.values() if line.scope in (DEVICE, HOST))
 Alternatives = annotation(PARAMETERS["logprobs"].accepts)
+Sequences: Any = annotation(PARAMETERS["n"].accepts)
 SamplingFields: Any = optional_fields("SamplingFields", FIELDS)
 
 
@@ -77,7 +77,7 @@ class SamplingBody(SamplingFields):
     """The fields of completions and chat alike. A field that is missing or null has the model's default."""
 
     model: str | None = Field(None, description="a model that /v1/models lists")
-    n: Choices | None = Field(None, description="texts for each prompt")
+    n: Sequences | None = Field(None, description=PARAMETERS["n"].help)
     max_tokens: Count | None = Field(
         None, description=f"{PARAMETERS['max_tokens'].help}; 0 computes the prompt alone (tokens)"
     )

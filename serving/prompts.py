@@ -1,0 +1,92 @@
+"""Prompts and conversations as `LLM` takes them: what is one and what is many, and their token ids."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.parameter_table import short
+
+from .request import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as the engine takes it, and its text where there was one."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+def prompts_of(value: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts in an argument that is one or many; an empty sequence holds none.
+
+    >>> prompts_of("a"), prompts_of([1, 2]), prompts_of(["a", [1, 2]])
+    (['a'], [[1, 2]], ['a', [1, 2]])
+    """
+    if isinstance(value, str | Mapping) or _all(value, Integral):
+        return [value]  # type: ignore[list-item]
+    return _listed("prompts", value)
+
+
+def conversations_of(value: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """The conversations in an argument that is one list of messages or many."""
+    if _all(value, Mapping):
+        return [value]  # type: ignore[list-item]
+    return _listed("messages", value)
+
+
+def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, ...]]) -> TokenizedPrompt:
+    """A prompt as token ids, by the engine's `encode`, which checks them. Raises RequestError."""
+    if isinstance(prompt, Mapping):
+        keys = {"prompt", "prompt_token_ids"} & prompt.keys()
+        if len(keys) != 1:
+            raise RequestError(f"the keys must be prompt or prompt_token_ids; got {sorted(prompt)}")
+        prompt = prompt[keys.pop()]
+    if isinstance(prompt, str):
+        return TokenizedPrompt(prompt, encode(prompt))
+    return TokenizedPrompt(None, encode(_token_ids(prompt)))
+
+
+def tokenize_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer, variables: Mapping[str, Any]
+) -> TokenizedPrompt:
+    """A conversation in the model's chat template. Raises RequestError where there is none or it refuses."""
+    if not _all(messages, Mapping) or not all({"role", "content"} <= message.keys() for message in messages):
+        raise RequestError(f"it must be a list of mappings with role and content; got {short(messages)}")
+    if reserved := sorted({"messages", "self"} & variables.keys()):
+        raise RequestError(f"chat_template_kwargs must not have the key {reserved[0]}")
+    try:
+        text = tokenizer.chat(messages, **variables)
+    except ModelError as error:
+        raise RequestError(str(error)) from None
+    return TokenizedPrompt(text, tuple(tokenizer.encode(text, special=False)))
+
+
+def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> TokenizedPrompt:
+    """The checked item; an error names its place in the argument."""
+    try:
+        return check(item)
+    except RequestError as error:
+        raise RequestError(f"{place}: {error}", place) from None
+
+
+def _token_ids(value: Any) -> list[int]:
+    """Token ids as Python's integers; NumPy's are accepted."""
+    ids = list(value) if isinstance(value, Iterable) else [None]
+    if all(isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0 for x in ids):
+        return [int(x) for x in ids]
+    raise RequestError(f"a prompt must be a string or a list of token ids; got {short(value)}")
+
+
+def _all(value: Any, kind: Any) -> bool:
+    """Whether the value is a sequence of such items, and not empty."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, kind) for x in value)
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        return list(value)
+    raise RequestError(f"{name} must be one or a sequence of them; got {short(value)}", name)
