@@ -251,7 +251,6 @@ class LLM:
                     id=f"{self._num_prompts}-{k}",
                     request=Request.of(prompt.token_ids, seeded),
                     control=self._control,
-                    alternatives=params.logprobs,
                 )
             )
         self._num_prompts += 1
@@ -301,7 +300,7 @@ class LLM:
         def decode(ids: list[int]) -> str:
             return self._engine.tokenizer.decode(ids, skip_special=False)
 
-        reported = stream.engine_request.alternatives is not None
+        reported = stream.engine_request.request.logprobs is not None
         output = CompletionOutput(
             index=0,
             text="".join(token.text for token in tokens),

@@ -7,16 +7,17 @@ from typing import Any
 
 import jax
 
-from entropic_jax.control.temperature import LAWS
+from entropic_jax.control_gains import GAINS, PRESETS
 
-from .control_options import GAINS, NAMES, SAMPLER_OPTIONS, SAMPLERS, Control
+from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control
 from .engine.options import EngineOptions
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
-PRESETS = (*(name for name in NAMES if name != "paper"), *SAMPLERS)  # the engine has no laws as printed
+ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
 PRUNING = ("meso", "full")  # presets that leave pages unread
-GAIN_NAMES = ("law", *GAINS, *SAMPLER_OPTIONS)
+# The order of requests is `scheduling_policy`, of the engine.
+GAIN_NAMES = (*(name for name in GAINS if name != "schedule"), *SAMPLER_OPTIONS)
 # `LLM` sets the other fields itself: clarification, branches and law are gains, the rest follows from them.
 ENGINE_NAMES = tuple(
     field.name
@@ -29,7 +30,7 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     """The control of every sequence and the options of the engine.
 
     Args:
-        preset: A name of `PRESETS`.
+        preset: A name of `ENGINE_PRESETS`.
         options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`.
 
     Raises:
@@ -39,11 +40,10 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     for name in options:
         if name not in (*ENGINE_NAMES, *GAIN_NAMES):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
-    if (law := options.get("law")) is not None and law not in LAWS:
-        raise ValueError(f"law must be one of {', '.join(LAWS)}; got {law!r}")
+    if preset not in ENGINE_PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(ENGINE_PRESETS)}; got {preset!r}")
     gains = {name: options[name] for name in GAIN_NAMES if options.get(name) is not None}
+    gains |= {name: GAINS[name].accepts.check(name, gains[name]) for name in gains.keys() & GAINS.keys()}
     engine: dict[str, Any] = {
         "max_num_seqs": CPU_ROWS if jax.default_backend() == "cpu" else EngineOptions.max_num_seqs,
         "pruning": preset in PRUNING,

@@ -15,7 +15,12 @@ PACKAGES = ("entropic_jax", "benchmarks", "examples")
 # Folders at the top of the tree that are part of the package by a symbolic link.
 FOLDERS = {"models": "entropic_jax.models", "serving": "entropic_jax.serving"}
 LAYERS = (
-    ("entropic_jax.devices", "entropic_jax.parameter_table", "entropic_jax.sampling_params"),
+    (
+        "entropic_jax.devices",
+        "entropic_jax.parameter_table",
+        "entropic_jax.sampling_params",
+        "entropic_jax.control_gains",
+    ),
     ("entropic_jax.cpu_runtime",),
     ("entropic_jax.pallas",),
     (
@@ -24,9 +29,6 @@ LAYERS = (
         "entropic_jax.cache",
         "entropic_jax.row_subset",
         "entropic_jax.ledger",
-        "entropic_jax.control_gains",
-        "entropic_jax.parameter_table",
-        "entropic_jax.sampling_params",
     ),
     (
         "entropic_jax.control",

@@ -190,12 +190,12 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
     ("prompts", "message"),
     [
         (["x", ""], None),
-        (["x", []], r"prompts\[1\]: prompt has 0 tokens"),
+        (["x", []], r"prompts\[1\]: prompt must have between 1 and 255 tokens.*; got 0"),
         (["x", [1, -1]], r"prompts\[1\]: a prompt must be a string or a list of token ids; got \[1, -1\]"),
         (["x", 5], r"prompts\[1\]: a prompt must be a string or a list of token ids; got 5"),
         ([{"text": "x"}], r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got \['text'\]"),
-        ([[10**6]], r"prompts\[0\]: prompt holds the token 1000000"),
-        ([[1] * 256], r"prompts\[0\]: prompt has 256 tokens"),
+        ([[10**6]], r"prompts\[0\]: prompt must hold tokens between 0 and .*; got 1000000"),
+        ([[1] * 256], r"prompts\[0\]: prompt must have between 1 and 255 tokens.*; got 256"),
         (7, "prompts must be one or a sequence of them; got 7"),
     ],
 )
