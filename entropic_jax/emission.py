@@ -14,7 +14,7 @@ from .batch import Batch
 from .cache import ModelShape
 from .entropy import EntropyStatistics
 from .forward import Forward
-from .sampling.constraints import Constraints, any_constraint, constrain, likeliest
+from .sampling.constraints import Constraints, any_constraint, constrain, top_logprobs
 from .sampling.randomness import row_keys
 from .state import FAILED, FULL, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
 
@@ -204,7 +204,9 @@ def trace_of(
         certificate=zero + read.certificate,
         entropic_time=after.ledger.entropic_time,
         cost=cost.seconds,
-        likeliest=() if constraints is None else likeliest(logits.raw, after.token, constraints.reported),
+        top_logprobs=()
+        if constraints is None
+        else top_logprobs(logits.raw, after.token, constraints.report_logprobs),
     )
 
 

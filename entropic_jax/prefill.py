@@ -16,8 +16,8 @@ from .cache import Cache, grant, note_surprisal
 from .control import Controller
 from .forward import Decoder, forward
 from .row_subset import RowSubset
-from .sampling.constraints import likeliest
-from .state import FULL, PREFILLING, RUNNING, Hardware, Likeliest, State, plain_action, unmeasured
+from .sampling.constraints import top_logprobs
+from .state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
 
 PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two
 
@@ -39,7 +39,7 @@ class PrefillOutput(NamedTuple):
 
     granted: jax.Array  # bool [p]: there were pages; a row without is left as it was
     table: jax.Array  # int32 [p, most pages of a row], the page table after the chunk
-    scores: Likeliest | tuple[()]  # [p, n, …], of the token after each position, where asked for
+    scores: TopLogprobs | tuple[()]  # [p, n, …], of the token after each position, where asked for
 
 
 def start(
@@ -220,7 +220,7 @@ def prefill(
         ),
         page_policy_state=before.page_policy_state if reader is None else reader.memory(),
     )
-    scores: Likeliest | tuple[()] = ()
+    scores: TopLogprobs | tuple[()] = ()
     if scored:
         scores = score_tokens(decoder.logits(params, hidden), following)
     if cache.surprisal is not None:
@@ -232,9 +232,9 @@ def prefill(
 launch_prefill = partial(jax.jit, static_argnames=("decoder", "scored"), donate_argnames="state")(prefill)
 
 
-def score_tokens(logits: jax.Array, following: jax.Array) -> Likeliest:
+def score_tokens(logits: jax.Array, following: jax.Array) -> TopLogprobs:
     """Log-probabilities of the tokens `[p, n]` that follow logits `[p, n, vocabulary]`; `[p, n, …]`."""
-    flat = likeliest(
+    flat = top_logprobs(
         logits.reshape(-1, logits.shape[-1]), following.reshape(-1), jnp.ones(following.size, bool)
     )
     return jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[1:]), flat)

@@ -93,7 +93,7 @@ class Action(NamedTuple):
     token: jax.Array  # int32: the token that a controller has chosen itself; −1 where it is to be sampled
 
 
-class Likeliest(NamedTuple):
+class TopLogprobs(NamedTuple):
     """Log-probabilities (natural) of the emitted token and of the likeliest ones, under softmax(z).
 
     Before penalties, temperature and truncation; 0 throughout in a step in which no row asks for them.
@@ -175,7 +175,7 @@ class Trace(NamedTuple):
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds
-    likeliest: Likeliest | tuple[()] = ()  # in steps with constraints
+    top_logprobs: TopLogprobs | tuple[()] = ()  # in steps with constraints
 
     @property
     def num_tokens(self) -> jax.Array:

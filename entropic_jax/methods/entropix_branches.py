@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..cache import fork, release_rows, rewind
 from ..row_subset import RowSubset
-from ..sampling.constraints import Likeliest
+from ..sampling.constraints import TopLogprobs
 from ..state import FAILED, FULL, RUNNING, STOPPED, State, Trace
 from .entropix import ADAPT, EXPLORE, RESAMPLE, Memory
 
@@ -224,14 +224,14 @@ def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, sco
         token=text.token.at[row, place].set(token, mode="drop"),
         surprisal=text.surprisal.at[row, place].set(-score, mode="drop"),
     )
-    if not isinstance(text.likeliest, Likeliest):
+    if not isinstance(text.top_logprobs, TopLogprobs):
         return text
-    shown = jax.tree.map(lambda x: x[row, length % held], text.likeliest)
+    shown = jax.tree.map(lambda x: x[row, length % held], text.top_logprobs)
     same = shown.token == token[:, None]
     known = jnp.where(same, shown.token_logprob, -jnp.inf).max(1)
     logprob = jnp.where(same.any(1), known, score)  # of what is not among them, penalties included
-    put = text.likeliest.logprob.at[row, place].set(logprob, mode="drop")
-    return text._replace(likeliest=text.likeliest._replace(logprob=put))
+    put = text.top_logprobs.logprob.at[row, place].set(logprob, mode="drop")
+    return text._replace(top_logprobs=text.top_logprobs._replace(logprob=put))
 
 
 def branch(search: Search, plan: Plan, most: int | None = None) -> Search:

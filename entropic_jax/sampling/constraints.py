@@ -1,6 +1,6 @@
-"""What a step is held to beyond sampling, row by row: tokens allowed, no end too early, tokens known before.
+"""Per-row constraints on sampling: allowed-token mask, minimum length, forced tokens; and log-probabilities.
 
-And what could have been drawn instead. Everything is skipped where no row asks for it.
+`lax.cond` skips everything that no row of the batch asks for.
 """
 
 from typing import NamedTuple
@@ -11,89 +11,95 @@ from jax import lax
 
 from .. import entropy, step_entropy
 from ..pallas.topk_entropy import topk_entropy
-from ..state import Likeliest
+from ..state import TopLogprobs
 
-MOST_ALTERNATIVES = 20
+MAX_LOGPROBS = 20  # log-probabilities of the likeliest tokens that a row can ask for
 
 
 class Constraints(NamedTuple):
-    """The terms of a step, or of all steps of a launch; `no_constraints` are none."""
+    """Constraints of one step, or of every step of a launch; see `no_constraints`."""
 
-    constrained: jax.Array  # bool [rows]: only tokens of `allowed` may be drawn
-    allowed: jax.Array  # int32 [rows, ⌈vocabulary / 32⌉], bit t mod 32 of word t div 32 is token t
-    least: jax.Array  # int32 [rows], length of the sequence before which no stop token may be drawn
-    forced: jax.Array  # int32 [rows], the token to emit instead of drawing one; −1 draws
-    reported: jax.Array  # bool [rows]: the likeliest tokens are asked for
+    masked: jax.Array  # bool [rows]: only tokens of `allowed` may be sampled
+    allowed: jax.Array  # int32 [rows, ⌈vocabulary / 32⌉]: bit t mod 32 of word t div 32 is token t
+    min_length: jax.Array  # int32 [rows], length of the sequence before which no stop token may be sampled
+    forced: jax.Array  # int32 [rows], the token to emit instead of sampling one; −1 samples
+    report_logprobs: jax.Array  # bool [rows]: the row asks for log-probabilities
 
 
-def words(vocabulary: int) -> int:
-    """How many words of 32 bits hold a bit for every token."""
+def mask_words(vocabulary: int) -> int:
+    """32-bit words that hold one bit per token."""
     return -(-vocabulary // 32)
 
 
 def no_constraints(rows: int, vocabulary: int) -> Constraints:
-    """Nothing is asked."""
+    """Constraints that allow everything."""
     no, zero = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
-    allowed = jnp.zeros((rows, words(vocabulary)), jnp.int32)
+    allowed = jnp.zeros((rows, mask_words(vocabulary)), jnp.int32)
     return Constraints(no, allowed, zero, zero - 1, jnp.zeros(rows, bool))
 
 
 def constrain(logits: jax.Array, constraints: Constraints, stop: jax.Array, length: jax.Array) -> jax.Array:
-    """Logits `[rows, vocabulary]` with −inf where the terms forbid a token.
+    """Logits with −inf for the tokens that the constraints forbid.
 
-    stop int32 `[rows, n]` (−1 unused) are the tokens that end a row, length `[rows]` what the sequence will
-    have with the token about to be drawn.
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        constraints: of the rows.
+        stop: int32 `[rows, n]`, the tokens that end a row; −1 where unused.
+        length: int32 `[rows]`, of the sequence with the token about to be sampled.
 
-    >>> terms = no_constraints(1, 4)._replace(least=jnp.array([9]))
-    >>> hold(jnp.zeros((1, 4)), terms, jnp.array([[2, -1]]), jnp.array([5])).tolist()
+    >>> constraints = no_constraints(1, 4)._replace(min_length=jnp.array([9]))
+    >>> constrain(jnp.zeros((1, 4)), constraints, jnp.array([[2, -1]]), jnp.array([5])).tolist()
     [[0.0, 0.0, -inf, 0.0]]
     """
     rows, vocabulary = logits.shape
-    early = length < constraints.least
+    too_short = length < constraints.min_length
 
-    def allow(logits):
+    def mask(logits: jax.Array) -> jax.Array:
         token = jnp.arange(vocabulary)
         bit = (constraints.allowed[:, token // 32] >> (token % 32)) & 1
-        return jnp.where(constraints.constrained[:, None] & (bit == 0), -jnp.inf, logits)
+        return jnp.where(constraints.masked[:, None] & (bit == 0), -jnp.inf, logits)
 
-    def postpone(logits):
-        where = jnp.where(early[:, None] & (stop >= 0), stop, vocabulary)
-        return logits.at[jnp.arange(rows)[:, None], where].set(-jnp.inf, mode="drop")
+    def forbid_stop(logits: jax.Array) -> jax.Array:
+        token = jnp.where(too_short[:, None] & (stop >= 0), stop, vocabulary)
+        return logits.at[jnp.arange(rows)[:, None], token].set(-jnp.inf, mode="drop")
 
-    logits = lax.cond(constraints.constrained.any(), allow, lambda z: z, logits)
-    return lax.cond(early.any(), postpone, lambda z: z, logits)
+    logits = lax.cond(constraints.masked.any(), mask, lambda z: z, logits)
+    return lax.cond(too_short.any(), forbid_stop, lambda z: z, logits)
 
 
 def any_constraint(constraints: Constraints, length: jax.Array) -> jax.Array:
-    """Whether `constrain` may change any logit, bool `[]`; length as there."""
-    return constraints.constrained.any() | (length < constraints.least).any()
+    """Whether `constrain` may change any logit, bool `[]`; `length` as there."""
+    return constraints.masked.any() | (length < constraints.min_length).any()
 
 
-def likeliest(logits: jax.Array, token: jax.Array, reported: jax.Array) -> Likeliest:
-    """The likeliest tokens of softmax(z), z `[rows, vocabulary]`, and how likely `token` `[rows]` was.
+def top_logprobs(logits: jax.Array, token: jax.Array, requested: jax.Array) -> TopLogprobs:
+    """Log-probabilities of `token` and of the likeliest tokens under softmax(logits). Ties: lower id first.
 
-    Of equally likely tokens the first comes first.
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        token: int32 `[rows]`.
+        requested: bool `[rows]`; where no row asks for them, the result is 0 and nothing is computed.
 
-    >>> found = likeliest(jnp.zeros((1, 2)), jnp.array([1]), jnp.array([True]))
-    >>> round(float(found.logprob[0]), 4), found.token.tolist()
+    >>> result = top_logprobs(jnp.zeros((1, 2)), jnp.array([1]), jnp.array([True]))
+    >>> round(float(result.logprob[0]), 4), result.token.tolist()
     (-0.6931, [[0, 1]])
     """
     rows, vocabulary = logits.shape
-    most = min(MOST_ALTERNATIVES, vocabulary)
+    k = min(MAX_LOGPROBS, vocabulary)
 
-    def find():
-        if step_entropy.kernel(logits, most) is not None:
-            found = topk_entropy(logits, most)
-            total = found.calibrated.log_normaliser
-            chosen = -entropy.surprisal(logits, token, total)
-            return Likeliest(chosen, found.indices, found.values - total[:, None])
+    def compute() -> TopLogprobs:
+        if step_entropy.kernel(logits, k) is not None:
+            top = topk_entropy(logits, k)
+            log_normaliser = top.calibrated.log_normaliser
+            logprob = -entropy.surprisal(logits, token, log_normaliser)
+            return TopLogprobs(logprob, top.indices, top.values - log_normaliser[:, None])
         logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        largest, index = lax.top_k(logprobs, most)
-        chosen = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
-        return Likeliest(chosen, index.astype(jnp.int32), largest)
+        largest, index = lax.top_k(logprobs, k)
+        logprob = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
+        return TopLogprobs(logprob, index.astype(jnp.int32), largest)
 
-    def nothing():
-        zero = jnp.zeros((rows, most), jnp.float32)
-        return Likeliest(zero[:, 0], zero.astype(jnp.int32), zero)
+    def skip() -> TopLogprobs:
+        zero = jnp.zeros((rows, k), jnp.float32)
+        return TopLogprobs(zero[:, 0], zero.astype(jnp.int32), zero)
 
-    return lax.cond(reported.any(), find, nothing)
+    return lax.cond(requested.any(), compute, skip)

@@ -18,7 +18,7 @@ from entropic_jax.methods.method import Method
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.sampling_params import DEVICE_PARAMETERS
-from entropic_jax.state import FULL, Likeliest
+from entropic_jax.state import FULL, TopLogprobs
 
 from ..transcript import TRACE_FIELDS
 from . import branching
@@ -91,7 +91,7 @@ class DecodeOutput(NamedTuple):
     num_steps: jax.Array  # int32 [], steps that ran
     cost: jax.Array  # float32 [s], roofline seconds of the sequence so far, all branches included
     tally: jax.Array  # int32 [len(Tally)], counts of the branching sampler
-    likeliest: Likeliest | tuple[()]  # [n, s, ...]
+    top_logprobs: TopLogprobs | tuple[()]  # [n, s, ...]
 
 
 def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
@@ -299,5 +299,5 @@ def _output(
         num_steps=num_steps,
         cost=state.ledger.seconds.reshape(-1, group).sum(1),
         tally=tally,
-        likeliest=trace.likeliest,
+        top_logprobs=trace.top_logprobs,
     )

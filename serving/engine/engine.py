@@ -21,7 +21,7 @@ from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import Tally
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.sampling.constraints import MOST_ALTERNATIVES
+from entropic_jax.sampling.constraints import MAX_LOGPROBS
 
 from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
@@ -252,8 +252,8 @@ class LLMEngine:
             ("logprobs", engine_request.logprobs),
             ("prompt_logprobs", engine_request.prompt_logprobs),
         ):
-            if (number or 0) > MOST_ALTERNATIVES:
-                raise RequestError(f"{name} must be at most {MOST_ALTERNATIVES}; got {number}", name)
+            if (number or 0) > MAX_LOGPROBS:
+                raise RequestError(f"{name} must be at most {MAX_LOGPROBS}; got {number}", name)
         last = self.model.decoder.shape.vocabulary - 1
         for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
             if (largest := max(tokens, default=0)) > last:

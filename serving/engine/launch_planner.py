@@ -170,14 +170,16 @@ class LaunchPlanner:
 
         Host arrays are copied, since the device reads them while the host goes on.
         """
-        fields: dict[str, Any] = dict(least=self.min_length.copy(), reported=self.report_logprobs.copy())
+        fields: dict[str, Any] = dict(
+            min_length=self.min_length.copy(), report_logprobs=self.report_logprobs.copy()
+        )
         if masks:
-            constrained = np.zeros(self.sizes.rows, bool)
+            masked = np.zeros(self.sizes.rows, bool)
             allowed = np.zeros(self._constraints.allowed.shape, np.int32)
             for row, mask in masks.items():
-                constrained[row] = True
+                masked[row] = True
                 allowed[row, : mask.size] = mask[: allowed.shape[1]]
-            fields |= dict(constrained=constrained, allowed=allowed)
+            fields |= dict(masked=masked, allowed=allowed)
         return self._constraints._replace(**fields)
 
 

@@ -80,7 +80,7 @@ class OutputCollector:
         self.tally += np.asarray(output.tally)
         status, length = np.asarray(output.status).tolist(), np.asarray(output.length)
         cost = np.asarray(output.cost).tolist()
-        likeliest = None
+        top_logprobs = None
         for sequence, row, epoch in launch.running:
             if sequence.epoch != epoch:
                 continue
@@ -91,8 +91,8 @@ class OutputCollector:
             first = _skip_replayed(sequence, count)
             logprobs = None
             if sequence.logprobs is not None:
-                likeliest = likeliest or tuple(np.asarray(x) for x in output.likeliest)
-                logprobs = tuple(x[first:, row] for x in likeliest)
+                top_logprobs = top_logprobs or tuple(np.asarray(x) for x in output.top_logprobs)
+                logprobs = tuple(x[first:, row] for x in top_logprobs)
             if count > first:
                 total, columns = None if first else sums[:, row], metrics[:, first:, row]
                 final = sequence.append(tokens[row][first:count], columns, total, logprobs)

@@ -156,7 +156,7 @@ class Sequence:
         }
 
     def append(
-        self, tokens: list[int], metrics: np.ndarray, sums: np.ndarray | None, likeliest: Any
+        self, tokens: list[int], metrics: np.ndarray, sums: np.ndarray | None, top_logprobs: Any
     ) -> list[Token]:
         """Append generated tokens, up to the one that ends the text.
 
@@ -164,7 +164,7 @@ class Sequence:
             tokens: At least one.
             metrics: float32 `[len(TRACE_FIELDS), steps]`, of the tokens.
             sums: Of the metrics over all tokens, None where they are not known.
-            likeliest: Arrays of `Likeliest`, the first axis being the steps; None without logprobs.
+            likeliest: Arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
 
         Returns:
             The tokens whose text is final now.
@@ -172,7 +172,7 @@ class Sequence:
         final: list[Token] = []
         count = 0
         for step, token in enumerate(tokens):
-            logprob, top = (None, ()) if likeliest is None else self._logprobs(likeliest, step)
+            logprob, top = (None, ()) if top_logprobs is None else self._logprobs(top_logprobs, step)
             final += self.transcript.add(token, TokenMetrics(metrics, step), logprob, top)
             count += 1
             if self.transcript.finish_reason is not None:
@@ -184,8 +184,8 @@ class Sequence:
             self.certificate = max(self.certificate, float(metrics[CERTIFICATE, :count].max()))
         return final
 
-    def _logprobs(self, likeliest: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
-        logprob, token, values = likeliest
+    def _logprobs(self, top_logprobs: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
+        logprob, token, values = top_logprobs
         return float(logprob[step]), alternatives(token[step], values[step], self.logprobs or 0)
 
     def delta(self, tokens: list[Token] | tuple[Token, ...] = (), **fields: Any) -> Delta:
