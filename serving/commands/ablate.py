@@ -1,7 +1,7 @@
-"""Measure what each scale of control brings on a model and a text of yours.
+"""Measure the effect of each scale of control on a model and a text.
 
-Configurations take turns on text that the model should not have been trained on: bits per byte and the
-keys and values read for them, the speed of a step, and how free generation holds its entropy.
+Presets alternate on text that the model should not have been trained on. Measured are bits per byte and the
+keys and values read for them, the speed of a step, and the entropy of free generation.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STEPS = 8  # of a launch whose time is taken
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `entropic ablate` takes."""
+    """Declare the options of `entropic ablate`."""
     model_options.add_model(parser)
     model_options.add_texts(parser)
     parser.add_argument(
@@ -66,13 +66,13 @@ def run(options: argparse.Namespace) -> int:
     from entropic_jax.analysis import tables
 
     if options.seeds < 1:
-        raise RequestError(f"--seeds is {options.seeds}; accepted are integers of at least 1")
+        raise RequestError(f"--seeds must be an integer of at least 1; got {options.seeds}")
     workload = _workload(options)
     longest = min(len(workload.stream) - 1, workload.subject.decoder.config.max_position_embeddings)
     for context in options.contexts:
         if not SHORTEST <= context <= longest:
             raise RequestError(
-                f"--contexts has {context}; accepted are {SHORTEST} to {longest}, as model and text allow"
+                f"--contexts must be between {SHORTEST} and {longest} for this model and text; got {context}"
             )
     names = ["off", *(name for name in options.presets if name != "off")]
     found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
@@ -162,7 +162,7 @@ def _list(accepted: tuple[str, ...]) -> Any:
         names = text.split(",")
         for name in names:
             if name not in accepted:
-                raise argparse.ArgumentTypeError(f"{name} is not accepted; give some of {','.join(accepted)}")
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(accepted)}; got {name}")
         return names
 
     return convert
@@ -172,4 +172,4 @@ def _integers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers, comma-separated") from None
+        raise argparse.ArgumentTypeError(f"must be integers, comma-separated; got {text}") from None

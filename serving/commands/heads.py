@@ -1,8 +1,8 @@
 """Draw the entropy of every attention head over a text.
 
-A heat map: KV heads by layer from top to bottom, segments of the text from left to right. Rigid heads, which
-look at a few places throughout, get one budget in EntropyInfer's prefill; that of dynamic heads follows their
-entropy.
+The picture is a heat map: KV heads by layer from top to bottom, segments of the text from left to right. In
+EntropyInfer's prefill, rigid heads, which attend to few positions throughout, share one budget; the budget of
+a dynamic head follows its entropy.
 """
 
 import argparse
@@ -21,11 +21,11 @@ SEGMENT, RIGID, BASE, TOLERANCE = 512, 0.84, 2048, 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `entropic heads` takes."""
+    """Declare the options of `entropic heads`."""
     model_options.add_model(parser)
-    parser.add_argument("--text", required=True, metavar="FILE", help="what is read; - is standard input")
+    parser.add_argument("--text", required=True, metavar="FILE", help="text to read; - is standard input")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf"
+        "--out", type=Path, required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf"
     )
     parser.add_argument(
         "--tokens",
@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=RIGID,
         metavar="FLOAT",
-        help="a head is rigid whose entropy, relative to its greatest possible value, stays below this "
+        help="a head is rigid if its entropy, relative to the largest possible value, stays below this "
         f"(default: {RIGID})",
     )
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="find that value for this model: the highest at which rigid heads, with the base budget, leave "
+        help="find that threshold for this model, the highest at which rigid heads, at base budget, leave "
         f"at most {TOLERANCE:.0%}% of their attention unread",
     )
     parser.add_argument(
@@ -66,15 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, draw, and return the exit status."""
     if options.segment & (options.segment - 1):
-        raise RequestError(f"--segment is {options.segment}; accepted are powers of two")
+        raise RequestError(f"--segment must be a power of two; got {options.segment}")
     if options.out.suffix not in (".png", ".svg", ".pdf") or not options.out.parent.is_dir():
         raise RequestError(
-            f"--out is {options.out}; accepted are .png, .svg and .pdf in a directory that exists"
+            f"--out must be a .png, .svg or .pdf file in an existing directory; got {options.out}"
         )
     try:
         import matplotlib
     except ImportError:
-        raise RequestError("heads needs matplotlib; accepted is an installation with '.[train]'") from None
+        raise RequestError("heads needs matplotlib: pip install matplotlib") from None
     import numpy as np
 
     matplotlib.use("agg")

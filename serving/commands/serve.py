@@ -1,6 +1,6 @@
-"""Serve a model over HTTP, as OpenAI and vLLM do.
+"""Serve a model over HTTP with the APIs of OpenAI and vLLM.
 
-Flags have vLLM's names where they mean the same.
+Options that mean the same have vLLM's names.
 """
 
 import argparse
@@ -10,20 +10,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from entropic_jax.parameter_table import Number
+
 from .. import control_options, kv_cache
 from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
-from ..option_types import positive
+from ..option_types import number, positive
 from ..request import RequestError
 
 if TYPE_CHECKING:
     from ..http.frontend import Frontend
 
-EXTRA = "accepted with the extra: pip install 'entropic_jax[serve]'"
+PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
+EXTRA = "install the extra: pip install 'entropic_jax[serve]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `entropic serve` takes."""
+    """Declare the options of `entropic serve`."""
     parser.add_argument("path", nargs="?", type=Path, metavar="MODEL", help="the same as --model MODEL")
     _model(parser.add_argument_group("model"))
     _http(parser.add_argument_group("server"))
@@ -56,7 +59,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="INT",
-        help="accepted for vLLM's sake: each request has its own",
+        help="ignored, for compatibility with vLLM: each request has its own",
     )
 
 
@@ -65,20 +68,24 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--host", default=default.host, help="address to listen on (default: this machine only)"
     )
-    group.add_argument("--port", type=_port, default=default.port, help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--port", type=number(PORT), default=default.port, help="0 takes a free one (default: 8000)"
+    )
     group.add_argument(
         "--api-key",
         nargs="+",
         metavar="KEY",
-        help="accepted keys (default: ENTROPIC_API_KEY, else none is asked)",
+        help="accepted keys (default: ENTROPIC_API_KEY, else no key is needed)",
     )
-    group.add_argument("--root-path", default="", metavar="PATH", help="where a proxy has put this server")
+    group.add_argument(
+        "--root-path", default="", metavar="PATH", help="path under which a proxy serves this server"
+    )
     group.add_argument(
         "--allowed-origins",
         type=_origins,
         default=(),
         metavar="JSON",
-        help="of other sites' pages (default: none)",
+        help="other sites whose pages may call the server (default: none)",
     )
     group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")
     group.add_argument(
@@ -96,7 +103,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
     group.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
+        type=number(SECONDS),
         default=default.drain,
         metavar="SECONDS",
         help="for requests in flight after SIGTERM (default: 30)",
@@ -106,16 +113,16 @@ def _http(group: argparse._ArgumentGroup) -> None:
 def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-seqs", type=positive, metavar="INT", help="sequences that run at once")
     group.add_argument(
-        "--max-num-batched-tokens", type=positive, metavar="INT", help="tokens of prompts read at once"
+        "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
     )
-    group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a page of the cache")
+    group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
     kv_cache.add_argument(group)
     group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep what was computed of prompts (default: on)",
+        help="reuse the KV cache of common prefixes (default: on)",
     )
     group.add_argument(
         "--scheduling-policy",
@@ -133,7 +140,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="what a request gets does not depend on others, bit for bit; slower",
+        help="an answer does not depend on other requests, bit for bit; slower",
     )
 
 
@@ -148,7 +155,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--request-timeout",
-        type=_seconds,
+        type=number(SECONDS),
         default=settings.request_timeout,
         metavar="SECONDS",
         help="after which a request is ended, 0 for never (default: 600)",
@@ -166,7 +173,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Load the model, serve it until told to stop, and return the exit status."""
+    """Load the model, serve it until a signal, and return the exit status."""
     try:
         from ..http import log, process, tracing
     except ImportError as error:
@@ -184,9 +191,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What the options say of the server."""
+    """The settings that parsed options describe."""
     if options.schedule is not None:
-        raise RequestError(f"--schedule is {options.schedule}; accepted by a server is --scheduling-policy")
+        raise RequestError(
+            f"--schedule must not be set for a server, which has --scheduling-policy; got {options.schedule}"
+        )
     keys = options.api_key or [os.environ.get("ENTROPIC_API_KEY", "")]
     return Settings(
         host=options.host,
@@ -209,7 +218,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
-    """The engine of the model, which compiles its programs from now on, and the front end around it."""
+    """Start the engine, which compiles its programs in the background, and the front end around it."""
     from ..engine import engine
     from ..engine.options import EngineOptions
     from ..http import served_model
@@ -260,28 +269,12 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
 
 
 def _template(given: str | None) -> str | None:
-    """The text of a chat template; one that is given as such has braces in it."""
+    """The text of a chat template, from a file unless it contains braces."""
     if given is None or "{" in given:
         return given
     from .text_input import read_text
 
     return read_text(given, "--chat-template")
-
-
-def _port(text: str) -> int:
-    if text.isdecimal() and int(text) < 65536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least 0 and below 65536")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if 0 <= value < 1e9:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number of at least 0")
 
 
 def _origins(text: str) -> tuple[str, ...]:
@@ -291,4 +284,4 @@ def _origins(text: str) -> tuple[str, ...]:
         origins = text.split(",")
     if isinstance(origins, list) and all(isinstance(origin, str) and origin for origin in origins):
         return tuple(origins)
-    raise argparse.ArgumentTypeError(f'{text} is not accepted; give a JSON list, as ["https://example.org"]')
+    raise argparse.ArgumentTypeError(f'must be a JSON list, as ["https://example.org"]; got {text}')

@@ -1,4 +1,4 @@
-"""The process that serves: its socket, its signals, and how it ends."""
+"""Server process: its listening socket, signals and shutdown."""
 
 import logging
 import signal
@@ -18,13 +18,13 @@ from .routes.app import create
 from .settings import Settings
 
 logger = logging.getLogger("entropic_jax.serving.server")
-FAREWELL = 5  # seconds for the last bytes once all requests have ended or were ended
-KEEP_ALIVE = 75  # seconds, longer than clients keep a connection: one that is in use must not be closed
+GRACEFUL_SHUTDOWN = 5  # seconds for the last bytes, once every request has ended
+KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(uvicorn.Server):
-    """A server that finishes what it has begun: the first signal drains, the second ends at once."""
+    """A server that drains at the first signal and stops at once at the second."""
 
     def __init__(self, frontend: Frontend, tracer_provider: Any = None) -> None:
         settings = frontend.settings
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=FAREWELL,
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN,
             )
         )
         self.frontend = frontend
@@ -47,19 +47,19 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while the server runs, and not again after it: a drained server exits with 0."""
-        if threading.current_thread() is not threading.main_thread():  # which alone can hear them
+        """Handle signals while the server runs; unlike uvicorn, do not raise them again afterwards."""
+        if threading.current_thread() is not threading.main_thread():  # which alone receives signals
             yield
             return
-        before = {one: signal.signal(one, self.handle_exit) for one in SIGNALS}
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; where that is under way, stop waiting."""
+        """Begin to drain; at the second signal, stop waiting."""
         if self.deadline is not None:
             self.should_exit = self.force_exit = True
             return
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         self.deadline = time.monotonic() + self.frontend.settings.drain
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: whether it is time to stop."""
+        """Whether it is time to stop; called ten times a second."""
         if self.deadline is not None and not self.should_exit:
             if not self.frontend.busy:
                 self.should_exit = True
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The socket to listen on, taken before a model is loaded; RequestError if it is not to be had."""
+    """The listening socket, bound before a model is loaded. Raises RequestError if it cannot be."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -88,19 +88,19 @@ def bind(settings: Settings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RequestError(
-            f"--host {settings.host} --port {settings.port}: {error.strerror}; accepted are an address of "
-            "this machine and a port that nobody listens on"
+            "--host and --port must be an address of this machine and a free port; got "
+            f"{settings.host}:{settings.port} ({error.strerror})"
         ) from None
     listener.set_inheritable(True)
     return listener
 
 
 def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None) -> int:
-    """Serve until a signal says to stop; then let requests in flight end, and return the exit status."""
+    """Serve until a signal, let requests in flight end, and return the exit status."""
     server = Server(frontend, tracer_provider)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    listener.listen(server.config.backlog)  # who connects from here on waits for the first answer
+    listener.listen(server.config.backlog)  # connections from here on wait for the server to start
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     server.run(sockets=[listener])
     left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())

@@ -42,10 +42,10 @@ def test_presets_are_compared(entropic, directory, text):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--contexts", "4000"), "--contexts has 4000; accepted are 16 to 128, as model and text allow"),
-        (("--contexts", "some"), "some is not accepted; give integers, comma-separated"),
-        (("--studies", "sped"), "sped is not accepted; give some of quality,speed,writing,load"),
-        (("--seeds", "0"), "--seeds is 0; accepted are integers of at least 1"),
+        (("--contexts", "4000"), "--contexts must be between 16 and 128 for this model and text; got 4000"),
+        (("--contexts", "some"), "must be integers, comma-separated; got some"),
+        (("--studies", "sped"), "must be some of quality,speed,writing,load; got sped"),
+        (("--seeds", "0"), "--seeds must be an integer of at least 1; got 0"),
         (("--text", "nowhere"), "--text is nowhere: No such file or directory"),
     ],
 )

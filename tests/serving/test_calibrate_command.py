@@ -62,7 +62,7 @@ def test_what_is_wrong_is_said(entropic, model, text, tmp_path):
     for arguments, said in (
         (("--text", str(tmp_path / "none")), "--text is"),
         (("--text", str(tmp_path / "short")), "--text: sequences have 3 tokens to predict; accepted are at"),
-        (("--text", text, "--tokens", "0"), "0 is not accepted; give integers of at least 1"),
+        (("--text", text, "--tokens", "0"), "must be an integer between 1 and 2147483647; got 0"),
         (("--text", text, "--out", str(tmp_path)), f"{tmp_path} cannot be written (it is a directory)"),
         (("--text", text, "--out", str(tmp_path / "a" / "b")), "cannot be written (No such file or dir"),
         (("--text", text, "--model", str(tmp_path / "none")), "it is not a directory; accepted is one"),

@@ -4,10 +4,13 @@ import pytest
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--segment", "500"], "--segment is 500; accepted are powers of two"),
-        (["--out", "heads.txt"], "accepted are .png, .svg and .pdf"),
-        (["--out", "no/where/heads.png"], "in a directory that exists"),
-        (["--tokens", "0"], "0 is not accepted"),
+        (["--segment", "500"], "--segment must be a power of two; got 500"),
+        (
+            ["--out", "heads.txt"],
+            "--out must be a .png, .svg or .pdf file in an existing directory; got heads.txt",
+        ),
+        (["--out", "no/where/heads.png"], "in an existing directory; got "),
+        (["--tokens", "0"], "argument --tokens: must be an integer between 1 and 2147483647; got 0"),
     ],
 )
 def test_what_is_wrong_is_said(entropic, given, said):
@@ -25,4 +28,4 @@ def test_the_embedded_model_is_drawn(entropic, tmp_path):
     assert (status, errors) == (0, "")
     assert out.startswith("12 KV heads: ") and picture.read_bytes().startswith(b"\x89PNG")
     status, _, errors = entropic("heads", "--text", str(text), "--out", str(picture), "--tokens", "300")
-    assert status == 2 and "accepted are more than 512" in errors
+    assert status == 2 and "tokens must have more than 512 entries" in errors
