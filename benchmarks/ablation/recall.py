@@ -46,7 +46,7 @@ class Windows:
     def ask(self, workload: Workload, setting: Preset) -> tuple[list[tuple[str, bool]], float]:
         """Each question's kind and whether it was answered, and the kept fraction."""
         state = set_up(self.state, setting)
-        outcome = ablation.always_kept(workload.subject, setting.controller, state, self.tails)
+        outcome = ablation.forced(workload.subject, setting.controller, state, self.tails)
         questions = []
         for row, answers in enumerate(self.answers):
             for kind, place in answers.items():
@@ -120,7 +120,7 @@ def selectors(
         with mock.patch.object(
             pages, "information", random_weights if name == "random" else pages.information
         ):
-            outcome = ablation.always_kept(
+            outcome = ablation.forced(
                 workload.subject, setting.controller, set_up(state, setting), tails
             )
             answers, _ = windows.ask(workload, setting)

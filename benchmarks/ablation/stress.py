@@ -75,7 +75,7 @@ def stress(workload: Workload, context: int, seed: int, quick: bool) -> list[Row
                 if law.controllers:
                     law = chain(Biased(law.controllers[0].controller, bias))
                 resumed = ablation.resume(state, law, page_policy)
-                outcome = ablation.always_kept(subject, law, resumed, [t[-SCORED:] for t in texts])
+                outcome = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
                 rows.append(
                     {
                         "arm": name,
@@ -138,7 +138,7 @@ def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list
     times = interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
     rows = []
     for kind, setting in presets.items():
-        outcome = ablation.always_kept(workload.subject, setting.controller, set_up(state, setting), tails)
+        outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
         milliseconds = [r["milliseconds"] for r in times if r["preset"] == kind]
         rows.append(
             {
