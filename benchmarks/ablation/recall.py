@@ -120,9 +120,7 @@ def selectors(
         with mock.patch.object(
             pages, "information", random_weights if name == "random" else pages.information
         ):
-            outcome = ablation.forced(
-                workload.subject, setting.controller, set_up(state, setting), tails
-            )
+            outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
             answers, _ = windows.ask(workload, setting)
         if name == "random":
             jax.clear_caches()
