@@ -118,9 +118,8 @@ def sum_lanes_of_four(builder: Any, values: Sequence[Any]) -> Any:
     """The lane sums of four vectors, as a vector of four; each is added in the order of `sum_lanes`."""
 
     def lanes(*first):
-        return ir.Constant(
-            ir.VectorType(NARROW, LANES), [f + i for f in first for i in range(LANES // len(first))]
-        )
+        numbers = [f + i for f in first for i in range(LANES // len(first))]
+        return ir.Constant(ir.VectorType(NARROW, LANES), numbers)
 
     a, b, c, d = values
 
@@ -169,8 +168,7 @@ def scores(group: int, head_dim: int, dtype: str) -> Any:
         out[g, t] = query[g] · keys[t],   begin ≤ t < end
 
     Args:
-        group: query heads that share the KV head.
-        head_dim: elements of a key; a multiple of `LANES`.
+        group, head_dim: query heads that share the KV head; a multiple of `LANES`.
         dtype: of the keys. The tile at the address `next_tile` is prefetched on the way.
     """
     parts = head_dim // LANES
@@ -342,9 +340,8 @@ def matmul_tile(rows: int, vectors: int, dtype: str) -> Any:
     """`matmul_tile(x, weight, out, inputs, columns)`: out[r, c] = Σ x[r, i] weight[i, c], i ascending.
 
     Args:
-        rows: rows of x and out.
-        vectors: columns of the tile, in vectors of `LANES`. A row of x has `inputs` elements; a row of weight
-            and of out has `columns`.
+        rows: rows of x, each of `inputs` elements, and of out.
+        vectors: columns of the tile, in vectors of `LANES`; a row of weight and of out has `columns`.
         dtype: of the weight.
     """
     ahead = WORD(16)  # rows of the weight
@@ -356,10 +353,8 @@ def matmul_tile(rows: int, vectors: int, dtype: str) -> Any:
         def row(i, sums):
             offset = builder.mul(i, columns)
             prefetch_elements(builder, weight, builder.mul(builder.add(i, ahead), columns), width, dtype)
-            value = [
-                load_widened(builder, weight, builder.add(offset, WORD(j * LANES)), dtype)
-                for j in range(vectors)
-            ]
+            part_offset = lambda j: builder.add(offset, WORD(j * LANES))
+            value = [load_widened(builder, weight, part_offset(j), dtype) for j in range(vectors)]
             after = []
             for r in range(rows):
                 x_offset = builder.add(builder.mul(inputs, WORD(r)), i)

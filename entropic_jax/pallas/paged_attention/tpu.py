@@ -50,22 +50,10 @@ class Item(NamedTuple):
 
 
 def decode(
-    q,
-    keys,
-    values,
-    page_table,
-    page_list,
-    num_pages,
-    window_start,
-    context_length,
-    *,
-    soft_cap: float | None = None,
-) -> PartialAttention:
-    """The contract is in the package's docstring.
-
-    Args:
-        soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
-    """
+    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
+    *, soft_cap: float | None = None,
+) -> PartialAttention:  # fmt: skip
+    """The contract is in the package's docstring; `soft_cap` c: scores are c · tanh(score / c)."""
     check(q, keys, values)
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
@@ -106,9 +94,8 @@ def check(q, keys, values) -> None:
     """Raise NotImplementedError for a case that the TPU kernels do not support."""
     size, head_dim = keys.shape[2:]
     quantised = isinstance(keys, Quantised)
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or {keys.dtype, values.dtype} != {
-        keys.dtype if quantised else q.dtype
-    }:
+    expected = keys.dtype if quantised else q.dtype
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or {keys.dtype, values.dtype} != {expected}:
         raise NotImplementedError(
             f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: all float32, all bfloat16, or quantised pages"
         )
@@ -120,8 +107,7 @@ def check(q, keys, values) -> None:
             "and each call would copy the whole pool"
         )
     name, other = ("head_dim", head_dim) if head_dim % LANES else ("page_size", size)
-    if other % sublanes_of(keys.dtype):
-        least = sublanes_of(keys.dtype)
+    if other % (least := sublanes_of(keys.dtype)):
         raise NotImplementedError(f"{name} {other} is not a multiple of {least}, which {keys.dtype} needs")
 
 
