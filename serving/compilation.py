@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, so that the second start of a command does not compile again."""
+"""Persistent compilation cache, so that the second start of a command does not compile again."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What the command line asks of a loaded model."""
+"""Interface between the command line and a loaded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The numbers that keys and values are stored in, by the names that vLLM has for them."""
+"""Data types of the KV cache, by vLLM's names."""
 
 import argparse
 from typing import Any, Literal, get_args

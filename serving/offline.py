@@ -1,4 +1,4 @@
-"""Requests in, tokens out: the host's side of the decode loop."""
+"""Offline generation: batches of requests through the decode loop, without the serving engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

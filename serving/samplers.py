@@ -1,4 +1,4 @@
-"""The samplers of `entropic_jax.methods` by name: Entropix, with branches or not, and dslider."""
+"""Complete samplers by name: Entropix, with and without branches, and dslider."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""From sampled tokens to text: incremental decoding, stop strings, and the record of one generation."""
+"""Transcript of one generation: incremental detokenization, stop strings and per-token traces."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""What several commands are asked for: a model, and text to measure it on."""
+"""Options that several commands share: the model, and texts to measure it on."""
 
 import argparse
 from pathlib import Path

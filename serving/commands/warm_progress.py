@@ -1,4 +1,4 @@
-"""What a person sees while programs are compiled: a bar on a terminal, a line in the log else."""
+"""Progress of compilation at start-up: a bar on a terminal, a log line elsewhere."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""How a server is set up: where it listens, who may ask, and how much."""
+"""Settings of a server: its address, API keys, limits and default control."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from ..control_options import Control
 
 
 class Limits(NamedTuple):
-    """The most that one request may hold."""
+    """Limits of one request."""
 
     body: int = 16 * 2**20  # bytes
     sequences: int = 1024  # prompts times texts for each

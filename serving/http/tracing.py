@@ -1,4 +1,4 @@
-"""Traces of OpenTelemetry, where the extra `tracing` is installed and an endpoint is given."""
+"""OpenTelemetry traces of requests, with the extra `tracing` and an OTLP endpoint."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the server says of itself and its models, and the form of every error."""
+"""Response bodies of the service routes, and the body of every error."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The page at `/`, from files that ship with the package, kept from talking to anyone else."""
+"""Dashboard at `/`, with a content security policy that confines it to this server."""
 
 import base64
 import hashlib

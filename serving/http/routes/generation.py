@@ -1,4 +1,4 @@
-"""What completions and chat share: from a body to jobs, from deltas to choices and events."""
+"""Steps that completions and chat share: bodies to engine requests, deltas to choices and events."""
 
 import asyncio
 import contextlib

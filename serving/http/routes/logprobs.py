@@ -1,4 +1,4 @@
-"""Logarithmic probabilities in the forms of the two endpoints."""
+"""Log-probabilities in the forms of the completions and chat endpoints."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

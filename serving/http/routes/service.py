@@ -1,4 +1,4 @@
-"""Whether the server is alive and ready, what it serves, and how it is doing."""
+"""Service routes: health, readiness, models, version, metrics and engine state."""
 
 from typing import Any
 
