@@ -10,7 +10,7 @@ from entropic_jax import cache, chain, models
 from entropic_jax.control.presets import Preset
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
-from entropic_jax.methods.entropix_branches import Plan
+from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
@@ -35,10 +35,10 @@ def engine(
     """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be."""
     setting = Preset(chain(law(control, calibration, model)), None, None)
     belief = 1.0 if calibration is None else calibration.temperature
-    branches = dict(control.gains).get("branches", Plan().branches)
+    branches = dict(control.gains).get("branches", SearchPlan().branches)
     if control.preset != "entropix" or branches == 1:
         return Engine(model, setting, belief, kv_cache_dtype)
-    return Searching(model, setting, belief, kv_cache_dtype, Plan(branches=branches))
+    return Searching(model, setting, belief, kv_cache_dtype, SearchPlan(branches=branches))
 
 
 def law(
@@ -81,7 +81,7 @@ class Searching(Engine):
         preset: Preset,
         belief_temperature: float,
         kv_cache_dtype: KvCacheDtype,
-        plan: Plan,
+        plan: SearchPlan,
     ) -> None:
         super().__init__(model, preset, belief_temperature, kv_cache_dtype)
         self.plan = plan
@@ -105,9 +105,9 @@ class Searching(Engine):
             search = entropix_search.generate(
                 self.model.decoder, self.model.params, self.preset.controller, search, steps, plan=plan
             )
-            texts = entropix_search.texts(search, plan)
-            last = np.asarray(entropix_search.settled(search, plan))
-            status, branching = np.asarray(search.state.status)[::k], np.asarray(search.left) > 0
+            texts = entropix_search.traces(search, plan)
+            last = np.asarray(entropix_search.final_positions(search, plan))
+            status, branching = np.asarray(search.state.status)[::k], np.asarray(search.steps_left) > 0
             for number, row in enumerate(rows):
                 if row not in open_rows:
                     continue
@@ -126,9 +126,9 @@ class Searching(Engine):
                 yield row, made[row], settled
             steps = launch
             closed = np.array([row not in open_rows for row in rows])
-            search = entropix_search.close(search, plan, closed)
+            search = entropix_search.end_sequences(search, plan, closed)
 
-    def _begin(self, requests: Sequence[Request], prompts: list[list[int]]) -> entropix_search.Search:
+    def _begin(self, requests: Sequence[Request], prompts: list[list[int]]) -> entropix_search.SearchState:
         k, decoder = self.plan.branches, self.model.decoder
         needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
         context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
@@ -136,7 +136,7 @@ class Searching(Engine):
         pages = len(prompts) * (-(-context // size) + ROOM * (k - 1))
         spread = [request for request in requests for _ in range(k)]
         room = dict(pages=pages, page_size=size, dtype=self.pages)
-        return entropix_search.begin(
+        return entropix_search.start(
             decoder,
             self.model.params,
             self.preset.controller,

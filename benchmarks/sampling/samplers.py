@@ -15,7 +15,7 @@ from entropic_jax.control.presets import Gains, Preset, preset
 from entropic_jax.control.temperature import Mirostat
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
-from entropic_jax.methods.entropix_branches import Plan
+from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import RUNNING
 
@@ -27,7 +27,7 @@ class Sampler(NamedTuple):
 
     preset: Preset
     sampling: dict[str, float]
-    plan: Plan | None = None
+    plan: SearchPlan | None = None
 
 
 def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler]:
@@ -54,7 +54,7 @@ def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler
         "full": Sampler(preset("full", None, gains), {}),
         "Entropix as released": Sampler(law(AsReleased()), {}),
         "Entropix, row by row": Sampler(law(row_wise), {}),
-        "Entropix": Sampler(law(row_wise), {}, Plan()),
+        "Entropix": Sampler(law(row_wise), {}, SearchPlan()),
         "dslider": Sampler(law(DSlider(vocabulary=model.decoder.shape.vocabulary)), {}),
     }
 
@@ -124,13 +124,13 @@ class SamplerBenchmark:
                     text += host.token[host.emitted[:, row], row].tolist()
             computed = sum(map(len, texts))
         else:
-            search = entropix_search.begin(m.decoder, m.params, law, pool, prompts, sampler.plan, **arguments)
+            search = entropix_search.start(m.decoder, m.params, law, pool, prompts, sampler.plan, **arguments)
             while (np.asarray(search.state.status) == RUNNING).any():
                 search = entropix_search.generate(
                     m.decoder, m.params, law, search, 8 * LAUNCH, plan=sampler.plan
                 )
-            texts = [t.token.tolist() for t in entropix_search.texts(search, sampler.plan)]
+            texts = [t.token.tolist() for t in entropix_search.traces(search, sampler.plan)]
             state = search.state
-            computed = sum(map(len, texts)) + int(np.asarray(search.tally.discarded).sum())
+            computed = sum(map(len, texts)) + int(np.asarray(search.counts.discarded).sum())
         seconds = time.perf_counter() - began
         return Batch(texts, seconds, computed, float(np.asarray(state.ledger.seconds).sum()))

@@ -35,7 +35,7 @@ from ..control.controller import STATIC, pytree
 from ..control.temperature_solver import solve_temperature
 from ..sampling.randomness import random_bits
 from ..state import Action, Signal
-from .entropix import Gain, needed
+from .entropix import Gain, step_inputs
 
 SHIFT = 6  # terms of the recurrence before the asymptotic series of the trigamma function
 LEAST_SPREAD = 0.01  # nats of E[ln Σ] by which what is fitted varies at least; without, α is infinite
@@ -83,10 +83,10 @@ def expected_varentropy(alpha: jax.Array) -> jax.Array:
     near = digamma(alpha + 1) - digamma(total + 1)
     square = (alpha / total * (near * near + trigamma(alpha + 1) - trigamma(total + 1))).sum(-1)
     far, rest = digamma(alpha + 1) - digamma(total + 2), trigamma(total + 2)
-    product, own = alpha * far, digamma(alpha + 2) - digamma(total + 2)
+    product, diagonal = alpha * far, digamma(alpha + 2) - digamma(total + 2)
     pairs = product.sum(-1) ** 2 - (product * product).sum(-1)
     pairs -= rest[..., 0] * (alpha.sum(-1) ** 2 - (alpha * alpha).sum(-1))
-    same = (alpha * (alpha + 1) * (own * own + trigamma(alpha + 2) - rest)).sum(-1)
+    same = (alpha * (alpha + 1) * (diagonal * diagonal + trigamma(alpha + 2) - rest)).sum(-1)
     return jnp.maximum(square - (pairs + same) / (total * (total + 1))[..., 0], 0.0)
 
 
@@ -113,9 +113,9 @@ def fit(log_mean: jax.Array, alpha: jax.Array, iterations: int = 3) -> jax.Array
         total = alpha.sum(-1, keepdims=True)
         error = digamma(alpha) - digamma(total) - target
         slope, shared = 1 / trigamma(alpha), trigamma(total)
-        whole = shared * (slope * error).sum(-1, keepdims=True)
+        shared_error = shared * (slope * error).sum(-1, keepdims=True)
         left = jnp.maximum(1 - shared * slope.sum(-1, keepdims=True), 1e-6)
-        step = slope * (error + whole / left)
+        step = slope * (error + shared_error / left)
         return alpha * jnp.exp(jnp.clip(-step / alpha, -LONGEST_STEP, LONGEST_STEP))
 
     return jax.lax.fori_loop(0, iterations, improve, alpha)
@@ -185,7 +185,7 @@ class DSlider:
         return Running(jnp.ones((rows, n), jnp.float32), even, seen, zero + 1, *(zero,) * 10)
 
     def update(self, signal: Signal, action: Action, state: Running) -> tuple[Action, Running]:
-        logits, key, warm = needed(signal, action)
+        logits, key, warm = step_inputs(signal, action)
         log_p = jax.nn.log_softmax(logits, -1)
         plain = entropy.entropy_statistics(logits)
         levels = (state.surprisal, state.adapted_surprisal, state.entropy, state.adapted_entropy)
@@ -205,14 +205,14 @@ class DSlider:
         usual = jnp.where(state.seen == 0, head_entropy, state.head_entropy)
         certain = head_entropy < self.sure[0] * usual + self.sure[1]
         span = jnp.full_like(level, LOWEST), jnp.full_like(level, HIGHEST)
-        one = jnp.ones_like(level)
-        warmth = solve_temperature(top, usual, one, *span)
+        ones = jnp.ones_like(level)
+        warmth = solve_temperature(top, usual, ones, *span)
         head_logits = jnp.full_like(logits, -jnp.inf)
         head_logits = head_logits.at[jnp.arange(len(place))[:, None], place].set(top / warmth[:, None])
 
         # Outliers: at the target entropy, and towards the mean of the Dirichlet where it knows such.
         goal = self.target[0] * sum(levels) + self.target[1] / state.temperature + self.target[2]
-        heat = solve_temperature(logits, goal, one, *span)
+        heat = solve_temperature(logits, goal, ones, *span)
         tuned = jax.nn.log_softmax(logits / heat[:, None], -1)
         part = tuned[:, : self.size]
         mass = jax.nn.logsumexp(part, -1, keepdims=True)
@@ -261,8 +261,11 @@ class DSlider:
         floor = jnp.maximum(part, -30.0)  # ln 0 would never be forgotten
         log_mean = blend(state.seen, weight, floor, state.log_mean)
         of = lambda x: -jnp.take_along_axis(x, token[:, None], 1)[:, 0]
-        plain, own = of(log_p), of(adapted)
-        surprisal, adapted_surprisal = mix(plain, state.surprisal), mix(own, state.adapted_surprisal)
+        plain, token_adapted_surprisal = of(log_p), of(adapted)
+        surprisal, adapted_surprisal = (
+            mix(plain, state.surprisal),
+            mix(token_adapted_surprisal, state.adapted_surprisal),
+        )
         final = entropy.entropy_statistics(adapted)
         return state._replace(
             alpha=fit(log_mean, state.alpha),
@@ -272,5 +275,5 @@ class DSlider:
             surprisal=surprisal,
             surprisal_variance=mix((plain - surprisal) ** 2, state.surprisal_variance),
             adapted_surprisal=adapted_surprisal,
-            adapted_variance=mix((own - adapted_surprisal) ** 2, state.adapted_variance),
+            adapted_variance=mix((token_adapted_surprisal - adapted_surprisal) ** 2, state.adapted_variance),
         )

@@ -1,6 +1,7 @@
-"""What `entropix_search` does with the rows of a sequence: judge its branches, go back, branch.
+"""Branch operations of `entropix_search`: select the best branch, backtrack, branch.
 
-Each is a pure function of all sequences at once, in which those that nothing is due for stay as they are.
+Each is a pure function of all sequences at once; sequences without a pending action of that kind stay
+unchanged.
 """
 
 import dataclasses
@@ -13,99 +14,121 @@ from ..cache import fork, release_rows, rewind
 from ..row_subset import RowSubset
 from ..sampling.constraints import TopLogprobs
 from ..state import FAILED, FULL, RUNNING, STOPPED, State, Trace
-from .entropix import ADAPT, EXPLORE, RESAMPLE, Memory
+from .entropix import ADAPT, EXPLORE, RESAMPLE, EntropixState
 
-NOTHING, LOOK, BRANCH, RETURN, JUDGE = range(5)
+NO_ACTION, LOOK_AHEAD, BRANCH, BACKTRACK, SELECT_BRANCH = range(5)
 SEED = 0x5BD1E995  # odd, so that no two branches of a sequence draw alike
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How far a sequence searches; static."""
+class SearchPlan:
+    """Limits of a search; static.
 
-    branches: int = 4  # rows of a group
-    length: int = 8  # tokens of a branch
-    window: int = 16  # tokens that may be taken back at once
-    rest: int = 8  # tokens between two explorations
-    look: bool = True  # one step ahead where nothing is clear
-    worth: float = 0.1  # of a nat of entropic time per token, in nats of mean log-probability
+    Args:
+        branches: rows per sequence, at least 1.
+        length: tokens of a branch, at least 1.
+        window: tokens that may be taken back at once.
+        rest: tokens between two explorations.
+        look: look one step ahead in the ADAPT quadrant.
+        worth: value of a nat of entropic time per token, in nats of mean log-probability.
+
+    Raises:
+        ValueError: for a value below its least.
+    """
+
+    branches: int = 4
+    length: int = 8
+    window: int = 16
+    rest: int = 8
+    look: bool = True
+    worth: float = 0.1
 
     def __post_init__(self) -> None:
         least = dict(branches=1, length=1, window=0, rest=0)
         for name, low in least.items():
             if getattr(self, name) < low:
-                raise ValueError(f"{name} is {getattr(self, name)}; accepted are integers of at least {low}")
+                raise ValueError(f"{name} must be an integer of at least {low}; got {getattr(self, name)}")
 
 
-class Tally(NamedTuple):
-    """What the search of each sequence came to; int32 `[sequences]`."""
+class SearchCounts(NamedTuple):
+    """Event counts of each sequence's search; int32 `[sequences]`."""
 
     explored: jax.Array  # times it branched
     looked: jax.Array  # times it looked one step ahead
-    returned: jax.Array  # times it went back
-    discarded: jax.Array  # tokens that were computed and are not in the text
+    returned: jax.Array  # times it backtracked
+    discarded: jax.Array  # tokens computed that are not in the text
 
 
-class Search(NamedTuple):
-    """Sequences that search: `[rows]` is sequences × branches, sequence by sequence."""
+class SearchState(NamedTuple):
+    """State of a search; `[rows]` is sequences × branches, sequence by sequence."""
 
     state: State
-    text: Trace  # of every row, by position modulo n: [rows, n], the prompt not included
-    alive: jax.Array  # bool [rows]: the row takes part in its group
-    first: jax.Array  # [rows], log-probability of the token at the fork
-    score: jax.Array  # [rows], sum of log-probabilities since then, that one included
-    count: jax.Array  # int32 [rows], of so many tokens
-    began: jax.Array  # [rows], entropic time at the fork
-    mark: jax.Array  # int32 [rows]: where the last uncertain token was drawn (one position below its own),
-    earlier: jax.Array  # and the one before; −1 for none
-    base: jax.Array  # int32 [sequences], position of the token at the fork
-    left: jax.Array  # int32 [sequences], steps until the branches are judged; 0: not branching
-    looking: jax.Array  # bool [sequences]: it is one step ahead that they are judged by
-    calm: jax.Array  # int32 [sequences], tokens since the last exploration
-    turned: jax.Array  # int32 [sequences], positions at which the sequence last went back
-    due: jax.Array  # int32 [sequences]: what is to be done before the next step
-    most: jax.Array  # int32 [sequences], branches that it may have; 0: it neither branches nor goes back
-    tally: Tally
+    text: Trace  # trace of every row by position modulo n, [rows, n]; without the prompt
+    alive: jax.Array  # bool [rows]: the row holds a branch
+    first_log_probability: jax.Array  # [rows], log-probability of the token at the fork
+    total_log_probability: jax.Array  # [rows], sum of log-probabilities since the fork, inclusive
+    num_tokens: jax.Array  # int32 [rows], tokens since the fork, inclusive
+    fork_entropic_time: jax.Array  # [rows], entropic time at the fork
+    uncertain_position: (
+        jax.Array
+    )  # int32 [rows]: where the last uncertain token was drawn (one position below its own),
+    previous_uncertain_position: jax.Array  # and the one before; −1 for none
+    fork_position: jax.Array  # int32 [sequences], position of the token at the fork
+    steps_left: jax.Array  # int32 [sequences], steps until a branch is selected; 0: not branching
+    looking_ahead: jax.Array  # bool [sequences]: the branches look one step ahead
+    tokens_since_exploration: jax.Array  # int32 [sequences], tokens since the last exploration
+    last_backtrack: jax.Array  # int32 [sequences], length at the last backtrack
+    pending_action: jax.Array  # int32 [sequences]: action before the next step, NO_ACTION … SELECT_BRANCH
+    max_branches: (
+        jax.Array
+    )  # int32 [sequences], branches that it may have; 0: it neither branches nor goes back
+    counts: SearchCounts
 
 
-def memory(control: Any) -> Memory | None:
-    """The memory of the Entropix among the states of controllers."""
-    found = jax.tree.leaves(control, is_leaf=lambda x: isinstance(x, Memory))
-    return next((x for x in found if isinstance(x, Memory)), None)
+def find_entropix_state(control: Any) -> EntropixState | None:
+    """The `EntropixState` within a controller state, None if there is none."""
+    result = jax.tree.leaves(control, is_leaf=lambda x: isinstance(x, EntropixState))
+    return next((x for x in result if isinstance(x, EntropixState)), None)
 
 
-def _with_memory(control: Any, new: Memory) -> Any:
-    is_memory = lambda x: isinstance(x, Memory)
+def _with_memory(control: Any, new: EntropixState) -> Any:
+    is_memory = lambda x: isinstance(x, EntropixState)
     return jax.tree.map(lambda x: new if is_memory(x) else x, control, is_leaf=is_memory)
 
 
-def said_of(search: Search) -> Memory:
-    found = memory(search.state.control)
-    assert found is not None
-    return found
+def entropix_state(search: SearchState) -> EntropixState:
+    """The state of the law in a search."""
+    result = find_entropix_state(search.state.control)
+    assert result is not None
+    return result
 
 
-def wishes(search: Search, fresh: jax.Array, plan: Plan) -> jax.Array:
-    """What the leaders that have just drawn a token (bool `[sequences]`) should do before the next step."""
+def next_actions(search: SearchState, fresh: jax.Array, plan: SearchPlan) -> jax.Array:
+    """The action of each sequence before the next step; `fresh` (bool `[sequences]`) flags new tokens."""
     state = search.state
     lead = lambda x: x[:: plan.branches]
-    said = jax.tree.map(lead, said_of(search))
-    length, earlier = lead(state.length), lead(search.earlier)
-    ready = fresh & (search.most > 0) & (lead(state.status) == RUNNING) & (lead(state.action.temperature) > 0)
-    others = said.candidates[:, 1 : plan.branches]
-    within = jnp.arange(others.shape[1]) + 1 < search.most[:, None]
+    law_state = jax.tree.map(lead, entropix_state(search))
+    length, earlier = lead(state.length), lead(search.previous_uncertain_position)
+    ready = (
+        fresh
+        & (search.max_branches > 0)
+        & (lead(state.status) == RUNNING)
+        & (lead(state.action.temperature) > 0)
+    )
+    others = law_state.candidates[:, 1 : plan.branches]
+    within = jnp.arange(others.shape[1]) + 1 < search.max_branches[:, None]
     choice = ready & ((others >= 0) & within).any(1)
-    explore = choice & (said.quadrant == EXPLORE) & (search.calm >= plan.rest)
-    look = choice & (said.quadrant == ADAPT) & plan.look
-    # The token at hand is uncertain itself: it is the one before that led here.
+    explore = choice & (law_state.quadrant == EXPLORE) & (search.tokens_since_exploration >= plan.rest)
+    look = choice & (law_state.quadrant == ADAPT) & plan.look
+    # The newest token is uncertain itself: the previous uncertain token led to it.
     near = (earlier >= 0) & (length - earlier <= plan.window)
-    back = ready & (said.quadrant == RESAMPLE) & near & (length > search.turned)
-    return jnp.select([explore, look, back], [BRANCH, LOOK, RETURN], NOTHING).astype(jnp.int32)
+    back = ready & (law_state.quadrant == RESAMPLE) & near & (length > search.last_backtrack)
+    return jnp.select([explore, look, back], [BRANCH, LOOK_AHEAD, BACKTRACK], NO_ACTION).astype(jnp.int32)
 
 
 def _from_rows(state: State, source: jax.Array) -> State:
-    """Every row's own part of the state, the cache left out, from the row `source` int32 `[rows]`."""
+    """Copies per-row state, without the cache, from the rows `source`, int32 `[rows]`."""
     shared = ("key", "belief_temperature", "page_policy", "hardware", "cache")
     rows = source.shape[0]
     pick = lambda x: x[source] if x.ndim and x.shape[0] == rows else x
@@ -114,26 +137,30 @@ def _from_rows(state: State, source: jax.Array) -> State:
     )
 
 
-def judge(search: Search, plan: Plan) -> Search:
-    """The best branch takes the place of the leader, the others give their pages back."""
-    sequences, k = search.left.shape[0], plan.branches
+def select_branch(search: SearchState, plan: SearchPlan) -> SearchState:
+    """The best branch becomes the leading row; the others release their pages."""
+    sequences, k = search.steps_left.shape[0], plan.branches
     groups = lambda x: x.reshape(sequences, k)
-    due = search.due == JUDGE
-    said, account = said_of(search), search.state.ledger
-    many = jnp.maximum(search.count, 1).astype(jnp.float32)
-    rising = (account.entropic_time - search.began) / many
-    explored = search.score / many + plan.worth * rising
-    value = jnp.where(jnp.repeat(search.looking, k), search.first + said.confidence, explored)
+    due = search.pending_action == SELECT_BRANCH
+    law_state, account = entropix_state(search), search.state.ledger
+    num_tokens = jnp.maximum(search.num_tokens, 1).astype(jnp.float32)
+    resolved_per_token = (account.entropic_time - search.fork_entropic_time) / num_tokens
+    explored = search.total_log_probability / num_tokens + plan.worth * resolved_per_token
+    value = jnp.where(
+        jnp.repeat(search.looking_ahead, k), search.first_log_probability + law_state.confidence, explored
+    )
     sound = search.alive & jnp.isfinite(value) & (search.state.status != FAILED)
     best = jnp.argmax(groups(jnp.where(sound, value, -jnp.inf)), 1)
     best = jnp.where(due, best, 0).astype(jnp.int32)
 
-    # The leader and the best change places.
+    # The leading row and the best branch swap places.
     slot = jnp.arange(k)
     swapped = jnp.where(slot == 0, best[:, None], jnp.where(slot == best[:, None], 0, slot))
     source = (jnp.arange(sequences)[:, None] * k + swapped).reshape(-1)
     lost = jnp.repeat(due, k) & (jnp.tile(slot, sequences) > 0)
-    discarded = jnp.where(groups(lost & search.alive[source]), groups(search.count[source]) - 1, 0).sum(1)
+    discarded = jnp.where(groups(lost & search.alive[source]), groups(search.num_tokens[source]) - 1, 0).sum(
+        1
+    )
     seed = search.state.seed
     state, cache = _from_rows(search.state, source), search.state.cache
     cache = cache._replace(table=cache.table[source], granted=cache.granted[source])
@@ -143,7 +170,7 @@ def judge(search: Search, plan: Plan) -> Search:
     state = state._replace(
         seed=jnp.where(leads, seed, state.seed),
         status=jnp.where(lost, FULL, state.status),
-        # What the branches cost, the sequence pays.
+        # The sequence is charged for all its branches.
         ledger=ledger._replace(
             **{
                 name: jnp.where(jnp.repeat(due, k), total(getattr(ledger, name)), getattr(ledger, name))
@@ -154,70 +181,83 @@ def judge(search: Search, plan: Plan) -> Search:
     )
     carried = {
         name: getattr(search, name)[source]
-        for name in ("first", "score", "count", "began", "mark", "earlier")
+        for name in (
+            "first_log_probability",
+            "total_log_probability",
+            "num_tokens",
+            "fork_entropic_time",
+            "uncertain_position",
+            "previous_uncertain_position",
+        )
     }
-    tally = search.tally
+    counts = search.counts
     search = search._replace(
         state=state,
         text=jax.tree.map(lambda x: x[source], search.text),
         alive=search.alive[source] & ~lost,
-        left=jnp.where(due, 0, search.left),
-        looking=search.looking & ~due,
-        calm=jnp.where(due & ~search.looking, 0, search.calm),
-        tally=tally._replace(discarded=tally.discarded + discarded),
+        steps_left=jnp.where(due, 0, search.steps_left),
+        looking_ahead=search.looking_ahead & ~due,
+        tokens_since_exploration=jnp.where(due & ~search.looking_ahead, 0, search.tokens_since_exploration),
+        counts=counts._replace(discarded=counts.discarded + discarded),
         **carried,
     )
-    advanced = due & (groups(search.count)[:, 0] > 1)
-    return search._replace(due=jnp.where(due, wishes(search, advanced, plan), search.due))
+    advanced = due & (groups(search.num_tokens)[:, 0] > 1)
+    return search._replace(
+        pending_action=jnp.where(due, next_actions(search, advanced, plan), search.pending_action)
+    )
 
 
-def go_back(search: Search, plan: Plan, most: int | None = None) -> Search:
-    """Take tokens back as far as the earlier uncertain one, which the next step draws anew.
+def backtrack(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+    """Takes back tokens up to the previous uncertain one, which the next step draws again.
 
-    Of at most `most` sequences (static; None for all), which is how many pages are looked at.
+    At most `most` sequences backtrack (static; None for all); it bounds the pages that are read.
     """
     state, rows, k = search.state, search.alive.shape[0], plan.branches
     leads = jnp.arange(rows) % k == 0
-    row, to = jnp.arange(rows), jnp.maximum(search.earlier, 0)
+    row, to = jnp.arange(rows), jnp.maximum(search.previous_uncertain_position, 0)
     cache = state.cache
     entry = jnp.minimum(to // cache.page_size, cache.table.shape[1] - 1)
-    shared = cache.references[cache.table[row, entry]] > 1  # what others read stays as it is
-    back = jnp.repeat(search.due == RETURN, k) & leads & ~shared
-    said, text, length = said_of(search), search.text, state.length
+    shared = cache.references[cache.table[row, entry]] > 1  # a shared page is not changed
+    back = jnp.repeat(search.pending_action == BACKTRACK, k) & leads & ~shared
+    law_state, text, length = entropix_state(search), search.text, state.length
     held = text.token.shape[1]
     at = lambda x: x[row, to % held]
     taken = to[:, None] + 1 + jnp.arange(plan.window)
     gone = back[:, None] & (taken <= length[:, None])
     token = text.token[row[:, None], taken % held]
     vocabulary = state.history.generated.shape[1]
-    where = (row[:, None], jnp.where(gone, token, vocabulary))
+    occurrences = (row[:, None], jnp.where(gone, token, vocabulary))
     first = text.token[row, (to + 1) % held]
     keep = lambda new, old: jnp.where(back, new, old)
     state = state._replace(
         length=keep(to, length),
         token=keep(at(text.token), state.token),
-        history=state.history._replace(generated=state.history.generated.at[where].add(-1, mode="drop")),
+        history=state.history._replace(
+            generated=state.history.generated.at[occurrences].add(-1, mode="drop")
+        ),
         signal=state.signal._replace(entropy=keep(at(text.entropy), state.signal.entropy)),
         ledger=state.ledger._replace(entropic_time=keep(at(text.entropic_time), state.ledger.entropic_time)),
-        control=_with_memory(state.control, said._replace(barred=keep(first, said.barred))),
+        control=_with_memory(
+            state.control, law_state._replace(banned_token=keep(first, law_state.banned_token))
+        ),
         cache=rewind(cache, back, to, most),
     )
     by_sequence = lambda x: x[::k]
-    turns, tally = by_sequence(back), search.tally
+    turns, counts = by_sequence(back), search.counts
     return search._replace(
         state=state,
-        mark=keep(-1, search.mark),
-        earlier=keep(-1, search.earlier),
-        turned=jnp.where(turns, by_sequence(length), search.turned),
-        tally=tally._replace(
-            returned=tally.returned + turns.astype(jnp.int32),
-            discarded=tally.discarded + jnp.where(turns, by_sequence(length - to), 0),
+        uncertain_position=keep(-1, search.uncertain_position),
+        previous_uncertain_position=keep(-1, search.previous_uncertain_position),
+        last_backtrack=jnp.where(turns, by_sequence(length), search.last_backtrack),
+        counts=counts._replace(
+            returned=counts.returned + turns.astype(jnp.int32),
+            discarded=counts.discarded + jnp.where(turns, by_sequence(length - to), 0),
         ),
     )
 
 
 def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, score: jax.Array) -> Trace:
-    """The texts with another token, of log-probability `score`, at the end of those flagged; all `[rows]`."""
+    """Replaces the last token of the flagged rows, of log-probability `score`; all arguments `[rows]`."""
     rows, held = text.token.shape
     row, place = jnp.arange(rows), jnp.where(new, length % held, held)
     text = text._replace(
@@ -234,33 +274,33 @@ def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, sco
     return text._replace(top_logprobs=text.top_logprobs._replace(logprob=put))
 
 
-def branch(search: Search, plan: Plan, most: int | None = None) -> Search:
-    """Give each candidate of the sequences that branch a row of its own.
+def branch(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+    """Forks a row for each candidate of the sequences that branch.
 
-    At most `most` sequences do (static; None for all), which is for how many pages are copied.
+    At most `most` sequences branch (static; None for all); it bounds the pages that are copied.
     """
-    sequences, k = search.left.shape[0], plan.branches
+    sequences, k = search.steps_left.shape[0], plan.branches
     rows, slot = sequences * k, jnp.arange(k)
-    wanted = (search.due == BRANCH) | (search.due == LOOK)
+    forking = (search.pending_action == BRANCH) | (search.pending_action == LOOK_AHEAD)
     leader = jnp.arange(sequences) * k
-    said = said_of(search)
-    offered = said.candidates.shape[1]
+    law_state = entropix_state(search)
+    offered = law_state.candidates.shape[1]
     pad = ((0, 0), (0, max(0, k - offered)))
-    candidate = jnp.pad(said.candidates[leader, :k], pad, constant_values=-1)
-    likely = jnp.pad(said.log_probability[leader, :k], pad)
-    real = wanted[:, None] & (candidate >= 0) & (slot > 0) & (slot < search.most[:, None])
-    own = leader[:, None] + slot
+    candidate = jnp.pad(law_state.candidates[leader, :k], pad, constant_values=-1)
+    likely = jnp.pad(law_state.log_probability[leader, :k], pad)
+    real = forking[:, None] & (candidate >= 0) & (slot > 0) & (slot < search.max_branches[:, None])
+    rows_of_sequence = leader[:, None] + slot
     state = search.state
     forks = RowSubset(real[:, 1:].reshape(-1), None if most is None else most * (k - 1))
     sources = forks.gather(jnp.repeat(leader, k - 1))
-    places = forks.gather(jnp.where(real, own, rows)[:, 1:].reshape(-1), rows)
+    places = forks.gather(jnp.where(real, rows_of_sequence, rows)[:, 1:].reshape(-1), rows)
     cache, enough = fork(state.cache, sources, places, state.length[sources])
-    made = real & jnp.pad(forks.scatter(enough, False).reshape(sequences, k - 1), ((0, 0), (1, 0)))
-    some = made.any(1)
-    new = made.reshape(-1)
+    forked = real & jnp.pad(forks.scatter(enough, False).reshape(sequences, k - 1), ((0, 0), (1, 0)))
+    any_forked = forked.any(1)
+    new = forked.reshape(-1)
 
     first = candidate[:, :1]
-    source = jnp.where(made, leader[:, None], own).reshape(-1)
+    source = jnp.where(forked, leader[:, None], rows_of_sequence).reshape(-1)
     row, token, score = jnp.arange(rows), candidate.reshape(-1), likely.reshape(-1)
     state = _from_rows(state, source)
     before = jnp.repeat(first[:, 0], k)
@@ -282,24 +322,24 @@ def branch(search: Search, plan: Plan, most: int | None = None) -> Search:
         cache=cache,
     )
     text = _drawn(jax.tree.map(lambda x: x[source], search.text), new, state.length, token, score)
-    whole = jnp.repeat(some, k)
-    begin = lambda value, old: jnp.where(whole, value, old)
-    exploring, tally = some & (search.due == BRANCH), search.tally
+    by_row = jnp.repeat(any_forked, k)
+    begin = lambda value, old: jnp.where(by_row, value, old)
+    exploring, counts = any_forked & (search.pending_action == BRANCH), search.counts
     return search._replace(
         state=state,
         text=text,
-        alive=jnp.where(whole, new | (row % k == 0), search.alive),
-        first=begin(-state.signal.surprisal, search.first),
-        score=begin(-state.signal.surprisal, search.score),
-        count=begin(1, search.count),
-        began=begin(state.ledger.entropic_time, search.began),
-        mark=search.mark[source],
-        earlier=search.earlier[source],
-        base=jnp.where(some, state.length[leader], search.base),
-        left=jnp.where(some, jnp.where(exploring, plan.length, 1), search.left),
-        looking=jnp.where(some, ~exploring, search.looking),
-        tally=tally._replace(
-            explored=tally.explored + exploring.astype(jnp.int32),
-            looked=tally.looked + (some & ~exploring).astype(jnp.int32),
+        alive=jnp.where(by_row, new | (row % k == 0), search.alive),
+        first_log_probability=begin(-state.signal.surprisal, search.first_log_probability),
+        total_log_probability=begin(-state.signal.surprisal, search.total_log_probability),
+        num_tokens=begin(1, search.num_tokens),
+        fork_entropic_time=begin(state.ledger.entropic_time, search.fork_entropic_time),
+        uncertain_position=search.uncertain_position[source],
+        previous_uncertain_position=search.previous_uncertain_position[source],
+        fork_position=jnp.where(any_forked, state.length[leader], search.fork_position),
+        steps_left=jnp.where(any_forked, jnp.where(exploring, plan.length, 1), search.steps_left),
+        looking_ahead=jnp.where(any_forked, ~exploring, search.looking_ahead),
+        counts=counts._replace(
+            explored=counts.explored + exploring.astype(jnp.int32),
+            looked=counts.looked + (any_forked & ~exploring).astype(jnp.int32),
         ),
     )

@@ -35,12 +35,12 @@ from .entropix import (
     FLOW,
     RESAMPLE,
     Constants,
-    Measures,
-    Setting,
+    QuadrantFeatures,
+    SamplerSettings,
     Thresholds,
-    needed,
     quadrant,
-    setting,
+    quadrant_settings,
+    step_inputs,
 )
 
 LN2 = float(np.log(2))
@@ -57,12 +57,12 @@ class Last(NamedTuple):
     quadrant: jax.Array  # int32
 
 
-def measures(signal: Signal, logits: jax.Array, together: bool = True) -> Measures:
+def released_features(signal: Signal, logits: jax.Array, together: bool = True) -> QuadrantFeatures:
     """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
     if signal.focus is None:
         raise ValueError("signal.focus is None; accepted is that of a step of a controller that `observes`")
     plain, focus = entropy.entropy_statistics(logits), signal.focus
-    each = Measures(
+    each = QuadrantFeatures(
         plain.entropy / LN2,
         plain.varentropy / LN2**2,
         focus.entropy / LN2,
@@ -72,31 +72,31 @@ def measures(signal: Signal, logits: jax.Array, together: bool = True) -> Measur
     )
     if not together:
         return each
-    some = jnp.maximum(signal.emitting.sum(), 1).astype(jnp.float32)
-    whole = lambda x: jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / some, x.shape)
-    return jax.tree.map(whole, each)
+    num_emitting = jnp.maximum(signal.emitting.sum(), 1).astype(jnp.float32)
+    batch_mean = lambda x: jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / num_emitting, x.shape)
+    return jax.tree.map(batch_mean, each)
 
 
-def clipped(where: jax.Array, how: Setting) -> Setting:
+def clipped(quadrants: jax.Array, settings: SamplerSettings) -> SamplerSettings:
     """The clips around the quadrants' formulas in the release."""
     temperature = jnp.select(
-        [(where == CLARIFY) | (where == EXPLORE), where == RESAMPLE],
-        [jnp.minimum(how.temperature, 1.5), jnp.maximum(how.temperature, 2.0)],
-        how.temperature,
+        [(quadrants == CLARIFY) | (quadrants == EXPLORE), quadrants == RESAMPLE],
+        [jnp.minimum(settings.temperature, 1.5), jnp.maximum(settings.temperature, 2.0)],
+        settings.temperature,
     )
-    top_k = jnp.where(where == EXPLORE, jnp.maximum(how.top_k, 5.0), how.top_k)
-    low = jnp.where(where == RESAMPLE, jnp.maximum(how.top_p, 0.5), how.top_p)
-    return Setting(temperature, low, jnp.clip(top_k, 1.0, MOST), how.min_p)
+    top_k = jnp.where(quadrants == EXPLORE, jnp.maximum(settings.top_k, 5.0), settings.top_k)
+    low = jnp.where(quadrants == RESAMPLE, jnp.maximum(settings.top_p, 0.5), settings.top_p)
+    return SamplerSettings(temperature, low, jnp.clip(top_k, 1.0, MOST), settings.min_p)
 
 
-def shares(logits: jax.Array, how: Setting) -> tuple[jax.Array, jax.Array]:
+def shares(logits: jax.Array, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
     """Tokens `[rows, 100]` from the likeliest on, and what the release draws them with, summing to 1."""
-    probability = jax.nn.softmax(logits / how.temperature[:, None], -1)
+    probability = jax.nn.softmax(logits / settings.temperature[:, None], -1)
     most = min(MOST, logits.shape[-1])
     share, token = jax.lax.top_k(probability, most)
-    share = jnp.where(jnp.arange(most) < how.top_k[:, None].astype(jnp.int32), share, 0.0)
+    share = jnp.where(jnp.arange(most) < settings.top_k[:, None].astype(jnp.int32), share, 0.0)
     below = jnp.flip(jnp.cumsum(jnp.flip(share, -1), -1), -1) - share  # of the less likely ones
-    share = jnp.where(below > how.top_p[:, None], 0.0, share)
+    share = jnp.where(below > settings.top_p[:, None], 0.0, share)
     return token, share / share.sum(-1, keepdims=True)
 
 
@@ -131,11 +131,11 @@ class AsReleased:
         return Last(none - 1, none + ADAPT)
 
     def update(self, signal: Signal, action: Action, state: Last) -> tuple[Action, Last]:
-        logits, _, warm = needed(signal, action)
-        m = measures(signal, logits, self.together)
-        where = quadrant(m.entropy, m.varentropy, self.thresholds)
-        how = clipped(where, setting(where, m, self.constants))
-        token, share = shares(logits, how)
+        logits, _, warm = step_inputs(signal, action)
+        m = released_features(signal, logits, self.together)
+        quadrants = quadrant(m.entropy, m.varentropy, self.thresholds)
+        settings = clipped(quadrants, quadrant_settings(quadrants, m, self.constants))
+        token, share = shares(logits, settings)
         place = drawn(share, self.candidates, self.together)
         log_probability = jax.nn.log_softmax(logits, -1)
         offered = jnp.take_along_axis(token, place, 1)
@@ -143,11 +143,11 @@ class AsReleased:
         best = jnp.take_along_axis(offered, score.argmax(-1)[:, None], 1)[:, 0]
         once = offered[:, 0]
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
-        chosen = jnp.select([where == FLOW, where == ADAPT], [likeliest, best], once)
+        chosen = jnp.select([quadrants == FLOW, quadrants == ADAPT], [likeliest, best], once)
         if self.pause >= 0:
-            said = signal.emitting & (state.token == self.pause)
-            said = said.any() if self.together else said
-            chosen = jnp.where((where == CLARIFY) & ~said, self.pause, chosen)
-        temperature = jnp.where(warm & (where != FLOW), how.temperature, action.temperature)
+            paused = signal.emitting & (state.token == self.pause)
+            paused = paused.any() if self.together else paused
+            chosen = jnp.where((quadrants == CLARIFY) & ~paused, self.pause, chosen)
+        temperature = jnp.where(warm & (quadrants != FLOW), settings.temperature, action.temperature)
         action = action._replace(token=jnp.where(warm, chosen, -1), temperature=temperature)
-        return action, Last(jnp.where(warm, chosen, -1), where)
+        return action, Last(jnp.where(warm, chosen, -1), quadrants)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from entropic_jax import State, Trace
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import NEVER
-from entropic_jax.methods.entropix_branches import NOTHING, Plan, Search, Tally
+from entropic_jax.methods.entropix_branches import NO_ACTION, SearchCounts, SearchPlan, SearchState
 from entropic_jax.state import PREFILLING, RUNNING
 
 UNKNOWN = -1
@@ -23,11 +23,11 @@ UNKNOWN = -1
 class BranchState(NamedTuple):
     """The searches of all slots between two launches."""
 
-    search: Search  # its `state` is that of `DeviceState`, and () here
+    search: SearchState  # its `state` is that of `DeviceState`, and () here
     delivered: jax.Array  # int32 [slots], position of the last token that the host has; -1 before a launch
 
 
-def new_branch_state(state: State, trace: Trace, plan: Plan, capacity: int) -> BranchState:
+def new_branch_state(state: State, trace: Trace, plan: SearchPlan, capacity: int) -> BranchState:
     """The branch state of empty slots.
 
     Args:
@@ -36,10 +36,10 @@ def new_branch_state(state: State, trace: Trace, plan: Plan, capacity: int) -> B
         plan: How sequences branch.
         capacity: Steps of a launch, at most.
     """
-    text_length = capacity + entropix_search.unsettled(plan)
-    search = entropix_search.begun(state, trace, plan, text_length)
+    text_length = capacity + entropix_search.num_revisable(plan)
+    search = entropix_search.new_search(state, trace, plan, text_length)
     no_state: Any = ()
-    delivered = jnp.full(search.left.shape, UNKNOWN, jnp.int32)
+    delivered = jnp.full(search.steps_left.shape, UNKNOWN, jnp.int32)
     return BranchState(jax.tree.map(jnp.copy, search._replace(state=no_state)), delivered)
 
 
@@ -75,14 +75,14 @@ def assign_slots(
     search = search._replace(
         text=text._replace(token=by_row(new, last, text.token)),
         alive=by_row(old, False, search.alive) | (jnp.repeat(new, k) & (jnp.arange(rows) % k == 0)),
-        mark=by_row(old, -1, search.mark),
-        earlier=by_row(old, -1, search.earlier),
-        left=by_slot(old, 0, search.left),
-        looking=by_slot(old, False, search.looking),
-        calm=by_slot(new, NEVER, search.calm),
-        turned=by_slot(new, 0, search.turned),
-        due=by_slot(old, NOTHING, search.due),
-        most=jnp.where(new, put(branches), search.most),
+        uncertain_position=by_row(old, -1, search.uncertain_position),
+        previous_uncertain_position=by_row(old, -1, search.previous_uncertain_position),
+        steps_left=by_slot(old, 0, search.steps_left),
+        looking_ahead=by_slot(old, False, search.looking_ahead),
+        tokens_since_exploration=by_slot(new, NEVER, search.tokens_since_exploration),
+        last_backtrack=by_slot(new, 0, search.last_backtrack),
+        pending_action=by_slot(old, NO_ACTION, search.pending_action),
+        max_branches=jnp.where(new, put(branches), search.max_branches),
     )
     return BranchState(search, jnp.where(new, UNKNOWN, branch_state.delivered))
 
@@ -92,14 +92,14 @@ def launch(
     branch_state: BranchState,
     state: State,
     steps: jax.Array,
-    plan: Plan,
+    plan: SearchPlan,
     width: int,
     exact: bool,
 ) -> tuple[BranchState, State, jax.Array, Trace]:
     """Run up to `steps` decode steps of slots that may branch.
 
     Args:
-        step: As in `entropix_search.advance`.
+        step: As in `entropix_search.run_steps`.
         branch_state: Of all slots.
         state: Of the loop, with `plan.branches` rows a slot.
         steps: int32 `[]`.
@@ -117,14 +117,14 @@ def launch(
         return values[::k]
 
     # The host has every token of the prompt and of sequences that do not search.
-    searching = (branch_state.search.most > 0) & (branch_state.delivered != UNKNOWN)
+    searching = (branch_state.search.max_branches > 0) & (branch_state.delivered != UNKNOWN)
     prefilled = leading(state.status) != PREFILLING
     delivered = jnp.where(searching, branch_state.delivered, leading(state.length))
     search = branch_state.search._replace(state=state)
-    search, num_steps = entropix_search.advance(
+    search, num_steps = entropix_search.run_steps(
         step, search, steps, plan, None if exact else width, width * k
     )
-    last = jnp.maximum(delivered, entropix_search.settled(search, plan))
+    last = jnp.maximum(delivered, entropix_search.final_positions(search, plan))
     text_length = search.text.token.shape[1]
     position = delivered[None] + 1 + jnp.arange(text_length)[:, None]
     slots = jnp.arange(delivered.shape[0])[None]
@@ -136,15 +136,15 @@ def launch(
 
 
 def take_tally(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
-    """What the searches have counted since the last call, int32 `[len(Tally)]`, and the counters reset."""
-    tally = branch_state.search.tally
+    """What the searches have counted since the last call, int32 `[len(SearchCounts)]`, and the counters reset."""
+    tally = branch_state.search.counts
     totals = jnp.stack([x.sum() for x in tally])
-    cleared = Tally(*(jnp.zeros_like(x) for x in tally))
-    return branch_state._replace(search=branch_state.search._replace(tally=cleared)), totals
+    cleared = SearchCounts(*(jnp.zeros_like(x) for x in tally))
+    return branch_state._replace(search=branch_state.search._replace(counts=cleared)), totals
 
 
 def status(branch_state: BranchState, state: State) -> jax.Array:
     """Status of each slot, int32 `[slots]`: one that branches runs, even where its leading row has ended."""
-    left = branch_state.search.left
+    left = branch_state.search.steps_left
     leaders = state.status[:: state.status.shape[0] // left.shape[0]]
     return jnp.where(left > 0, RUNNING, leaders)

@@ -13,7 +13,7 @@ from entropic_jax import State, Trace, cache, loop
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1, predicted_drop
 from entropic_jax.methods import cache_compression
-from entropic_jax.methods.entropix_branches import Plan, Tally
+from entropic_jax.methods.entropix_branches import SearchCounts, SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints
@@ -90,7 +90,7 @@ class DecodeOutput(NamedTuple):
     expected_drop: jax.Array  # float32 [s], E[ΔH⁺] of the next token, nats
     num_steps: jax.Array  # int32 [], steps that ran
     cost: jax.Array  # float32 [s], roofline seconds of the sequence so far, all branches included
-    tally: jax.Array  # int32 [len(Tally)], counts of the branching sampler
+    tally: jax.Array  # int32 [len(SearchCounts)], counts of the branching sampler
     top_logprobs: TopLogprobs | tuple[()]  # [n, s, ...]
 
 
@@ -233,7 +233,7 @@ def decode(
     width: int,
     page_policy: PagePolicy | None,
     samples: bool,
-    plan: Plan | None = None,
+    plan: SearchPlan | None = None,
     exact: bool = False,
 ) -> tuple[DeviceState, DecodeOutput]:
     """Run one launch: up to `steps` decode steps of the running rows.
@@ -272,7 +272,7 @@ def decode(
     else:
         state, num_steps, trace = loop.run(step, state, steps, capacity)
         trace = jax.tree.map(lambda x: x[:, ::group], trace)
-    tally = jnp.zeros(len(Tally._fields), jnp.int32)
+    tally = jnp.zeros(len(SearchCounts._fields), jnp.int32)
     if branch_state is not None:
         branch_state, tally = branching.take_tally(branch_state)
     device_state = DeviceState(state, device_state.controller, branch_state)

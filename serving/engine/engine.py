@@ -19,7 +19,7 @@ import jax
 from entropic_jax import models
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
-from entropic_jax.methods.entropix_branches import Tally
+from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.sampling.constraints import MAX_LOGPROBS
 
@@ -202,7 +202,7 @@ class LLMEngine:
             "preemptions": scheduler.preemptions,
             "longest_wait": ranking.longest_wait,
             "longest_wait_allowed": ranking.longest_allowed(self.sizes.rows),
-            **dict(zip(Tally._fields, scheduler.collector.tally.tolist(), strict=True)),
+            **dict(zip(SearchCounts._fields, scheduler.collector.tally.tolist(), strict=True)),
             "prefix_queries": 0 if prefix_cache is None else prefix_cache.queries,
             "prefix_hits": 0 if prefix_cache is None else prefix_cache.hits,
             "prefix_pages": 0 if prefix_cache is None else len(prefix_cache),

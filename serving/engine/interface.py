@@ -99,10 +99,10 @@ class Engine(Protocol):
 
         `running` and `waiting` count requests, `kv_usage` is in [0, 1]. Counted since the start are
         `preemptions`, `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), and the
-        fields of `entropix_branches.Tally`. `longest_wait` for a first row and `longest_wait_allowed` are in
-        rounds of admissions. `sequences` are those in flight, each with `id`, `state` ("waiting", "prefill",
-        "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`, `entropic_time` and
-        `waited` (seconds).
+        fields of `entropix_branches.SearchCounts`. `longest_wait` for a first row and `longest_wait_allowed`
+        are in rounds of admissions. `sequences` are those in flight, each with `id`, `state` ("waiting",
+        "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`,
+        `entropic_time` and `waited` (seconds).
         """
 
     def close(self, drain: float | None = None) -> None:

@@ -12,7 +12,7 @@ from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.presets import FINE_PAGES, preset
 from entropic_jax.control_gains import MACRO, SCALES
 from entropic_jax.methods import registry
-from entropic_jax.methods.entropix_branches import Plan
+from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 
 from ..control_options import SAMPLERS
@@ -122,23 +122,23 @@ class Sizes(NamedTuple):
         return (self.pages - self.spare(self.shapes.branches, 0, 0)) * self.page_size
 
 
-def branch_pages(plan: Plan, page_size: int) -> int:
+def branch_pages(plan: SearchPlan, page_size: int) -> int:
     """Pages that a branch may come to hold for itself, wherever in a page it begins.
 
-    >>> branch_pages(Plan(length=8), 4), branch_pages(Plan(length=8), 64)
+    >>> branch_pages(SearchPlan(length=8), 4), branch_pages(SearchPlan(length=8), 64)
     (3, 2)
     """
     return -(-plan.length // page_size) + 1
 
 
-def plan_of(options: EngineOptions) -> Plan | None:
+def plan_of(options: EngineOptions) -> SearchPlan | None:
     """How sequences branch, None where none does. Raises ValueError where they cannot."""
     branches = options.branches
     if options.preset != "entropix":
         if branches not in (None, 1):
             raise ValueError(f"branches must be 1 with the preset {options.preset}; got {branches}")
         return None
-    plan = Plan() if branches is None else Plan(branches=branches)
+    plan = SearchPlan() if branches is None else SearchPlan(branches=branches)
     if plan.branches == 1:
         return None
     if options.method != "dense":
@@ -186,7 +186,7 @@ def _num_pages(
     itemsize: float,
     context: int,
     page_size: int,
-    plan: Plan | None,
+    plan: SearchPlan | None,
 ) -> int:
     """Pages of the pool: as many as all rows can use, or as fit into the memory."""
     shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
@@ -204,7 +204,7 @@ def _num_pages(
 
 
 def _shapes(
-    options: EngineOptions, chunk: int, budget: int, method: Method | None, plan: Plan | None
+    options: EngineOptions, chunk: int, budget: int, method: Method | None, plan: SearchPlan | None
 ) -> Shapes:
     page_policies = page_policies_of(options, method)
     samplers = (False, True) if options.preset in SAMPLERS else (False,)

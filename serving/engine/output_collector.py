@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from entropic_jax.methods.entropix_branches import Tally
+from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.prefill import PrefillOutput
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
@@ -26,7 +26,7 @@ class OutputCollector:
     def __init__(self, batch: RunningBatch, page_size: int, tokenizer: Any, exact: bool) -> None:
         """`exact` as in `Scheduler`."""
         self.batch, self.page_size, self.tokenizer, self.exact = batch, page_size, tokenizer, exact
-        self.tally = np.zeros(len(Tally._fields), np.int64)  # counts of the branching sampler
+        self.tally = np.zeros(len(SearchCounts._fields), np.int64)  # counts of the branching sampler
         self.last_collected = time.perf_counter()
 
     def collect(self, launch: InFlight) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.methods.entropix_branches import Plan
+from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
@@ -43,7 +43,7 @@ class Shapes:
     page_policies: tuple[PagePolicy | None, ...]
     samplers: tuple[bool, ...] = (False,)  # whether the engine's sampler draws the tokens of some rows
     method: Method | None = None  # sparse prefill or KV compression
-    plan: Plan | None = None  # of the branches that sequences may have
+    plan: SearchPlan | None = None  # of the branches that sequences may have
     exact: bool = False  # a step computes the same rows whether any branches or none
 
     @property

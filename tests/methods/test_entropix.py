@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from entropic_jax import loop
 from entropic_jax.calibration import load_calibration
 from entropic_jax.methods import entropix, entropix_released
-from entropic_jax.methods.entropix import ADAPT, CLARIFY, EXPLORE, FLOW, RESAMPLE, Measures, Thresholds
+from entropic_jax.methods.entropix import (
+    ADAPT,
+    CLARIFY,
+    EXPLORE,
+    FLOW,
+    RESAMPLE,
+    QuadrantFeatures,
+    Thresholds,
+)
 from entropic_jax.state import Focus, plain_action, quiet_signal
 from tests import tiny
 
@@ -33,18 +41,18 @@ def region(e: float, v: float, t: Thresholds = BITS) -> int:
     return ADAPT
 
 
-def formulas(where: int, m: Measures) -> tuple[float, float, float, float]:
+def formulas(quadrants: int, m: QuadrantFeatures) -> tuple[float, float, float, float]:
     """T, top-p, top-k, min-p of a quadrant, with the constants of the release."""
     t, p, k, least = 0.666, 0.9, 27, 0.03
-    if where == CLARIFY:
+    if quadrants == CLARIFY:
         t *= 1.3 + 0.2 * m.attention_entropy
-    elif where == EXPLORE:
+    elif quadrants == EXPLORE:
         t *= 1.2 + 0.3 * m.interaction
         k = int(k * (1 + 0.5 * (1 - m.agreement)))
-    elif where == RESAMPLE:
+    elif quadrants == RESAMPLE:
         t *= 2.0 + 0.5 * m.attention_varentropy
         p -= 0.2 * m.attention_entropy
-    elif where == ADAPT:
+    elif quadrants == ADAPT:
         doubt, focus = m.entropy + m.varentropy, m.attention_entropy + m.attention_varentropy
         t *= 1 + 0.3 * doubt + 0.2 * focus - 0.2 * m.agreement
         p = min(max(p * (1 + 0.1 * m.attention_varentropy), 0.1), 1.0)
@@ -59,14 +67,14 @@ measure = st.floats(0, 8, width=32)
 @settings(max_examples=60)
 @given(st.tuples(*(measure,) * 6))
 def test_quadrants_and_their_settings(values):
-    m = Measures(*(np.float64(v) for v in values))
-    where = region(m.entropy, m.varentropy)
-    arrays = Measures(*(jnp.full(1, v, jnp.float32) for v in values))
+    m = QuadrantFeatures(*(np.float64(v) for v in values))
+    quadrants = region(m.entropy, m.varentropy)
+    arrays = QuadrantFeatures(*(jnp.full(1, v, jnp.float32) for v in values))
     assert int(entropix.quadrant(arrays.entropy, arrays.varentropy, BITS)[0]) == region(
         *(float(np.float32(v)) for v in values[:2]), Thresholds(*map(np.float32, BITS))
     )
-    found = entropix.setting(jnp.full(1, where, jnp.int32), arrays, entropix.Constants())
-    t, p, k, least = formulas(where, m)
+    found = entropix.quadrant_settings(jnp.full(1, quadrants, jnp.int32), arrays, entropix.Constants())
+    t, p, k, least = formulas(quadrants, m)
     np.testing.assert_allclose(found.temperature[0], t, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.top_p[0], p, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.min_p[0], least, rtol=1e-5)
@@ -110,7 +118,7 @@ def law(**changes: Any) -> entropix.Entropix:
     return entropix.calibrated(load_calibration("models/embedded"), **changes)
 
 
-def forcing(where: int) -> Thresholds:
+def forcing(quadrants: int) -> Thresholds:
     """Thresholds under which everything lies in one quadrant."""
     low, high = -1.0, 1e9
     return {
@@ -119,7 +127,7 @@ def forcing(where: int) -> Thresholds:
         EXPLORE: Thresholds(low, high, high, low, low),
         RESAMPLE: Thresholds(low, high, low, low, low),
         ADAPT: Thresholds(low, high, high, low, high),
-    }[where]
+    }[quadrants]
 
 
 def test_thresholds_are_quantiles_of_the_calibration():
@@ -141,23 +149,25 @@ def test_rank_is_the_share_of_tokens_with_less():
     quantiles = tuple(np.quantile(values, entropix.LEVELS))
     points = np.array([0.3, 1.0, 2.0, 3.5])
     want = np.searchsorted(values, points) / len(values)
-    np.testing.assert_allclose(entropix.rank(jnp.asarray(points, jnp.float32), quantiles), want, atol=0.04)
+    np.testing.assert_allclose(
+        entropix.quantile_rank(jnp.asarray(points, jnp.float32), quantiles), want, atol=0.04
+    )
 
 
-@pytest.mark.parametrize("where", [FLOW, CLARIFY, EXPLORE, RESAMPLE, ADAPT])
-def test_each_quadrant_draws_as_it_should(where):
+@pytest.mark.parametrize("quadrants", [FLOW, CLARIFY, EXPLORE, RESAMPLE, ADAPT])
+def test_each_quadrant_draws_as_it_should(quadrants):
     """The first candidate is distributed as softmax of the truncated logits at the quadrant's temperature."""
     rows = 4000
     logits = np.repeat(spread(0.7, 1, 12), rows, 0)
     signal = at(logits, agreement=0.25)
-    controller = law(thresholds=forcing(where))
-    action, memory = jax.jit(controller.update)(signal, undecided(rows), controller.init(undecided(rows)))
-    assert (np.asarray(memory.quadrant) == where).all()
-    m = entropix.normalised(signal, controller.scale)
-    t, p, k, least = formulas(where, Measures(*(float(x[0]) for x in m)))
+    controller = law(thresholds=forcing(quadrants))
+    action, law_state = jax.jit(controller.update)(signal, undecided(rows), controller.init(undecided(rows)))
+    assert (np.asarray(law_state.quadrant) == quadrants).all()
+    m = entropix.normalised_features(signal, controller.scale)
+    t, p, k, least = formulas(quadrants, QuadrantFeatures(*(float(x[0]) for x in m)))
     token = np.asarray(action.token)
-    if where == FLOW:
-        assert (token == logits[0].argmax()).all() and (np.asarray(memory.candidates[:, 1:]) == -1).all()
+    if quadrants == FLOW:
+        assert (token == logits[0].argmax()).all() and (np.asarray(law_state.candidates[:, 1:]) == -1).all()
         return
     share = np.exp(np.float64(logits[0]) / t)
     share /= share.sum()
@@ -169,14 +179,14 @@ def test_each_quadrant_draws_as_it_should(where):
     share = np.where(kept, share, 0) / share[kept].sum()
     found = np.bincount(token, minlength=12) / rows
     np.testing.assert_allclose(found, share, atol=4 * np.sqrt(0.25 / rows))
-    candidates = np.asarray(memory.candidates)
+    candidates = np.asarray(law_state.candidates)
     assert (candidates[:, 0] == token).all()
     for row in candidates[:50]:
         real = row[row >= 0]
         assert len(set(real)) == len(real) == min(4, kept.sum()) and kept[real].all()
     log_p = np.log(np.exp(np.float64(logits[0])) / np.exp(np.float64(logits[0])).sum())
     real = candidates[0] >= 0
-    found = np.asarray(memory.log_probability[0])
+    found = np.asarray(law_state.log_probability[0])
     np.testing.assert_allclose(found[real], log_p[candidates[0][real]], atol=1e-5)
 
 
@@ -195,17 +205,17 @@ def test_rows_decide_and_draw_for_themselves():
 
 def test_the_clarification_is_said_in_full_and_then_not_again_at_once():
     controller = law(thresholds=forcing(CLARIFY), clarification=(7, 8, 9), patience=4)
-    action, memory = undecided(2), controller.init(undecided(2))
+    action, law_state = undecided(2), controller.init(undecided(2))
     said = []
     for step in range(12):
-        spoken, memory = controller.update(at(spread(1.0, 2), seed=step), action, memory)
-        said.append(spoken.token.tolist())
+        clarification_index, law_state = controller.update(at(spread(1.0, 2), seed=step), action, law_state)
+        said.append(clarification_index.token.tolist())
     said = np.array(said)
     assert said[:3].tolist() == said[7:10].tolist() == [[7, 7], [8, 8], [9, 9]]
     quiet = law(thresholds=forcing(CLARIFY))
-    spoken, _ = quiet.update(at(spread(1.0, 2)), action, quiet.init(action))
+    clarification_index, _ = quiet.update(at(spread(1.0, 2)), action, quiet.init(action))
     warm = 0.666 * (1.3 + 0.2 * 0.5)
-    np.testing.assert_allclose(spoken.temperature, warm, rtol=1e-5)
+    np.testing.assert_allclose(clarification_index.temperature, warm, rtol=1e-5)
 
 
 def test_greedy_rows_are_left_alone():
@@ -221,7 +231,7 @@ def test_new_gains_do_not_retrace_and_vmap():
     signal, action = at(spread(1.0, 2)), undecided(2)
     temperature = lambda constants: (
         law(thresholds=forcing(EXPLORE), constants=constants)
-        .update(signal, action, entropix.remember(2, 4))[0]
+        .update(signal, action, entropix.initial_state(2, 4))[0]
         .temperature
     )
     many = jax.vmap(lambda t: temperature(entropix.Constants(temperature=t)))(jnp.array([0.5, 0.8]))
@@ -239,22 +249,22 @@ def released(logits: np.ndarray, focus: Focus, pause: int = -1, last: tuple[int,
     entropy = -(p * log_p).sum(-1) / LN2
     varentropy = (p * (log_p / LN2 + entropy[:, None]) ** 2).sum(-1)
     f = Focus(*(float(np.mean(x)) for x in focus))
-    m = Measures(
+    m = QuadrantFeatures(
         entropy.mean(), varentropy.mean(), f.entropy / LN2, f.varentropy / LN2**2, f.agreement, f.interaction
     )
-    where = region(m.entropy, m.varentropy)
-    if where == FLOW:
+    quadrants = region(m.entropy, m.varentropy)
+    if quadrants == FLOW:
         return z.argmax(-1).tolist()
-    if where == CLARIFY and pause >= 0 and pause not in last:
+    if quadrants == CLARIFY and pause >= 0 and pause not in last:
         return [pause] * len(z)
-    t, top_p, k, _ = formulas(where, m)
-    if where in (CLARIFY, EXPLORE):
+    t, top_p, k, _ = formulas(quadrants, m)
+    if quadrants in (CLARIFY, EXPLORE):
         t = min(t, 1.5)
-    if where == EXPLORE:
+    if quadrants == EXPLORE:
         k = max(k, 5)
-    if where == RESAMPLE:
+    if quadrants == RESAMPLE:
         t, top_p = max(t, 2.0), max(top_p, 0.5)
-    count = 5 if where == ADAPT else 1
+    count = 5 if quadrants == ADAPT else 1
     keys = jax.random.split(jax.random.key(1337), 5)[:count]
     best = []
     for row in range(len(z)):
@@ -300,7 +310,7 @@ def test_the_release_decides_once_for_the_batch_and_pauses_once():
 def test_its_top_p_cuts_the_likeliest_and_its_noise_never_changes():
     logits = np.log(np.array([[0.05, *[0.95 / 19] * 19]], np.float32))
     logits[0, 0] += 0.01
-    how = entropix.Setting(*(jnp.full(1, x, jnp.float32) for x in (1.0, 0.9, 27.0, 0.03)))
+    how = entropix.SamplerSettings(*(jnp.full(1, x, jnp.float32) for x in (1.0, 0.9, 27.0, 0.03)))
     token, share = entropix_released.shares(jnp.asarray(logits), how)
     assert int(token[0, 0]) == 0 and float(share[0, 0]) == 0
     again = [entropix_released.drawn(share, 5).tolist() for _ in range(2)]
@@ -316,10 +326,10 @@ def test_generation_is_reproducible_and_independent_of_the_launch(released):
     texts = tiny.prompts(9, 14)
     controller = make()
     outs = [
-        tiny.finish(tiny.begin(texts, controller=controller), steps=steps, controller=controller)[0]
+        tiny.finish(tiny.start(texts, controller=controller), steps=steps, controller=controller)[0]
         for steps in (64, 3)
     ]
     assert outs[0] == outs[1] and all(len(text) == 20 for text in outs[0])
-    greedy = tiny.begin(texts, controller=controller, temperature=0.0)
-    plain, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
+    greedy = tiny.start(texts, controller=controller, temperature=0.0)
+    plain, _, _ = tiny.finish(tiny.start(texts, temperature=0.0))
     assert tiny.finish(greedy, controller=controller)[0] == plain

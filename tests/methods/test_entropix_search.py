@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from entropic_jax import allocate, cache, chain, loop, parameters, start
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import ADAPT, EXPLORE, RESAMPLE, Thresholds
-from entropic_jax.methods.entropix_branches import SEED, Plan, memory
+from entropic_jax.methods.entropix_branches import SEED, SearchPlan, find_entropix_state
 from entropic_jax.state import RUNNING
 from tests import tiny
 from tests.methods.test_entropix import forcing, law
 
 TOKENS = 24
-PLAN = Plan(branches=3, length=4, rest=2, worth=0.5)  # one, with two sequences: few programs to compile
-ALONE = Plan(branches=1, window=16)
+PLAN = SearchPlan(branches=3, length=4, rest=2, worth=0.5)  # one, with two sequences: few programs to compile
+ALONE = SearchPlan(branches=1, window=16)
 
 
-def begin(texts, plan: Plan, controller, *, pages: int | None = None, page_size: int = 4, **given: Any):
+def begin(texts, plan: SearchPlan, controller, *, pages: int | None = None, page_size: int = 4, **given: Any):
     m, rows = tiny.model(), len(texts) * plan.branches
     pool = allocate(m.decoder.shape, rows, 64, page_size=page_size, pages=pages)
     sample = parameters(rows, temperature=given.pop("temperature", 1.0), **given.pop("sampling", {}))
-    return entropix_search.begin(
+    return entropix_search.start(
         m.decoder,
         m.params,
         controller,
@@ -40,23 +40,23 @@ def begin(texts, plan: Plan, controller, *, pages: int | None = None, page_size:
     )
 
 
-def advance(search, plan: Plan, controller, steps: int):
+def run_steps(search, plan: SearchPlan, controller, steps: int):
     m = tiny.model()
     return entropix_search.generate(m.decoder, m.params, controller, search, steps, plan=plan)
 
 
-def finish(search, plan: Plan, controller, steps: int = 300):
+def finish(search, plan: SearchPlan, controller, steps: int = 300):
     """Run to the end, `steps` a launch; pages are counted after each."""
     for _ in range(2 + 300 // steps):
-        search = advance(search, plan, controller, steps)
+        search = run_steps(search, plan, controller, steps)
         cache.check(search.state.cache)
         if not (np.asarray(search.state.status) == RUNNING).any():
             break
     return search
 
 
-def tokens(search, plan: Plan) -> list[list[int]]:
-    return [trace.token.tolist() for trace in entropix_search.texts(search, plan)]
+def tokens(search, plan: SearchPlan) -> list[list[int]]:
+    return [trace.token.tolist() for trace in entropix_search.traces(search, plan)]
 
 
 def assert_true_to_the_model(prompt: list[int], trace) -> None:
@@ -75,7 +75,7 @@ def test_without_branches_it_is_the_loop():
     plan, controller, texts = ALONE, law(thresholds=forcing(ADAPT)), tiny.prompts(9, 14)
     found = tokens(finish(begin(texts, plan, controller), plan, controller), plan)
     plain, _, _ = tiny.finish(
-        tiny.begin(texts, controller=controller, max_tokens=TOKENS), controller=controller
+        tiny.start(texts, controller=controller, max_tokens=TOKENS), controller=controller
     )
     assert found == plain
 
@@ -90,7 +90,7 @@ def alone(prompt, branch_of: int, slot: int, steps: int, controller):
     )
     state, trace = loop.generate(m.decoder, m.params, controller, state, steps, capacity=64)
     trace = jax.tree.map(lambda x: np.asarray(x)[:steps, 0], trace)
-    return trace, jax.tree.map(lambda x: np.asarray(x)[0], memory(state.control))
+    return trace, jax.tree.map(lambda x: np.asarray(x)[0], find_entropix_state(state.control))
 
 
 @pytest.mark.parametrize("look", [False, True])
@@ -98,7 +98,7 @@ def test_the_best_branch_goes_on(look):
     plan = PLAN
     controller = law(thresholds=forcing(ADAPT if look else EXPLORE))
     texts, steps = tiny.prompts(9, 14), 1 if look else 4
-    search = advance(begin(texts, plan, controller), plan, controller, 1 + steps)
+    search = run_steps(begin(texts, plan, controller), plan, controller, 1 + steps)
     cache.check(search.state.cache)
     for number, prompt in enumerate(texts):
         first, said = alone(prompt, number, 0, 1, controller)
@@ -115,28 +115,28 @@ def test_the_best_branch_goes_on(look):
         text = tokens(search, plan)[number]
         # One step ahead, the next fork has been made already: the token after is one of its candidates.
         assert text[: len(best) - look] == best[: len(best) - look], values
-    tally = jax.device_get(search.tally)
+    tally = jax.device_get(search.counts)
     assert (tally.looked >= 1).all() if look else (tally.explored == 1).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [EXPLORE, ADAPT, RESAMPLE])
-def test_texts_are_true_to_the_model_and_costs_are_paid(where):
-    plan, controller = PLAN, law(thresholds=forcing(where))
+@pytest.mark.parametrize("quadrants", [EXPLORE, ADAPT, RESAMPLE])
+def test_texts_are_true_to_the_model_and_costs_are_paid(quadrants):
+    plan, controller = PLAN, law(thresholds=forcing(quadrants))
     texts = tiny.prompts(9, 14)
     search = finish(begin(texts, plan, controller), plan, controller)
-    for prompt, trace in zip(texts, entropix_search.texts(search, plan), strict=True):
+    for prompt, trace in zip(texts, entropix_search.traces(search, plan), strict=True):
         assert len(trace.token) == TOKENS
         assert_true_to_the_model(prompt, trace)
-    tally = jax.device_get(search.tally)
-    happened = {EXPLORE: tally.explored, ADAPT: tally.looked, RESAMPLE: tally.returned}[where]
+    tally = jax.device_get(search.counts)
+    happened = {EXPLORE: tally.explored, ADAPT: tally.looked, RESAMPLE: tally.returned}[quadrants]
     assert (happened > 0).all()
-    assert (tally.discarded > 0).all() or where == ADAPT
-    start = tiny.begin(texts, controller=controller, max_tokens=TOKENS)
+    assert (tally.discarded > 0).all() or quadrants == ADAPT
+    start = tiny.start(texts, controller=controller, max_tokens=TOKENS)
     _, plain, _ = tiny.finish(start, controller=controller)
     assert (np.asarray(search.state.ledger.flops[::3]) > np.asarray(plain.ledger.flops)).all()
     generated = np.asarray(search.state.history.generated[::3])
-    for row, trace in zip(generated, entropix_search.texts(search, plan), strict=True):
+    for row, trace in zip(generated, entropix_search.traces(search, plan), strict=True):
         np.testing.assert_array_equal(row, np.bincount(trace.token, minlength=96))
     emptied = cache.release_rows(search.state.cache, jnp.ones(6, bool))
     assert int(emptied.available) == emptied.pages
@@ -146,14 +146,14 @@ def test_the_token_taken_back_is_drawn_otherwise():
     plan, controller = ALONE, law(thresholds=forcing(RESAMPLE))
     texts = tiny.prompts(9, 14)
     without, _, _ = tiny.finish(
-        tiny.begin(texts, controller=controller, max_tokens=TOKENS), controller=controller
+        tiny.start(texts, controller=controller, max_tokens=TOKENS), controller=controller
     )
     search = begin(texts, plan, controller)
-    search = advance(search, plan, controller, 3)
+    search = run_steps(search, plan, controller, 3)
     # Both tokens were uncertain; at the second, the first was taken back and drawn anew.
     text = tokens(search, plan)[0]
-    assert int(search.tally.returned[0]) == 1 and text[0] != without[0][0]
-    assert int(search.tally.discarded[0]) == 2
+    assert int(search.counts.returned[0]) == 1 and text[0] != without[0][0]
+    assert int(search.counts.discarded[0]) == 2
 
 
 @pytest.mark.slow
@@ -163,8 +163,8 @@ def test_nothing_that_is_settled_changes():
     search = begin(texts, plan, controller)
     known: list[list[int]] = [[], []]
     while (np.asarray(search.state.status) == RUNNING).any():
-        search = advance(search, plan, controller, 3)
-        last = entropix_search.settled(search, plan)
+        search = run_steps(search, plan, controller, 3)
+        last = entropix_search.final_positions(search, plan)
         for number, text in enumerate(tokens(search, plan)):
             final = text[: max(0, int(last[number]) - len(texts[number]) + 1)]
             assert final[: len(known[number])] == known[number]
@@ -205,13 +205,13 @@ def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
     pool = pool._replace(available=jnp.int32(left - len(kept)))
     search = search._replace(state=search.state._replace(cache=pool))
     for _ in range(12):
-        search = advance(search, plan, controller, steps)
+        search = run_steps(search, plan, controller, steps)
         cache.check(search.state.cache, kept)
-        left, alive = np.asarray(search.left), np.asarray(search.alive).reshape(2, 3)
+        left, alive = np.asarray(search.steps_left), np.asarray(search.alive).reshape(2, 3)
         granted = np.asarray(search.state.cache.granted).reshape(2, 3)
         assert (granted[left == 0, 1:] == 0).all() and not alive[left == 0, 1:].any()
-    search = advance(search, plan, controller, 200)
-    for prompt, trace in zip(texts, entropix_search.texts(search, plan), strict=True):
+    search = run_steps(search, plan, controller, 200)
+    for prompt, trace in zip(texts, entropix_search.traces(search, plan), strict=True):
         if len(trace.token) == TOKENS:  # those that found pages to the end
             assert_true_to_the_model(prompt, trace)
     emptied = cache.release_rows(search.state.cache, jnp.ones(6, bool))
@@ -222,9 +222,9 @@ def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
 def test_greedy_rows_do_not_search():
     plan, controller, texts = PLAN, law(thresholds=forcing(EXPLORE)), tiny.prompts(9, 14)
     search = finish(begin(texts, plan, controller, temperature=0.0), plan, controller)
-    plain, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0, max_tokens=TOKENS))
+    plain, _, _ = tiny.finish(tiny.start(texts, temperature=0.0, max_tokens=TOKENS))
     assert tokens(search, plan) == plain
-    assert not any(np.asarray(x).any() for x in search.tally)
+    assert not any(np.asarray(x).any() for x in search.counts)
 
 
 def test_no_copy_of_the_cache_in_a_launch():
@@ -243,23 +243,23 @@ def test_no_copy_of_the_cache_in_a_launch():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(branches=0), "branches is 0; accepted are integers of at least 1"),
-        (dict(length=0), "length is 0"),
+        (dict(branches=0), "branches must be an integer of at least 1; got 0"),
+        (dict(length=0), "length must be an integer of at least 1; got 0"),
     ],
 )
 def test_plans_that_cannot_be(change, said):
     with pytest.raises(ValueError, match=said):
-        Plan(**change)
+        SearchPlan(**change)
 
 
 def test_what_cannot_be_searched():
-    plan = Plan(branches=2)
-    with pytest.raises(ValueError, match="accepted is one that holds an Entropix"):
+    plan = SearchPlan(branches=2)
+    with pytest.raises(ValueError, match="controller must contain an Entropix"):
         begin(tiny.prompts(5), plan, chain())
     m = tiny.model()
     pool = allocate(m.decoder.shape, 3, 16, page_size=4)
     given = dict(key=jax.random.key(0), max_tokens=4)
-    with pytest.raises(ValueError, match="cache has 3 rows; accepted are 2, 2 for each prompt"):
-        entropix_search.begin(m.decoder, m.params, law(), pool, [[1]], plan, **given)
+    with pytest.raises(ValueError, match="cache must have 2 rows, 2 for each prompt; got 3"):
+        entropix_search.start(m.decoder, m.params, law(), pool, [[1]], plan, **given)
     with pytest.raises(ValueError, match="none empty"):
-        entropix_search.begin(m.decoder, m.params, law(), pool, [[]], plan, **given)
+        entropix_search.start(m.decoder, m.params, law(), pool, [[]], plan, **given)

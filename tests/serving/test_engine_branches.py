@@ -59,7 +59,7 @@ def engine_of(model, calibration, **options):
     engine.close()
     nothing_is_left(engine)
     state, branch_state = engine.scheduler.device_state.state, engine.scheduler.device_state.branch_state
-    assert not np.asarray(state.cache.granted).any() and not np.asarray(branch_state.search.left).any()
+    assert not np.asarray(state.cache.granted).any() and not np.asarray(branch_state.search.steps_left).any()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,8 @@ def test_cancelling_within_a_branch(exact, monkeypatch):
     scheduler, left = exact.scheduler, []
     vacate = scheduler.batch.vacate
     looked = lambda s: (
-        left.append(int(np.asarray(scheduler.device_state.branch_state.search.left)[s.row])) or vacate(s)
+        left.append(int(np.asarray(scheduler.device_state.branch_state.search.steps_left)[s.row]))
+        or vacate(s)
     )
     monkeypatch.setattr(scheduler.batch, "vacate", looked)
     expected = tokens_of(run(exact, *searching()))
