@@ -145,11 +145,11 @@ def test_greedy_rows_are_left_alone_and_generation_is_reproducible():
     law = dslider.DSlider(vocabulary=96)
     texts = tiny.prompts(9, 14)
     outs = [
-        tiny.finish(tiny.start(texts, controller=law), steps=steps, controller=law)[0] for steps in (64, 5)
+        tiny.finish(tiny.begin(texts, controller=law), steps=steps, controller=law)[0] for steps in (64, 5)
     ]
     assert outs[0] == outs[1]
-    plain, _, _ = tiny.finish(tiny.start(texts, temperature=0.0))
-    assert tiny.finish(tiny.start(texts, controller=law, temperature=0.0), controller=law)[0] == plain
+    plain, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
+    assert tiny.finish(tiny.begin(texts, controller=law, temperature=0.0), controller=law)[0] == plain
     short = dslider.DSlider(vocabulary=96, support=32)
-    out, _, _ = tiny.finish(tiny.start(texts, controller=short), controller=short)
+    out, _, _ = tiny.finish(tiny.begin(texts, controller=short), controller=short)
     assert all(len(text) == 20 for text in out)

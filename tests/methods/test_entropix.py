@@ -326,10 +326,10 @@ def test_generation_is_reproducible_and_independent_of_the_launch(released):
     texts = tiny.prompts(9, 14)
     controller = make()
     outs = [
-        tiny.finish(tiny.start(texts, controller=controller), steps=steps, controller=controller)[0]
+        tiny.finish(tiny.begin(texts, controller=controller), steps=steps, controller=controller)[0]
         for steps in (64, 3)
     ]
     assert outs[0] == outs[1] and all(len(text) == 20 for text in outs[0])
-    greedy = tiny.start(texts, controller=controller, temperature=0.0)
-    plain, _, _ = tiny.finish(tiny.start(texts, temperature=0.0))
+    greedy = tiny.begin(texts, controller=controller, temperature=0.0)
+    plain, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
     assert tiny.finish(greedy, controller=controller)[0] == plain

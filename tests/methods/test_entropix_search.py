@@ -75,7 +75,7 @@ def test_without_branches_it_is_the_loop():
     plan, controller, texts = ALONE, law(thresholds=forcing(ADAPT)), tiny.prompts(9, 14)
     found = tokens(finish(begin(texts, plan, controller), plan, controller), plan)
     plain, _, _ = tiny.finish(
-        tiny.start(texts, controller=controller, max_tokens=TOKENS), controller=controller
+        tiny.begin(texts, controller=controller, max_tokens=TOKENS), controller=controller
     )
     assert found == plain
 
@@ -132,7 +132,7 @@ def test_texts_are_true_to_the_model_and_costs_are_paid(quadrants):
     happened = {EXPLORE: tally.explored, ADAPT: tally.looked, RESAMPLE: tally.returned}[quadrants]
     assert (happened > 0).all()
     assert (tally.discarded > 0).all() or quadrants == ADAPT
-    start = tiny.start(texts, controller=controller, max_tokens=TOKENS)
+    start = tiny.begin(texts, controller=controller, max_tokens=TOKENS)
     _, plain, _ = tiny.finish(start, controller=controller)
     assert (np.asarray(search.state.ledger.flops[::3]) > np.asarray(plain.ledger.flops)).all()
     generated = np.asarray(search.state.history.generated[::3])
@@ -146,7 +146,7 @@ def test_the_token_taken_back_is_drawn_otherwise():
     plan, controller = ALONE, law(thresholds=forcing(RESAMPLE))
     texts = tiny.prompts(9, 14)
     without, _, _ = tiny.finish(
-        tiny.start(texts, controller=controller, max_tokens=TOKENS), controller=controller
+        tiny.begin(texts, controller=controller, max_tokens=TOKENS), controller=controller
     )
     search = begin(texts, plan, controller)
     search = run_steps(search, plan, controller, 3)
@@ -222,7 +222,7 @@ def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
 def test_greedy_rows_do_not_search():
     plan, controller, texts = PLAN, law(thresholds=forcing(EXPLORE)), tiny.prompts(9, 14)
     search = finish(begin(texts, plan, controller, temperature=0.0), plan, controller)
-    plain, _, _ = tiny.finish(tiny.start(texts, temperature=0.0, max_tokens=TOKENS))
+    plain, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0, max_tokens=TOKENS))
     assert tokens(search, plan) == plain
     assert not any(np.asarray(x).any() for x in search.counts)
 
