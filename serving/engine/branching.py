@@ -136,7 +136,7 @@ def launch(
 
 
 def take_tally(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
-    """Event counts since the last call, int32 `[len(SearchCounts)]`, and the state with the counters reset."""
+    """Event counts since the last call, int32 `[len(SearchCounts)]`, and the state with counters reset."""
     tally = branch_state.search.counts
     totals = jnp.stack([x.sum() for x in tally])
     cleared = SearchCounts(*(jnp.zeros_like(x) for x in tally))
