@@ -49,12 +49,10 @@ RETIRED_NAMES = {
     "here": "the name of the thing",
     "made": "the name of the thing",
     "now": "step, time",
-    "observation": "statistics",
     "one": "step, row",
     "own": "the name of the thing",
     "read_prompts": "prefill",
     "some": "the name of the thing",
-    "terms": "constraints",
     "turn": "step",
     "wanted": "requested",
     "where": "step, position",
@@ -125,19 +123,16 @@ def replacement(name: str) -> str | None:
     return next((RETIRED_WORDS[word] for word in words(name) if word in RETIRED_WORDS), None)
 
 
-def targets(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of every attribute or plain variable that a statement assigns to."""
-    bodies = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
-    for target in bodies:
+def targets(node: ast.Assign | ast.AnnAssign) -> Iterator[ast.Name | ast.Attribute]:
+    """The variables and attributes that a statement assigns to."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         for part in ast.walk(target):
-            if isinstance(part, ast.Name):
-                yield part.lineno, part.id
-            elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
-                yield part.lineno, part.attr
+            if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+                yield part
 
 
 def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of every class, function, parameter, module variable, field and public attribute."""
+    """Line and name of every class, function, parameter, module variable, field and attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
@@ -148,11 +143,9 @@ def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef):
             for statement in node.body:
                 if isinstance(statement, ast.Assign | ast.AnnAssign):
-                    yield from targets(statement)
+                    yield from ((x.lineno, x.id) for x in targets(statement) if isinstance(x, ast.Name))
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            for line, name in targets(node):
-                if any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(node)):
-                    yield line, name
+            yield from ((x.lineno, x.attr) for x in targets(node) if isinstance(x, ast.Attribute))
 
 
 def retired_names(root: Path) -> list[str]:
