@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from entropic_jax import chain
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2
-from entropic_jax.analysis.studies import READING, Row, Workload, set_up
+from entropic_jax.analysis.studies import DISTINCT_PRESETS, Row, Workload, set_up
 from entropic_jax.attention import page_selection as pages
 from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
@@ -79,7 +79,7 @@ def recall(
         refreshes: numbers of steps for which page lists are kept.
     """
     windows = Windows(workload, filler, distance, seed)
-    presets = {name: workload.preset(name) for name in READING}
+    presets = {name: workload.preset(name) for name in DISTINCT_PRESETS}
     for drop in drops:
         gains = workload.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
         presets[f"meso, ε {drop:g}"] = preset("meso", gains=gains)

@@ -57,8 +57,8 @@ def _percent(logarithm: Estimate) -> Estimate:
     return Estimate(percent(mean), percent(low), percent(high), p)
 
 
-def beyond_product(rows: Rows, field: str, whole: str, parts: Sequence[str], *keys: str) -> Estimate:
-    """By how many per cent `whole` gains more than the product of what `parts` gain, over `off`.
+def beyond_product(rows: Rows, field: str, combined: str, parts: Sequence[str], *keys: str) -> Estimate:
+    """By how many per cent `combined` gains more than the product of what `parts` gain, over `off`.
 
     Above 0 the scales help one another, below they overlap.
     """
@@ -67,8 +67,8 @@ def beyond_product(rows: Rows, field: str, whole: str, parts: Sequence[str], *ke
     found = []
     for place, base in by_name["off"].items():
         gain = lambda name: math.log(by_name[name][place] / base)
-        if all(place in by_name[name] for name in (whole, *parts)):
-            found.append(gain(whole) - sum(map(gain, parts)))
+        if all(place in by_name[name] for name in (combined, *parts)):
+            found.append(gain(combined) - sum(map(gain, parts)))
     result = estimate(found)
     return _percent(result)
 
@@ -95,15 +95,15 @@ def rate(rows: Rows, above: str, below: str) -> float:
     return sum(r[above] for r in rows) / max(sum(r[below] for r in rows), 1e-30)
 
 
-def worded(found: Estimate, digits: int = 1) -> str:
+def worded(value: Estimate, digits: int = 1) -> str:
     """`+0.4 (+0.1 … +0.7)`, with a star where p < 0.05."""
-    if math.isnan(found.low):
-        return f"{found.mean:+.{digits}f}"
-    star = " *" if found.p < 0.05 else ""
-    return f"{found.mean:+.{digits}f} ({found.low:+.{digits}f} … {found.high:+.{digits}f}){star}"
+    if math.isnan(value.low):
+        return f"{value.mean:+.{digits}f}"
+    star = " *" if value.p < 0.05 else ""
+    return f"{value.mean:+.{digits}f} ({value.low:+.{digits}f} … {value.high:+.{digits}f}){star}"
 
 
-def spread(found: Estimate, digits: int = 3) -> str:
+def spread(value: Estimate, digits: int = 3) -> str:
     """`1.23 ± 0.04`."""
-    reach = found.high - found.mean
-    return f"{found.mean:.{digits}f}" + (f" ± {reach:.{digits}f}" if reach > 0 else "")
+    reach = value.high - value.mean
+    return f"{value.mean:.{digits}f}" + (f" ± {reach:.{digits}f}" if reach > 0 else "")

@@ -22,8 +22,8 @@ from .ablation import LN2, Subject
 Row = dict[str, Any]
 ALL = ("off", "micro", "meso", "macro", "full", "paper")
 # Under teacher forcing, with no sequence waiting, temperature and schedule change nothing.
-READING = ("off", "meso", "paper")
-SAME_READING = {"micro": "off", "macro": "off", "full": "meso"}
+DISTINCT_PRESETS = ("off", "meso", "paper")
+EQUIVALENT_PRESETS = {"micro": "off", "macro": "off", "full": "meso"}
 PRINTED_CLIPS = (0.1, 2.0)
 
 
@@ -61,7 +61,7 @@ def quality(
     context: int,
     seed: int,
     *,
-    names: Sequence[str] = READING,
+    names: Sequence[str] = DISTINCT_PRESETS,
     sequences: int = 4,
     scored: int = 256,
 ) -> list[Row]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from .statistics import Rows, compared, estimate, mean, middle, rate, split, spread, worded
-from .studies import SAME_READING
+from .studies import EQUIVALENT_PRESETS
 
 Grid = tuple[str, list[str], list[list[str]]]
 # Table 1 of Kiruluta 2026 (arXiv 2603.03310), each over its baseline.
@@ -29,7 +29,7 @@ def quality(rows: Rows) -> Grid:
             lines.append(
                 [
                     str(context),
-                    " = ".join([name, *(k for k, v in SAME_READING.items() if v == name)]),
+                    " = ".join([name, *(k for k, v in EQUIVALENT_PRESETS.items() if v == name)]),
                     f"{mean(mine, 'bits_per_byte'):.4f}",
                     "" if name == "off" else change,
                     f"{mean(mine, 'kept'):.3f}",
@@ -112,7 +112,7 @@ def paper_comparison(studies: dict[str, Rows], context: int) -> Grid:
     qualities = [r for r in qualities if r["context"] == longest]
     lines = []
     for name, printed in PAPER.items():
-        read = of(qualities, SAME_READING.get(name, name))
+        read = of(qualities, EQUIVALENT_PRESETS.get(name, name))
         plain = of(qualities, "off")
         ours = {
             "latency": _over(middle, of(speeds, name), of(speeds, "off"), "milliseconds"),
@@ -127,5 +127,5 @@ def paper_comparison(studies: dict[str, Rows], context: int) -> Grid:
     return title, head, lines if speeds or loads or qualities else []
 
 
-def _over(average: Callable[[Rows, str], float], mine: Rows, base: Rows, field: str) -> float:
-    return average(mine, field) / average(base, field) if mine and base else 0.0
+def _over(average: Callable[[Rows, str], float], rows: Rows, base: Rows, field: str) -> float:
+    return average(rows, field) / average(base, field) if rows and base else 0.0

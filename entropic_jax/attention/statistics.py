@@ -65,14 +65,14 @@ class Observer:
 
     def __init__(self, observation: Observation, cache: Cache) -> None:
         self.observation, self.table = observation, cache.table
-        self.wanted = observation.numbers(len(cache.layers))
+        self.observed_layers = observation.numbers(len(cache.layers))
         self.layers = 0
         self.seen: list[Focus] = []
 
     def see(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Note how scaled q `[rows, kv_heads, group, head_dim]` attends to positions in `[first, last)`."""
         number, self.layers = self.layers, self.layers + 1
-        if number not in self.wanted:
+        if number not in self.observed_layers:
             return
         positions = jnp.maximum(last - first, 0)
         most = jnp.log(jnp.maximum(positions, 1).astype(jnp.float32))

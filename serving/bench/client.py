@@ -20,7 +20,7 @@ class Outcome:
     due: float  # when it was to be sent; what it waited in the client counts
     sent: float
     prompt_tokens: int
-    wanted: int  # output tokens asked for
+    requested_tokens: int  # output tokens asked for
     ended: float = 0.0
     output_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -85,21 +85,21 @@ class Target:
                 return
             done = False
             async for line in response.lines():
-                now = time.perf_counter()
+                timestamp = time.perf_counter()
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     done = True
                     continue  # to the end of the body, so that the connection can be used again
-                note(json.loads(data), outcome, now)
+                note(json.loads(data), outcome, timestamp)
             if outcome.error is None and not done:
                 outcome.error, outcome.detail = "broken off", "the stream ended without [DONE]"
         finally:
             response.close()
 
 
-def note(event: dict[str, Any], outcome: Outcome, now: float) -> None:
+def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
     """Add an event of the stream to the outcome."""
     if event.get("error"):
         error = event["error"]
@@ -113,7 +113,7 @@ def note(event: dict[str, Any], outcome: Outcome, now: float) -> None:
         counted = usage.get("completion_tokens")
         new = int(spoken) if counted is None else counted - outcome.output_tokens
         if new > 0 or spoken:
-            outcome.chunks.append((now, max(new, 0)))
+            outcome.chunks.append((timestamp, max(new, 0)))
             outcome.output_tokens += max(new, 0)
         if choices[0].get("finish_reason") in ("error", "abort"):
             outcome.error = f"finish_reason {choices[0]['finish_reason']}"

@@ -22,7 +22,7 @@ async def open_loop(
     made = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
     start = time.perf_counter() + 0.05
 
-    async def one(index: int, due: float) -> Outcome:
+    async def send(index: int, due: float) -> Outcome:
         arrival = arrivals[index]
         outcome = await target.complete(made[index], arrival.prompt_tokens, arrival.output_tokens, due)
         progress(outcome)
@@ -34,7 +34,7 @@ async def open_loop(
             due = start + arrival.time
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            tasks.append(group.create_task(one(index, due)))
+            tasks.append(group.create_task(send(index, due)))
     return [task.result() for task in tasks]
 
 

@@ -37,7 +37,7 @@ def per_token(outcome: Outcome) -> float | None:
     return 1000 * (outcome.chunks[-1][0] - outcome.chunks[0][0]) / later if later > 0 else None
 
 
-def whole(outcome: Outcome) -> float:
+def end_to_end(outcome: Outcome) -> float:
     """Milliseconds from when the request was due to its end."""
     return 1000 * (outcome.ended - outcome.due)
 
@@ -77,7 +77,7 @@ def meets(outcome: Outcome, slo: Mapping[str, float]) -> bool:
         "ttft": first_token(outcome),
         "itl": float(np.percentile(gaps, 99)) if gaps else None,
         "tpot": per_token(outcome),
-        "e2e": whole(outcome),
+        "e2e": end_to_end(outcome),
     }
     return all((value := figures[name]) is None or value <= bound for name, bound in slo.items())
 
@@ -98,7 +98,7 @@ def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> 
         "requests": len(outcomes),
         "completed": len(good),
         "errors": dict(Counter(o.error for o in outcomes if o.error)),
-        "short": sum(o.output_tokens < o.wanted for o in good),
+        "short": sum(o.output_tokens < o.requested_tokens for o in good),
         "prompt_tokens": prompt,
         "output_tokens": output,
         "tokens_per_chunk": output / chunks if chunks else None,
@@ -108,7 +108,7 @@ def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> 
         "ttft": distribution(first_token(o) for o in good),
         "itl": distribution(gap for o in good for gap in pauses(o)),
         "tpot": distribution(per_token(o) for o in good),
-        "e2e": distribution(whole(o) for o in good),
+        "e2e": distribution(end_to_end(o) for o in good),
         "late": distribution(1000 * (o.sent - o.due) for o in outcomes),
     }
     details = {o.error: o.detail for o in reversed(outcomes) if o.error}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..request import RequestError
 from .client import Outcome
-from .measures import LATENCIES, LEVELS, first_token, pauses, whole
+from .measures import LATENCIES, LEVELS, end_to_end, first_token, pauses
 
 
 def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
@@ -78,7 +78,7 @@ def draw(runs: list[tuple[str, list[Outcome]]], path: Path) -> None:
     panels = (
         ("time to first token, ms", lambda o: [v for v in [first_token(o)] if v is not None]),
         ("inter-token latency, ms", pauses),
-        ("end to end, ms", lambda o: [whole(o)]),
+        ("end to end, ms", lambda o: [end_to_end(o)]),
     )
     for place, (title, values) in zip(axes[0], panels, strict=True):
         for index, (name, outcomes) in enumerate(runs):
@@ -104,7 +104,7 @@ def draw(runs: list[tuple[str, list[Outcome]]], path: Path) -> None:
             axes[1][1].stairs(counts / width, edges, color=f"C{index}")
         good = [o for o in outcomes if o.error is None]
         axes[1][2].plot(
-            [o.due - start for o in good], [whole(o) / 1000 for o in good], ".", ms=4, color=f"C{index}"
+            [o.due - start for o in good], [end_to_end(o) / 1000 for o in good], ".", ms=4, color=f"C{index}"
         )
         bad = [o.due - start for o in outcomes if o.error]
         axes[1][2].plot(bad, np.zeros(len(bad)), "x", color="#c03030")

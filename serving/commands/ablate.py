@@ -104,7 +104,7 @@ def _cells(
     """Study, what is measured in words, and how."""
     from entropic_jax.analysis import studies
 
-    reading = tuple(dict.fromkeys(studies.SAME_READING.get(name, name) for name in names))
+    reading = tuple(dict.fromkeys(studies.EQUIVALENT_PRESETS.get(name, name) for name in names))
     presets = {name: workload.preset(name) for name in names if name != "macro"}  # nobody waits
     half = longest // 2
     for seed in range(options.seeds):

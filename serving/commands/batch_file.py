@@ -44,14 +44,14 @@ def _parse(line: str, number: int) -> dict[str, Any]:
 
 
 def requests_of(
-    records: Sequence[Record], generator: Generator, given: Mapping[str, Any], chat: bool
+    records: Sequence[Record], generator: Generator, overrides: Mapping[str, Any], chat: bool
 ) -> Iterator[Request]:
-    """The request of every record: what the line says, else what is `given`, else the model's defaults.
+    """The request of every record: what the line says, else `overrides`, else the model's defaults.
 
     Line i (from 0) draws with the given seed plus i, so that equal lines have different continuations.
     """
     for index, (line, values) in enumerate(records):
-        fields = {**generator.defaults, **given, "seed": (given["seed"] + index) % 2**31}
+        fields = {**generator.defaults, **overrides, "seed": (overrides["seed"] + index) % 2**31}
         fields |= {name: value for name, value in values.items() if name in FIELDS}
         try:
             if "messages" in values or chat:

@@ -51,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
     if not options.model.is_dir():
         raise RequestError(f"--model is {options.model}: it is not a directory; accepted is one with a model")
     _check_writable(file)
-    found = _calibrate(*model_options.load_model(options), texts, options.tokens)
+    calibration = _calibrate(*model_options.load_model(options), texts, options.tokens)
     try:
-        save_calibration(found, file)
+        save_calibration(calibration, file)
     except OSError as error:
         raise _refused(file, error) from None
     console = Console(highlight=False)
-    console.print(table(found))
+    console.print(table(calibration))
     console.print(f"stored in {file}", soft_wrap=True, markup=False)
     return 0
 
@@ -86,24 +86,31 @@ def _calibrate(
             raise RequestError(f"--text: {error}") from error
 
 
-def table(found: "Calibration") -> "Table":
+def table(calibration: "Calibration") -> "Table":
     """What was found, for a person."""
     from rich import box
     from rich.table import Table
 
     from entropic_jax.calibration import LEVELS
 
-    quantile = dict(zip(LEVELS, found.quantiles, strict=True))
+    moments = (calibration.mean, calibration.correlation, calibration.scale)
+    quantile = dict(zip(LEVELS, calibration.quantiles, strict=True))
     spread = " · ".join(f"{quantile[level]:.2f}" for level in (0.05, 0.25, 0.5, 0.75, 0.95))
     rows = (
-        ("tokens", f"{found.tokens:,}"),
-        ("temperature of the belief", f"{found.temperature:.3f}"),
-        ("loss, nats per token", f"{found.loss:.4f} → {found.calibrated_loss:.4f}"),
-        ("calibration error", f"{found.error:.2%} → {found.calibrated_error:.2%}"),
+        ("tokens", f"{calibration.tokens:,}"),
+        ("temperature of the belief", f"{calibration.temperature:.3f}"),
+        ("loss, nats per token", f"{calibration.loss:.4f} → {calibration.calibrated_loss:.4f}"),
+        ("calibration error", f"{calibration.error:.2%} → {calibration.calibrated_error:.2%}"),
         ("entropy, 5 · 25 · 50 · 75 · 95 %", f"{spread} nats"),
-        ("target of the temperature", f"{found.target_entropy:.2f} nats"),
-        ("prune fully below, nothing above", f"{found.low_entropy:.2f}, {found.high_entropy:.2f} nats"),
-        ("along a text", f"mean {found.mean:.2f}, correlation {found.correlation:.2f}, ± {found.scale:.2f}"),
+        ("target of the temperature", f"{calibration.target_entropy:.2f} nats"),
+        (
+            "prune fully below, nothing above",
+            f"{calibration.low_entropy:.2f}, {calibration.high_entropy:.2f} nats",
+        ),
+        (
+            "along a text",
+            "mean {:.2f}, correlation {:.2f}, ± {:.2f}".format(*moments),
+        ),
     )
     grid = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), pad_edge=False)
     grid.add_column(style="dim")

@@ -60,17 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate, and return the exit status."""
-    given = sampling_options.read(options)  # what is wrong should be said before a model is loaded
-    given.setdefault("seed", secrets.randbelow(2**31))
+    overrides = sampling_options.read(options)  # what is wrong should be said before a model is loaded
+    overrides.setdefault("seed", secrets.randbelow(2**31))
     if options.batch_file is not None:
-        return _batch(options, given)
-    return _single(options, given, _prompt(options))
+        return _batch(options, overrides)
+    return _single(options, overrides, _prompt(options))
 
 
-def _single(options: argparse.Namespace, given: Mapping[str, Any], prompt: str) -> int:
+def _single(options: argparse.Namespace, overrides: Mapping[str, Any], prompt: str) -> int:
     generator = _load(options)
     text = generator.chat([{"role": "user", "content": prompt}]) if options.chat else prompt
-    fields: dict[str, Any] = {**generator.defaults, **given, "prompt": text}
+    fields: dict[str, Any] = {**generator.defaults, **overrides, "prompt": text}
     request = Request(**fields)
     if options.json:
         (completion,) = generator.batch([request])
@@ -95,7 +95,7 @@ def _status(reason: "FinishReason | None", error: str | None = None) -> int:
     return int(reason == "error")
 
 
-def _batch(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
+def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
     from .batch_file import read_records, requests_of, run_batch
 
     text = read_text(options.batch_file, "--batch-file")
@@ -105,7 +105,7 @@ def _batch(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
         raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
     generator = _load(options)
     try:
-        requests = list(requests_of(records, generator, given, options.chat))
+        requests = list(requests_of(records, generator, overrides, options.chat))
     except RequestError as error:
         raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
     return int(run_batch(records, requests, generator) > 0)

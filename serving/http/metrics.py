@@ -60,7 +60,7 @@ class Metrics:
             f"{own}time_to_first_token_seconds", "From a request to its first token.", LATENCY
         )
         self.between = histogram(f"{own}inter_token_latency_seconds", "From a token to the next.", BETWEEN)
-        self.whole = histogram(f"{own}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
+        self.e2e = histogram(f"{own}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
         self.queue = histogram(
             f"{own}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
         )
@@ -118,15 +118,15 @@ class Watch:
 
     def note(self, delta: Delta) -> None:
         """Measure what a delta tells."""
-        m, now = self.metrics, time.perf_counter()
+        m, timestamp = self.metrics, time.perf_counter()
         if delta.tokens:
             count = len(delta.tokens)
             if self.latest is None:
-                m.first.observe(now - self.start)
+                m.first.observe(timestamp - self.start)
             else:
                 for _ in range(count):
-                    m.between.observe((now - self.latest) / count)
-            self.latest = now
+                    m.between.observe((timestamp - self.latest) / count)
+            self.latest = timestamp
             self.tokens += count
             m.generation_tokens.inc(count)
             for token in delta.tokens:
@@ -140,11 +140,11 @@ class Watch:
                     if value is not None and math.isfinite(value):
                         histogram.observe(value)
         if delta.finish_reason is not None:
-            self._end(delta, now)
+            self._end(delta, timestamp)
 
-    def _end(self, delta: Delta, now: float) -> None:
+    def _end(self, delta: Delta, timestamp: float) -> None:
         m, self.ended = self.metrics, True
-        m.whole.observe(now - self.start)
+        m.e2e.observe(timestamp - self.start)
         m.ended[delta.finish_reason or "error"].inc()
         m.timeouts.inc(delta.timed_out)
         if delta.usage is not None:

@@ -6,7 +6,7 @@ import pytest
 
 from entropic_jax.analysis import ablation, studies, tables
 from entropic_jax.analysis.ablation import Subject
-from entropic_jax.analysis.studies import SAME_READING, Workload
+from entropic_jax.analysis.studies import EQUIVALENT_PRESETS, Workload
 from entropic_jax.cache import check
 from entropic_jax.control import chain
 from entropic_jax.control.presets import PRESETS, Gains
@@ -74,7 +74,7 @@ def test_a_state_serves_every_configuration_and_stays_whole():
 def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     rows = studies.quality(workload(), 420, 0, names=PRESETS, sequences=2, scored=24)
     found = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
-    for name, same in SAME_READING.items():
+    for name, same in EQUIVALENT_PRESETS.items():
         assert found[name] == found[same]
     assert found["off"]["kept"] == 1 and found["meso"]["kept"] < 1
     assert found["meso"]["bytes_read"] < found["off"]["bytes_read"]

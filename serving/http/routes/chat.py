@@ -46,7 +46,7 @@ def router(frontend: Frontend) -> APIRouter:
         if found is None:
             return Response(status_code=499)
         head = generation.head_of(name, "chat.completion", model)
-        answers = [whole(frontend, body, c, delta) for c, delta in zip(choices, found, strict=True)]
+        answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, found, strict=True)]
         return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, found)})
 
     return routes
@@ -83,7 +83,9 @@ def prepare(
     return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 
-def whole(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> Mapping[str, Any]:
+def full_choice(
+    frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
+) -> Mapping[str, Any]:
     """A choice of the answer."""
     return {
         "index": choice.index,

@@ -39,14 +39,14 @@ def router(frontend: Frontend) -> APIRouter:
                 news = chosen(frontend, body, choices, silent)
             source = generation.events(choices, body, head, render, news)
             return generation.EventStream(source, frontend, choices)
-        found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
-        if found is None:
+        deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+        if deltas is None:
             return Response(status_code=499)
         answers = [
             rendered(frontend, body, choice, delta)
-            for choice, delta in best(body, list(zip(choices, found, strict=True)))
+            for choice, delta in best(body, list(zip(choices, deltas, strict=True)))
         ]
-        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, found)})
+        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
     return routes
 
@@ -117,26 +117,26 @@ async def chosen(
     frontend: Frontend, body: CompletionBody, choices: Sequence[generation.Choice], silent: bool
 ) -> AsyncIterator[tuple[generation.Choice, Delta]]:
     """The best texts, each in one piece, once all are written."""
-    found = await generation.finished(frontend, choices, silent)
-    for pair in best(body, list(zip(choices, found, strict=True))):
+    deltas = await generation.finished(frontend, choices, silent)
+    for pair in best(body, list(zip(choices, deltas, strict=True))):
         yield pair
 
 
 def best(
-    body: CompletionBody, found: list[tuple[generation.Choice, Delta]]
+    body: CompletionBody, deltas: list[tuple[generation.Choice, Delta]]
 ) -> list[tuple[generation.Choice, Delta]]:
     """The `n` likeliest texts of each prompt, by the mean of their tokens, where `best_of` are more."""
     count = body.candidates
     if count == body.choices:
-        return found
+        return deltas
 
     def likelihood(pair: tuple[generation.Choice, Delta]) -> float:
         tokens = pair[1].tokens
         return sum(token.logprob or 0.0 for token in tokens) / max(1, len(tokens))
 
     kept = []
-    for place in range(0, len(found), count):
-        kept += sorted(found[place : place + count], key=likelihood, reverse=True)[: body.choices]
+    for place in range(0, len(deltas), count):
+        kept += sorted(deltas[place : place + count], key=likelihood, reverse=True)[: body.choices]
     for index, (choice, _) in enumerate(kept):
         choice.index = index
     return kept

@@ -46,9 +46,9 @@ class Choice:
             raise FrontendError(status, delta.error or "the request took longer than the server allows")
 
 
-def identifier(prefix: str, given: str | None) -> str:
+def identifier(prefix: str, request_id: str | None) -> str:
     """The id of an answer: after that of the request, whoever gave it."""
-    return f"{prefix}-{given or log.request_id.get() or uuid.uuid4().hex}"
+    return f"{prefix}-{request_id or log.request_id.get() or uuid.uuid4().hex}"
 
 
 def requests_of(

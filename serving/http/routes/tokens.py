@@ -23,7 +23,7 @@ def router(frontend: Frontend) -> APIRouter:
     routes = APIRouter(tags=["tokens"])
     model = frontend.model
 
-    def cut(body: TokenizeBody | TokenizeChatBody) -> list[int]:
+    def prompt_tokens(body: TokenizeBody | TokenizeChatBody) -> list[int]:
         if isinstance(body, TokenizeBody):
             return model.encode(body.prompt, body.add_special_tokens)
         text = model.chat(
@@ -43,7 +43,7 @@ def router(frontend: Frontend) -> APIRouter:
     async def tokenize(body: TokenizeBody | TokenizeChatBody) -> Any:
         frontend.check_model(body.model)
         with refusals():
-            tokens = await asyncio.to_thread(cut, body)
+            tokens = await asyncio.to_thread(prompt_tokens, body)
         strings = [model.tokenizer.backend.id_to_token(token) or "" for token in tokens]
         return answered(
             {
