@@ -89,6 +89,18 @@ def build(kind: str, source: Path, target: Path) -> Path:
     return path
 
 
+def test_citation_and_changelog_name_the_version():
+    version = PROJECT["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_workflow_runs_what_ci_runs():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8")
+    assert "- run: .ci/run\n" in workflow
+    assert '["3.11", "3.12"]' in workflow
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A copy of the tree as it is committed, links included, in which a build may leave its files."""

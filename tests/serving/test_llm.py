@@ -138,6 +138,7 @@ def test_trace_and_summary(llm):
     assert completion.summary["entropic_time"] == pytest.approx(completion.trace["entropic_time"][-1])
 
 
+@pytest.mark.slow
 def test_preset_full_controls_temperature_and_reads(full, llm):
     params = SamplingParams(max_tokens=24, seed=2, temperature=1.0, ignore_eos=True)
     (plain,) = llm.generate("import json\n\n", params)[0].outputs
