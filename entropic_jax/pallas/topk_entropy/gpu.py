@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .parts import LARGEST_K, Parts, check, distance, finish, shifted
+from .parts import LARGEST_K, RowPartials, check, distance, finish, shifted
 from .reference import TopkEntropy, exactly, inverse
 from .scatter import LENGTH
 from .segment import STAGES, Segments, kernel, memory
@@ -62,7 +62,7 @@ def topk_entropy(
         highest = top
     else:
         places, sums = places[:, 0], sums[:, 0]
-    parts = Parts(values[:, 0, :k], places[:, :k], highest[:, 0], jnp.moveaxis(sums, 0, -1))
+    parts = RowPartials(values[:, 0, :k], places[:, :k], highest[:, 0], jnp.moveaxis(sums, 0, -1))
     return finish(parts, temperature, calibration, vocabulary)
 
 

@@ -13,7 +13,7 @@ LARGEST_K = 128  # what the kernels keep
 FARTHEST = -1e12
 
 
-class Parts(NamedTuple):
+class RowPartials(NamedTuple):
     """One row after the pass; sums are over the tokens that are not among the k largest.
 
     d is the distance z − highest, at most 0, and not divided by a temperature.
@@ -54,7 +54,9 @@ def shifted(sums: jax.Array, moved: jax.Array, inverse_temperature: jax.Array) -
     return jnp.stack([shrink * part for part in parts], axis=-1)
 
 
-def finish(parts: Parts, temperature: jax.Array, calibration: jax.Array, vocabulary: int) -> TopkEntropy:
+def finish(
+    parts: RowPartials, temperature: jax.Array, calibration: jax.Array, vocabulary: int
+) -> TopkEntropy:
     """Entropies and head from the parts: the sums of the rest plus those of the k largest."""
     apart = distance(parts.values, parts.highest[:, None])
     two = []

@@ -23,7 +23,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Segments(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """The static parameters of the kernel."""
 
     rows: int
     length: int  # of a row
@@ -38,8 +38,8 @@ class Segments(NamedTuple):
         return self.length % 8 == 0
 
 
-class Memory(NamedTuple):
-    """Shared memory of a segment."""
+class SharedMemory(NamedTuple):
+    """Scratch buffers of a segment in shared memory."""
 
     segment: Any  # [size], of the type of the logits
     values: Any  # float32 [LENGTH]: the candidates, in any order
@@ -50,10 +50,10 @@ class Memory(NamedTuple):
     arrived: Any  # barriers
 
 
-def memory(shape: Segments, dtype: Any) -> Memory:
+def memory(shape: Segments, dtype: Any) -> SharedMemory:
     """What the kernel is to be given."""
     copies = 1 if shape.aligned else shape.size // STAGES // BOX
-    return Memory(
+    return SharedMemory(
         segment=plgpu.SMEM((shape.size,), dtype),
         values=plgpu.SMEM((LENGTH,), jnp.float32),
         places=plgpu.SMEM((LENGTH,), jnp.int32),
@@ -66,7 +66,7 @@ def memory(shape: Segments, dtype: Any) -> Memory:
 
 def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numbers_ref, *held) -> None:
     """From logits `[rows · length]` to the best, and numbers: highest, sums; `[rows, count, LARGEST_K]`."""
-    held = Memory(*held)
+    held = SharedMemory(*held)
     row, segment = lax.axis_index("row"), lax.axis_index("segment")
     begin = segment * shape.size
     length = jnp.minimum(shape.length - begin, shape.size)
@@ -134,7 +134,7 @@ def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numb
         numbers_ref[row, segment, n] = number
 
 
-def _fetch(shape: Segments, logits_ref, start, held: Memory) -> None:
+def _fetch(shape: Segments, logits_ref, start, held: SharedMemory) -> None:
     """Copy the segment, and what lies behind a row's last one, from `start` on."""
     part = shape.size // STAGES
     step = part if shape.aligned else BOX
@@ -227,7 +227,7 @@ def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
     return lax.cond(many > LENGTH, narrower, lambda: (floor, everywhere))
 
 
-def _ranks(held: Memory, values, places, full) -> Any:
+def _ranks(held: SharedMemory, values, places, full) -> Any:
     """How many candidates come before each."""
     unrolled = 8
 

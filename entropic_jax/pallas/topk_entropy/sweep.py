@@ -15,7 +15,7 @@ DEPTH = 3  # tokens that a bucket keeps
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """The static parameters of the kernel."""
 
     rows: int  # of the array
     block: int  # rows of one grid step
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a sweep over the logits hands on; float32 `[rows, LANES]` where nothing else is said.
+    """The state between sweeps over the logits; float32 `[rows, LANES]` unless stated.
 
     As blocks of HBM and, under the same names, in VMEM while a grid step works on its rows.
     """
@@ -44,7 +44,7 @@ class State(NamedTuple):
     lost: Any  # above 0 where a list may have missed one of the k largest
 
 
-class Lists(NamedTuple):
+class BucketLists(NamedTuple):
     """The largest tokens of each bucket; NOWHERE where a list has no token."""
 
     values: Any  # float32 [DEPTH, block, buckets]
@@ -63,7 +63,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
     fields = len(State._fields)
     old = [] if first else list(islice(left, fields))
     state = State(*islice(left, fields))
-    lists = Lists(next(left), next(left))
+    lists = BucketLists(next(left), next(left))
     block_ref: Any = next(left) if projecting else source_ref
     step = pl.program_id(1)
     wanted = wanted_ref[pl.program_id(0)] > 0
@@ -112,7 +112,9 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
         lax.fori_loop(0, groups, lambda g, _: _settle(shape, rows_of(g), scales_ref, state, lists), None)
 
 
-def _take_in(shape: Shape, first: bool, number, block_ref, rows, scales_ref, state: State, lists: Lists):
+def _take_in(
+    shape: Shape, first: bool, number, block_ref, rows, scales_ref, state: State, lists: BucketLists
+):
     """One block of logits, of one group of rows, into the lists and the sums."""
     buckets, width = shape.buckets, shape.width
     strips, turns = min(buckets, width) // LANES, max(1, width // buckets)
@@ -185,7 +187,7 @@ def _take_in(shape: Shape, first: bool, number, block_ref, rows, scales_ref, sta
             state.passed[n, part, rows] = sums[3 * n + part]
 
 
-def _settle(shape: Shape, rows, scales_ref, state: State, lists: Lists) -> None:
+def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) -> None:
     """Merge the lists of a group of rows into its best, and say where a list may have missed one of them."""
     strips, group = shape.buckets // LANES, shape.group
     # Blocks of a group of rows by strip and level: [strips · DEPTH · group, LANES].

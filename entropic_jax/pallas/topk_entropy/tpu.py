@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .network import LANES
-from .parts import LARGEST_K, Parts, check, distance, finish, weigh
+from .parts import LARGEST_K, RowPartials, check, distance, finish, weigh
 from .reference import TopkEntropy, inverse
 from .sweep import DEPTH, Shape, State, kernel
 
@@ -90,7 +90,7 @@ def project(
     scales = below(jnp.stack([inverse(calibration), inverse(temperature)], axis=-1))
     parts = _parts(shape, below(hidden), weight.T if transposed else weight, scales)
     values, indices, highest = (x[:rows] for x in parts[:3])
-    parts = Parts(values, indices, highest, parts.rest[..., :rows])
+    parts = RowPartials(values, indices, highest, parts.rest[..., :rows])
     return finish(parts, temperature, calibration, vocabulary)
 
 
@@ -100,7 +100,7 @@ def _buckets(k: int) -> int:
     return 1024 if k <= LARGEST_K // 2 else 2048
 
 
-def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: jax.Array) -> Parts:
+def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: jax.Array) -> RowPartials:
     """Sweep once; then again over those blocks of rows where a list was too short."""
     blocks = pl.cdiv(shape.rows, shape.block)
 
@@ -117,7 +117,7 @@ def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: ja
     sums = [jnp.stack(weigh(apart, scales[:, n : n + 1])) for n in range(2)]
     rest = (state.passed + state.left + jnp.where(behind, jnp.stack(sums), 0.0)).sum(-1)
     values, indices = (x[:, ::-1][:, : shape.k] for x in (state.best, state.best_indices))
-    return Parts(values, indices, state.highest[:, 0], rest)
+    return RowPartials(values, indices, state.highest[:, 0], rest)
 
 
 def _sweep(shape: Shape, before_it: State | None, wanted, hidden, source, scales) -> State:
