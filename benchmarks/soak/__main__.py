@@ -84,7 +84,7 @@ def main() -> int:
     write_json(out, results)
     partial.unlink(missing_ok=True)
     publish("soak", report, results, options.document, console)
-    return int(not all(held for _, held, _ in report.decline_reasons(results)))
+    return int(not all(held for _, held, _ in report.verdicts(results)))
 
 
 if __name__ == "__main__":
