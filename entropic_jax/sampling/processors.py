@@ -11,7 +11,7 @@ from ..state import History, Sampling
 
 
 def history(rows: int, vocabulary: int) -> History:
-    """An empty history for `rows` sequences."""
+    """The history of `rows` sequences before their first token."""
     return History(jnp.zeros((rows, vocabulary), bool), jnp.zeros((rows, vocabulary), jnp.int32))
 
 
@@ -21,11 +21,12 @@ def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.
 
 
 def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
-    """Count one generated token per row.
+    """Counts one generated token per row; one scatter, in place where the history is donated or carried.
 
-    tokens int32 `[rows]`, active bool `[rows]`: a row that is not active, or a token outside the vocabulary,
-    changes nothing. One scatter of `rows` elements, in place where the history is donated or carried by a
-    loop.
+    Args:
+        history: of the rows.
+        tokens: int32 `[rows]`; a token outside the vocabulary changes nothing.
+        active: bool `[rows]`; a row that is not active does not change.
 
     >>> record(history(2, 3), jnp.array([1, 2]), jnp.array([True, False])).generated.tolist()
     [[0, 1, 0], [0, 0, 0]]
@@ -36,7 +37,12 @@ def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
 
 
 def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> History:
-    """Mark prompt tokens int32 `[rows, n]`, those of them that are valid, bool `[rows, n]`.
+    """Marks tokens of the prompts as seen.
+
+    Args:
+        history: of the rows.
+        tokens: int32 `[rows, n]`.
+        valid: bool `[rows, n]`, which of them are real.
 
     >>> record_prompt(history(1, 4), jnp.array([[3, 1]]), jnp.array([[True, False]])).prompt.tolist()
     [[False, False, False, True]]
@@ -47,7 +53,7 @@ def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> Hist
 
 
 def forget(history: History, rows: jax.Array) -> History:
-    """Clear the history of the rows flagged in bool `[rows]`: a row begins a new sequence.
+    """Clears the history of the flagged rows (bool `[rows]`), which begin new sequences.
 
     >>> forget(record(history(1, 2), jnp.array([1]), jnp.array([True])), jnp.array([True])).generated.tolist()
     [[0, 0]]
@@ -57,8 +63,9 @@ def forget(history: History, rows: jax.Array) -> History:
 
 
 def adjusts(sampling: Sampling) -> jax.Array:
-    """Whether any row penalises or biases, bool `[]`: `penalise` changes nothing otherwise.
+    """Whether any row has a penalty or a bias, bool `[]`; otherwise `penalise` changes nothing.
 
+    >>> from entropic_jax.sampling import parameters
     >>> bool(adjusts(parameters(2))), bool(adjusts(parameters(2, presence_penalty=[0.0, 0.5])))
     (False, True)
     """
@@ -71,16 +78,23 @@ def _penalising(sampling: Sampling) -> jax.Array:
 
 
 def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Array:
-    """Logits after repetition, presence and frequency penalty and bias, in this order.
+    """Applies the repetition, presence and frequency penalties and the bias, in this order.
 
         z' = (z / r if z > 0 else z · r)  for tokens of the prompt or generated ones
         z'' = z' − presence · [count > 0] − frequency · count + bias
 
-    float32 `[rows, vocabulary]`. Counts are of generated tokens only. Where no row penalises or biases, the
-    history is not read. Masked tokens (−inf) stay masked. Differentiable in the logits and in the real-valued
-    parameters.
-    Repetition: Keskar et al. 2019, arXiv 1909.05858, as in transformers; presence and frequency: OpenAI API.
+    Counts are of generated tokens only. Where no row has a penalty or a bias, the history is not read. Masked
+    tokens (−inf) stay masked. Differentiable in the logits and in the real-valued parameters.
 
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        sampling: the parameters of the rows.
+        history: tokens of the prompt and generated ones.
+
+    Source: repetition from Keskar et al. 2019, arXiv 1909.05858, as in transformers; presence and frequency
+    from the OpenAI API.
+
+    >>> from entropic_jax.sampling import parameters
     >>> sampling = parameters(1, repetition_penalty=2.0, logit_bias={2: 1.5})
     >>> seen = record(history(1, 3), jnp.array([0]), jnp.array([True]))
     >>> penalise(jnp.array([[3.0, 3.0, 3.0]]), sampling, seen).tolist()

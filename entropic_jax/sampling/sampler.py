@@ -59,6 +59,7 @@ def sample(
     without truncation. A token with the logit −inf is drawn only if there is no other; a row with NaN gives a
     valid but arbitrary token. Not differentiable.
 
+    >>> from entropic_jax.sampling import parameters
     >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
     >>> temperature, seed, position = jnp.array([0.0, 5.0]), jnp.arange(2), jnp.zeros(2, jnp.int32)
     >>> sample(logits, parameters(2, top_k=1), temperature, jax.random.key(0), seed, position).tolist()

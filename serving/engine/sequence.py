@@ -164,7 +164,7 @@ class Sequence:
             tokens: At least one.
             metrics: float32 `[len(TRACE_FIELDS), steps]`, of the tokens.
             sums: Of the metrics over all tokens, None where they are not known.
-            likeliest: Arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
+            top_logprobs: Arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
 
         Returns:
             The tokens whose text is final now.
