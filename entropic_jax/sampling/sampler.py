@@ -48,16 +48,26 @@ def sample(
     position: jax.Array,
     surprisal_limit: jax.Array | None = None,
 ) -> jax.Array:
-    """One token per row, int32 `[rows]`, drawn from softmax(truncate(logits / T)).
+    """Draws one token per row from softmax(truncate(logits / T)).
 
         token = argmax(truncate(z / T) + G),  G Gumbel noise from fold_in(fold_in(key, seed), position)
 
-    logits float32 `[rows, vocabulary]`, already penalised; temperature float32 `[rows]`, what the controller
-    asks for now, in place of `sampling.temperature`; key a PRNG key, typed or raw; seed and position int32
-    `[rows]`; surprisal_limit float32 `[rows]` in nats: tokens with −ln softmax(z / T) above it are cut off
-    first, all but the most probable. Where T is 0 the row is greedy: the exact argmax, the first of ties,
-    without truncation. A token with the logit −inf is drawn only if there is no other; a row with NaN gives a
-    valid but arbitrary token. Not differentiable.
+    Where T is 0 the row is greedy: the exact argmax, the first of ties, without truncation. A token with the
+    logit −inf is drawn only if there is no other; a row with NaN gives a valid but arbitrary token. Not
+    differentiable.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, after the processors.
+        sampling: parameters of the rows.
+        temperature: float32 `[rows]`, in force now, in place of `sampling.temperature`.
+        key: the run's random key, typed or raw.
+        seed: int32 `[rows]`.
+        position: int32 `[rows]`, of the token in its text.
+        surprisal_limit: float32 `[rows]`, nats: tokens with −ln softmax(z / T) above it are cut off first,
+            all but the most probable.
+
+    Returns:
+        int32 `[rows]`.
 
     >>> from entropic_jax.sampling import parameters
     >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
