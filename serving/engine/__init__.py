@@ -1,1 +1,1 @@
-"""Continuous batching in entropic time: jobs go in, deltas of text and measurements come out."""
+"""The serving engine: continuous batching of requests, scheduled and controlled by entropy."""
