@@ -38,7 +38,7 @@ def small(monkeypatch):
     prefill = partial(EntropyPrefill, **SMALL)
     for name, parts in {
         "entropy-prefill": (prefill,),
-        "entropyinfer": (prefill, partial(LatentCompression, budget=24, window=8, after=5)),
+        "entropyinfer": (prefill, partial(LatentCompression, budget=24, window=8, delay=5)),
         "criti-prefill": (partial(CritiPrefill, **SMALL),),
         "snapkv": (None, partial(SnapKV, budget=24, window=8)),
     }.items():
