@@ -90,8 +90,8 @@ class LLM:
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
             **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`,
-                `kv_cache_dtype`, `kv_cache_bytes`, `block_size`, `enable_prefix_caching`, `method`, `budgets`, …), or any gain
-                of the controllers (`law`, `target_entropy`, `lowest_temperature`, `dropped_mass_limit`, …).
+                `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`, `budgets`, …), or any
+                gain of the controllers (`law`, `target_entropy`, `lowest_temperature`, …).
 
         Raises:
             TypeError: for an argument that is not known.
