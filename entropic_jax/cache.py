@@ -26,7 +26,7 @@ from .row_subset import RowSubset
 
 
 class ModelShape(NamedTuple):
-    """What the cache and the ledger need to know of a model."""
+    """Model dimensions used by the cache and the ledger."""
 
     layers: int
     heads: int
@@ -34,7 +34,7 @@ class ModelShape(NamedTuple):
     head_dim: int
     vocabulary: int
     hidden: int
-    # Weights that multiply: all matrices, the output projection included, the look-up of an embedding not.
+    # Weights of matrix products, including the output projection but not the embedding look-up.
     weights: int = 0  # in one token's step; of experts, those that one token chooses
     expert_weights: int = 0  # of all experts of all layers together
     expert_share: float = 0.0  # the share of the experts that one token chooses
@@ -43,8 +43,8 @@ class ModelShape(NamedTuple):
 class Layer(NamedTuple):
     """Keys and values of one layer, and a summary of each page of them.
 
-    The last page is a bin: rows that must not write write there, so that every write has one shape and
-    happens in place.
+    The last page is scratch space: inactive rows write to it, so that every write has one shape and happens
+    in place.
     """
 
     keys: Pool  # [pages + 1, kv_heads, page_size, head_dim], rotated
@@ -72,7 +72,7 @@ class Cache(NamedTuple):
 
     @property
     def bytes_per_number(self) -> float:
-        """Of a key or value, its share of a scale included."""
+        """Bytes per key or value element, including its share of the scale."""
         keys = self.layers[0].keys
         return quantised.bytes_per_number(keys.dtype, keys.shape[-1])
 
@@ -139,10 +139,15 @@ def allocate(
 
 
 def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
-    """Give each row the pages it needs to hold `length` positions, in row order while the stack lasts.
+    """Allocates pages so that each row can hold `length` positions, in row order, while pages are free.
 
-    length int32 `[rows]`; 0 asks for nothing. Returns the cache and a flag per row: whether the row now
-    has what it asked for. A row that does not get all it needs gets none.
+    Args:
+        cache: of the batch.
+        length: int32 `[rows]`; 0 requests none.
+
+    Returns:
+        The cache, and a flag per row, whether its request was granted in full. A row that cannot get all the
+        pages that it needs gets none.
     """
     rows, per_row = cache.table.shape
     wanted = jnp.minimum(-(-length // cache.page_size), per_row)
@@ -188,12 +193,12 @@ def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: 
 
 
 def release_rows(cache: Cache, rows: jax.Array) -> Cache:
-    """Take every page from the flagged rows (bool `[rows]`); those that no one else owns become free."""
+    """Releases all pages of the flagged rows (bool `[rows]`); pages without another owner become free."""
     return shrink(cache, jnp.where(rows, 0, cache.table.shape[1] * cache.page_size))
 
 
 def shrink(cache: Cache, length: jax.Array) -> Cache:
-    """Take from each row the pages beyond those that hold its first `length` positions, int32 `[rows]`."""
+    """Releases each row's pages past its first `length` positions, int32 `[rows]`."""
     column = jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None, :]
     needed = -(-length // cache.page_size)[:, None]
     returned = (column >= needed) & (column < cache.granted[:, None])
@@ -205,9 +210,9 @@ def shrink(cache: Cache, length: jax.Array) -> Cache:
 
 
 def release(cache: Cache, pages: jax.Array) -> Cache:
-    """Take one reference from each of the pages int32 `[n]`; those left without one become free.
+    """Removes one reference from each of the pages int32 `[n]`; those left without one become free.
 
-    A page may occur several times. Numbers past the last page are ignored.
+    A page may occur several times. Out-of-range page numbers are ignored.
     """
     lost = jnp.zeros_like(cache.references).at[pages].add(1, mode="drop").at[-1].set(0)
     references = cache.references - lost
@@ -222,36 +227,47 @@ def release(cache: Cache, pages: jax.Array) -> Cache:
 
 
 def retain(cache: Cache, pages: jax.Array) -> Cache:
-    """Add one reference to each of the pages int32 `[n]`, which have an owner; `release` takes it back.
+    """Adds one reference to each of the pages int32 `[n]`, which have an owner; `release` removes it.
 
-    A page may occur several times. Numbers past the last page are ignored.
+    A page may occur several times. Out-of-range page numbers are ignored.
     """
     return cache._replace(references=cache.references.at[pages].add(1, mode="drop").at[-1].set(0))
 
 
-def share(cache: Cache, rows: jax.Array, pages: jax.Array, count: jax.Array) -> Cache:
-    """Let each of the rows int32 `[k]`, which hold nothing, own the first `count[k]` of the pages `[k, n]`.
+def share(cache: Cache, rows: jax.Array, pages: jax.Array, num_pages: jax.Array) -> Cache:
+    """Assigns pages that have an owner to empty rows as well.
 
-    They must be full pages that have an owner, in the order of their positions; n is at most what a row can
-    hold. A row may occur once; numbers past the last row are ignored.
+    Args:
+        cache: of the batch.
+        rows: int32 `[k]`, empty rows, each at most once; out-of-range numbers are ignored.
+        pages: int32 `[k, n]`, full pages in the order of their positions, n at most what a row can hold.
+        num_pages: int32 `[k]`, how many of the n each row gets.
     """
-    count = jnp.where(rows < cache.table.shape[0], count, 0)
-    taken = jnp.arange(pages.shape[1], dtype=jnp.int32) < count[:, None]
+    num_pages = jnp.where(rows < cache.table.shape[0], num_pages, 0)
+    taken = jnp.arange(pages.shape[1], dtype=jnp.int32) < num_pages[:, None]
     pages = jnp.where(taken, pages, cache.pages)
     return retain(cache, pages.reshape(-1))._replace(
         table=cache.table.at[rows, : pages.shape[1]].set(pages, mode="drop"),
-        granted=cache.granted.at[rows].set(count, mode="drop"),
+        granted=cache.granted.at[rows].set(num_pages, mode="drop"),
     )
 
 
 def fork(
     cache: Cache, sources: jax.Array, destinations: jax.Array, length: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Give each destination row, which holds nothing, the first `length` positions of its source row.
+    """Gives each empty destination row the first `length` positions of a source row.
 
-    All int32 `[k]`. Full pages are shared, the one that is partly filled is copied. Returns the cache and a
-    flag per fork: one that finds no page for the copy leaves its destination empty. Several forks may have
-    one source; destinations past the last row are ignored.
+    Full pages are shared; the page that is partly filled is copied.
+
+    Args:
+        cache: of the batch.
+        sources: int32 `[k]`; several forks may have one source.
+        destinations: int32 `[k]`, empty rows; out-of-range numbers are ignored.
+        length: int32 `[k]`, positions.
+
+    Returns:
+        The cache, and a flag per fork: False where no page was free for the copy, and the destination stays
+        empty.
     """
     rows, per_row = cache.table.shape
     size, real = cache.page_size, destinations < rows
@@ -272,16 +288,24 @@ def fork(
 
 
 def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = None) -> Cache:
-    """Give up what the flagged rows (bool `[rows]`) hold past their first `length` positions, int32 `[rows]`.
+    """Truncates the flagged rows to their first `length` positions.
 
-    At most `most` rows are flagged (static; None for all), and so many pages are looked at.
+    Pages that become empty are released. The summaries of a page that is left partly filled, which must have
+    no other owner, are recomputed.
 
-    Pages that then hold nothing become free, if no one else owns them. Of the page that is left partly
-    filled, which must have no other owner, the summaries are made anew. Surprisals cannot be taken back:
-    raises ValueError where the cache keeps them.
+    Args:
+        cache: of the batch.
+        rows: bool `[rows]`, the rows to truncate.
+        length: int32 `[rows]`, positions to keep.
+        most: how many rows are flagged at most, and so how many pages are read; static, None for all.
+
+    Raises:
+        ValueError: the cache keeps surprisals, which cannot be undone.
     """
     if cache.surprisal is not None:
-        raise ValueError("cache keeps surprisals; accepted is one allocated without")
+        raise ValueError(
+            "cache must be allocated without surprisals to be truncated; got one that keeps them"
+        )
     size, per_row = cache.page_size, cache.table.shape[1]
     kept = -(-length // size)
     column = jnp.arange(per_row, dtype=jnp.int32)
@@ -316,10 +340,13 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
 
 
 def check(cache: Cache, retained: Sequence[int] = ()) -> None:
-    """Raise AssertionError unless every page is free once, or has as many owners as it counts.
+    """Raises AssertionError unless every page is free exactly once, or has as many owners as references.
 
-    `retained` are the pages that the host has retained, as often as it has. A debugging aid for the host; it
-    copies the tables.
+    A debugging aid for the host; it copies the tables.
+
+    Args:
+        cache: of the batch.
+        retained: the pages that the host has retained, once per reference.
     """
     table, granted, free, references = (
         np.asarray(x) for x in (cache.table, cache.granted, cache.free, cache.references)

@@ -37,7 +37,7 @@ def step(
     """Advances every running row by one token: S[t+1] = Φ(S[t], u[t]).
 
     A row that has ended, waits (quota 0) or finds no free page is inert. A row whose logits are NaN ends with
-    status FAILED and emits nothing; its neighbours do not notice.
+    status FAILED and emits nothing; other rows are not affected.
 
     Args:
         decoder: the model's pure functions.

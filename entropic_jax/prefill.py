@@ -183,7 +183,7 @@ def prefill_prompts(
 def prefill(
     decoder: Decoder, params: Any, state: State, chunk: PrefillChunk, *, scored: bool = False
 ) -> tuple[State, PrefillOutput]:
-    """Appends a chunk of some prompts to the cache. A row whose prompt is complete begins to run.
+    """Appends a chunk of some prompts to the cache. A row whose prompt is complete starts to decode.
 
     Where the cache keeps surprisals, the tokens are scored on the way, and so is the one that follows them.
 

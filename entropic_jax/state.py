@@ -1,4 +1,4 @@
-"""The state of the decode loop: what was measured, what is obeyed, and everything the next step needs.
+"""State of the decode loop: measurements, actions, and everything else that the next step needs.
 
 Axes, in the order in which they appear: `rows` (sequences of a batch), `positions` (of a sequence),
 `heads`, `kv_heads`, `head_dim`, `vocabulary`, `pages`, `page_size`, `steps` (of a launch).
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from .cache import Cache
 
-RUNNING, STOPPED, FULL, FAILED, PREFILLING = range(5)  # the last: its prompt is not in the cache yet
+# Status of a row; PREFILLING: part of its prompt is not in the cache yet.
+RUNNING, STOPPED, FULL, FAILED, PREFILLING = range(5)
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 
@@ -22,9 +23,9 @@ class Sampling(NamedTuple):
 
     temperature: jax.Array  # float32 [rows], >= 0; 0 is greedy
     top_k: jax.Array  # int32 [rows], 0 is off
-    top_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
+    top_p: jax.Array  # float32 [rows], in (0, 1]; 1 is off
     min_p: jax.Array  # float32 [rows], in [0, 1]; 0 is off
-    typical_p: jax.Array  # float32 [rows], in [0, 1]; 1 is off
+    typical_p: jax.Array  # float32 [rows], in (0, 1]; 1 is off
     top_n_sigma: jax.Array  # float32 [rows], >= 0; 0 is off
     repetition_penalty: jax.Array  # float32 [rows], > 0; 1 is off; prompt and generated tokens
     presence_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
@@ -34,7 +35,7 @@ class Sampling(NamedTuple):
 
 
 class History(NamedTuple):
-    """What the penalties look back on."""
+    """Token counts that the penalties read."""
 
     prompt: jax.Array  # bool [rows, vocabulary]: the token occurs in the prompt
     generated: jax.Array  # int32 [rows, vocabulary]: how often the token was generated
@@ -47,7 +48,7 @@ class Focus(NamedTuple):
     varentropy: jax.Array  # variance of that entropy between the heads of a layer, nats²
     agreement: jax.Array  # between heads: 1 where all attend alike, 0 where no two share a position
     interaction: jax.Array  # mean |score|
-    most: jax.Array  # ln of the number of positions, the largest entropy there could be
+    max_entropy: jax.Array  # ln of the number of positions, the largest possible entropy
 
 
 class Measured(NamedTuple):
@@ -84,10 +85,10 @@ class Signal(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What the loop obeys, held until rewritten; one entry per row."""
+    """Control inputs of the loop, kept until a controller rewrites them; one entry per row."""
 
     temperature: jax.Array  # micro: of the token about to be sampled
-    surprisal_limit: jax.Array  # micro: tokens of a larger −log softmax(z / T) are cut off; inf cuts none
+    surprisal_limit: jax.Array  # micro: tokens with a larger −log softmax(z / T) are excluded; inf: none
     dropped_mass_limit: jax.Array  # meso: ε, attention mass the next step may leave unread, in [0, 1)
     quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
     token: jax.Array  # int32: the token that a controller has chosen itself; −1 where it is to be sampled
@@ -112,7 +113,7 @@ class Hardware(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """Running sums of a sequence; each `[rows]`."""
+    """Totals of a sequence since its start; each `[rows]`."""
 
     steps: jax.Array  # int32, tokens emitted
     entropic_time: jax.Array  # τ = Σ max(0, H₁[t−1] − H₁[t])
@@ -125,13 +126,18 @@ class Ledger(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything that step t + 1 needs. Saving it and resuming equals running through, bit for bit."""
+    """Everything that step t + 1 needs.
+
+    Saving and restoring it gives the results of an uninterrupted run, bit for bit.
+    """
 
     key: jax.Array  # the run's random key; a draw uses fold_in(fold_in(key, seed), position)
     seed: jax.Array  # int32 [rows]
     token: jax.Array  # int32 [rows], emitted last and not yet in the cache
     length: jax.Array  # int32 [rows], positions in the cache
-    evicted: jax.Array  # int32 [rows], positions taken out of it: the next token stands at length + evicted
+    evicted: (
+        jax.Array
+    )  # int32 [rows], positions removed from it: the next token has position length + evicted
     limit: jax.Array  # int32 [rows], length at which the row is full
     status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or PREFILLING
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
@@ -140,11 +146,9 @@ class State(NamedTuple):
     history: History
     signal: Measured
     action: Action
-    control: Any  # the controller's own state: any pytree, its structure is the controller's choice
-    page_policy: (
-        Any  # `attention.page_selection.PagePolicy`, defined above this module; None reads all; static
-    )
-    page_policy_state: Any  # what the page policy carries from step to step: a pytree of its choice
+    control: Any  # state of the controller: any pytree
+    page_policy: Any  # a static `PagePolicy` (a higher layer defines it, hence `Any`); None reads every page
+    page_policy_state: Any  # state of the page policy between steps: any pytree
     ledger: Ledger
     hardware: Hardware  # by which the ledger counts seconds
     cache: Cache
@@ -159,7 +163,7 @@ ROW_FIELDS = (
 
 
 class Trace(NamedTuple):
-    """What a person wants to see of a launch; each `[tokens, rows]`, valid where `emitted`."""
+    """Measurements and actions of a launch, for reporting; each `[tokens, rows]`, valid where `emitted`."""
 
     emitted: jax.Array  # bool
     token: jax.Array  # int32
@@ -171,7 +175,7 @@ class Trace(NamedTuple):
     temperature: jax.Array
     dropped_mass_limit: jax.Array  # as it was for this token
     dropped_mass: jax.Array
-    kept_fraction: jax.Array  # of the keys and values held, how much was read
+    kept_fraction: jax.Array  # fraction of the cached keys and values that was read
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds

@@ -205,5 +205,5 @@ def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
             kept = pages[row, : -(-count // 4)]
             np.testing.assert_allclose(found[kept], want[kept], atol=1e-6)
     assert back.granted.tolist() == [-(-length // 4), 3]
-    with pytest.raises(ValueError, match="cache keeps surprisals"):
+    with pytest.raises(ValueError, match="cache must be allocated without surprisals"):
         cache.rewind(cache.allocate(SHAPE, 1, 8, page_size=4, surprisal=True), jnp.array([True]), ints(0))

@@ -53,9 +53,9 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
 
     Args:
         controller: a `Controller`; without a method `update` it changes nothing here.
-        signal: of the rows of the step, with `logits` and `key`.
-        action: in force, of the same rows.
-        state: the controller's own, of the same rows.
+        signal: signal of the rows of this step, with `logits` and `key`.
+        action: their current action.
+        state: the controller's state for these rows.
 
     Returns:
         The next action and state.
@@ -195,7 +195,7 @@ class EveryState(NamedTuple):
 
 @pytree
 class Every:
-    """Runs a controller at every n-th token of a row only, the first included; between, the action stands.
+    """Runs a controller at every n-th token of a row, the first included; in between, the action is unchanged.
 
     Each row counts its own tokens, so that its control does not depend on its neighbours. A law across rows
     runs at every n-th step. Arrays of the controller's state must have one entry per row.
@@ -258,9 +258,9 @@ class When:
 
 @pytree
 class PerRow:
-    """A controller each of whose gains has one entry per row: every row has gains of its own.
+    """A controller with separate gains for each row: each of its arrays has one entry per row.
 
-    The loop takes the gains of the rows that a step computes along with the rows.
+    When a step computes a subset of the rows, the loop gathers their gains along with them.
     """
 
     controller: Any

@@ -214,7 +214,7 @@ def normalised_features(signal: Signal, scale: QuantileScale) -> QuadrantFeature
     focus = signal.focus
     if focus is None:
         raise ValueError("signal.focus must be measured, by a controller with `observes`; got None")
-    most = jnp.maximum(focus.most, 1e-6)
+    most = jnp.maximum(focus.max_entropy, 1e-6)
     return QuadrantFeatures(
         quantile_rank(signal.entropy, scale.entropy),
         quantile_rank(signal.varentropy, scale.varentropy),

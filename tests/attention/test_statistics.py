@@ -70,7 +70,7 @@ def test_measures_over_valid_positions(window):
         np.testing.assert_allclose(found.varentropy[row], entropy.var(), atol=1e-5)
         np.testing.assert_allclose(found.agreement[row], 1 - distance / 0.75, atol=1e-5)
         np.testing.assert_allclose(found.interaction[row], np.abs(score).mean(), rtol=1e-5)
-        np.testing.assert_allclose(found.most[row], np.log(score.shape[-1]), rtol=1e-6)
+        np.testing.assert_allclose(found.max_entropy[row], np.log(score.shape[-1]), rtol=1e-6)
         np.testing.assert_allclose(coarse.entropy[row], entropy.mean(), atol=1e-5)
     for value in (*found, *coarse):
         assert value[2] == 0  # the row that holds nothing

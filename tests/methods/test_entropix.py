@@ -98,7 +98,7 @@ def at(logits: np.ndarray, seed: int = 0, **focus: float):
 
     rows = len(logits)
     belief = entropy.entropy_statistics(jnp.asarray(logits))
-    values = dict(entropy=2.0, varentropy=0.1, agreement=0.5, interaction=1.5, most=4.0) | focus
+    values = dict(entropy=2.0, varentropy=0.1, agreement=0.5, interaction=1.5, max_entropy=4.0) | focus
     return quiet_signal(rows)._replace(
         entropy=belief.entropy,
         varentropy=belief.varentropy,
