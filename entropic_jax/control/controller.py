@@ -195,7 +195,7 @@ class EveryState(NamedTuple):
 
 @pytree
 class Every:
-    """Runs a controller at every n-th token of a row, the first included; in between, the action is unchanged.
+    """Runs a controller at every n-th token of a row, the first included; else the action is unchanged.
 
     Each row counts its own tokens, so that its control does not depend on its neighbours. A law across rows
     runs at every n-th step. Arrays of the controller's state must have one entry per row.

@@ -52,7 +52,7 @@ def test_the_reference_is_exact(case):
 def test_the_head_is_that_of_entropy(k):
     logits = 3 * np.random.default_rng(0).standard_normal((4, 67)).astype(np.float32)
     found = topk_entropy.topk_entropy(logits, k, 0.5)
-    for name, value in entropy.head(jnp.asarray(logits), k)._asdict().items():
+    for name, value in entropy.top_k_summary(jnp.asarray(logits), k)._asdict().items():
         close(getattr(found.head, name), value)
     for part, at in ((found.calibrated, 1.0), (found.tempered, 0.5)):
         for name, value in entropy.at_temperature(jnp.asarray(logits), at)._asdict().items():

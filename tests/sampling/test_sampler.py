@@ -34,14 +34,12 @@ def draw(logits, asked, temperature, seed=None, position=None, key=KEY) -> np.nd
     rows = len(logits)
     seed = np.arange(rows) if seed is None else seed
     position = np.zeros(rows) if position is None else position
-    temperature = (
-        jnp.full(rows, temperature, jnp.float32) if np.ndim(temperature) == 0 else jnp.asarray(temperature)
-    )
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), rows)
     return np.asarray(
         sample(
             jnp.asarray(logits),
             asked,
-            temperature.astype(jnp.float32),
+            temperature,
             key,
             jnp.asarray(seed, jnp.int32),
             jnp.asarray(position, jnp.int32),

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
+
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.process import Server, bind
 
@@ -38,3 +40,10 @@ def serving(frontend: Frontend, tracer_provider: Any = None) -> Iterator[Live]:
         live.server.should_exit = True
         live.thread.join(20)
         assert not live.thread.is_alive()
+
+
+def refused(answer: httpx2.Response, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    return error

@@ -94,6 +94,20 @@ def crowd(seed: int = 1) -> list[EngineRequest]:
     return [engine_request(f"crowd {i}", prompt(n, seed + i), seed=i, **WARM) for i, n in enumerate(lengths)]
 
 
+def copies_no_pool(engine: LLMEngine, *kinds: str) -> None:
+    """Check that programs of these kinds have been compiled, and that none of them copies the pool."""
+    shape = f"f32[{','.join(map(str, engine.scheduler.device_state.state.cache.layers[0].keys.shape))}]"
+    seen = set()
+    for key, program in engine.programs._compiled.items():
+        if key[0] in kinds:
+            text = program.as_text()
+            assert shape in text, "the test looks for the wrong thing"
+            copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+            assert not copies, (key, copies)
+            seen.add(key[0])
+    assert seen == {*kinds}
+
+
 def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
     mine = engine_request("mine", prompt(37, 99), seed=5, **WARM)
     ((alone, last),) = run(exact, mine)
@@ -373,30 +387,6 @@ def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(mod
     engine.close()
 
 
-@pytest.mark.slow
-def test_nothing_is_compiled_after_a_full_warm_up(model):
-    for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):
-        assert engine._ready.wait(300)
-        gains = (("dropped_mass_limit", 0.3), ("lowest_dropped_mass_limit", 0.3))
-        engine_requests = [
-            engine_request(
-                f"j{i}",
-                prompt(10 + 20 * i, i),
-                max_tokens=60,
-                seed=i,
-                presence_penalty=0.1 * (i == 1),
-                **WARM,
-            )
-            for i in range(3)
-        ]
-        run(
-            engine,
-            *engine_requests,
-            engine_request("full", prompt(60, 3), Control("full", gains), prompt_logprobs=2),
-        )
-        assert engine.compilations == 0
-
-
 def test_snapshot_says_what_is_in_flight(exact):
     output_stream = exact.submit(engine_request("shown", prompt(20), max_tokens=100, **WARM))
     next(iter(output_stream))
@@ -406,26 +396,3 @@ def test_snapshot_says_what_is_in_flight(exact):
     assert 0 < shown["kv_usage"] <= 1 and shown["running"] == 1
     output_stream.cancel()
     collect(output_stream)
-
-
-def copies_no_pool(engine: LLMEngine, *kinds: str) -> None:
-    """Check that programs of these kinds have been compiled, and that none of them copies the pool."""
-    shape = f"f32[{','.join(map(str, engine.scheduler.device_state.state.cache.layers[0].keys.shape))}]"
-    seen = set()
-    for key, program in engine.programs._compiled.items():
-        if key[0] in kinds:
-            text = program.as_text()
-            assert shape in text, "the test looks for the wrong thing"
-            copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
-            assert not copies, (key, copies)
-            seen.add(key[0])
-    assert seen == {*kinds}
-
-
-def test_no_program_copies_the_pool(exact):
-    run(
-        exact,
-        engine_request("one", prompt(20)),
-        engine_request("two", prompt(90, 1), Control("full"), presence_penalty=0.5),
-    )
-    copies_no_pool(exact, "apply", "prefill", "decode")

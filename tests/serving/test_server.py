@@ -13,18 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.settings import Limits, Settings
 
-from .live import serving
+from .live import refused, serving
 from .scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in range(50)]}
-
-
-def refused(answer: httpx2.Response, status: int) -> dict:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
-    return error
 
 
 def until(condition, seconds: float = 5.0) -> None:
@@ -32,130 +25,6 @@ def until(condition, seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "said"),
-    [
-        ({}, "prompt", "prompt is missing"),
-        (
-            {"prompt": "x", "max_tokens": -1},
-            "max_tokens",
-            "max_tokens must be greater than or equal to 0; got -1",
-        ),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
-        (
-            {"prompt": "x", "temperature": True},
-            "temperature",
-            "temperature must be a number between 0 and 1000; got True",
-        ),
-        ({"prompt": "x", "n": 0}, "n", "n must be greater than or equal to 1; got 0"),
-        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix must be null; got 'y'"),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "stop must have at most 16 strings; got 17"),
-        (
-            {"prompt": "x", "stop": ""},
-            "stop",
-            "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
-        ),
-        ({"prompt": []}, "prompt", "have at least 1 item after validation, not 0; got []"),
-        ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
-        ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
-        ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
-        ({"prompt": ["x"] * 600, "n": 2}, "prompt", "prompt must ask for at most 1024 texts; got 1200"),
-        (
-            {"prompt": "x", "logit_bias": {"a": 1}},
-            "logit_bias",
-            "logit_bias must be a mapping of up to 300 token ids",
-        ),
-        (
-            {"prompt": "x", "logprobs": 21},
-            "logprobs",
-            "logprobs must be an integer between 0 and 20 or null; got 21",
-        ),
-        (
-            {"prompt": "x", "entropic": {"preset": "none"}},
-            "entropic",
-            "entropic.preset must be 'off', 'micro'",
-        ),
-        ("text", None, "must be a JSON object"),
-        (
-            {"prompt": "x", "entropic": {"lowest_temperature": 2, "highest_temperature": 1}},
-            "lowest_temperature",
-            "lowest_temperature must be below highest_temperature = 1; got 2",
-        ),
-        (
-            {"prompt": "x", "structured_outputs": {"regex": "("}},
-            "structured_outputs",
-            "structured_outputs.regex",
-        ),
-        (
-            {"prompt": "x", "structured_outputs": {"regex": "a" * 70000}},
-            "structured_outputs",
-            "characters as a grammar",
-        ),
-        (
-            {"prompt": "x", "structured_outputs": {"json": ENDLESS}},
-            "structured_outputs",
-            "more than 1 s to compile",
-        ),
-        (
-            {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
-            "response_format",
-            "at most once",
-        ),
-        (
-            {
-                "prompt": "x",
-                "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
-            },
-            "response_format",
-            "response_format.json_schema",
-        ),
-        (
-            {"prompt": "x", "response_format": {"type": "json_schema"}},
-            "response_format",
-            "json_schema is missing",
-        ),
-        (
-            {"prompt": "x", "stop_token_ids": [4096]},
-            "stop_token_ids",
-            "must hold token ids between 0 and 4095; got 4096",
-        ),
-        (
-            {"prompt": "x", "logit_bias": {"4096": 1}},
-            "logit_bias",
-            "must hold token ids between 0 and 4095; got 4096",
-        ),
-    ],
-)
-def test_a_wrong_body_is_refused_by_name(live, body, param, said):
-    error = refused(httpx2.post(live.url + PATH, json=body, timeout=60), 400)
-    assert said in error["message"]
-    assert error["param"] == param
-    assert error["type"] == "BadRequestError"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"x"',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "\\ud800"}',
-        b"[" * 10**5,
-    ],
-    ids=["nothing", "half", "list", "text", "NaN", "surrogate", "deep"],
-)
-def test_what_is_not_a_body_is_refused(live, content):
-    headers = {"Content-Type": "application/json"}
-    refused(httpx2.post(live.url + PATH, content=content, headers=headers), 400)
-
-
-def test_unknown_fields_are_left_alone(live):
-    body = {"prompt": "x", "max_tokens": 1, "frobnicate": {"a": 1}, "user": "me", "store": False}
-    assert httpx2.post(live.url + PATH, json=body).status_code == 200
 
 
 def test_models(live):

@@ -1,0 +1,48 @@
+"""The engine's compiled programs: all are compiled by a full warm-up, and none copies the page pool."""
+
+import pytest
+
+from entropic_jax.serving.control_options import Control
+from tests.serving.test_engine import (  # noqa: F401  (fixtures)
+    WARM,
+    copies_no_pool,
+    engine_of,
+    engine_request,
+    exact,
+    model,
+    prompt,
+    run,
+)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_a_full_warm_up(model):  # noqa: F811
+    for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):
+        assert engine._ready.wait(300)
+        gains = (("dropped_mass_limit", 0.3), ("lowest_dropped_mass_limit", 0.3))
+        engine_requests = [
+            engine_request(
+                f"j{i}",
+                prompt(10 + 20 * i, i),
+                max_tokens=60,
+                seed=i,
+                presence_penalty=0.1 * (i == 1),
+                **WARM,
+            )
+            for i in range(3)
+        ]
+        run(
+            engine,
+            *engine_requests,
+            engine_request("full", prompt(60, 3), Control("full", gains), prompt_logprobs=2),
+        )
+        assert engine.compilations == 0
+
+
+def test_no_program_copies_the_pool(exact):  # noqa: F811
+    run(
+        exact,
+        engine_request("one", prompt(20)),
+        engine_request("two", prompt(90, 1), Control("full"), presence_penalty=0.5),
+    )
+    copies_no_pool(exact, "apply", "prefill", "decode")
