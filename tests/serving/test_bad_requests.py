@@ -1,5 +1,6 @@
 """Requests with a wrong body: refused with a message that names the field."""
 
+import httpx2
 import pytest
 
 from .live import refused
