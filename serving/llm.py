@@ -222,10 +222,14 @@ class LLM:
             )
         return outputs
 
-    def _params(self, given: Any, count: int) -> Sequence[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+    def _params(self, sampling_params: Any, count: int) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = (
+            [sampling_params] * count
+            if isinstance(sampling_params, SamplingParams)
+            else list(sampling_params)
+        )
         if len(params) != count:
             raise ValueError(f"sampling_params must be one or as many as prompts, {count}; got {len(params)}")
         wrong = next((p for p in params if not isinstance(p, SamplingParams)), None)

@@ -78,24 +78,29 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     matplotlib.use("agg")
-    found, length = _measure(options)
+    profile, length = _measure(options)
     if options.calibrate:
         from entropic_jax.methods.heads import HeadProfile, rigid_threshold
 
-        assert found.unread is not None
+        assert profile.unread is not None
         # The first layer is read densely.
-        sparse, unread = HeadProfile(found.entropy[1:], found.rigid[1:], found.unread[1:]), found.unread[1:]
+        sparse, unread = (
+            HeadProfile(profile.entropy[1:], profile.rigid[1:], profile.unread[1:]),
+            profile.unread[1:],
+        )
         threshold = rigid_threshold(sparse, TOLERANCE)
-        found = found._replace(rigid=np.nanmax(found.entropy, -1) < threshold)
-        low, unread = found.rigid[1:], np.nanmean(unread, -1)
+        profile = profile._replace(rigid=np.nanmax(profile.entropy, -1) < threshold)
+        low, unread = profile.rigid[1:], np.nanmean(unread, -1)
         print(
             f"rigid below {threshold:.2f}: with {options.prefill_budget} tokens, rigid heads leave "
             f"{unread[low].mean() if low.any() else 0:.2%} unread, dynamic ones "
             f"{unread[~low].mean() if not low.all() else 0:.2%}"
         )
-    draw(found, options.segment, options.out, f"{options.model.name}, {length} tokens")
-    rigid = int(found.rigid.sum())
-    print(f"{found.rigid.size} KV heads: {rigid} rigid, {found.rigid.size - rigid} dynamic; {options.out}")
+    draw(profile, options.segment, options.out, f"{options.model.name}, {length} tokens")
+    rigid = int(profile.rigid.sum())
+    print(
+        f"{profile.rigid.size} KV heads: {rigid} rigid, {profile.rigid.size - rigid} dynamic; {options.out}"
+    )
     return 0
 
 
@@ -111,18 +116,18 @@ def _measure(options: argparse.Namespace) -> "tuple[HeadProfile, int]":
         segment=options.segment, rigid_below=options.rigid_below, base=options.prefill_budget
     )
     try:
-        found = profile_heads(model.decoder, model.params, tokens, policy, unread=options.calibrate)
-        return found, len(tokens)
+        profile = profile_heads(model.decoder, model.params, tokens, policy, unread=options.calibrate)
+        return profile, len(tokens)
     except ValueError as error:
         raise RequestError(f"--text is {options.text}: {error}") from error
 
 
-def draw(found: "HeadProfile", segment: int, file: Path, title: str) -> Any:
+def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:
     """Write the heat map; returns the figure."""
     import matplotlib.pyplot as plt
 
-    layers, heads, segments = found.entropy.shape
-    grid = found.entropy.reshape(layers * heads, segments)
+    layers, heads, segments = profile.entropy.shape
+    grid = profile.entropy.reshape(layers * heads, segments)
     height = min(14.0, 1.6 + 0.22 * layers * heads)
     figure, axes = plt.subplots(figsize=(min(12.0, 4.5 + 0.12 * segments), height), layout="constrained")
     colours = plt.get_cmap("viridis").with_extremes(bad="#dddddd")
@@ -133,7 +138,7 @@ def draw(found: "HeadProfile", segment: int, file: Path, title: str) -> Any:
         axes.axhline(heads * i - 0.5, color="white", lw=1.5)
     right = axes.get_xlim()[1]
     for kind, marker, colour in ((True, "s", "#c03030"), (False, "o", "#3060c0")):
-        place = [i for i, rigid in enumerate(found.rigid.reshape(-1)) if rigid == kind]
+        place = [i for i, rigid in enumerate(profile.rigid.reshape(-1)) if rigid == kind]
         label = f"{'rigid' if kind else 'dynamic'} ({len(place)})"
         axes.plot(
             [right + 0.02 * segments] * len(place),

@@ -268,13 +268,13 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
     return Frontend(made, model, settings)
 
 
-def _template(given: str | None) -> str | None:
+def _template(template: str | None) -> str | None:
     """The text of a chat template, from a file unless it contains braces."""
-    if given is None or "{" in given:
-        return given
+    if template is None or "{" in template:
+        return template
     from .text_input import read_text
 
-    return read_text(given, "--chat-template")
+    return read_text(template, "--chat-template")
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def _elements(*arrays: mgpu.FragmentedArray):
             )
 
 
-def append(wanted, values, places, to_values, to_places, count, portable: bool) -> None:
+def append(selected, values, places, to_values, to_places, count, portable: bool) -> None:
     """Append the wanted elements to lists in shared memory, in any order; `count[0]` counts them.
 
     What does not fit is counted and not stored.
@@ -33,27 +33,27 @@ def append(wanted, values, places, to_values, to_places, count, portable: bool) 
     size = to_values.shape[0]
     if portable:
         before = count[0]
-        number = jnp.where(wanted, before + jnp.cumsum(wanted.astype(jnp.int32)) - 1, size)
+        number = jnp.where(selected, before + jnp.cumsum(selected.astype(jnp.int32)) - 1, size)
         for ref, array in ((to_values, values), (to_places, places)):
             ref[...] = ref[...].at[number].set(array, mode="drop")
-        count[0] = before + wanted.astype(jnp.int32).sum()
+        count[0] = before + selected.astype(jnp.int32).sum()
         return
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT, LAYOUT, REF, REF, REF))
-    def store(_, wanted, values, places, to_values, to_places, count):
+    def store(_, selected, values, places, to_values, to_places, count):
         zero = arith.constant(ir.IndexType.get(), 0)
-        one = arith.constant(ir.IntegerType.get_signless(32), 1)
+        unit = arith.constant(ir.IntegerType.get_signless(32), 1)
         room = arith.constant(ir.IntegerType.get_signless(32), size)
-        for want, value, place in _elements(wanted, values, places):
-            with mgpu.when(want):
-                number = memref.atomic_rmw(arith.AtomicRMWKind.addi, one, count, [zero])
+        for is_selected, value, place in _elements(selected, values, places):
+            with mgpu.when(is_selected):
+                number = memref.atomic_rmw(arith.AtomicRMWKind.addi, unit, count, [zero])
                 with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, number, room)):
                     at = arith.index_cast(ir.IndexType.get(), number)
                     memref.store(value, to_values, [at])
                     memref.store(place, to_places, [at])
         mgpu.warpgroup_barrier()
 
-    store(wanted, values, places, to_values, to_places, count)
+    store(selected, values, places, to_values, to_places, count)
 
 
 def place_at(numbers, limit: int, values, places, to_values, to_places, portable: bool) -> None:

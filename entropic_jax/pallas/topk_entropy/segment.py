@@ -79,14 +79,14 @@ def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numb
     held.places[...] = full(NOWHERE, jnp.int32)
     held.count[0] = jnp.int32(0)
 
-    def read(turn):
-        x = cast(held.segment[pl.ds(turn * LENGTH, LENGTH)]).astype(jnp.float32)
-        place = turn * LENGTH + iota
+    def read(chunk):
+        x = cast(held.segment[pl.ds(chunk * LENGTH, LENGTH)]).astype(jnp.float32)
+        place = chunk * LENGTH + iota
         # What lies beyond the row may be anything.
         return jnp.where(place < length, x, -jnp.inf), place
 
-    def largest(turn, top):
-        x, _ = read(turn)
+    def largest(chunk, top):
+        x, _ = read(chunk)
         return jnp.where(x > top, x, top)  # NaN is passed over
 
     turns = shape.size // LENGTH
@@ -113,8 +113,8 @@ def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numb
             added += [ratio, first, apart * first]
         return tuple(a + b for a, b in zip(sums, added, strict=True))
 
-    def take_in(turn, sums):
-        x, place = read(turn)
+    def take_in(chunk, sums):
+        x, place = read(chunk)
         candidate = (x > floor) | ((x == floor) & (place <= end))
         append(candidate, x, begin + place, held.values, held.places, held.count, shape.portable)
         return weigh(x, sums, candidate)
@@ -153,8 +153,8 @@ def _fetch(shape: Segments, logits_ref, start, held: SharedMemory) -> None:
 def _count(read, turns: int, full, floor, end) -> jax.Array:
     """How many values are above the floor, or at it up to a place."""
 
-    def add(turn, counts):
-        x, place = read(turn)
+    def add(chunk, counts):
+        x, place = read(chunk)
         return counts + jnp.where((x > floor) | ((x == floor) & (place <= end)), 1, 0)
 
     return jnp.sum(lax.fori_loop(0, turns, add, full(0, jnp.int32)))
@@ -231,9 +231,9 @@ def _ranks(held: SharedMemory, values, places, full) -> Any:
     """How many candidates come before each."""
     unrolled = 8
 
-    def compare(turn, ranks):
+    def compare(chunk, ranks):
         for n in range(unrolled):
-            value, place = held.values[turn * unrolled + n], held.places[turn * unrolled + n]
+            value, place = held.values[chunk * unrolled + n], held.places[chunk * unrolled + n]
             first = (value > values) | ((value == values) & (place < places))
             ranks += jnp.where(first, 1, 0)
         return ranks

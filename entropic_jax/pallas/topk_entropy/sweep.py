@@ -102,10 +102,10 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
                 preferred_element_type=jnp.float32,
             )
 
-        def one(g, _):
+        def merge_group(g, _):
             _take_in(shape, first, step, block_ref, rows_of(g), scales_ref, state, lists)
 
-        lax.fori_loop(0, groups, one, None)
+        lax.fori_loop(0, groups, merge_group, None)
 
     @pl.when(wanted & (step == pl.num_programs(1) - 1))
     def settle():

@@ -120,8 +120,8 @@ def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: ja
     return RowPartials(values, indices, state.highest[:, 0], rest)
 
 
-def _sweep(shape: Shape, before_it: State | None, wanted, hidden, source, scales) -> State:
-    """One pass over the rows' logits; `wanted` int32 `[blocks of rows]`: 0 leaves the state as it was."""
+def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales) -> State:
+    """One pass over the rows' logits; `active` int32 `[blocks of rows]`: 0 leaves the state as it was."""
     rows, block, buckets = shape.rows, shape.block, shape.buckets
     steps = pl.cdiv(shape.vocabulary, shape.width)
     first, projecting = before_it is None, hidden is not None
@@ -136,11 +136,11 @@ def _sweep(shape: Shape, before_it: State | None, wanted, hidden, source, scales
 
     def spec(*sizes):
         leading = (0,) * (len(sizes) - 2)
-        return pl.BlockSpec((*sizes[:-2], block, sizes[-1]), lambda row, step, wanted: (*leading, row, 0))
+        return pl.BlockSpec((*sizes[:-2], block, sizes[-1]), lambda row, step, active: (*leading, row, 0))
 
     states = [spec(*sizes) for sizes in shapes]
     # Where nothing is wanted, the block stays the same and is not fetched.
-    step_of = lambda row, step, wanted: jnp.where(wanted[row] > 0, step, 0)
+    step_of = lambda row, step, active: jnp.where(active[row] > 0, step, 0)
     if not projecting:
         inputs = [pl.BlockSpec((block, shape.width), lambda row, *at: (row, step_of(row, *at)))]
     elif shape.transposed:
@@ -174,7 +174,7 @@ def _sweep(shape: Shape, before_it: State | None, wanted, hidden, source, scales
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_limit(shape, hidden, source)
             ),
             name="topk_entropy_project" if projecting else "topk_entropy",
-        )(wanted, *operands)
+        )(active, *operands)
     )
 
 
