@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, cache, chain, generate, loop, parameters, replay, start
+from entropic_jax import allocate, cache, chain, generate, parameters, prefill, replay, start
 from entropic_jax.control.presets import FINE_PAGES
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import quantised
@@ -72,7 +72,7 @@ def test_pages_hold_the_same_however_a_text_comes(dtype, monkeypatch):
     """Of the first layer: what others store depends on the attention, whose rounding a chunk may change."""
     (text,) = tiny.prompts(45)
     at_once = begin([text], dtype)
-    monkeypatch.setattr(loop, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
     jax.clear_caches()
     in_chunks = begin([text], dtype)
     m = tiny.model()

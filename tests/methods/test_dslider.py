@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.scipy.special import digamma
 
-from entropic_jax import entropy, loop
+from entropic_jax import entropy
 from entropic_jax.methods import dslider
+from entropic_jax.sampling.randomness import row_keys
 from entropic_jax.state import plain_action, quiet_signal
 from tests import tiny
 
@@ -91,7 +92,7 @@ def signal(logits: np.ndarray, step: int = 0):
     return quiet_signal(rows)._replace(
         emitting=jnp.ones(rows, bool),
         logits=jnp.asarray(logits, jnp.float32),
-        key=loop.row_keys(jax.random.key(0), jnp.arange(rows), jnp.full(rows, step)),
+        key=row_keys(jax.random.key(0), jnp.arange(rows), jnp.full(rows, step)),
     )
 
 

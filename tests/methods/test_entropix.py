@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropic_jax import loop
 from entropic_jax.calibration import load_calibration
 from entropic_jax.methods import entropix, entropix_released
 from entropic_jax.methods.entropix import (
@@ -22,6 +21,7 @@ from entropic_jax.methods.entropix import (
     QuadrantFeatures,
     Thresholds,
 )
+from entropic_jax.sampling.randomness import row_keys
 from entropic_jax.state import Focus, plain_action, quiet_signal
 from tests import tiny
 
@@ -104,7 +104,7 @@ def at(logits: np.ndarray, seed: int = 0, **focus: float):
         varentropy=belief.varentropy,
         emitting=jnp.ones(rows, bool),
         logits=jnp.asarray(logits),
-        key=loop.row_keys(jax.random.key(seed), jnp.arange(rows), jnp.full(rows, 9)),
+        key=row_keys(jax.random.key(seed), jnp.arange(rows), jnp.full(rows, 9)),
         focus=Focus(**{k: jnp.full(rows, v, jnp.float32) for k, v in values.items()}),
     )
 
