@@ -185,11 +185,16 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(leaf, new, old)
 
 
+def _unchanged(new: Any, old: Any) -> bool:
+    """Whether two pytrees hold the very same arrays: the law that was asked does nothing here."""
+    return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+
+
 class EveryState(NamedTuple):
     """The counters of `Every`, and the state of the controller inside."""
 
     tokens: jax.Array  # int32 [rows], tokens that the row has emitted
-    steps: jax.Array  # int32 [], steps that the batch has run
+    steps: jax.Array  # int32 [rows], steps in which a law across rows was run, the same in all rows
     controller: Any  # of the controller inside: any pytree
 
 
@@ -210,7 +215,7 @@ class Every:
 
     def init(self, action: Action) -> EveryState:
         tokens = jnp.zeros(action.temperature.shape, jnp.int32)
-        return EveryState(tokens, jnp.int32(0), self.controller.init(action))
+        return EveryState(tokens, jnp.zeros_like(tokens), self.controller.init(action))
 
     def update(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
         due = state.tokens % self.n == 0
@@ -221,6 +226,8 @@ class Every:
     def schedule(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
         due = state.steps % self.n == 0
         changed, after = schedule_rows(self.controller, signal, action, state.controller)
+        if _unchanged((changed, after), (action, state.controller)):
+            return action, state
         after = _select(due, after, state.controller)
         return _select(due, changed, action), state._replace(steps=state.steps + 1, controller=after)
 
@@ -229,7 +236,8 @@ class Every:
 class When:
     """Runs a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
 
-    Arrays of the controller's state must have one entry per row.
+    Arrays of the controller's state must have one entry per row. For a law across rows, the condition sees
+    the signal of `Controller.schedule`, which has no logits, keys or attention statistics.
     """
 
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
@@ -251,8 +259,10 @@ class When:
     def _where(
         self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: Any
     ) -> tuple[Action, Any]:
-        holds = self.condition(signal, action)
         changed, after = run(self.controller, signal, action, state)
+        if _unchanged((changed, after), (action, state)):
+            return action, state
+        holds = self.condition(signal, action)
         return _select(holds, changed, action), _select(holds, after, state)
 
 

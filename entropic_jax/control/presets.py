@@ -4,7 +4,7 @@
 `full` does all three; `paper` does all three with every law as printed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
@@ -22,7 +22,7 @@ from .temperature import LAWS
 # every step: older lists miss facts that a question has just made relevant.
 RULES = SelectionRules(sink_pages=4, recent_pages=8, min_pages=16, bound_weight=0.5)
 FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
-LAWS_WITHOUT_TARGET = ("edt", "dynatemp")
+TEMPERATURE_GAINS = ("target_entropy", "lowest_temperature", "highest_temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +85,14 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
 
 
 def temperature_law(gains: Gains) -> Any:
-    """The temperature law named by `gains.law`, with its gains."""
-    law = LAWS[gains.law]
-    if gains.law in LAWS_WITHOUT_TARGET:
-        return law()
-    if gains.law == "mirostat":
-        return law(target_entropy=gains.target_entropy)
-    return law(
-        target_entropy=gains.target_entropy,
-        lowest_temperature=gains.lowest_temperature,
-        highest_temperature=gains.highest_temperature,
-    )
+    """The temperature law named by `gains.law`, with those gains that are fields of its class.
+
+    A law that keeps its published constants whatever the gains say has a class attribute
+    `fixed_gains = True`.
+    """
+    law: Any = LAWS[gains.law]
+    names = () if getattr(law, "fixed_gains", False) else {field.name for field in fields(law)}
+    return law(**{name: getattr(gains, name) for name in TEMPERATURE_GAINS if name in names})
 
 
 def pruning_law(gains: Gains) -> Pruning:

@@ -12,7 +12,7 @@ to gains are finite. The laws are stateless: the integrated quantity is the acti
 Source: Kiruluta 2026, Entropic-Time Inference, arXiv 2603.03310; other sources are stated with each law.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -304,6 +304,7 @@ class EDT(_Stateless):
     0.8982
     """
 
+    fixed_gains: ClassVar[bool] = True
     base: Gain = 1.0
     theta: Gain = 1.0
     lowest_temperature: Gain = 0.1
@@ -341,6 +342,7 @@ class DynaTemp(_Stateless):
     1.5
     """
 
+    fixed_gains: ClassVar[bool] = True
     lowest_temperature: Gain = 0.1
     highest_temperature: Gain = 2.0
     exponent: Gain = 1.0
