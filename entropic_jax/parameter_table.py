@@ -208,18 +208,23 @@ class TokenBiases(NamedTuple):
         return f"[−{-self.low:g}, {self.high:g}] or −∞, for up to {self.most} tokens"
 
     def check(self, name: str, value: Any) -> dict[int, float]:
-        """The biases by token id; ids may be written as strings. Raises ParameterError."""
-        if isinstance(value, Mapping) and len(value) <= self.most:
-            try:
-                pairs = {int(token): float(bias) for token, bias in value.items()}
-            except (TypeError, ValueError):
-                pairs = {-1: 0.0}  # refused below
-            if all(
-                0 <= token <= LARGEST_INT and (bias == -math.inf or self.low <= bias <= self.high)
-                for token, bias in pairs.items()
-            ):
-                return pairs
-        raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
+        """The biases by token id; ids may be written as decimal strings. Raises ParameterError."""
+        if not isinstance(value, Mapping) or len(value) > self.most:
+            raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
+        pairs: dict[int, float] = {}
+        for key, bias in value.items():
+            token = _token_id(key)
+            if token is None or not self._contains(bias):
+                raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
+            if token in pairs:
+                raise ParameterError(f"{name} must state each token once; got {token} twice", name)
+            pairs[token] = float(bias)
+        return pairs
+
+    def _contains(self, bias: Any) -> bool:
+        if not isinstance(bias, numbers.Real) or isinstance(bias, bool):
+            return False
+        return bool(bias == -math.inf or self.low <= bias <= self.high)
 
 
 class Parameter(NamedTuple):
@@ -313,7 +318,24 @@ def _power(value: int) -> str:
     return f"−{size}" if value < 0 else str(value)
 
 
+def _token_id(key: Any) -> int | None:
+    """A token id as an integer, from an integer or decimal digits; None if it is not one."""
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(LARGEST_INT)):
+        key = int(key)
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool) and 0 <= key <= LARGEST_INT:
+        return int(key)
+    return None
+
+
 def short(value: Any) -> str:
-    """The value as Python writes it, cut to 60 characters."""
-    text = repr(value)
+    """The value as Python writes it, cut to 60 characters.
+
+    >>> short(10**5000), short([10**5000])
+    ('a very large integer', 'a list with a very large integer')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        large = "a very large integer"
+        return large if isinstance(value, int) else f"a {type(value).__name__} with {large}"
     return text if len(text) <= 60 else text[:57] + "..."

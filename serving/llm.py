@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.sampling_params import SamplingParams, recommended
+from entropic_jax.parameter_table import short
+from entropic_jax.sampling_params import PARAMETERS, SamplingParams, recommended
 
 from .compilation import remember_compilations
 from .engine.engine import start
@@ -46,6 +47,7 @@ from .request import Request
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
 
+SEED = PARAMETERS["seed"].accepts
 CHECK = 0.5  # seconds between looks at whether the engine has failed
 
 
@@ -98,14 +100,16 @@ class LLM:
             ValueError: for one whose value is not accepted, or a model that cannot be loaded.
             OSError: if files of the model cannot be read.
         """
-        self._seed = seed
+        if not isinstance(model, str | Path | None):
+            raise TypeError(f"model must be a path, as a string or Path; got {short(model)}")
+        self._seed = SEED.check("seed", seed)
         self._control, engine_options = read_options(preset, options)
         remember_compilations()
-        self._finished_requests = FinishedRequests()
-        self._engine = start(EMBEDDED if model is None else model, engine_options, self._finished_requests)
-        self._engine.row_controllers.row_gains(self._control)  # says at once what is wrong
         self._lock = threading.Lock()
         self._num_prompts = self._num_sequences = 0  # submitted so far
+        self._finished_requests = FinishedRequests()
+        path = EMBEDDED if model is None else model
+        self._engine = start(path, engine_options, self._finished_requests, control=self._control)
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(
@@ -129,6 +133,7 @@ class LLM:
 
         Raises:
             ValueError: for a prompt or parameters that the model cannot take; nothing is generated then.
+            TypeError: if `sampling_params` are of another type.
             RuntimeError: after `shutdown`, or if the engine has failed.
         """
         items = prompts_of(prompts)
@@ -225,17 +230,19 @@ class LLM:
     def _params(self, sampling_params: Any, count: int) -> Sequence[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = (
-            [sampling_params] * count
-            if isinstance(sampling_params, SamplingParams)
-            else list(sampling_params)
-        )
-        if len(params) != count:
-            raise ValueError(f"sampling_params must be one or as many as prompts, {count}; got {len(params)}")
-        wrong = next((p for p in params if not isinstance(p, SamplingParams)), None)
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        accepted = "sampling_params must be SamplingParams or a list of them"
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str | bytes):
+            raise TypeError(f"{accepted}; got {type(sampling_params).__name__}")
+        wrong = next((p for p in sampling_params if not isinstance(p, SamplingParams)), None)
         if wrong is not None:
-            raise TypeError(f"sampling_params must be SamplingParams; got {type(wrong).__name__}")
-        return params
+            raise TypeError(f"{accepted}; got a list with {type(wrong).__name__}")
+        if len(sampling_params) != count:
+            raise ValueError(
+                f"sampling_params must be one or as many as prompts, {count}; got {len(sampling_params)}"
+            )
+        return sampling_params
 
     def _requests(self, prompt: TokenizedPrompt, params: SamplingParams) -> list[EngineRequest]:
         """The `n` sequences of a prompt, which differ in their seeds."""
@@ -244,7 +251,7 @@ class LLM:
             if params.seed is not None:
                 seed = params.seed + k
             elif self._seed is not None:
-                seed = self._seed + self._num_sequences
+                seed = (self._seed + self._num_sequences) % 2**31
             else:
                 seed = secrets.randbelow(2**31)
             self._num_sequences += 1

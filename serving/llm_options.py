@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from entropic_jax.control_gains import GAINS, PRESETS
+from entropic_jax.parameter_table import ParameterError, short
 
 from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control
 from .engine.options import EngineOptions
@@ -41,7 +42,9 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
         if name not in (*ENGINE_NAMES, *GAIN_NAMES):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
     if preset not in ENGINE_PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(ENGINE_PRESETS)}; got {preset!r}")
+        raise ParameterError(
+            f"preset must be one of {', '.join(ENGINE_PRESETS)}; got {short(preset)}", "preset"
+        )
     gains = {name: options[name] for name in GAIN_NAMES if options.get(name) is not None}
     gains |= {name: GAINS[name].accepts.check(name, gains[name]) for name in gains.keys() & GAINS.keys()}
     engine: dict[str, Any] = {
@@ -54,7 +57,7 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
         "preset": preset,
         "max_queue": IN_FLIGHT,
     }
-    if isinstance(budgets := engine.get("budgets"), Mapping):
+    if isinstance(budgets := engine.get("budgets", {}), Mapping):
         engine["budgets"] = tuple(budgets.items())
     checked = EngineOptions(**engine)
     return Control(preset, tuple(gains.items()), checked.method, checked.budgets), checked

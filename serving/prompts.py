@@ -11,6 +11,9 @@ from .request import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+BYTES = bytes | bytearray | memoryview  # sequences of integers, which are not token ids
+PROMPTS = "a string, a list of token ids, a mapping with prompt or prompt_token_ids, or a list of these"
+CONVERSATIONS = "a list of mappings with role and content, or a list of such lists"
 
 
 class TokenizedPrompt(NamedTuple):
@@ -28,14 +31,14 @@ def prompts_of(value: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(value, str | Mapping) or _all(value, Integral):
         return [value]  # type: ignore[list-item]
-    return _listed("prompts", value)
+    return _listed("prompts", PROMPTS, value)
 
 
 def conversations_of(value: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
     """The conversations in an argument that is one list of messages or many."""
     if _all(value, Mapping):
         return [value]  # type: ignore[list-item]
-    return _listed("messages", value)
+    return _listed("messages", CONVERSATIONS, value)
 
 
 def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, ...]]) -> TokenizedPrompt:
@@ -75,7 +78,7 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
 
 def _token_ids(value: Any) -> list[int]:
     """Token ids as Python's integers; NumPy's are accepted."""
-    ids = list(value) if isinstance(value, Iterable) else [None]
+    ids = list(value) if isinstance(value, Iterable) and not isinstance(value, BYTES) else [None]
     if all(isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0 for x in ids):
         return [int(x) for x in ids]
     raise RequestError(f"a prompt must be a string or a list of token ids; got {short(value)}")
@@ -83,10 +86,12 @@ def _token_ids(value: Any) -> list[int]:
 
 def _all(value: Any, kind: Any) -> bool:
     """Whether the value is a sequence of such items, and not empty."""
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(x, kind) for x in value)
+    if not isinstance(value, Sequence) or isinstance(value, BYTES):
+        return False
+    return len(value) > 0 and all(isinstance(x, kind) for x in value)
 
 
-def _listed(name: str, value: Any) -> list[Any]:
-    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+def _listed(name: str, accepted: str, value: Any) -> list[Any]:
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping | BYTES):
         return list(value)
-    raise RequestError(f"{name} must be one or a sequence of them; got {short(value)}", name)
+    raise RequestError(f"{name} must be {accepted}; got {short(value)}", name)

@@ -121,6 +121,43 @@ def test_an_error_has_the_parameters_name():
     assert e.value.param == "top_p" and isinstance(e.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 10**5000) for name in PARAMETERS),
+        *(("stop_token_ids", value) for value in ([10**5000], [True], [1.0])),
+        *(
+            ("logit_bias", value)
+            for value in (
+                {1: 10**400},
+                {10**5000: 1},
+                {math.inf: 1},
+                {1.0: 1},
+                {True: 1},
+                {"1" * 6000: 1},
+                {"1.0": 1},
+                {"\u0661": 1},  # a decimal digit outside ASCII
+                {1: "2"},
+                {1: True},
+                {1: math.nan},
+                {1: math.inf},
+                {1: 2, "1": 3},
+            )
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_no_value_is_refused_by_name_however_large(name, value):
+    with pytest.raises(ParameterError, match=f"^{name} must ") as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+
+
+def test_token_ids_of_biases_are_integers_or_decimal_strings():
+    biases = SamplingParams(logit_bias={"3": 1, np.int64(4): np.float32(2), 5: -math.inf}).logit_bias
+    assert biases == {3: 1.0, 4: 2.0, 5: -math.inf}
+
+
 def test_the_table_is_in_the_documentation():
     pages = [path.read_text("utf-8") for path in DOCS.rglob("*.md")]
     assert any(markdown(SamplingParams) in page for page in pages)

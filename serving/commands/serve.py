@@ -253,10 +253,10 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
                 branches=dict(settings.control.gains).get("branches"),
             ),
             progress=WarmProgress(),
+            control=settings.control,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model is {options.model}: {error}") from error
-    made.row_controllers.row_gains(settings.control)  # refused now rather than at each request
     model = served_model.describe(
         made.model,
         str(options.model),

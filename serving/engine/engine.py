@@ -63,6 +63,7 @@ class LLMEngine:
         calibration: Any = None,
         metrics_hooks: MetricsHooks | None = None,
         progress: Callable[[int, int], None] = no_progress,
+        control: Control | None = None,
     ) -> None:
         """Allocate the KV cache and start the engine's thread, which compiles the programs first.
 
@@ -72,6 +73,7 @@ class LLMEngine:
             calibration: Of the model, None without one.
             metrics_hooks: Called at each event, None without any.
             progress: `progress(done, total)` is called after each program compiled ahead.
+            control: Of requests to come; checked before anything is allocated.
 
         Raises:
             ValueError: Where the options do not suit the model.
@@ -86,6 +88,8 @@ class LLMEngine:
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.method = self.sizes.shapes.method
         self.row_controllers = self._row_controllers(calibration)
+        if control is not None:
+            self.row_controllers.row_gains(control)  # refused now rather than at each request
         belief_temperature = 1.0 if calibration is None else calibration.temperature
         device_state = initial_device_state(
             model, self.sizes, self.row_controllers, cache_dtype, belief_temperature
@@ -360,6 +364,7 @@ def start(
     options: EngineOptions | None = None,
     metrics_hooks: MetricsHooks | None = None,
     progress: Callable[[int, int], None] = no_progress,
+    control: Control | None = None,
 ) -> LLMEngine:
     """The engine of a Hugging Face model directory, with the calibration in it if there is one.
 
@@ -370,6 +375,7 @@ def start(
         options: As in `LLMEngine`, like the rest.
         metrics_hooks: Called at each event.
         progress: Called after each program compiled ahead.
+        control: Of requests to come, checked before the engine starts.
 
     Raises:
         ValueError: Where the directory or the options are at fault.
@@ -377,4 +383,4 @@ def start(
     """
     options = EngineOptions() if options is None else options
     model = models.load(path, options.dtype or default_dtype())
-    return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress)
+    return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress, control)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -14,8 +14,9 @@ from entropic_jax.control_gains import MACRO, SCALES
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
+from entropic_jax.parameter_table import Choice, Flag, ParameterError, short
 
-from ..control_options import SAMPLERS
+from ..control_options import BUDGETS, METHODS, SAMPLERS
 from ..kv_cache import KvCacheDtype
 from .programs import Shapes
 
@@ -27,6 +28,7 @@ Policy = Literal["entropic", "fcfs"]
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless `kv_cache_bytes` or `num_pages` is set
 EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
+MOST_ROWS = 4096  # bound on `max_num_seqs`, far beyond what a device serves well
 MEMORY_FRACTION = 0.9  # of an accelerator's memory that may be in use, KV cache included
 
 
@@ -42,7 +44,7 @@ class EngineOptions:
     page selection.
 
     Raises:
-        ValueError: For a field with a value that is not accepted.
+        ParameterError: A ValueError, for a field with a value that is not accepted.
     """
 
     dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto
@@ -72,9 +74,16 @@ class EngineOptions:
         """Check every field."""
         optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
         for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "branches", "compile_workers"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+            _check_integer(name, getattr(self, name), 1)
+        if self.max_num_seqs > MOST_ROWS:
+            raise ParameterError(
+                f"max_num_seqs must be at most {MOST_ROWS}; got {short(self.max_num_seqs)}", "max_num_seqs"
+            )
+        for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
+            Flag().check(name, getattr(self, name))
+        Choice(METHODS).check("method", self.method)
+        _check_budgets(self.budgets)
+        _check_clarification(self.clarification, self.preset)
         choices = {
             "warmup": get_args(Warmup),
             "scheduling_policy": (None, *get_args(Policy)),
@@ -83,7 +92,7 @@ class EngineOptions:
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 names = ", ".join(map(str, accepted))
-                raise ValueError(f"{name} must be one of {names}; got {getattr(self, name)!r}")
+                raise ParameterError(f"{name} must be one of {names}; got {short(getattr(self, name))}", name)
 
     @property
     def policy(self) -> Policy:
@@ -91,6 +100,37 @@ class EngineOptions:
         if self.scheduling_policy is not None:
             return self.scheduling_policy
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
+
+
+def _check_integer(name: str, value: Any, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise ParameterError(f"{name} must be an integer of at least {low}; got {short(value)}", name)
+
+
+def _check_budgets(budgets: Any) -> None:
+    """Raise ParameterError where the budgets are not pairs of a known name and an integer."""
+    names = " and ".join(BUDGETS)
+    if not isinstance(budgets, tuple):
+        raise ParameterError(
+            f"budgets must be a mapping with the keys {names}; got {short(budgets)}", "budgets"
+        )
+    for name, value in budgets:
+        if name not in BUDGETS:
+            raise ParameterError(f"budgets must have no keys but {names}; got {short(name)}", "budgets")
+        least = registry.MIN_BUDGET
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
+            raise ParameterError(message, "budgets")
+
+
+def _check_clarification(clarification: Any, preset: str) -> None:
+    name = "clarification"
+    if not isinstance(clarification, str):
+        raise ParameterError(f"{name} must be a string; got {short(clarification)}", name)
+    if clarification and preset != "entropix":
+        raise ParameterError(
+            f"{name} needs the preset entropix; got the preset {preset} and {short(clarification)}", name
+        )
 
 
 class Sizes(NamedTuple):
@@ -160,7 +200,13 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
     on_cpu, plan, method = jax.default_backend() == "cpu", plan_of(options), method_of(options, model)
     longest = model.config.max_position_embeddings
     page_size = _page_size(options, method)
-    context: int = min(options.max_model_len or longest, longest)
+    if options.max_model_len is not None and options.max_model_len > longest:
+        raise ParameterError(
+            f"max_model_len must be at most {longest}, the model's longest sequence; "
+            f"got {short(options.max_model_len)}",
+            "max_model_len",
+        )
+    context: int = options.max_model_len or longest
     context = max(page_size, context // page_size * page_size)
     budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget

@@ -179,7 +179,9 @@ class RowControllers:
         if control.preset == self.sampler:
             return self._sampler_gains(dict(control.gains).get("branches", self.branches))
         if options.get("law", self.law) != self.law:
-            raise RequestError(f"law must be {self.law} on this server; got {options['law']!r}", "law")
+            raise RequestError(
+                f"law must be {self.law}, the law of this engine; got {options['law']!r}", "law"
+            )
         gains = control_options.gains(
             control._replace(gains=(*options.items(), ("law", self.law))), self.calibration
         )
@@ -200,11 +202,11 @@ class RowControllers:
     def _refusal(self, preset: str) -> str:
         """Why a known preset is not accepted, to follow the message."""
         if preset in SAMPLERS:
-            return " (the server was not started with that --preset)"
+            return " (the engine was not started with that preset)"
         if MESO in SCALES.get(preset, ()) and not self.pruning:
-            return " (no request may leave pages unread on this server)"
+            return " (no request may leave pages unread in this engine)"
         if preset == MACRO:
-            return " (the server serves requests in order of arrival: --scheduling-policy is fcfs)"
+            return " (the engine serves requests in order of arrival: scheduling_policy is fcfs)"
         return ""
 
     def _controller(

@@ -356,7 +356,7 @@ def test_the_queue_is_bounded_and_drains(model):
         ),
         (
             dict(ids=(1,), control=Control("micro", (("law", "exact"),))),
-            "law must be normalised on this server; got 'exact'",
+            "law must be normalised, the law of this engine; got 'exact'",
         ),
     ],
 )

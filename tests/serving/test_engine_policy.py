@@ -49,6 +49,6 @@ def test_full_has_its_other_scales_under_every_policy():
     gains = [row_controllers(entropic_schedule=policy).row_gains(Control("full")) for policy in (False, True)]
     assert gains[0].pruning and gains[0].values.tolist() == gains[1].values.tolist()
     with pytest.raises(
-        RequestError, match=r"got 'full' \(no request may leave pages unread on this server\)"
+        RequestError, match=r"got 'full' \(no request may leave pages unread in this engine\)"
     ):
         row_controllers(pruning=False).row_gains(Control("full"))

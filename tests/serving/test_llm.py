@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -197,7 +198,9 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
         ([{"text": "x"}], r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got \['text'\]"),
         ([[10**6]], r"prompts\[0\]: prompt must hold tokens between 0 and .*; got 1000000"),
         ([[1] * 256], r"prompts\[0\]: prompt must have between 1 and 255 tokens.*; got 256"),
-        (7, "prompts must be one or a sequence of them; got 7"),
+        (7, "prompts must be a string, a list of token ids, a mapping with prompt .*; got 7"),
+        (b"abc", "prompts must be a string, a list of token ids, .*; got b'abc'"),
+        (["x", b"abc"], r"prompts\[1\]: a prompt must be a string or a list of token ids; got b'abc'"),
     ],
 )
 def test_prompts_that_are_refused(llm, prompts, message):
@@ -211,8 +214,10 @@ def test_prompts_that_are_refused(llm, prompts, message):
 def test_sampling_parameters_that_are_refused(llm):
     with pytest.raises(ValueError, match="sampling_params must be one or as many as prompts, 2; got 1"):
         llm.generate(["x", "y"], [SamplingParams()])
-    with pytest.raises(TypeError, match="sampling_params must be SamplingParams; got dict"):
-        llm.generate(["x"], [{"temperature": 1}])
+    accepted = "sampling_params must be SamplingParams or a list of them"
+    for params, got in (({"max_tokens": 3}, "dict"), (5, "int"), ([{"temperature": 1}], "a list with dict")):
+        with pytest.raises(TypeError, match=f"{accepted}; got {got}"):
+            llm.generate(["x"], params)
     with pytest.raises(ValueError, match="temperature must be"):
         SamplingParams(temperature=-1)
 
@@ -232,6 +237,55 @@ def test_sampling_parameters_that_are_refused(llm):
 def test_options_that_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         LLM(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1; got True"),
+        ({"block_size": True}, "block_size must be an integer of at least 1; got True"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 4096; got 1000000000"),
+        ({"max_num_seqs": 10**5000}, "max_num_seqs must be at most 4096; got a very large integer"),
+        ({"max_model_len": 8193}, "max_model_len must be at most 8192, .*; got 8193"),
+        ({"method": "snap"}, "method must be one of dense, entropyinfer, .*; got 'snap'"),
+        ({"method": 3}, "method must be one of dense, .*; got 3"),
+        ({"budgets": {"bas": 64}}, "budgets must have no keys but base and budget; got 'bas'"),
+        ({"budgets": {"base": 0}}, "budgets must map base to an integer of at least 64; got 0"),
+        ({"budgets": {"base": True}}, "budgets must map base to an integer of at least 64; got True"),
+        ({"budgets": 64}, "budgets must be a mapping with the keys base and budget; got 64"),
+        ({"seed": "x"}, "seed must be an integer between .*; got 'x'"),
+        ({"seed": True}, "seed must be an integer between .*; got True"),
+        ({"seed": 2**63}, "seed must be an integer between .*; got 9223372036854775808"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be true or false; got 1"),
+        ({"pruning": "no"}, "pruning must be true or false; got 'no'"),
+        ({"batch_invariant": 0}, "batch_invariant must be true or false; got 0"),
+        ({"clarification": 3, "preset": "entropix"}, "clarification must be a string; got 3"),
+        ({"clarification": "x"}, "clarification needs the preset entropix; got the preset off"),
+    ],
+)
+def test_engine_options_that_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LLM(**options)
+
+
+def test_a_model_that_is_no_path_is_refused():
+    with pytest.raises(TypeError, match=r"^model must be a path, as a string or Path; got 3"):
+        LLM(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "micro", "lowest_temperature": 5}, "^lowest_temperature must be below .*; got 5"),
+        ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine serves requests in"),
+        ({"preset": "meso", "pruning": False}, r"got 'meso' \(no request may leave pages unread in this e"),
+    ],
+)
+def test_a_refused_control_leaves_no_engine_running(options, message):
+    before = [thread for thread in threading.enumerate() if thread.name == "engine"]
+    with pytest.raises(ValueError, match=message):
+        LLM(**options, **SIZES)
+    assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
 
 
 def test_options_go_where_they_belong():
