@@ -19,7 +19,7 @@ from jax import lax
 
 from .pallas.entropy_moments import entropy_moments
 
-LOWEST_TEMPERATURE = 1e-9  # smallest temperature above 0 that is told apart; keeps gradients finite
+LOWEST_TEMPERATURE = 1e-9  # smaller positive temperatures count as it; keeps gradients finite
 
 
 class EntropyStatistics(NamedTuple):

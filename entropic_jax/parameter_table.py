@@ -25,7 +25,7 @@ LARGEST_INT = 2**31 - 1  # what the device's integers hold
 
 
 class ParameterError(ValueError):
-    """A value that a parameter does not accept. `param` is the parameter's name, None if there is no one."""
+    """A value that a parameter does not accept. `param` is its name, or None if no single one is at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -174,7 +174,7 @@ def prefill_prompts(
             row = int(np.argmin(output.granted))
             raise ValueError(
                 f"prompts must fit together into {state.cache.pages} pages of {state.cache.page_size} "
-                f"positions; prompts[{row}] of {len(prompts[row])} tokens found no room"
+                f"positions; prompts[{row}] of {len(prompts[row])} tokens does not fit"
             )
         done += size
     return state
@@ -195,7 +195,7 @@ def prefill(
         scored: also return the log-probability of the token that follows each position. Static.
 
     Returns:
-        The state, and what came of each prompt.
+        The new state, and the output, which has one entry for each prompt of the chunk.
     """
     total = state.length.shape[0]
     rows = RowSubset.at(jnp.asarray(chunk.rows), total)

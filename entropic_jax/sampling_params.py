@@ -99,7 +99,7 @@ class SamplingParams(Table):
     seed: int | None = parameter(
         None,
         Number(int, -(2**63), 2**63 - 1, optional=True),
-        "of the random draws, modulo 2³¹; drawn anew where there is none",
+        "seed of the random draws, modulo 2³¹; random if omitted",
         scope=HOST,
     )
     stop: str | Sequence[str] = parameter(

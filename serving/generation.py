@@ -64,7 +64,7 @@ def load(
 
 
 def default_dtype() -> str:
-    """What a model computes in unless told otherwise: float32 on a CPU, bfloat16 elsewhere."""
+    """The default dtype of a model's computations: float32 on a CPU, bfloat16 elsewhere."""
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

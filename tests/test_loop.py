@@ -187,7 +187,7 @@ def test_no_copy_of_the_cache_in_a_launch():
         ),
         (
             dict(texts=[[1] * 50, [2] * 50], pages=8),
-            r"must fit together into 8 pages of \d+ positions; prompts\[1\] of 50 tokens found no room",
+            r"must fit together into 8 pages of \d+ positions; prompts\[1\] of 50 tokens does not fit",
         ),
     ],
 )

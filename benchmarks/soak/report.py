@@ -22,10 +22,14 @@ def verdicts(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     """Each requirement, whether it held, and the figures."""
     run, after, restart = results["run"], results["run"]["after"], results["crash"]
     free = after["pages_free"] + after.get("prefix_pages", 0)
-    total = sum(run["sent"].values())
+    total, timed_out = sum(run["sent"].values()), sum(run["timed_out"].values())
     seconds = run["seconds"]
     return [
-        ("no wrong answer, none missing", not run["failures"], f"{len(run['failures'])} of {total}"),
+        (
+            "no wrong answer, no lost request",
+            not run["failures"],
+            f"{len(run['failures'])} of {total}; {timed_out} timed out",
+        ),
         ("pages free as at the start", free == after["pages"], f"{free} of {after['pages']}"),
         (
             "memory flat",

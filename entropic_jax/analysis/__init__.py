@@ -1,1 +1,1 @@
-"""Looking at the loop from outside: what each scale of control brings, and what it costs."""
+"""Ablation studies: the benefit and the cost of each scale of control."""

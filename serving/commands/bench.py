@@ -24,58 +24,100 @@ LIKE = ("azure-conversation", "azure-code")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic bench` takes."""
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="(default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="served model name (default: the first it lists)")
     parser.add_argument(
-        "--api-key", metavar="KEY", help="(default: the variable OPENAI_API_KEY, where it is set)"
+        "--model", metavar="NAME", help="served model name (default: the first that the server lists)"
     )
-    parser.add_argument("--timeout", type=_above(0), default=600.0, metavar="S", help="seconds of a request")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key to send (default: the variable OPENAI_API_KEY, if set)"
+    )
+    parser.add_argument(
+        "--timeout", type=_above(0), default=600.0, metavar="S", help="seconds until a request fails"
+    )
     parser.add_argument(
         "--body", type=_object, default={}, metavar="JSON", help="fields sent with every request"
     )
     load = parser.add_argument_group("requests")
     kinds = load.add_mutually_exclusive_group()
-    kinds.add_argument("--trace", type=Path, metavar="FILE", help="of Azure (CSV) or Mooncake (JSONL)")
-    kinds.add_argument("--like", choices=LIKE, help="drawn with the published statistics of this trace")
+    kinds.add_argument(
+        "--trace", type=Path, metavar="FILE", help="trace file of Azure (CSV) or Mooncake (JSONL) to replay"
+    )
+    kinds.add_argument(
+        "--like", choices=LIKE, help="draw requests with the published statistics of this trace"
+    )
     load.add_argument(
-        "--requests", type=_whole, metavar="INT", help="how many (default: 100, or all of the trace)"
+        "--requests",
+        type=_whole,
+        metavar="INT",
+        help="number of requests (default: 100, or all of the trace)",
     )
     load.add_argument("--rate", type=_above(0), metavar="FLOAT", help="requests per second, on average")
     load.add_argument(
         "--cv",
         type=_from(0),
         metavar="FLOAT",
-        help="of the gaps: 1 is Poisson, more comes in bursts, 0 a clock",
+        help="coefficient of variation of the gaps between requests: 0 is a fixed interval, 1 a Poisson process, "
+        "more is burstier (default: %(default)s)",
     )
-    load.add_argument("--prompt-tokens", type=_range, metavar="N", help="or LOW-HIGH (default: 128)")
-    load.add_argument("--output-tokens", type=_range, metavar="N", help="or LOW-HIGH (default: 64)")
+    load.add_argument(
+        "--prompt-tokens", type=_range, metavar="N", help="tokens of a prompt, or LOW-HIGH (default: 128)"
+    )
+    load.add_argument(
+        "--output-tokens", type=_range, metavar="N", help="tokens to generate, or LOW-HIGH (default: 64)"
+    )
     load.add_argument(
         "--scale-lengths",
         type=_factor,
         default=1.0,
         metavar="FLOAT",
-        help="multiply all lengths; auto: so that 99 %% fit into the model",
+        help="multiply all lengths by this; auto makes 99 %% fit the model (default: %(default)g)",
     )
     load.add_argument(
-        "--max-model-len", type=_whole, metavar="INT", help="cut what is longer (default: what it lists)"
+        "--max-model-len",
+        type=_whole,
+        metavar="INT",
+        help="cut longer requests to this (default: as the server states)",
     )
-    load.add_argument("--closed-loop", type=_whole, metavar="INT", help="this many at once, at no set times")
-    load.add_argument("--warm-up", type=_count, default=2, metavar="INT", help="requests first, not measured")
-    load.add_argument("--seed", type=_count, default=0, metavar="INT", help="of arrivals, lengths, prompts")
+    load.add_argument(
+        "--closed-loop",
+        type=_whole,
+        metavar="INT",
+        help="keep this many requests in flight, without set times",
+    )
+    load.add_argument(
+        "--warm-up",
+        type=_count,
+        default=2,
+        metavar="INT",
+        help="unmeasured requests sent first (default: %(default)s)",
+    )
+    load.add_argument(
+        "--seed",
+        type=_count,
+        default=0,
+        metavar="INT",
+        help="seed of arrivals, lengths and prompts (default: %(default)s)",
+    )
     prompts = parser.add_argument_group("prompts (default: random token ids)")
-    prompts.add_argument("--text", metavar="FILE", help="cut them from this text instead")
+    prompts.add_argument("--text", metavar="FILE", help="cut prompts from this text instead")
     prompts.add_argument("--as-text", action="store_true", help="send text, not token ids")
     prompts.add_argument(
-        "--vocabulary", type=_whole, default=1024, metavar="INT", help="random ids are below (default: 1024)"
+        "--vocabulary",
+        type=_whole,
+        default=1024,
+        metavar="INT",
+        help="random ids are below this (default: 1024)",
     )
     runs = parser.add_argument_group("comparison and output")
-    runs.add_argument(
-        "--compare", metavar="URL", help="run a second server alternately, and set them side by side"
-    )
+    runs.add_argument("--compare", metavar="URL", help="run a second server alternately, and compare the two")
     runs.add_argument("--repeat", type=_whole, default=1, metavar="INT", help="runs of each server")
-    runs.add_argument("--slo", metavar="BOUNDS", help="as 'ttft:500 itl:50 tpot:40 e2e:5000', milliseconds")
+    runs.add_argument(
+        "--slo",
+        metavar="BOUNDS",
+        help="bounds for goodput, in milliseconds: 'ttft:500 itl:50 tpot:40 e2e:5000'",
+    )
     runs.add_argument("--json", action="store_true", help="print the figures as one object")
-    runs.add_argument("--out", type=Path, metavar="FILE", help="store them, and every request, as JSON")
-    runs.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .png, .svg, .pdf")
+    runs.add_argument("--out", type=Path, metavar="FILE", help="store the figures and every request as JSON")
+    runs.add_argument("--plot", type=Path, metavar="FILE", help="plot the figures: .png, .svg, .pdf")
 
 
 def run(options: argparse.Namespace) -> int:

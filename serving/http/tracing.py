@@ -28,7 +28,7 @@ def exporter(endpoint: str | None) -> Any:
 
 
 def of_requests(provider: Any) -> Any:
-    """What FastAPI is told: a span for each request, below the one that its `traceparent` names, or none."""
+    """FastAPI's tracing arguments: a span per request, whose parent is named by its `traceparent`; or no spans."""
     return {**OFF, "tracing": provider is not None, "tracer_provider": provider}
 
 

@@ -107,7 +107,7 @@ def test_verdicts_name_what_did_not_hold():
         ("growth", 0.2, "memory flat"),
         ("growth", float("nan"), "memory flat"),
         ("run", {**run, "after": {**after, "pages_free": 6}}, "pages free as at the start"),
-        ("run", {**run, "after": after, "failures": [("greedy", "")]}, "no wrong answer, none missing"),
+        ("run", {**run, "after": after, "failures": [("greedy", "")]}, "no wrong answer, no lost request"),
         ("crash", {**crash, "same": False}, "the same answers after kill -9"),
         ("status", 1, "SIGTERM ends it"),
     ):

@@ -256,7 +256,7 @@ async def events(
 
 
 def finish(choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, Any]:
-    """The usage of a request, told to its trace as well."""
+    """The token usage of a request, which is also recorded in its trace span."""
     found = total(choices)
     tracing.note(
         **{
