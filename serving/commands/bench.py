@@ -23,7 +23,9 @@ LIKE = ("azure-conversation", "azure-code")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic bench` takes."""
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="(default: %(default)s)")
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)"
+    )
     parser.add_argument(
         "--model", metavar="NAME", help="served model name (default: the first that the server lists)"
     )
@@ -31,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help="key to send (default: the variable OPENAI_API_KEY, if set)"
     )
     parser.add_argument(
-        "--timeout", type=_above(0), default=600.0, metavar="S", help="seconds until a request fails"
+        "--timeout",
+        type=_above(0),
+        default=600.0,
+        metavar="S",
+        help="seconds until a request fails (default: 600)",
     )
     parser.add_argument(
         "--body", type=_object, default={}, metavar="JSON", help="fields sent with every request"
@@ -55,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cv",
         type=_from(0),
         metavar="FLOAT",
-        help="coefficient of variation of the gaps between requests: 0 is a fixed interval, 1 a Poisson process, "
-        "more is burstier (default: %(default)s)",
+        help="coefficient of variation of the gaps between requests: 0 is a fixed interval, 1 a Poisson "
+        "process, more is burstier (default: 1, or that of --like)",
     )
     load.add_argument(
         "--prompt-tokens", type=_range, metavar="N", help="tokens of a prompt, or LOW-HIGH (default: 128)"

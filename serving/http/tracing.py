@@ -28,7 +28,7 @@ def exporter(endpoint: str | None) -> Any:
 
 
 def of_requests(provider: Any) -> Any:
-    """FastAPI's tracing arguments: a span per request, whose parent is named by its `traceparent`; or no spans."""
+    """FastAPI's tracing arguments: a span per request, with the parent that `traceparent` names, or none."""
     return {**OFF, "tracing": provider is not None, "tracer_provider": provider}
 
 
