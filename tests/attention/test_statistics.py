@@ -180,7 +180,7 @@ def test_a_step_shows_its_attention_to_a_controller_that_asks():
 
 def test_controllers_may_not_ask_for_different_things():
     other = type("Other", (), {"observes": Observation()})()
-    with pytest.raises(ValueError, match="accepted is one for all controllers of a chain"):
+    with pytest.raises(ValueError, match="observes must be the same for all controllers of a chain"):
         _ = chain(Watching(), other).observes
     assert chain().observes is None and chain(Watching(), Watching()).observes == Watching.observes
 

@@ -82,7 +82,7 @@ def test_as_offline_alone_and_in_a_crowd(model, name):
         left.cancel()
         results = run(engine, *crowd(), mine, *crowd(20))
         assert results[6][0] == alone
-    given = registry.method(name, preset("off"), **dict(budgets))
+    given = registry.add_method(name, preset("off"), **dict(budgets))
     reference = offline.Engine(model, given)
     request = Request(prompt=mine.request.prompt, seed=5, max_tokens=30, ignore_eos=True, **WARM)
     assert list(next(reference.batch([request])).token_ids) == alone

@@ -65,10 +65,10 @@ def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--preset", "micro", "--branches", "2"), "branches is given; accepted with the preset entropix"),
-        (("--preset", "dslider", "--law", "exact"), "law is given; accepted with other presets than dslider"),
-        (("--preset", "entropix"), "accepted with a calibration.json in the model's directory"),
-        (("--preset", "entropix", "--branches", "0"), "give integers of at least 1"),
+        (("--preset", "micro", "--branches", "2"), "branches needs the preset entropix; got the preset micro"),
+        (("--preset", "dslider", "--law", "exact"), "law must not be set with the preset dslider; got 'exact'"),
+        (("--preset", "entropix"), "must not be entropix for a model without calibration.json"),
+        (("--preset", "entropix", "--branches", "0"), "must be an integer between 1 and 64; got 0"),
     ],
 )
 def test_what_cannot_be(entropic, directory, given, said):
