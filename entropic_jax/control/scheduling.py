@@ -140,6 +140,7 @@ def with_load(control: Any, load: RowLoad) -> Any:
     Rows whose arrival number changed hold a new sequence: their predictor and waiting time are reset. The
     arrays are copied, because a launch donates the state.
 
+    >>> from entropic_jax.state import plain_action
     >>> state = FirstComeFirstServed(1).init(plain_action(jnp.ones(2)))
     >>> with_load((state,), default_load(2)._replace(arrival=jnp.array([7, 1])))[0].load.arrival.tolist()
     [7, 1]
