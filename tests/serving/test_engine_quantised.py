@@ -38,7 +38,7 @@ def test_a_cache_of_eight_bits_holds_more_pages(model):
     assert pages["bfloat16"] == pytest.approx(2 * pages["auto"], rel=0.02)
     assert pages["fp8"] == pages["fp8_per_token_head"] == pages["int8_per_token_head"]
     assert pages["fp8"] / pages["auto"] == pytest.approx(4 / (1 + 4 / head_dim), rel=0.02)
-    with pytest.raises(ValueError, match="kv_cache_dtype must be one of .*; got 'nvfp4'"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of .*; got 'nvfp4'"):
         EngineOptions(kv_cache_dtype="nvfp4")
 
 
