@@ -79,9 +79,14 @@ CALIBRATED = tuple(name for name, line in GAINS.items() if getattr(line.accepts,
 ORDERED = (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy"))
 """Pairs of gains of which the first must be below the second."""
 
+LOWEST_LIMIT, LIMIT = "lowest_dropped_mass_limit", "dropped_mass_limit"
+"""A pair that may be equal; a first that is not stated follows a second below its default."""
+
 
 def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
     """Raise ParameterError where the lower of a pair of gains is not below the higher.
+
+    `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`.
 
     Args:
         values: All gains by name, as numbers.
@@ -94,3 +99,14 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
             message = f"{high} must be above {low} = {values[low]:g}; got {values[high]:g}"
             raise ParameterError(message, high)
         raise ParameterError(f"{low} must be below {high} = {values[high]:g}; got {values[low]:g}", low)
+    if LOWEST_LIMIT in stated:
+        check_limits(values)
+
+
+def check_limits(values: Mapping[str, Any]) -> None:
+    """Raise ParameterError where `lowest_dropped_mass_limit` is above `dropped_mass_limit`."""
+    lowest, limit = values[LOWEST_LIMIT], values[LIMIT]
+    if lowest > limit:
+        raise ParameterError(
+            f"{LOWEST_LIMIT} must be at most {LIMIT} = {limit:g}; got {lowest:g}", LOWEST_LIMIT
+        )

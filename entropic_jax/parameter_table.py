@@ -214,7 +214,8 @@ class TokenBiases(NamedTuple):
         pairs: dict[int, float] = {}
         for key, bias in value.items():
             token = _token_id(key)
-            if token is None or not self._contains(bias):
+            number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+            if token is None or not (number and self._contains(bias)):
                 raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
             if token in pairs:
                 raise ParameterError(f"{name} must state each token once; got {token} twice", name)
@@ -222,8 +223,6 @@ class TokenBiases(NamedTuple):
         return pairs
 
     def _contains(self, bias: Any) -> bool:
-        if not isinstance(bias, numbers.Real) or isinstance(bias, bool):
-            return False
         return bool(bias == -math.inf or self.low <= bias <= self.high)
 
 
@@ -322,9 +321,10 @@ def _token_id(key: Any) -> int | None:
     """A token id as an integer, from an integer or decimal digits; None if it is not one."""
     if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(LARGEST_INT)):
         key = int(key)
-    if isinstance(key, numbers.Integral) and not isinstance(key, bool) and 0 <= key <= LARGEST_INT:
-        return int(key)
-    return None
+    if not isinstance(key, numbers.Integral) or isinstance(key, bool):
+        return None
+    token = int(key)
+    return token if 0 <= token <= LARGEST_INT else None
 
 
 def short(value: Any) -> str:

@@ -159,7 +159,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
         measured["prior"] = AR1(calibration.mean, calibration.scale, calibration.correlation)
     try:
         result = Gains(**{**measured, **numbers})
-        check_order(result.asdict(), stated)
+        check_order({**result.asdict(), **numbers}, stated)
     except ParameterError as error:
         raise RequestError(str(error), error.param) from None
     return result

@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from entropic_jax.control.presets import Gains
+from entropic_jax.control.presets import Gains, pruning_law
 from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.control_gains import (
@@ -104,6 +104,24 @@ def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
         with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
             control_options.gains(Control("full", tuple(stated.items())), None)
         assert error.value.param == param
+
+
+def test_the_lowest_limit_of_dropped_mass_is_at_most_the_limit():
+    limits = lambda *stated: control_options.gains(Control("full", stated), None).asdict()
+    lowest, limit = "lowest_dropped_mass_limit", "dropped_mass_limit"
+    for stated, got in (
+        (((lowest, 0.2), (limit, 0.1)), "= 0.1; got 0.2"),
+        (((lowest, 0.012), (limit, 0.01)), "= 0.01; got 0.012"),
+        (((lowest, 0.2),), "= 0.03; got 0.2"),
+    ):
+        with pytest.raises(RequestError, match=f"^{lowest} must be at most {limit} {got}$") as error:
+            limits(*stated)
+        assert error.value.param == lowest
+    assert limits((lowest, 0.2), (limit, 0.2))[lowest] == 0.2
+    assert limits((limit, 0.001))[lowest] == 0.001  # a default follows
+    assert pruning_law(Gains(dropped_mass_limit=0.0)).lowest_dropped_mass_limit == 0.0
+    with pytest.raises(ParameterError, match=f"^{lowest} must be at most {limit} = 0.03; got 0.2$"):
+        pruning_law(Gains(lowest_dropped_mass_limit=0.2))
 
 
 def test_auto_needs_a_calibration():

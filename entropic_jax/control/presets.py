@@ -8,7 +8,18 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
-from ..control_gains import CALIBRATED, MACRO, MESO, MICRO, PRESETS, SCALES, ControlGains
+from ..control_gains import (
+    CALIBRATED,
+    GAINS,
+    LOWEST_LIMIT,
+    MACRO,
+    MESO,
+    MICRO,
+    PRESETS,
+    SCALES,
+    ControlGains,
+    check_limits,
+)
 from ..pallas.paged_attention import SelectionRules
 from ..parameter_table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
@@ -27,7 +38,13 @@ TEMPERATURE_GAINS = ("target_entropy", "lowest_temperature", "highest_temperatur
 
 @dataclass(frozen=True, kw_only=True)
 class Gains(ControlGains):
-    """The gains of a preset as numbers, which no longer leave anything to a calibration."""
+    """The gains of a preset as numbers, which no longer leave anything to a calibration.
+
+    A `dropped_mass_limit` below the default of `lowest_dropped_mass_limit` lowers that default to itself.
+
+    >>> Gains(dropped_mass_limit=0.005).lowest_dropped_mass_limit
+    0.005
+    """
 
     prior: AR1 = PRIOR  # of H₁ along a sequence, for the scheduling law
 
@@ -37,6 +54,8 @@ class Gains(ControlGains):
         for name in CALIBRATED:
             if getattr(self, name) == AUTO:
                 raise ParameterError(f"{name} must be a number; got {AUTO!r}", name)
+        if self.lowest_dropped_mass_limit == GAINS[LOWEST_LIMIT].default > self.dropped_mass_limit:
+            object.__setattr__(self, LOWEST_LIMIT, self.dropped_mass_limit)
 
 
 class Preset(NamedTuple):
@@ -96,10 +115,15 @@ def temperature_law(gains: Gains) -> Any:
 
 
 def pruning_law(gains: Gains) -> Pruning:
-    """The pruning law with the limits in `gains`."""
+    """The pruning law with the limits in `gains`.
+
+    Raises:
+        ParameterError: where the lowest limit is above the limit.
+    """
+    check_limits(gains.asdict())
     return Pruning(
         dropped_mass_limit=gains.dropped_mass_limit,
-        lowest_dropped_mass_limit=min(gains.lowest_dropped_mass_limit, gains.dropped_mass_limit),
+        lowest_dropped_mass_limit=gains.lowest_dropped_mass_limit,
         low_entropy=gains.low_entropy,
         high_entropy=gains.high_entropy,
     )
