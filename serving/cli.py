@@ -11,6 +11,7 @@ from entropic_jax.parameter_table import ParameterError
 
 from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
+from .option_types import message_of
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ParameterError as error:
-        return options.error(str(error))
+        return options.error(message_of(error, options))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -116,7 +116,7 @@ def calibration_of(model: Path) -> "Calibration | None":
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise RequestError(f"--model is {model}: {error}") from error
+        raise RequestError(f"model has a calibration.json that cannot be used: {error}", "model") from error
 
 
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
@@ -127,8 +127,11 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
     made = preset(control.preset, width, gains(control, calibration))
     try:
         return add_method(control.method, made, **dict(control.budgets))
+    except ParameterError as error:
+        option = BUDGETS[error.param or ""]
+        raise RequestError(str(error).replace(error.param or "", option, 1), option) from None
     except ValueError as error:
-        raise RequestError(f"--method is {control.method}: {error}") from None
+        raise RequestError(f"--method is {control.method}: {error}", "method") from None
 
 
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":

@@ -1,10 +1,23 @@
 """Types of command-line options: conversions from text that say what is accepted. For argparse."""
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
-from entropic_jax.parameter_table import LARGEST_INT, Number
+from entropic_jax.control_gains import GAINS
+from entropic_jax.parameter_table import LARGEST_INT, Number, ParameterError
+
+NAMES_IN_PROSE = (*(name for name in GAINS if "_" in name), "scheduling_policy")  # which are no plain words
+
+
+def message_of(error: ParameterError, options: argparse.Namespace) -> str:
+    """The message of an error, with the options of the command line in place of parameters' names."""
+    text, param = str(error), error.param
+    if param is None or getattr(options, param, None) is None:
+        return text
+    flag = lambda match: f"--{match[0].replace('_', '-')}"
+    return re.sub(rf"^{re.escape(param)}\b|(?<!-)\b({'|'.join(NAMES_IN_PROSE)})\b", flag, text)
 
 
 def number(accepts: Number) -> Callable[[str], Any]:

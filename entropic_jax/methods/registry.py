@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..attention.page_selection import Selection
 from ..control.controller import chain
 from ..control.presets import Preset
+from ..parameter_table import ParameterError
 from . import quest
 from .adakv import AdaKV
 from .criti_prefill import CritiPrefill
@@ -77,7 +78,9 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
         raise ValueError(f"name must be one of {', '.join(METHODS)}; got {name!r}")
     for argument, value in (("base", base), ("budget", budget)):
         if value is not None and value < MIN_BUDGET:
-            raise ValueError(f"{argument} must be an integer of at least {MIN_BUDGET}; got {value}")
+            raise ParameterError(
+                f"{argument} must be an integer of at least {MIN_BUDGET}; got {value}", argument
+            )
     entry = METHODS[name]
     if name == "dense":
         return preset

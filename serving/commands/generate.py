@@ -120,7 +120,7 @@ def _load(options: argparse.Namespace) -> "Generator":
         control = control_options.read(options)
         return generation.load(options.model, options.dtype, control, options.kv_cache_dtype)
     except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
+        raise model_options.loading_error(options, error) from error
 
 
 def _prompt(options: argparse.Namespace) -> str:

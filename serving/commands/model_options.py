@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from entropic_jax.parameter_table import ParameterError
+
 from ..generation import EMBEDDED, default_dtype
 from ..request import RequestError
 
@@ -31,6 +33,13 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="held-out text, each file a text of its own; - is standard input",
     )
+
+
+def loading_error(options: argparse.Namespace, error: Exception) -> ParameterError:
+    """The error where it names its parameter, else one that names `--model`."""
+    if isinstance(error, ParameterError) and error.param is not None:
+        return error
+    return RequestError(f"--model is {options.model}: {error}")
 
 
 def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Tokenizer]":

@@ -17,6 +17,7 @@ from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
 from ..option_types import number, positive
 from ..request import RequestError
+from . import model_options
 
 if TYPE_CHECKING:
     from ..http.frontend import Frontend
@@ -256,7 +257,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
             control=settings.control,
         )
     except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
+        raise model_options.loading_error(options, error) from error
     model = served_model.describe(
         made.model,
         str(options.model),

@@ -176,7 +176,8 @@ def plan_of(options: EngineOptions) -> SearchPlan | None:
     branches = options.branches
     if options.preset != "entropix":
         if branches not in (None, 1):
-            raise ValueError(f"branches must be 1 with the preset {options.preset}; got {branches}")
+            message = f"branches must be 1 with the preset {options.preset}; got {branches}"
+            raise ParameterError(message, "branches")
         return None
     plan = SearchPlan() if branches is None else SearchPlan(branches=branches)
     if plan.branches == 1:

@@ -29,6 +29,30 @@ def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
 def test_what_does_not_go_together_is_said(entropic, directory):
     given = ("generate", "--model", directory, "--prompt", "a", "--method", "quest", "--preset", "meso")
     status, _, errors = entropic(*given)
-    assert status == 2 and "must be off, micro or macro beside 'quest'" in errors
+    assert status == 2 and "error: --method is quest: preset must be off, micro or macro beside" in errors
     status, _, errors = entropic(*given[:-2], "--cache-budget", "3")
-    assert status == 2 and "budget must be an integer of at least 64; got 3" in errors
+    assert status == 2 and "error: --cache-budget must be an integer of at least 64; got 3" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--preset", "micro", "--lowest-temperature", "5"),
+            "--lowest-temperature must be below --highest-temperature = 1.2; got 5",
+        ),
+        (
+            ("--lowest-dropped-mass-limit", "0.2"),
+            "--lowest-dropped-mass-limit must be at most --dropped-mass-limit = 0.03; got 0.2",
+        ),
+        (
+            ("--method", "snapkv", "--cache-budget", "0"),
+            "--cache-budget must be an integer of at least 64; got 0",
+        ),
+        (("--branches", "2"), "--branches needs the preset entropix; got the preset off"),
+        (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),
+    ],
+)
+def test_an_error_names_the_option_at_fault(entropic, directory, options, said):
+    status, _, errors = entropic("generate", "--model", directory, "--prompt", "a", *options)
+    assert status == 2 and f"error: {said}" in errors

@@ -65,10 +65,19 @@ def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--preset", "micro", "--branches", "2"), "branches needs the preset entropix; got"),
-        (("--preset", "dslider", "--law", "exact"), "law must not be set with the preset dslider"),
-        (("--preset", "entropix"), "must not be entropix for a model without calibration.json"),
-        (("--preset", "entropix", "--branches", "0"), "must be an integer between 1 and 64; got 0"),
+        (
+            ("--preset", "micro", "--branches", "2"),
+            "--branches needs the preset entropix; got the preset micro",
+        ),
+        (
+            ("--preset", "dslider", "--law", "exact"),
+            "--law must not be set with the preset dslider; got 'exact'",
+        ),
+        (("--preset", "entropix"), "--preset must not be entropix for a model without calibration.json"),
+        (
+            ("--preset", "entropix", "--branches", "0"),
+            "--branches: must be an integer between 1 and 64; got 0",
+        ),
     ],
 )
 def test_what_cannot_be(entropic, directory, given, said):
