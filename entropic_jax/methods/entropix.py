@@ -200,7 +200,8 @@ class QuantileScale(NamedTuple):
 def quantile_rank(value: jax.Array, quantiles: tuple[Gain, ...]) -> jax.Array:
     """The quantile rank of a value, in [0, 1]: linear between the quantiles, 1 from twice the highest on.
 
-    >>> [round(float(rank(jnp.array(x), (0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0))), 3) for x in (0.0, 1.0, 9.0)]
+    >>> quantiles = (0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0)
+    >>> [round(float(quantile_rank(jnp.array(x), quantiles)), 3) for x in (0.0, 1.0, 9.0)]
     [0.0, 0.5, 1.0]
     """
     points = jnp.stack([jnp.asarray(x, jnp.float32) for x in (0.0, *quantiles, 2 * quantiles[-1])])
