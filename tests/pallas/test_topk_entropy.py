@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_reference():
         numbers = (
             result.tempered.entropy,
             result.calibrated.varentropy,
-            result.head.tail,
+            result.head.tail_mass,
             result.values.sum(-1),
         )
         return (jnp.stack(numbers, -1) @ weight).sum()

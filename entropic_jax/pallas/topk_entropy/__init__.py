@@ -68,7 +68,7 @@ def topk_entropy(
     Raises ValueError for k outside [1, V].
 
     >>> result = topk_entropy(jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]])), 2)
-    >>> result.indices.tolist(), round(float(result.head.mass[0]), 4)
+    >>> result.indices.tolist(), round(float(result.head.head_mass[0]), 4)
     ([[0, 1]], 0.75)
     >>> round(float(result.calibrated.entropy[0]) / float(jnp.log(2)), 4)
     1.75

@@ -19,13 +19,13 @@ class Moments(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What the k most probable tokens say; the fields of `entropy.Head`, which its bounds take."""
+    """Summary of the k most probable tokens; the fields are those of `entropy.TopKSummary`."""
 
-    mass: jax.Array  # m
-    tail: jax.Array  # m̄ = 1 − m, summed over the tail
-    entropy: jax.Array  # H̃ in nats, of the head renormalised
-    least: jax.Array  # p_k
-    others: jax.Array  # int32, V − k
+    head_mass: jax.Array  # m
+    tail_mass: jax.Array  # m̄ = 1 − m, summed over the tail
+    head_entropy: jax.Array  # H̃ in nats, of the renormalised head
+    kth_probability: jax.Array  # p_k
+    tail_size: jax.Array  # int32, V − k
 
 
 class TopkEntropy(NamedTuple):
@@ -58,9 +58,11 @@ def topk_entropy(logits: jax.Array, k: int, temperature: jax.Array, calibration:
     tempered = where_warm(temperature, _moments(logits, inverse(temperature)))
     head = _head(logits, values, indices, inverse(calibration))
     none = jnp.isnan(calibrated.entropy)
-    head = jax.tree.map(lambda value: jnp.where(none, jnp.nan, value), head._replace(others=head.mass))
-    others = jnp.full(none.shape, logits.shape[-1] - k, jnp.int32)
-    return TopkEntropy(values, indices, calibrated, tempered, head._replace(others=others))
+    head = jax.tree.map(
+        lambda value: jnp.where(none, jnp.nan, value), head._replace(tail_size=head.head_mass)
+    )
+    tail_size = jnp.full(none.shape, logits.shape[-1] - k, jnp.int32)
+    return TopkEntropy(values, indices, calibrated, tempered, head._replace(tail_size=tail_size))
 
 
 def project(
