@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import control, entropy, ledger, sampling, step_entropy
-from .attention.page_selection import ReadStats
 from .batch import Batch
-from .cache import ModelShape
 from .entropy import EntropyStatistics
 from .forward import Forward
 from .sampling.constraints import Constraints, any_constraint, constrain, top_logprobs
@@ -28,22 +26,20 @@ class Logits(NamedTuple):
 
 
 def emit(
-    shape: ModelShape,
-    bytes_per_weight: int,
     controller: Any,
     batch: Batch,
     forward: Forward,
+    cost: ledger.Cost,
     forced: jax.Array | None,
     constraints: Constraints | None,
 ) -> tuple[State, Trace]:
     """Emits one token in every active row.
 
     Args:
-        shape: sizes of the model, for the ledger.
-        bytes_per_weight: of the parameters, for the ledger.
         controller: the control law of these rows.
         batch: the rows, with the cache as the forward pass left it.
         forward: their logits, and what was read.
+        cost: of the token, for the ledger.
         forced: int32 `[rows]`, tokens to emit in place of sampled ones.
         constraints: of these rows.
 
@@ -74,7 +70,10 @@ def emit(
         control=own,
     )
     after = after._replace(status=next_status(batch, after, emitting))
-    after, cost = account(shape, bytes_per_weight, batch, after, forward.read, emitting)
+    before = state.signal.entropy
+    after = after._replace(
+        ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost)
+    )
     return after, trace_of(state, after, forward, logits, emitting, cost, constraints)
 
 
@@ -151,30 +150,6 @@ def next_status(batch: Batch, after: State, emitting: jax.Array) -> jax.Array:
     status = jnp.where(stopped, STOPPED, jnp.where(after.length >= after.limit, FULL, RUNNING))
     failed = batch.active & ~emitting
     return jnp.where(failed, FAILED, jnp.where(emitting, status, batch.state.status))
-
-
-def account(
-    shape: ModelShape,
-    bytes_per_weight: int,
-    batch: Batch,
-    after: State,
-    read: ReadStats,
-    emitting: jax.Array,
-) -> tuple[State, ledger.Cost]:
-    """Enters entropic time and cost of the token into the ledger."""
-    cost = ledger.step_cost(
-        shape,
-        active=batch.active,
-        positions_read=read.positions + read.summaries,
-        length=after.length,
-        bytes_per_weight=bytes_per_weight,
-        bytes_per_cache=after.cache.bytes_per_number,
-        hardware=after.hardware,
-    )
-    before = batch.state.signal.entropy
-    return after._replace(
-        ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost)
-    ), cost
 
 
 def trace_of(

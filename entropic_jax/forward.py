@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from . import ledger
 from .attention.attend import TokenSpan, attend_to
 from .attention.page_selection import ReadStats, dense_step
 from .attention.statistics import Observer
@@ -95,3 +96,29 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         read, state = reader.total(), state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])
     return batch._replace(state=state), Forward(logits, read, observer.total() if observer else None)
+
+
+def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) -> ledger.Cost:
+    """What the ledger charges every active row for a token decoded by `decode`.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        batch: the rows, before their tokens count as cached.
+        output: of the forward pass.
+    """
+    state, read = batch.state, output.read
+    return ledger.step_cost(
+        decoder.shape,
+        active=batch.active,
+        positions_read=read.positions + read.summaries,
+        length=state.length + batch.active.astype(jnp.int32),
+        bytes_per_weight=narrowest(params),
+        bytes_per_cache=state.cache.bytes_per_number,
+        hardware=state.hardware,
+    )
+
+
+def narrowest(params: Any) -> int:
+    """Bytes per number of the narrowest parameters, those that the ledger counts as read."""
+    return min(x.dtype.itemsize for x in jax.tree.leaves(params))

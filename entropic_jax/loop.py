@@ -17,7 +17,7 @@ from . import control, sampling
 from .batch import gather_active, scatter
 from .control import Controller, take_rows
 from .emission import emit
-from .forward import Decoder, decode
+from .forward import Decoder, decode, decode_cost
 from .prefill import launch_prefill, prefill, start
 from .sampling.constraints import Constraints
 from .state import RUNNING, Signal, State, Trace
@@ -54,7 +54,8 @@ def step(
     rows, state, batch = gather_active(state, width)
     forced, constraints, laws = rows.gather(forced), rows.gather(constraints), take_rows(controller, rows)
     read, output = decode(decoder, params, batch, getattr(controller, "observes", None))
-    after, trace = emit(decoder.shape, narrowest(params), laws, read, output, forced, constraints)
+    cost = decode_cost(decoder, params, read, output)
+    after, trace = emit(laws, read, output, cost, forced, constraints)
     state = scatter(state, rows, batch.state, after)
     trace = rows.scatter(trace, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trace))
     state = state._replace(history=sampling.record(state.history, trace.token, trace.emitted))
@@ -75,11 +76,6 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
     signal = Signal(*state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length)
     action, own = control.schedule_rows(controller, signal, state.action, state.control)
     return state._replace(action=action, control=own)
-
-
-def narrowest(params: Any) -> int:
-    """Bytes per number of the narrowest parameters, those that the ledger counts as read."""
-    return min(x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 @partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")
