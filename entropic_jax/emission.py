@@ -71,9 +71,7 @@ def emit(
     )
     after = after._replace(status=next_status(batch, after, emitting))
     before = state.signal.entropy
-    after = after._replace(
-        ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost)
-    )
+    after = after._replace(ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost))
     return after, trace_of(state, after, forward, logits, emitting, cost, constraints)
 
 
