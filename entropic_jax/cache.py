@@ -107,11 +107,11 @@ def allocate(
     page_size = default_page_size() if page_size is None else page_size
     for name, value in (("rows", rows), ("context", context), ("page_size", page_size)):
         if value < 1:
-            raise ValueError(f"{name} is {value}; accepted are integers of at least 1")
+            raise ValueError(f"{name} must be at least 1; got {value}")
     per_row = -(-context // page_size)
     pages = rows * per_row if pages is None else pages
     if pages < 1:
-        raise ValueError(f"pages is {pages}; accepted are integers of at least 1")
+        raise ValueError(f"pages must be at least 1; got {pages}")
     tile = (pages + 1, shape.kv_heads, page_size, shape.head_dim)
     summary = (pages + 1, shape.kv_heads, shape.head_dim)
 

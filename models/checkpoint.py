@@ -33,7 +33,7 @@ def restore(path: str | Path, like: Tree) -> Tree:
     stored = {name: abstract(leaf) for name, leaf in expected.items()}
     full = {name: leaf for name, leaf in stored.items() if leaf.size}
     if not directory.is_dir():
-        raise ModelError(f"{directory} is missing; accepted: a directory written by checkpoint.save")
+        raise ModelError(f"path must be a directory written by checkpoint.save; {directory} does not exist")
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             stored_arrays = dict(checkpointer.metadata(directory).item_metadata.tree)
@@ -47,19 +47,18 @@ def restore(path: str | Path, like: Tree) -> Tree:
 
 
 def check(directory: Path, stored_arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """ModelError, naming the first leaf that differs, unless a checkpoint holds what is wanted."""
+    """Raise ModelError, naming the first leaf that differs, unless a checkpoint holds the expected leaves."""
     for name in sorted({*stored_arrays, *expected}):
-        have = stored_arrays.get(name)
-        want = (expected[name].shape, expected[name].dtype) if name in expected else None
-        if have is None or want is None or tuple(have[0]) != want[0] or have[1] != want[1]:
+        stored_form = stored_arrays.get(name)
+        expected_form = (expected[name].shape, expected[name].dtype) if name in expected else None
+        if stored_form is None or (tuple(stored_form[0]), stored_form[1]) != expected_form:
             raise ModelError(
-                f"{directory} does not hold the pytree asked for: {name} is {form(have)} there, "
-                f"{form(want)} in what it is to be restored to"
+                f"{directory}: {name} must be {form(expected_form)}, as in `like`; got {form(stored_form)}"
             )
 
 
 def form(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+    return "absent" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def named(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     stored_arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(stored_arrays) != len(leaves):
-        raise ModelError("two leaves of the pytree have one name; accepted: keys without dots")
+        raise ModelError("keys of the pytree must not contain dots: two leaves have the same path")
     return stored_arrays
 
 

@@ -14,7 +14,7 @@ from .rope import RopeScaling
 
 
 class ModelError(ValueError):
-    """A model that cannot be used: the message says which part of it, and what would be accepted."""
+    """A model that cannot be used: the message names the file or field, what it must be, and its value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Config:
     def __post_init__(self) -> None:
         unset = ("num_key_value_heads", "head_dim")
         for name in POSITIVE_INTEGERS:
-            least = 0 if name in unset else 1
+            low = 0 if name in unset else 1
             value = getattr(self, name)
-            require(is_integer(value) and value >= least, self, name, f"an integer of at least {least}")
+            require(is_integer(value) and value >= low, self, name, f"an integer of at least {low}")
         heads = self.num_attention_heads
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
@@ -80,8 +80,9 @@ class Config:
         kinds, layers = self.layer_types, self.num_hidden_layers
         known = kinds is None or (len(kinds) == layers and {*kinds} <= {FULL, SLIDING})
         require(known, self, "layer_types", f"{layers} entries, each {FULL!r} or {SLIDING!r}")
-        most = self.num_local_experts
-        require(self.num_experts_per_tok <= most, self, "num_experts_per_tok", f"at most {most}, the experts")
+        experts = self.num_local_experts
+        limit = f"at most num_local_experts, {experts}"
+        require(self.num_experts_per_tok <= experts, self, "num_experts_per_tok", limit)
         scaling = self.rope_scaling
         known = scaling is None or (scaling.rope_type in ("linear", "llama3") and scaling.factor > 0)
         require(known, self, "rope_scaling", "None, or a RopeScaling of type 'linear' or 'llama3'")
@@ -125,40 +126,42 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def require(condition: bool, config: Config, name: str, accepted: str) -> None:
+def require(condition: bool, config: Config, name: str, requirement: str) -> None:
     if not condition:
-        raise ModelError(f"{name} is {getattr(config, name)!r}; accepted: {accepted}")
+        raise ModelError(f"{name} must be {requirement}; got {getattr(config, name)!r}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. ModelError where it is missing, malformed or not an object."""
+    """The object in a JSON file. Raises ModelError if the file is missing, malformed or holds no object."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model directory holds one") from None
+        raise ModelError(f"{path} is missing: every model directory has one") from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}; accepted: an object")
+        raise ModelError(f"{path} must hold a JSON object; got {type(value).__name__}")
     return value
 
 
 def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     """The Config of a family that a parsed config.json describes. Raises ModelError."""
     if raw.get("quantization_config"):
-        raise ModelError("quantization_config is set; accepted: weights in float32, float16 or bfloat16")
+        raise ModelError(
+            "quantization_config must be absent: weights are read in float32, float16 or bfloat16 only"
+        )
     for name in REQUIRED:
         if raw.get(name) is None:
-            raise ModelError(f"{name} is missing; accepted: a positive integer")
+            raise ModelError(f"{name} must be a positive integer; it is missing")
     merged = {**family.defaults, **raw}
     names = {f.name for f in dataclasses.fields(Config)} & {*COMMON, *family.defaults} - {"sliding_window"}
     values = {name: merged[name] for name in names if merged.get(name) is not None}
     for name in POSITIVE_INTEGERS:
         if name in values and values[name] == 0:  # our "unset", not theirs
-            raise ModelError(f"{name} is 0; accepted: a positive integer")
+            raise ModelError(f"{name} must be a positive integer; got 0")
     for name in {"mlp_only_layers", "layer_types"} & values.keys():
         if not isinstance(values[name], (list, tuple)):
-            raise ModelError(f"{name} is {values[name]!r}; accepted: a list")
+            raise ModelError(f"{name} must be a list; got {values[name]!r}")
         values[name] = tuple(values[name])
     if "num_local_experts" in family.defaults and raw.get("num_experts") is not None:
         values["num_local_experts"] = raw["num_experts"]  # Qwen's name of it
@@ -168,7 +171,7 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
         if "layer_types" not in values and "max_window_layers" in family.defaults:
             first, layers = merged["max_window_layers"], merged["num_hidden_layers"]
             if not is_integer(first) or not is_integer(layers):
-                raise ModelError(f"max_window_layers is {first!r}; accepted: an integer")
+                raise ModelError(f"max_window_layers must be an integer; got {first!r}")
             values["layer_types"] = tuple(SLIDING if i >= first else FULL for i in range(layers))
     stops = raw.get("eos_token_id")
     values["eos_token_id"] = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
@@ -181,15 +184,16 @@ def rope_parameters(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from either spelling of config.json."""
     stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(stated, Mapping) or any(isinstance(v, Mapping) for v in stated.values()):
-        raise ModelError(f"rope_scaling is {stated!r}; accepted: null, or one object for all layers")
+        raise ModelError(f"rope_scaling must be null or one object for all layers; got {stated!r}")
     theta = stated.get("rope_theta") or raw.get("rope_theta") or 10000.0
     share = stated.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if share != 1.0:
-        raise ModelError(f"partial_rotary_factor is {share}; accepted: 1")
+        raise ModelError(f"partial_rotary_factor must be 1; got {share}")
     kind = stated.get("rope_type") or stated.get("type") or "default"
     required_fields = {"default": (), "linear": ("factor",), "llama3": RopeScaling._fields[1:]}
     if kind not in required_fields:
-        raise ModelError(f"rope_scaling has type {kind!r}; accepted: {', '.join(map(repr, required_fields))}")
+        kinds = ", ".join(map(repr, required_fields))
+        raise ModelError(f"rope_scaling.rope_type must be one of {kinds}; got {kind!r}")
     if kind == "default":
         return theta, None
     values: dict[str, Any] = {
@@ -199,7 +203,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for name in required_fields[kind]:
         value = values.get(name)
         if not is_number(value) or value <= 0:
-            raise ModelError(f"rope_scaling {kind!r} has {name} = {value!r}; accepted: a positive number")
+            raise ModelError(f"rope_scaling.{name} must be a positive number with {kind!r}; got {value!r}")
     return theta, RopeScaling(kind, **{name: values[name] for name in required_fields[kind]})
 
 

@@ -35,7 +35,7 @@ def family(raw: Mapping[str, Any]) -> Family:
         return types[raw["model_type"]]
     if len(names) != 1 or names[0] not in FAMILIES:
         stated_names = names or raw.get("model_type")
-        raise ModelError(f"architectures is {stated_names!r}; accepted: one of {', '.join(sorted(FAMILIES))}")
+        raise ModelError(f"architectures must be one of {', '.join(sorted(FAMILIES))}; got {stated_names!r}")
     return FAMILIES[names[0]]
 
 
@@ -43,7 +43,8 @@ def family(raw: Mapping[str, Any]) -> Family:
 def structure(config: Config) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
     if config.architecture not in FAMILIES:
-        raise ModelError(f"architecture is {config.architecture!r}; accepted: {', '.join(sorted(FAMILIES))}")
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"architecture must be one of {known}; got {config.architecture!r}")
     layer = FAMILIES[config.architecture].layer
     graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, layer)))
     return graph, as_tuples(nnx.to_pure_dict(state))

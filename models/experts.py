@@ -56,8 +56,8 @@ class SparseMLP(nnx.Module):
     ) -> None:
         if not (inner > 0 and 0 < experts_per_token <= experts):
             raise ModelError(
-                f"{experts_per_token} of {experts} experts of inner size {inner}; accepted: at least one "
-                "of each (num_experts_per_tok, num_local_experts, moe_intermediate_size)"
+                "num_experts_per_tok, num_local_experts and moe_intermediate_size must be at least 1; "
+                f"got {experts_per_token}, {experts} and {inner}"
             )
         self.gate = Linear(hidden, experts)
         self.experts = Experts(experts, hidden, inner)

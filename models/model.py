@@ -53,7 +53,7 @@ def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_sto
     """
     directory, dtype = Path(path), checked(dtype)
     if not directory.is_dir():
-        raise ModelError(f"{directory} is not a directory; accepted: one with config.json and safetensors")
+        raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     file = directory / "config.json"
     raw = read_json(file)
     try:
@@ -119,5 +119,5 @@ def checked(dtype: Any) -> np.dtype:
     except TypeError:
         result = None
     if result is None or result.name not in ACCEPTED_DTYPES:
-        raise ModelError(f"dtype is {dtype!r}; accepted: {', '.join(ACCEPTED_DTYPES)}")
+        raise ModelError(f"dtype must be one of {', '.join(ACCEPTED_DTYPES)}; got {dtype!r}")
     return result

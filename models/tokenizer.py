@@ -94,7 +94,7 @@ class Tokenizer:
         """Number of a token given as text. ModelError where it is not in the vocabulary."""
         number = self.backend.token_to_id(token)
         if number is None:
-            raise ModelError(f"token is {token!r}; accepted: one of the {self.vocabulary} in tokenizer.json")
+            raise ModelError(f"token must be one of the {self.vocabulary} in tokenizer.json; got {token!r}")
         return number
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -123,7 +123,7 @@ class Tokenizer:
         there is no template or it rejects the messages.
         """
         if self.chat_template is None:
-            raise ModelError("chat_template is missing; accepted: a model directory with chat_template.jinja")
+            raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")
         named = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         stated = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:

@@ -82,22 +82,24 @@ class SafetensorsFiles:
             promised = read_json(directory / INDEX).get("weight_map", {})
             valid = isinstance(promised, dict) and all(isinstance(f, str) for f in promised.values())
             if not promised or not valid:
-                raise ModelError(f"{directory / INDEX} has no weight_map; accepted: tensor to file names")
+                raise ModelError(f"{directory / INDEX}: weight_map must be an object of tensor to file names")
             files = sorted(set(promised.values()))
         else:
-            raise ModelError(f"{directory} has no weights; accepted: {SINGLE}, or several files with {INDEX}")
+            raise ModelError(f"{directory} must hold {SINGLE}, or several files and {INDEX}; got neither")
         for file in files:
             self._files[file] = open_safetensors(directory / file)
             self.file_of |= dict.fromkeys(self._files[file].keys(), file)
         for name, file in promised.items():
             if self.file_of.get(name) != file:
-                raise ModelError(f"{INDEX} says that {name} is in {directory / file}, which does not hold it")
+                raise ModelError(
+                    f"{INDEX} says that {name} is in {directory / file}, which has no such tensor"
+                )
 
     def __getitem__(self, name: str) -> Any:
         return self._files[self.file_of[name]].get_slice(name)
 
     def check(self, expected: list[ParameterSource], config: Config) -> None:
-        """ModelError unless the files hold exactly these tensors, in these shapes and in a known dtype."""
+        """Raise ModelError unless the files hold exactly these tensors, in these shapes and a known dtype."""
         shapes = {name: entry.stored_shape for entry in expected for name in entry.names}
         missing = [name for name in shapes if name not in self.file_of]
         if missing:
@@ -110,13 +112,13 @@ class SafetensorsFiles:
         for name, shape in shapes.items():
             tensor, file = self[name], self.directory / self.file_of[name]
             if tuple(tensor.get_shape()) != shape:
-                raise ModelError(f"{file}: {name} has shape {tuple(tensor.get_shape())}; expected {shape}")
+                raise ModelError(f"{file}: {name} must have shape {shape}; got {tuple(tensor.get_shape())}")
             if tensor.get_dtype() not in DTYPES:
-                raise ModelError(f"{file}: {name} is {tensor.get_dtype()}; accepted: {', '.join(DTYPES)}")
+                raise ModelError(f"{file}: {name} must be of {', '.join(DTYPES)}; got {tensor.get_dtype()}")
         if tied & self.file_of.keys() and not self.same(HEAD, EMBEDDING):
             raise ModelError(
-                f"{self.directory}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; "
-                "accepted: equal tensors, no lm_head.weight, or tie_word_embeddings false"
+                f"{self.directory}: with tie_word_embeddings, {HEAD} must be absent or equal {EMBEDDING}; "
+                "got another tensor"
             )
 
     def same(self, first: str, second: str) -> bool:
@@ -134,7 +136,7 @@ def open_safetensors(path: Path) -> Any:
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise ModelError(
-            f"{path} is truncated or not a safetensors file ({size} bytes; {error}); accepted: a whole one"
+            f"{path} must be a complete safetensors file; got {size} bytes that cannot be read ({error})"
         ) from None
 
 

@@ -180,7 +180,7 @@ def test_check_finds_what_is_wrong():
 @pytest.mark.parametrize("name", ["rows", "context", "page_size", "pages"])
 def test_sizes_are_checked(name):
     sizes = {"rows": 1, "context": 8, "page_size": 4, name: 0}
-    with pytest.raises(ValueError, match=f"{name} is 0; accepted are integers of at least 1"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
         cache.allocate(SHAPE, sizes.pop("rows"), sizes.pop("context"), **sizes)
 
 

@@ -91,11 +91,11 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     Raises ValueError unless `page_size` is a multiple of the cache's, and where that holds 8 bits.
     """
     if isinstance(cache.layers[0].keys, Quantised):
-        raise ValueError(f"cache is of {cache.layers[0].keys.dtype}; accepted are float32 and bfloat16")
+        raise ValueError(f"cache must be of float32 or bfloat16; got {cache.layers[0].keys.dtype}")
     many, odd = divmod(page_size, cache.page_size)
     if odd or not many:
         raise ValueError(
-            f"page_size is {page_size}; accepted are multiples of {cache.page_size}, the page size at hand"
+            f"page_size must be a multiple of {cache.page_size}, the cache's page size; got {page_size}"
         )
     rows, most = cache.table.shape
     per_row = -(-most // many)

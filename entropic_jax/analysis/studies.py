@@ -40,9 +40,9 @@ class Workload:
         return preset(name, width, self.gains)
 
     def windows(self, count: int, length: int, seed: int) -> list[list[int]]:
-        """Stretches of the text, at random. ValueError where it is shorter."""
+        """`count` random stretches of `length` tokens. Raises ValueError if the text is not longer."""
         if len(self.stream) <= length:
-            raise ValueError(f"the text has {len(self.stream)} tokens; accepted are more than {length}")
+            raise ValueError(f"text must have more than {length} tokens; got {len(self.stream)}")
         starts = np.random.default_rng(seed).integers(0, len(self.stream) - length, count)
         return [self.stream[s : s + length].tolist() for s in starts]
 

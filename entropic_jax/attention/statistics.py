@@ -40,15 +40,15 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("layers is (); accepted is at least one number of a layer")
+            raise ValueError("layers must name at least one layer; got ()")
         if self.padded < 0:
-            raise ValueError(f"padded is {self.padded}; accepted are integers of at least 0 (0 is off)")
+            raise ValueError(f"padded must be at least 0 (0 is off); got {self.padded}")
 
     def numbers(self, layers: int) -> set[int]:
         """The layers observed, of so many."""
         wrong = [n for n in self.layers if not -layers <= n < layers]
         if wrong:
-            raise ValueError(f"layers has {wrong[0]}; accepted are {-layers} to {layers - 1}")
+            raise ValueError(f"layers must be between {-layers} and {layers - 1}; got {wrong[0]}")
         return {n % layers for n in self.layers}
 
 

@@ -62,26 +62,25 @@ def load_calibration(path: str | Path) -> Calibration:
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is invalid; names the file, the field, its value and what is accepted.
+        ValueError: if the file is invalid; names the file, the field, what it must be and its value.
     """
     file = _file(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing; accepted is a file that `entropic calibrate` wrote")
+        raise FileNotFoundError(f"path must be a file written by `entropic calibrate`; {file} does not exist")
     try:
         tree = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not readable JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{file} holds a JSON {type(tree).__name__}; accepted is an object")
+        raise ValueError(f"{file} must hold a JSON object; got {type(tree).__name__}")
     if tree.get("version") != VERSION:
-        raise ValueError(f"{file}: version is {tree.get('version')!r}; accepted is {VERSION}")
+        raise ValueError(f"{file}: version must be {VERSION}; got {tree.get('version')!r}")
     odd = {*tree} ^ {"version", *Calibration._fields}
     if odd:
         name = min(odd)
-        raise ValueError(
-            f"{file}: {name} is {'unknown' if name in tree else 'missing'}; accepted are exactly version, "
-            + ", ".join(Calibration._fields)
-        )
+        fields = ", ".join(Calibration._fields)
+        fault = f"{name} is unknown" if name in tree else f"{name} is missing"
+        raise ValueError(f"{file} must have exactly the fields version, {fields}; {fault}")
     return Calibration(**{name: _checked(file, name, tree) for name in Calibration._fields})
 
 
@@ -93,21 +92,24 @@ def _checked(file: Path, name: str, tree: dict[str, Any]) -> Any:
         complete = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))
         value = tuple(value.values()) if complete else ()
         right = complete and all(low <= high for low, high in zip((0, *value), value, strict=False))
-        accepted = f"an ascending number of at least 0 for each of {', '.join(levels)}"
+        requirement = f"ascending numbers of at least 0 for {', '.join(levels)}"
     elif name == "tokens":
-        right, accepted = isinstance(value, int) and number(value) and value > 0, "an integer of at least 1"
+        right, requirement = (
+            isinstance(value, int) and number(value) and value > 0,
+            "an integer of at least 1",
+        )
     elif name == "temperature":
-        right, accepted = number(value) and value > 0, "a number above 0"
+        right, requirement = number(value) and value > 0, "a number above 0"
     elif name == "correlation":
-        right, accepted = number(value) and abs(value) < 1, "a number in (−1, 1)"
+        right, requirement = number(value) and abs(value) < 1, "a number in (−1, 1)"
     elif name == "high_entropy":
         low = tree["low_entropy"]
-        right, accepted = (
+        right, requirement = (
             number(value) and number(low) and value > low,
             f"a number above low_entropy, {low!r}",
         )
     else:
-        right, accepted = number(value) and value >= 0, "a number of at least 0"
+        right, requirement = number(value) and value >= 0, "a number of at least 0"
     if not right:
-        raise ValueError(f"{file}: {name} is {tree[name]!r}; accepted is {accepted}")
+        raise ValueError(f"{file}: {name} must be {requirement}; got {tree[name]!r}")
     return value

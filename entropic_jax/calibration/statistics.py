@@ -76,8 +76,8 @@ def calibrate(
     total = sum(len(piece) - 1 for piece in cut_sequences)
     if total < MIN_TOKENS:
         raise ValueError(
-            f"sequences have {total} tokens to predict; accepted are at least {MIN_TOKENS}, all but the "
-            "first of each"
+            f"sequences must have at least {MIN_TOKENS} tokens to predict (all but the first of each); "
+            f"got {total}"
         )
 
     def batches() -> Iterator[tuple[int, jax.Array, np.ndarray]]:

@@ -58,9 +58,9 @@ def fit_temperature(batches: Iterable[Batch]) -> float:
         sums += np.asarray(_slopes(jnp.asarray(logits, jnp.float32), targets, temperatures), np.float64)
         tokens += int((targets >= 0).sum())
     if tokens == 0:
-        raise ValueError("batches hold no token; accepted is at least one")
+        raise ValueError("batches must hold at least one token; got none")
     if not np.isfinite(sums).all():
-        raise ValueError("batches have a token of no finite loss; accepted are logits that rule no token out")
+        raise ValueError("batches must give every target a finite loss; got a logit of −∞ or NaN")
     slope, variance = sums.T / tokens
     return float(np.exp(-_root(np.log(GRID), slope, slope + variance)))
 
@@ -108,7 +108,8 @@ def expected_calibration_error(confidence: Any, correct: Any, bins: int = BINS) 
     confidence, correct = np.asarray(confidence, np.float64), np.asarray(correct, np.float64)
     if confidence.size == 0 or confidence.shape != correct.shape:
         raise ValueError(
-            f"confidence has shape {confidence.shape} and correct {correct.shape}; accepted is one [n], n ≥ 1"
+            "confidence and correct must have one shape [n], n ≥ 1; "
+            f"got {confidence.shape} and {correct.shape}"
         )
     parts = np.array_split(np.argsort(confidence, kind="stable"), bins)
     distance = sum(abs((confidence[part] - correct[part]).sum()) for part in parts)

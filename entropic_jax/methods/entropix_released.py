@@ -60,7 +60,7 @@ class Last(NamedTuple):
 def released_features(signal: Signal, logits: jax.Array, together: bool = True) -> QuadrantFeatures:
     """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
     if signal.focus is None:
-        raise ValueError("signal.focus is None; accepted is that of a step of a controller that `observes`")
+        raise ValueError("signal must come from a step whose controller observes attention; got no focus")
     plain, focus = entropy.entropy_statistics(logits), signal.focus
     each = QuadrantFeatures(
         plain.entropy / LN2,

@@ -121,11 +121,15 @@ def test_agreement_has_the_ends_it_claims():
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"), [((), r"layers is \(\)"), ((2,), "layers has 2; accepted are -2 to 1")]
+    ("layers", "message"),
+    [
+        ((), r"layers must name at least one layer; got \(\)"),
+        ((2,), "layers must be between -2 and 1; got 2"),
+    ],
 )
-def test_layers_that_are_not_there(layers, said):
+def test_layers_that_are_not_there(layers, message):
     pool = allocate(tiny.model().decoder.shape, 1, 8, page_size=8)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Observer(Observation(layers=layers), pool)
 
 

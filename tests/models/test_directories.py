@@ -189,42 +189,51 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 BROKEN = {
     "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing"),
     "config is not JSON": (text("config.json", '{"vocab_size": '), r"config\.json is not readable JSON"),
-    "config is a list": (text("config.json", "[]"), r"config\.json holds a JSON list; accepted: an object"),
-    "unknown architecture": (config(architectures=["GPT2LMHeadModel"]), r"GPT2LMHeadModel.*LlamaForCausalLM"),
+    "config is a list": (text("config.json", "[]"), r"config\.json must hold a JSON object; got list"),
+    "unknown architecture": (
+        config(architectures=["GPT2LMHeadModel"]),
+        r"must be one of .*LlamaForCausalLM.*; got \['GPT2LMHeadModel'\]",
+    ),
     "no architecture": (
         config(architectures=None, model_type=None),
-        r"architectures is None; accepted: one of",
+        r"architectures must be one of .*LlamaForCausalLM.*; got None",
     ),
-    "missing size": (config(hidden_size=None), r"config\.json: hidden_size is missing"),
-    "size of another type": (config(vocab_size="61"), r"vocab_size is '61'; accepted: an integer"),
-    "zero heads": (config(num_key_value_heads=0), r"num_key_value_heads is 0; accepted: a positive integer"),
+    "missing size": (
+        config(hidden_size=None),
+        r"config\.json: hidden_size must be a positive integer; it is missing",
+    ),
+    "size of another type": (config(vocab_size="61"), r"vocab_size must be an integer .*; got '61'"),
+    "zero heads": (config(num_key_value_heads=0), r"num_key_value_heads must be a positive integer; got 0"),
     "heads that do not divide": (
         config(num_key_value_heads=3),
-        r"num_key_value_heads is 3; accepted: a divisor",
+        r"num_key_value_heads must be a divisor of num_attention_heads, 4; got 3",
     ),
-    "odd head": (config(head_dim=5), r"head_dim is 5; accepted: an even number"),
-    "other activation": (config(hidden_act="gelu"), r"hidden_act is 'gelu'; accepted: 'silu'"),
-    "epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps is -1\.0; accepted: a positive number"),
-    "rope type": (config(rope_scaling={"rope_type": "yarn", "factor": 2.0}), r"'yarn'; accepted: .*'llama3'"),
+    "odd head": (config(head_dim=5), r"head_dim must be an even number .*; got 5"),
+    "other activation": (config(hidden_act="gelu"), r"hidden_act must be 'silu'; got 'gelu'"),
+    "epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps must be a positive number; got -1\.0"),
+    "rope type": (
+        config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        r"rope_type must be one of .*'llama3'; got 'yarn'",
+    ),
     "rope factor": (
         config(rope_scaling={"rope_type": "linear"}),
-        r"'linear' has factor = None; accepted: a pos",
+        r"rope_scaling\.factor must be a positive number with 'linear'; got None",
     ),
     "rope of a layer": (config(rope_scaling={"full_attention": {}}), r"one object for all layers"),
-    "partial rope": (config(partial_rotary_factor=0.5), r"partial_rotary_factor is 0\.5; accepted: 1"),
+    "partial rope": (config(partial_rotary_factor=0.5), r"partial_rotary_factor must be 1; got 0\.5"),
     "quantised": (
         config(quantization_config={"bits": 4}),
-        r"quantization_config is set; accepted: weights in",
+        r"quantization_config must be absent: weights are",
     ),
     "too few layers": (config(num_hidden_layers=1), r"holds model\.layers\.1\..* and 6 more, which 1 layers"),
     "too many layers": (config(num_hidden_layers=3), r"lacks model\.layers\.2\..* and 6 more"),
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),
-        r"has no weights; accepted: model\.safetensors",
+        r"must hold model\.safetensors, or several files and .*; got neither",
     ),
-    "truncated": (truncate, r"model\.safetensors is truncated or not a safetensors file \(\d+ bytes"),
-    "empty": (text("model.safetensors", ""), r"truncated or not a safetensors file \(0 bytes"),
-    "a web page": (text("model.safetensors", "<html>" * 9), r"truncated or not a safetensors file"),
+    "truncated": (truncate, r"model\.safetensors must be a complete safetensors file; got \d+ bytes"),
+    "empty": (text("model.safetensors", ""), r"must be a complete safetensors file; got 0 bytes"),
+    "a web page": (text("model.safetensors", "<html>" * 9), r"must be a complete safetensors file"),
     "missing tensor": (weights(lambda t: t.pop(Q)), rf"lacks {re.escape(Q)}; config\.json asks for"),
     "unexpected tensor": (
         weights(lambda t: t.update(extra=np.ones(1))),
@@ -232,15 +241,15 @@ BROKEN = {
     ),
     "wrong shape": (
         weights(lambda t: t.update({Q: t[Q][:, 1:]})),
-        r"q_proj.* \(16, 15\); expected \(16, 16\)",
+        r"q_proj.* must have shape \(16, 16\); got \(16, 15\)",
     ),
     "wrong dtype": (
         weights(lambda t: t.update({Q: t[Q].astype(np.int8)})),
-        r"is I8; accepted: F64, F32, F16",
+        r"must be of F64, F32, F16, BF16; got I8",
     ),
-    "unequal tie": (tie_unequal, r"lm_head\.weight differs from model\.embed_tokens\.weight; accepted"),
+    "unequal tie": (tie_unequal, r"lm_head\.weight must be absent or equal model\.embed_tokens\.weight; got"),
     "lost shard": (lose_shard, r"model-00002-of-00003\.safetensors is missing, and .*index\.json names it"),
-    "misplaced tensor": (misplace, r"model\.norm\.weight is in .*model-00001.*, which does not hold it"),
+    "misplaced tensor": (misplace, r"model\.norm\.weight is in .*model-00001.*, which has no such tensor"),
     "empty index": (
         lambda d: (shard(d), edit(d / "model.safetensors.index.json", weight_map={})),
         r"weight_map",
@@ -264,13 +273,13 @@ def test_broken_directories_say_what_is_wrong(name, directory):
 
 
 def test_no_such_directory(tmp_path):
-    with pytest.raises(ModelError, match="nowhere is not a directory; accepted"):
+    with pytest.raises(ModelError, match=r"path must be a directory with .*; got .*nowhere"):
         models.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "f99", object()])
 def test_other_dtypes_are_refused(directory, dtype):
-    with pytest.raises(ModelError, match="accepted: float32, bfloat16, float16"):
+    with pytest.raises(ModelError, match="dtype must be one of float32, bfloat16, float16; got"):
         models.load(directory, dtype=dtype)
 
 

@@ -135,7 +135,7 @@ def test_end_of_text():
 
 
 def test_unknown_token_is_named():
-    with pytest.raises(ModelError, match="token is '<nope>'; accepted: one of the 316"):
+    with pytest.raises(ModelError, match=r"token must be one of the 316 in tokenizer\.json; got '<nope>'"):
         TOKENIZERS["byte level"].token_id("<nope>")
 
 
@@ -172,7 +172,7 @@ def test_chat_is_what_transformers_renders(chatty, tmp_path):
 def test_chat_refusals(chatty):
     with pytest.raises(ModelError, match="rejects the messages: no such role"):
         chatty.chat([{"role": "bad", "content": ""}])
-    with pytest.raises(ModelError, match="chat_template is missing"):
+    with pytest.raises(ModelError, match=r"no chat_template\.jinja"):
         TOKENIZERS["byte level"].chat([])
     reach = Tokenizer(byte_level(), {}, "{{ messages.__class__.__mro__ }}")
     with pytest.raises(ModelError, match="rejects the messages"):

@@ -64,7 +64,7 @@ def trials() -> Iterator[Trial]:
 
 def _within(program, compiled) -> None:
     taken = compiled.memory_analysis().temp_size_in_bytes
-    assert taken <= program.limit, f"{taken} bytes of temporary memory; accepted are {program.limit}"
+    assert taken <= program.limit, f"temporary memory must be at most {program.limit} bytes; got {taken}"
 
 
 def _on_hopper(program) -> None:

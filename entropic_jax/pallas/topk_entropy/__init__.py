@@ -99,7 +99,7 @@ def project(
 
 def _check(k: int, vocabulary: int) -> None:
     if not 1 <= k <= vocabulary:
-        raise ValueError(f"k is {k}; accepted are 1 to {vocabulary}, the size of the vocabulary")
+        raise ValueError(f"k must be between 1 and {vocabulary}, the size of the vocabulary; got {k}")
 
 
 def _per_row(temperature: jax.Array | float, rows: int) -> jax.Array:
