@@ -1,6 +1,7 @@
 """The control loop on the command line: a preset by name, and gains in place of its defaults."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,7 +138,8 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     """The gains of a control: those stated, else those of the calibration, else the defaults.
 
-    Raises RequestError where a gain is not accepted, or is "auto" and there is no calibration.
+    Raises RequestError where a gain is not accepted, is "auto" and there is no calibration, or would be
+    ignored by the temperature law or the preset paper.
     """
     from entropic_jax.control.presets import Gains
     from entropic_jax.control.scheduling import AR1
@@ -165,4 +167,28 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
         check_order({**result.asdict(), **numbers}, stated)
     except ParameterError as error:
         raise RequestError(str(error), error.param) from None
+    _check_used(control.preset, result.law, stated)
     return result
+
+
+def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
+    """Raise RequestError for a stated gain that the preset paper or the temperature law would ignore."""
+    from entropic_jax.control.presets import PAPER_GAINS, TEMPERATURE_GAINS, gains_of_law
+
+    if preset == "paper":
+        where, unused = "preset paper", stated.keys() - set(PAPER_GAINS)
+    else:
+        where, unused = f"law {law}", stated.keys() & (set(TEMPERATURE_GAINS) - set(gains_of_law(law)))
+    if unused:
+        name = min(unused)
+        raise RequestError(
+            f"{name} must not be set with the {where}, which ignores it; got {stated[name]!r}", name
+        )
+
+
+def check_sampler(control: Control) -> None:
+    """Raise RequestError for a stated gain that the sampler named by `control.preset` would ignore."""
+    accepted = SAMPLER_OPTIONS if control.preset == "entropix" else ()
+    for name, value in sorted(control.gains):
+        if name not in accepted:
+            raise RequestError(f"{name} must not be set with the preset {control.preset}; got {value!r}", name)

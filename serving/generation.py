@@ -25,7 +25,7 @@ class Generator(Protocol):
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str | Sequence[int]:
         """The prompt that the model's chat template makes of messages, each with `role` and `content`.
 
-        Raises RequestError if the model has no template, or it does not accept the messages.
+        Raises RequestError if the template does not accept the messages.
         """
 
     def stream(self, request: Request) -> Iterator[Token]:

@@ -26,6 +26,7 @@ from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_table import short
 from entropic_jax.sampling_params import PARAMETERS, SamplingParams, recommended
 
+from .chat_template import set_template
 from .compilation import remember_compilations
 from .engine.engine import start
 from .engine.interface import EngineRequest, OutputStream
@@ -110,6 +111,7 @@ class LLM:
         self._finished_requests = FinishedRequests()
         path = EMBEDDED if model is None else model
         self._engine = start(path, engine_options, self._finished_requests, control=self._control)
+        set_template(self._engine.tokenizer)
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(
@@ -148,16 +150,18 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue conversations through the model's chat template.
+        """Continue conversations through the model's chat template, or a plain one if it has none.
 
         Args:
             messages: One conversation or a sequence of them; a message has `role` and `content`.
             sampling_params: As in `generate`, one per conversation.
             use_tqdm: As in `generate`.
             add_generation_prompt: Open the assistant's turn at the end of the prompt.
+            continue_final_message: End the prompt with the last message, for the model to continue it.
             tools: Descriptions of tools, for templates that take them.
             chat_template_kwargs: Further variables of the template.
 
@@ -165,16 +169,18 @@ class LLM:
             One output per conversation, in order.
 
         Raises:
-            ValueError: if the model has no chat template, or it rejects the messages; else as in `generate`.
+            ValueError: if the chat template rejects the messages; else as in `generate`.
         """
-        variables = {
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        }
 
         def render(conversation: Any) -> TokenizedPrompt:
-            prompt = tokenize_conversation(conversation, self._engine.tokenizer, variables)
+            prompt = tokenize_conversation(
+                conversation,
+                self._engine.tokenizer,
+                chat_template_kwargs,
+                continue_final_message,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+            )
             self._engine.prompt_tokens(prompt.token_ids)  # refused here if it is too long
             return prompt
 

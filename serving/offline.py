@@ -13,6 +13,7 @@ from entropic_jax.methods import cache_compression
 from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
+from . import chat_template
 from .kv_cache import KvCacheDtype, pages_of
 from .request import Request, RequestError
 from .transcript import TRACE_FIELDS, Completion, Token, Transcript
@@ -37,6 +38,7 @@ class Engine:
         if model.tokenizer is None:
             raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
+        chat_template.set_template(self.tokenizer)
         self.preset = presets.preset("off") if preset is None else preset
         self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
@@ -49,10 +51,7 @@ class Engine:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt, as token ids, that the model's chat template makes of the messages."""
-        try:
-            text = self.tokenizer.chat(messages)
-        except models.ModelError as error:
-            raise RequestError(str(error), "messages") from error
+        text = chat_template.render(self.tokenizer, messages)
         return self.tokenizer.encode(text, special=False)
 
     def stream(self, request: Request) -> Iterator[Token]:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_table import short
 
+from . import chat_template
 from .request import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -54,17 +55,27 @@ def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, 
 
 
 def tokenize_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, variables: Mapping[str, Any]
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any] | None = None,
+    continue_last: bool = False,
+    **stated: Any,
 ) -> TokenizedPrompt:
-    """A conversation in the model's chat template. Raises RequestError where there is none or it refuses."""
+    """A conversation in the model's chat template.
+
+    Args:
+        messages: With `role` and `content` each.
+        tokenizer: Of the model, with a template.
+        variables: The caller's variables of the template.
+        continue_last: End the prompt with the last message.
+        **stated: Other variables of the template.
+
+    Raises:
+        RequestError: For messages of another form, or that the template refuses.
+    """
     if not _all(messages, Mapping) or not all({"role", "content"} <= message.keys() for message in messages):
         raise RequestError(f"it must be a list of mappings with role and content; got {short(messages)}")
-    if reserved := sorted({"messages", "self"} & variables.keys()):
-        raise RequestError(f"chat_template_kwargs must not have the key {reserved[0]}")
-    try:
-        text = tokenizer.chat(messages, **variables)
-    except ModelError as error:
-        raise RequestError(str(error)) from None
+    text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
     return TokenizedPrompt(text, tuple(tokenizer.encode(text, special=False)))
 
 

@@ -14,7 +14,7 @@ from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
-from .control_options import SAMPLER_OPTIONS, Control
+from .control_options import Control, check_sampler
 from .kv_cache import KvCacheDtype
 from .offline import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
 from .request import Request, RequestError
@@ -48,12 +48,7 @@ def law(
 
     Of `together` see `AsReleased`, whose rows decide as one unless they must not depend on each other.
     """
-    options = dict(control.gains)
-    accepted = set(SAMPLER_OPTIONS) if control.preset == "entropix" else set()
-    for name in sorted(set(options) - accepted):
-        raise RequestError(
-            f"{name} must not be set with the preset {control.preset}; got {options[name]!r}", name
-        )
+    check_sampler(control)
     if control.method != "dense":
         message = f"method must be dense with the preset {control.preset}; got {control.method!r}"
         raise RequestError(message, "method")
@@ -67,7 +62,7 @@ def law(
             "(`entropic calibrate` writes it); got 'entropix'",
             "preset",
         )
-    said = options.get("clarification", "")
+    said = dict(control.gains).get("clarification", "")
     words = tuple(model.tokenizer.encode(said, special=False)) if said and model.tokenizer else ()
     return entropix.calibrated(calibration, clarification=words)
 

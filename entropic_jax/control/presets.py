@@ -33,6 +33,7 @@ from .temperature import LAWS
 # every step: older lists miss facts that a question has just made relevant.
 RULES = SelectionRules(sink_pages=4, recent_pages=8, min_pages=16, bound_weight=0.5)
 FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
+PAPER_GAINS = ("target_entropy", "high_entropy")  # the laws of `paper` have no others
 TEMPERATURE_GAINS = ("target_entropy", "lowest_temperature", "highest_temperature")
 
 
@@ -109,9 +110,20 @@ def temperature_law(gains: Gains) -> Any:
     A law that keeps its published constants whatever the gains say has a class attribute
     `fixed_gains = True`.
     """
-    law: Any = LAWS[gains.law]
-    names = () if getattr(law, "fixed_gains", False) else {field.name for field in fields(law)}
-    return law(**{name: getattr(gains, name) for name in TEMPERATURE_GAINS if name in names})
+    return LAWS[gains.law](**{name: getattr(gains, name) for name in gains_of_law(gains.law)})
+
+
+def gains_of_law(name: str) -> tuple[str, ...]:
+    """The gains that a temperature law has; the others change nothing.
+
+    >>> gains_of_law("mirostat"), gains_of_law("edt")
+    (('target_entropy',), ())
+    """
+    law: Any = LAWS[name]
+    if getattr(law, "fixed_gains", False):
+        return ()
+    names = {field.name for field in fields(law)}
+    return tuple(gain for gain in TEMPERATURE_GAINS if gain in names)
 
 
 def pruning_law(gains: Gains) -> Pruning:

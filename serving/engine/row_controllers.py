@@ -177,6 +177,7 @@ class RowControllers:
             raise RequestError(f"method must be {self.method}; got {control.method!r}", "method")
         options = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
         if control.preset == self.sampler:
+            control_options.check_sampler(control)
             return self._sampler_gains(dict(control.gains).get("branches", self.branches))
         if options.get("law", self.law) != self.law:
             raise RequestError(

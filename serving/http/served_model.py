@@ -6,24 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entropic_jax import models, sampling_params
-from entropic_jax.parameter_table import short
 
+from .. import chat_template
 from ..request import RequestError
-
-# For models without a chat template. Base models know headings from prose, and read them as comments in code.
-DEFAULT_TEMPLATE = """\
-{{ bos_token }}{% for message in messages %}
-### {{ message.role | capitalize }}
-{{ message.content }}
-
-{% endfor %}{% if add_generation_prompt %}
-### Assistant
-{% endif %}"""
-
-
-RESERVED_VARIABLES = frozenset({"chat_template", "messages", "self"})
-"""Arguments of the template call that a client may not set."""
-
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
@@ -88,27 +73,7 @@ class ServedModel:
         Raises:
             RequestError: The template refuses the messages, or a variable is reserved.
         """
-        named = dict(variables or {})
-        if reserved := sorted(RESERVED_VARIABLES & named.keys()):
-            raise RequestError(
-                f"chat_template_kwargs must not set {reserved[0]}; got {short(named[reserved[0]])}",
-                "chat_template_kwargs",
-            )
-        try:
-            text = self.tokenizer.chat(messages, **{**stated, **named})
-        except models.ModelError as error:
-            raise RequestError(str(error), "messages") from None
-        if continue_last:
-            content = str(messages[-1].get("content", "")).rstrip()
-            place = text.rfind(content)
-            if place < 0:
-                raise RequestError(
-                    "continue_final_message must be false for a chat template that changes the content of "
-                    "the last message; got true",
-                    "continue_final_message",
-                )
-            text = text[: place + len(content)] if content else text.rstrip()
-        return text
+        return chat_template.render(self.tokenizer, messages, variables, continue_last, **stated)
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:
@@ -144,7 +109,7 @@ def describe(
         path: Its directory, as reported to clients.
         names: Names under which requests may ask for it.
         context: Most tokens of a prompt and its continuation together.
-        template: Chat template in place of the model's; without either, DEFAULT_TEMPLATE.
+        template: Chat template in place of the model's; without either, the plain one.
         recommended: Whether sampling defaults come from the model's generation_config.json.
 
     Raises:
@@ -153,7 +118,7 @@ def describe(
     if model.tokenizer is None:
         raise RequestError(f"--model must be a directory with tokenizer.json; got {path}", "model")
     tokenizer = model.tokenizer
-    tokenizer.chat_template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
+    chat_template.set_template(tokenizer, template)
     return ServedModel(
         names=tuple(names),
         path=path,

@@ -49,8 +49,29 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         ),
         (
             {"prompt": "x", "entropic": {"preset": "none"}},
-            "entropic",
-            "entropic.preset must be 'off', 'micro'",
+            "preset",
+            "entropic.preset must be one of off, micro",
+        ),
+        (
+            {"prompt": "x", "entropic": {"dropped_mass_limit": 2}},
+            "dropped_mass_limit",
+            "entropic.dropped_mass_limit must be a number at least 0 and below 1; got 2",
+        ),
+        (
+            {"prompt": "x", "entropic": {"target_entropy": "high", "trace": "yes"}},
+            "target_entropy",
+            "entropic.target_entropy must be a number between 0 and 100 or \"auto\"; got 'high'",
+        ),
+        ({"prompt": "x", "entropic": 3}, "entropic", "entropic must "),
+        (
+            {"prompt": "x", "entropic": {"target_entrpy": 1}},
+            "target_entrpy",
+            "entropic has no field target_entrpy; did you mean target_entropy?",
+        ),
+        (
+            {"prompt": "x", "entropic": {"preset": "full", "frobnicate": 1}},
+            "frobnicate",
+            "entropic has no field frobnicate; accepted are preset, law, target_entropy,",
         ),
         ("text", None, "must be a JSON object"),
         (

@@ -159,9 +159,18 @@ def test_default_sampling_parameters_are_the_models(llm):
     assert output.outputs[0].token_ids
 
 
+def test_chat_without_a_template_is_the_plain_one_of_the_server(llm, served):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}]
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    (output,) = llm.chat(messages, greedy)
+    assert output.prompt == served.chat(messages, add_generation_prompt=True)
+    assert output.prompt.endswith("### User\nhi\n\n### Assistant\nWell,\n\n### Assistant\n")
+    (output,) = llm.chat(messages, greedy, continue_final_message=True)
+    assert output.prompt == served.chat(messages, continue_last=True)
+    assert output.prompt.endswith("### Assistant\nWell,")
+
+
 def test_chat_goes_through_the_template(llm, monkeypatch):
-    with pytest.raises(ValueError, match=r"messages\[0\]: chat_template is missing"):
-        llm.chat([{"role": "user", "content": "hi"}])
     template = (
         "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}T{% endif %}"
     )
@@ -277,6 +286,22 @@ def test_a_model_that_is_no_path_is_refused():
     ("options", "message"),
     [
         ({"preset": "micro", "lowest_temperature": 5}, "^lowest_temperature must be below .*; got 5"),
+        (
+            {"preset": "micro", "law": "edt", "target_entropy": 0.5},
+            "^target_entropy must not be set with the law edt, which ignores it; got 0.5",
+        ),
+        (
+            {"law": "mirostat", "highest_temperature": 0.5},
+            "^highest_temperature must not be set with the law mirostat",
+        ),
+        (
+            {"preset": "entropix", "lowest_temperature": 0.5},
+            "^lowest_temperature must not be set with the preset entropix; got 0.5",
+        ),
+        (
+            {"preset": "dslider", "law": "exact"},
+            "^law must not be set with the preset dslider; got 'exact'",
+        ),
         ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine serves requests in"),
         ({"preset": "meso", "pruning": False}, r"got 'meso' \(no request may leave pages unread in this e"),
     ],

@@ -49,6 +49,14 @@ def test_what_does_not_go_together_is_said(entropic, directory):
             ("--method", "snapkv", "--cache-budget", "0"),
             "--cache-budget must be an integer of at least 64; got 0",
         ),
+        (
+            ("--preset", "micro", "--law", "dynatemp", "--lowest-temperature", "0.5"),
+            "--lowest-temperature must not be set with the law dynatemp, which ignores it; got 0.5",
+        ),
+        (
+            ("--preset", "paper", "--law", "exact"),
+            "--law must not be set with the preset paper, which ignores it; got 'exact'",
+        ),
         (("--branches", "2"), "--branches needs the preset entropix; got the preset off"),
         (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),
     ],

@@ -1,11 +1,11 @@
 """The `entropic` extension of requests and answers: control gains in, entropic time and traces out."""
 
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from entropic_jax.control_gains import GAINS, MACRO, PRESETS
-from entropic_jax.parameter_table import Choice, Parameter
+from entropic_jax.parameter_table import Choice, Flag, Parameter
 
 from ...control_options import BRANCHES, SAMPLERS, Control
 from .fields import Answer, optional_fields
@@ -18,16 +18,22 @@ PER_REQUEST = (
     Parameter("branches", None, BRANCHES, "", BRANCHES_HELP, ""),
 )
 PRESET = Parameter("preset", None, Choice(ACCEPTED_PRESETS), "", PRESET_HELP, "")
+TRACE = Parameter("trace", False, Flag(), "", "return each token's trace with the answer", "")
+FIELDS = {line.name: line for line in (PRESET, *PER_REQUEST, TRACE)}
+"""Every field of the object `entropic` in a request."""
 GainFields: Any = optional_fields("GainFields", (PRESET, *PER_REQUEST))
 
 
 class Entropic(GainFields):
     """Control by entropy for this request; what is left out is as the server was started.
 
-    "auto" takes the value in the model's calibration.
+    "auto" takes the value in the model's calibration. An unknown field is refused: control that silently
+    stays off would be taken for control that does nothing.
     """
 
-    trace: bool = Field(False, description="return each token's trace with the answer")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    trace: bool = Field(False, description=TRACE.help)
 
     def control(self, default: Control) -> Control:
         """The server's control with what this request changes."""

@@ -69,7 +69,7 @@ def prepare(
         continue_last=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
         tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt is not False,
     )
     if body.truncate_prompt_tokens is None:
         frontend.model.check_length(text)

@@ -1,5 +1,6 @@
 """Error responses in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
+import difflib
 import json
 import logging
 import re
@@ -13,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from entropic_jax.control_gains import GAINS
-from entropic_jax.parameter_table import short
+from entropic_jax.parameter_table import Parameter, short
 from entropic_jax.sampling_params import PARAMETERS
 
 from ..frontend import FrontendError
+from ..protocol import entropic
 from ..protocol.service import ErrorAnswer
 
 logger = logging.getLogger(__name__)
@@ -106,19 +107,36 @@ def in_words(error: RequestValidationError) -> tuple[str, str | None]:
         if first["type"] in ("value_error", "conflict"):
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
+    line = _line(path)
+    if path[0] == "entropic" and len(path) > 1:
+        return _of_entropic(path[1], line, first), path[1]
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
         return f"{'.'.join(path)} is missing", path[0]
     inputs = [e["input"] for e in same if len(_location(e)) <= 2] or [first["input"]]
-    return f"{name} must {_accepted(path, same)}; got {short(inputs[0])}", path[0]
+    accepted = _in_pydantic_words(same) if line is None else f"be {line.accepts}"
+    return f"{name} must {accepted}; got {short(inputs[0])}", path[0]
 
 
-def _accepted(path: list[str], errors: Sequence[Mapping[str, Any]]) -> str:
-    """What a field accepts, to follow "must": from its table, else from Pydantic's messages."""
-    line = PARAMETERS.get(path[0]) or (GAINS.get(path[-1]) if path[0] == "entropic" else None)
-    if line is not None and line.name != "max_tokens":
-        return f"be {line.accepts}"
+def _line(path: list[str]) -> Parameter | None:
+    """The line of a table that describes a field; None for one that is in no table."""
+    if path[0] == "entropic":
+        return entropic.FIELDS.get(path[1]) if len(path) > 1 else None
+    return PARAMETERS.get(path[0]) if path[0] != "max_tokens" else None  # HTTP accepts 0 as well
+
+
+def _of_entropic(name: str, line: Parameter | None, error: Mapping[str, Any]) -> str:
+    """The message for a field of the object `entropic`."""
+    if line is not None:
+        return f"entropic.{name} must be {line.accepts}; got {short(error['input'])}"
+    close = difflib.get_close_matches(name, entropic.FIELDS, 1)
+    hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(entropic.FIELDS)}"
+    return f"entropic has no field {name[:200]}; {hint}"
+
+
+def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:
+    """What a field accepts, to follow "must"."""
     messages = (SHOULD.sub("", e["msg"].replace("be None", "be null")) for e in errors)
     return " or ".join(list(dict.fromkeys(text[:1].lower() + text[1:] for text in messages))[:4])
 

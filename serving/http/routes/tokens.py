@@ -30,7 +30,7 @@ def router(frontend: Frontend) -> APIRouter:
             [message.for_template() for message in body.messages],
             continue_last=body.continue_final_message,
             variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt,
         )
         return model.encode(text, body.add_special_tokens)
 
