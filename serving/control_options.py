@@ -191,4 +191,5 @@ def check_sampler(control: Control) -> None:
     accepted = SAMPLER_OPTIONS if control.preset == "entropix" else ()
     for name, value in sorted(control.gains):
         if name not in accepted:
-            raise RequestError(f"{name} must not be set with the preset {control.preset}; got {value!r}", name)
+            message = f"{name} must not be set with the preset {control.preset}; got {value!r}"
+            raise RequestError(message, name)

@@ -10,6 +10,7 @@ from entropic_jax import models, sampling_params
 from .. import chat_template
 from ..request import RequestError
 
+
 @dataclass(frozen=True, eq=False)
 class ServedModel:
     """What the routes need of a model. `defaults` are sampling parameters by name."""
