@@ -7,6 +7,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | module | contents |
 |---|---|
 | `custom_call` | registers a kernel with XLA under a name |
+| `kernel` | what the Numba code of a kernel is made of, in one place |
 | `call_frame` | the bridge from XLA's call frame to a Numba function |
 | `code_cache` | machine code on disk, so that only the first process compiles |
 | `mailbox` | the layout of the memory through which a kernel hands work to the threads |
@@ -16,7 +17,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `threshold` | the largest threshold that keeps enough weight |
 | `run_once` | a cache of one result per argument, safe with several threads |
 
-Only a process that compiles imports Numba, and with it `call_frame`, `thread_pool` and `vector`.
+Only a process that compiles imports Numba, and with it `call_frame`, `kernel`, `thread_pool` and `vector`.
 """
 
 import sys

@@ -7,7 +7,7 @@ bit of its result.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,21 @@ from .reference import PartialAttention
 
 PIECE = 1024  # positions of one chunk of work
 LOW = np.float32(-1e30)
+
+
+class Shape(NamedTuple):
+    """The static parameters of the kernel."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    dense: bool  # whether all pages are read, not those of a list
+    dtype: str  # of the pages
+
+    @property
+    def pages_per_piece(self) -> int:
+        return max(1, PIECE // self.page_size)
 
 
 def pool_dtype(keys, values) -> str:
@@ -44,7 +59,7 @@ def decode(
     rows, kv_heads, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: only multiples of 16 are supported")
-    name = _register_decode(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype)
+    name = _register_decode(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype))
     scales = ()
     if isinstance(keys, Quantised):
         keys, values, scales = keys.tiles, values.tiles, (keys.scale, values.scale)
@@ -56,119 +71,103 @@ def decode(
 
 
 @run_once
-def _register_decode(
-    kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool, dtype: str
-) -> str:
+def _register_decode(shape: Shape) -> str:
     """Register `decode` for one shape with XLA; returns its name there."""
-    name = f"entropic_paged_decode_{kv_heads}_{group}_{head_dim}_{page_size}_{dtype}"
-    name += "_dense" if dense else "_listed"
-    register(name, lambda: _compile(name, kv_heads, group, head_dim, page_size, dense, dtype))
+    name = f"entropic_paged_decode_{shape.kv_heads}_{shape.group}_{shape.head_dim}_{shape.page_size}"
+    name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}"
+    register(name, lambda: _compile(name, shape))
     return name
 
 
-def _compile(
-    name: str, kv_heads: int, group: int, head_dim: int, page_size: int, dense: bool, dtype: str
-) -> Iterator[tuple[str, Any]]:
-    from numba import carray, njit
+def _compile(name: str, shape: Shape) -> Iterator[tuple[str, Any]]:
+    from ...cpu_runtime import kernel
 
-    from ...cpu_runtime import vector
-    from ...cpu_runtime.call_frame import (
-        allocate,
-        as_pointer,
-        floats,
-        free,
-        operand,
-        result,
-        symbol_address,
-        thread_task,
-        words,
-        xla_handler,
-    )
-    from ...cpu_runtime.thread_pool import parallel_for
+    page_range, page_of_entry = _page_readers(shape)
+    yield f"{name}_piece", kernel.thread_task(_piece_attention(shape, page_range, page_of_entry))
+    piece_address = kernel.symbol_address(f"{name}_piece")
+    yield name, kernel.xla_handler(_attention_by_pieces(shape, page_range, piece_address))
 
-    scores, accumulate = vector.scores(group, head_dim, dtype), vector.accumulate(group, head_dim, dtype)
-    exponentials = vector.exponentials()
-    pages_per_piece = max(1, PIECE // page_size)
-    tile = page_size * head_dim * vector.ITEMSIZE[dtype]  # bytes
-    scaled = dtype == "int8"
-    scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
 
-    @njit(nogil=True)
-    def pages(frame, row, head):
+def _page_readers(shape: Shape) -> tuple[Any, Any]:
+    """Compile the functions that read which pages of a (row, KV head) are attended to."""
+    from ...cpu_runtime.kernel import compiled, integers, operand
+
+    kv_heads, page_size, dense = shape.kv_heads, shape.page_size, shape.dense
+
+    @compiled
+    def page_range(frame, row, head):
         """The first entry of the page list to read, how many there are, and the window."""
-        first_data, shape = operand(frame, 4)
+        first_data, grid = operand(frame, 4)
         last_data, _ = operand(frame, 5)
-        rows = shape[0]
-        window_start = carray(as_pointer(first_data), (rows,), np.int32)[row]
-        context_length = carray(as_pointer(last_data), (rows,), np.int32)[row]
+        rows = grid[0]
+        window_start = integers(first_data, (rows,))[row]
+        context_length = integers(last_data, (rows,))[row]
         if context_length <= window_start:
             return 0, 0, window_start, context_length
         first_entry = window_start // page_size
         if dense:
-            return (
-                first_entry,
-                (context_length + page_size - 1) // page_size - first_entry,
-                window_start,
-                context_length,
-            )
+            num_pages = (context_length + page_size - 1) // page_size - first_entry
+            return first_entry, num_pages, window_start, context_length
         count_data, _ = operand(frame, 7)
-        return (
-            0,
-            carray(as_pointer(count_data), (rows, kv_heads), np.int32)[row, head],
-            window_start,
-            context_length,
-        )
+        return 0, integers(count_data, (rows, kv_heads))[row, head], window_start, context_length
 
-    @njit(nogil=True)
-    def listed(frame, row, head, first_entry, entry):
+    @compiled
+    def page_of_entry(frame, row, head, first_entry, entry):
         """The page of the row that an entry of its list stands for."""
         if dense:
             return first_entry + entry
-        data, shape = operand(frame, 6)
-        return np.int64(carray(as_pointer(data), (shape[0], kv_heads, shape[2]), np.int32)[row, head, entry])
+        data, grid = operand(frame, 6)
+        return np.int64(integers(data, (grid[0], kv_heads, grid[2]))[row, head, entry])
 
-    @njit(nogil=True)
-    def piece(job_address, piece_number):
-        """The partial attention to one piece of the list of one (row, KV head)."""
+    return page_range, page_of_entry
+
+
+def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
+    """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, operand, words
+
+    kv_heads, group, head_dim, page_size, dense, dtype = shape
+    scores, accumulate = vector.scores(group, head_dim, dtype), vector.accumulate(group, head_dim, dtype)
+    exponentials, pages_per_piece, scaled = vector.exponentials(), shape.pages_per_piece, dtype == "int8"
+    tile = page_size * head_dim * vector.ITEMSIZE[dtype]  # bytes
+    scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
+
+    @compiled
+    def attend_piece(job_address, piece_number):
         job = words(job_address, 6)
-        frame, out_data, top_data, total_data, list_data, first_piece_data = (
-            job[0],
-            job[1],
-            job[2],
-            job[3],
-            job[4],
-            job[5],
-        )
+        frame, out_data, top_data = job[0], job[1], job[2]
+        total_data, list_data, first_piece_data = job[3], job[4], job[5]
         list_number = words(list_data + 8 * piece_number, 1)[0]
         row, head = list_number // kv_heads, list_number % kv_heads
         piece_of_list = piece_number - words(first_piece_data + 8 * list_number, 1)[0]
-        first_entry, num_pages, window_start, context_length = pages(frame, row, head)
+        first_entry, num_pages, window_start, context_length = page_range(frame, row, head)
         q_data, _ = operand(frame, 0)
         key_data, _ = operand(frame, 1)
         value_data, _ = operand(frame, 2)
         table_data, grid = operand(frame, 3)
-        page_table = carray(as_pointer(table_data), (grid[0], grid[1]), np.int32)[row]
+        page_table = integers(table_data, (grid[0], grid[1]))[row]
         query = q_data + 4 * (row * kv_heads + head) * group * head_dim
         out = out_data + 4 * piece_number * group * head_dim
-        sums = carray(as_pointer(out), (group, head_dim), np.float32)
+        sums = floats(out, (group, head_dim))
         sums[:] = np.float32(0)
-        top = carray(as_pointer(top_data), (piece_number + 1, group), np.float32)[piece_number]
-        total = carray(as_pointer(total_data), (piece_number + 1, group), np.float32)[piece_number]
+        top = floats(top_data, (piece_number + 1, group))[piece_number]
+        total = floats(total_data, (piece_number + 1, group))[piece_number]
         top[:], total[:] = LOW, np.float32(0)
         key_scale, value_scale = np.int64(0), np.int64(0)
         if scaled:
             key_scale, value_scale = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
         memory = allocate(4 * (group + 1) * page_size)
-        score = floats(memory, (group, page_size))
-        power = carray(as_pointer(memory + 4 * group * page_size), (page_size,), np.int32)
-        end_entry = min(num_pages, (piece_of_list + 1) * pages_per_piece)
-        next_page = np.int64(
-            page_table[listed(frame, row, head, first_entry, piece_of_list * pages_per_piece)]
+        score, power = (
+            floats(memory, (group, page_size)),
+            integers(memory + 4 * group * page_size, (page_size,)),
         )
-        for entry in range(piece_of_list * pages_per_piece, end_entry):
-            page_of_row, page = listed(frame, row, head, first_entry, entry), next_page
-            if entry + 1 < end_entry:
-                next_page = np.int64(page_table[listed(frame, row, head, first_entry, entry + 1)])
+        begin, end = piece_of_list * pages_per_piece, min(num_pages, (piece_of_list + 1) * pages_per_piece)
+        next_page = np.int64(page_table[page_of_entry(frame, row, head, first_entry, begin)])
+        for entry in range(begin, end):
+            page_of_row, page = page_of_entry(frame, row, head, first_entry, entry), next_page
+            if entry + 1 < end:
+                next_page = np.int64(page_table[page_of_entry(frame, row, head, first_entry, entry + 1)])
             low = max(window_start - page_of_row * page_size, 0)
             high = min(context_length - page_of_row * page_size, page_size)
             if high <= low:
@@ -194,21 +193,27 @@ def _compile(
             accumulate(memory, value_data + offset, out, page_size, low, high, value_data + next_offset)
         free(memory)
 
-    yield f"{name}_piece", thread_task(piece)
-    piece_address = symbol_address(f"{name}_piece")
+    return attend_piece
 
-    @njit(nogil=True)
+
+def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> Any:
+    """Compile the body of the kernel: it numbers the pieces, runs their tasks, and merges the results."""
+    from ...cpu_runtime.kernel import allocate, compiled, floats, free, operand, parallel_for, result, words
+
+    kv_heads, group, head_dim = shape.kv_heads, shape.group, shape.head_dim
+    pages_per_piece = shape.pages_per_piece
+
+    @compiled
     def body(frame):
-        _, shape = operand(frame, 0)
-        rows = shape[0]
+        _, grid = operand(frame, 0)
+        rows = grid[0]
         count_data = allocate(8 * (rows * kv_heads + 1))
         first_piece = words(count_data, rows * kv_heads + 1)
         first_piece[0] = 0
         for list_number in range(rows * kv_heads):
-            _, num_pages, _, _ = pages(frame, list_number // kv_heads, list_number % kv_heads)
-            first_piece[list_number + 1] = (
-                first_piece[list_number] + (num_pages + pages_per_piece - 1) // pages_per_piece
-            )
+            _, num_pages, _, _ = page_range(frame, list_number // kv_heads, list_number % kv_heads)
+            number = (num_pages + pages_per_piece - 1) // pages_per_piece
+            first_piece[list_number + 1] = first_piece[list_number] + number
         pieces = first_piece[rows * kv_heads]
         # Scratch buffers: for each piece its output, maximum and total of the softmax, and its list; then
         # the job that the pieces share.
@@ -218,8 +223,7 @@ def _compile(
         list_data = total_data + 4 * pieces * group
         job_data = list_data + 8 * pieces
         out = floats(sums_data, (pieces, group, head_dim))
-        top = floats(top_data, (pieces, group))
-        total = floats(total_data, (pieces, group))
+        top, total = floats(top_data, (pieces, group)), floats(total_data, (pieces, group))
         list_numbers = words(list_data, pieces)
         for list_number in range(rows * kv_heads):
             for piece_number in range(first_piece[list_number], first_piece[list_number + 1]):
@@ -230,8 +234,8 @@ def _compile(
         parallel_for(piece_address(), job_data, pieces)
         final_data, _ = result(frame, 0)
         log_data, _ = result(frame, 1)
-        final = carray(as_pointer(final_data), (rows * kv_heads, group, head_dim), np.float32)
-        log_sum_exp = carray(as_pointer(log_data), (rows * kv_heads, group), np.float32)
+        final = floats(final_data, (rows * kv_heads, group, head_dim))
+        log_sum_exp = floats(log_data, (rows * kv_heads, group))
         for list_number in range(rows * kv_heads):
             for g in range(group):
                 peak = LOW
@@ -252,4 +256,4 @@ def _compile(
         free(sums_data)
         free(count_data)
 
-    yield name, xla_handler(body)
+    return body

@@ -1,0 +1,108 @@
+"""Parts of a CPU kernel: what its Numba code is made of, and the frame that most kernels share.
+
+Only a process that compiles imports this module, because it imports Numba.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from .call_frame import (
+    allocate,
+    as_pointer,
+    floats,
+    free,
+    operand,
+    result,
+    symbol_address,
+    thread_task,
+    words,
+    xla_handler,
+)
+from .thread_pool import parallel_for
+
+__all__ = [
+    "FAST",
+    "allocate",
+    "compiled",
+    "floats",
+    "free",
+    "integers",
+    "njit",
+    "operand",
+    "operand_floats",
+    "operand_integers",
+    "parallel_for",
+    "parallel_kernel",
+    "result",
+    "result_floats",
+    "result_integers",
+    "symbol_address",
+    "thread_task",
+    "typed",
+    "words",
+    "xla_handler",
+]
+
+# Options of `njit` for sums in any order; NaN and infinity stay what they are.
+FAST = dict(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
+compiled = njit(nogil=True)
+
+
+@compiled
+def typed(address, shape, dtype):
+    """An array of `dtype` at an address."""
+    return carray(as_pointer(address), shape, dtype)
+
+
+@compiled
+def integers(address, shape):
+    """An array of int32 at an address."""
+    return carray(as_pointer(address), shape, np.int32)
+
+
+@compiled
+def operand_floats(frame, number, shape):
+    """An operand as an array of float32."""
+    return floats(operand(frame, number)[0], shape)
+
+
+@compiled
+def operand_integers(frame, number, shape):
+    """An operand as an array of int32."""
+    return integers(operand(frame, number)[0], shape)
+
+
+@compiled
+def result_floats(frame, number, shape):
+    """A result as an array of float32."""
+    return floats(result(frame, number)[0], shape)
+
+
+@compiled
+def result_integers(frame, number, shape):
+    """A result as an array of int32."""
+    return integers(result(frame, number)[0], shape)
+
+
+def parallel_kernel(name: str, task: Any, num_chunks: Callable) -> Iterator[tuple[str, Any]]:
+    """The builder of a kernel whose chunks depend on nothing but the call frame.
+
+    Args:
+        name: the symbol of the kernel.
+        task: `task(frame, chunk)`, compiled by Numba.
+        num_chunks: `num_chunks(frame)`, compiled by Numba.
+
+    Returns:
+        Pairs of a symbol and a function, see `code_cache`.
+    """
+    yield f"{name}_task", thread_task(task)
+    task_address = symbol_address(f"{name}_task")
+
+    @compiled
+    def body(frame):
+        parallel_for(task_address(), frame, num_chunks(frame))
+
+    yield name, xla_handler(body)
