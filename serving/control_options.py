@@ -132,7 +132,7 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
         option = BUDGETS[error.param or ""]
         raise RequestError(str(error).replace(error.param or "", option, 1), option) from None
     except ValueError as error:
-        raise RequestError(f"--method is {control.method}: {error}", "method") from None
+        raise RequestError(f"--method {control.method}: {error}", "method") from None
 
 
 def gains(control: Control, calibration: "Calibration | None") -> "Gains":

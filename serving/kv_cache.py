@@ -40,6 +40,6 @@ def check_pages(dtype: Any, platform: str) -> None:
     """Raise ValueError where pages of a dtype would be copied at every step."""
     if dtype == FLOAT8 and platform == "cpu":
         raise ValueError(
-            "kv_cache_dtype is fp8 on a CPU, where every step would widen the whole cache; accepted there "
-            "are auto, bfloat16 and int8_per_token_head"
+            "kv_cache_dtype must be auto, bfloat16 or int8_per_token_head on a CPU, where every step would "
+            "widen an fp8 cache; got fp8"
         )

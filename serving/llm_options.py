@@ -36,7 +36,7 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
 
     Raises:
         TypeError: for a name that is neither.
-        ValueError: for a value that is not accepted.
+        ValueError: for an invalid value.
     """
     for name in options:
         if name not in (*ENGINE_NAMES, *GAIN_NAMES):
@@ -66,4 +66,4 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
 def _suggestion(name: str) -> str:
     known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES)
     close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"accepted are {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(known)}"

@@ -36,7 +36,7 @@ class Engine:
         kv_cache_dtype: KvCacheDtype = "auto",
     ) -> None:
         if model.tokenizer is None:
-            raise ValueError("model has no tokenizer; accepted is a directory with tokenizer.json")
+            raise ValueError("model must have a tokenizer; got one from a directory without tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
         chat_template.set_template(self.tokenizer)
         self.preset = presets.preset("off") if preset is None else preset

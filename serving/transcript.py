@@ -132,9 +132,7 @@ class Transcript:
     ) -> list[Token]:
         """Record a sampled token; returns the tokens that are settled now, none or several."""
         if self.finish_reason is not None:
-            raise ValueError(
-                f"token is {token}, after the end of the text ({self.finish_reason}); accepted is none"
-            )
+            raise ValueError(f"no token can follow finish_reason {self.finish_reason!r}; got {token}")
         self._token_ids.append(token)
         for name, value in metrics.items() if self._keep else ():
             self._trace.setdefault(name, []).append(float(value))
@@ -168,7 +166,7 @@ class Transcript:
     def completion(self) -> Completion:
         """The record, once the text has ended."""
         if self.finish_reason is None:
-            raise ValueError("finish_reason is None; accepted is a transcript that has ended")
+            raise ValueError("the text must have ended before its completion is taken; finish_reason is None")
         return Completion(
             "".join(self._text),
             list(self._token_ids),

@@ -189,7 +189,7 @@ def test_a_folder_of_someone_else_is_left_alone(project, tmp_path):
     (precious / "file").touch()
     status, _, err = run(project, "generate", ENTROPIC_VENV=str(precious))
     assert status == 1
-    assert f"ENTROPIC_VENV is {precious}; accepted are" in err
+    assert f"ENTROPIC_VENV must be a new or empty folder or a virtual environment; got {precious}" in err
     assert [path.name for path in precious.iterdir()] == ["file"]
 
 
@@ -214,4 +214,4 @@ def test_the_grammar_suits_older_pythons():
     code = f"{imports}\nsys.version_info = (3, 9)\nshutil.which = lambda name: None\n{version_check}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "accepted are 3.11 and newer" in done.stderr
+    assert "Python must be 3.11 or newer; got" in done.stderr

@@ -54,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = [s for s in options.studies if s not in STUDIES]
     if unknown:
-        parser.error(f"--studies has {unknown[0]}; accepted are {', '.join(STUDIES)}")
+        parser.error(f"--studies must be among {', '.join(STUDIES)}; got {unknown[0]}")
     console = Console()
     if not options.show:
         description = describe_run(console)

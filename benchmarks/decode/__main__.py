@@ -69,7 +69,7 @@ def main() -> None:
     options.engines = options.engines or DEFAULT
     unknown = [name for name in options.engines if name not in ENGINES]
     if unknown:
-        parser.error(f"--engines has {unknown[0]}; accepted are {', '.join(ENGINES)}")
+        parser.error(f"--engines must be among {', '.join(ENGINES)}; got {unknown[0]}")
 
     console = Console()
     if options.show:

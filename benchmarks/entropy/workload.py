@@ -37,7 +37,7 @@ def model_logits(directory: Path, texts: list[Path], tokens: int) -> np.ndarray:
     """
     model = models.load(directory)
     if model.tokenizer is None:
-        raise SystemExit(f"--model is {directory}: it has no tokenizer.json; a folder with one is accepted")
+        raise SystemExit(f"--model must be a directory with tokenizer.json; got {directory}")
     sequences = [model.tokenizer.encode(path.read_text("utf-8")) for path in texts]
     cut = split_sequences([sequence[: TOKENS_EACH + 1] for sequence in sequences], TOKENS_EACH, tokens)
     forced = teacher_forced(model.decoder, model.params, cut)

@@ -43,12 +43,12 @@ def main() -> None:
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
     add_document_option(parser, "long_context")
     options = parser.parse_args()
-    for argument, values, accepted in (
+    for argument, values, choices in (
         ("--studies", options.studies, STUDIES),
         ("--methods", options.methods or (), QUALITY),
     ):
-        if wrong := [x for x in values if x not in accepted]:
-            parser.error(f"{argument} has {wrong[0]}; accepted are {', '.join(accepted)}")
+        if unknown := [x for x in values if x not in choices]:
+            parser.error(f"{argument} must be among {', '.join(choices)}; got {unknown[0]}")
     console = Console()
     if options.show:
         results = json.loads(options.show.read_text())

@@ -149,7 +149,7 @@ class QualityStudy:
         ]
         longest = max(len(case.prompt) for case in cases)
         if longest > context:
-            raise ValueError(f"context is {context}; accepted are at least {longest}, to hold every task")
+            raise ValueError(f"context must be at least {longest}, to hold every task; got {context}")
         return cases
 
     def measure(self, name: str, context: int, budget: int | None) -> dict[str, Any]:

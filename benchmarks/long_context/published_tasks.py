@@ -82,7 +82,7 @@ class Item(NamedTuple):
         question = encode(f"\n\n{self.question}" if self.question else "")
         left = room - len(question)
         if left < 1:
-            raise ValueError(f"room is {room} tokens; accepted are more than the question's {len(question)}")
+            raise ValueError(f"room must be above {len(question)} tokens, those of the question; got {room}")
         context = encode(self.context)
         if len(context) > left:
             context = context[: left // 2] + context[len(context) - (left - left // 2) :]
@@ -108,7 +108,7 @@ def read_record(record: dict[str, Any], stem: str) -> Item:
     """One line: LongBench has `answers`, InfiniteBench `answer`."""
     task = str(record.get("dataset") or stem).removesuffix("_e")
     if task not in KINDS:
-        raise ValueError(f"the task is {task!r}; accepted are {', '.join(sorted(KINDS))}")
+        raise ValueError(f"task must be one of {', '.join(sorted(KINDS))}; got {task!r}")
     kind = KINDS[task]
     if "answers" in record:
         answers, options = record["answers"], record.get("all_classes") or ()
@@ -116,7 +116,7 @@ def read_record(record: dict[str, Any], stem: str) -> Item:
         answers, options = record["answer"], record.get("options") or ()
     answers = tuple(str(x) for x in (answers if isinstance(answers, list) else [answers]))
     if not answers:
-        raise ValueError("there is no answer; accepted is at least one")
+        raise ValueError("answers must hold at least one; got none")
     parts = [kind.instruction, record["input"]]
     if kind.measure == "choice":
         letters = string.ascii_uppercase[: len(options)]

@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     names = options.samplers or list(benchmark.samplers)
     unknown = [name for name in names if name not in benchmark.samplers]
     if unknown:
-        raise SystemExit(f"--samplers has {unknown[0]!r}; accepted are {'; '.join(benchmark.samplers)}")
+        raise SystemExit(f"--samplers must be among {'; '.join(benchmark.samplers)}; got {unknown[0]!r}")
     results["settings"] = {"cases": options.cases, "context": options.context, "rows": ROWS}
     done = {(r["sampler"], r["kind"], r["seed"]) for r in results["tasks"]}
     written = {(r["sampler"], r["seed"]) for r in results["texts"]}

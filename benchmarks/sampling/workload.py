@@ -114,7 +114,7 @@ KINDS = (*tasks.KINDS, *MADE)
 def generated(kind: str, count: int, seed: int, filler: str) -> list[Task]:
     """Tasks of one of `KINDS`, the same for the same seed; `filler` is source to stand above questions."""
     if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
     rng = np.random.default_rng((seed, KINDS.index(kind)))
     if kind in MADE:
         return [MADE[kind](rng) for _ in range(count)]
@@ -132,9 +132,8 @@ def records(path: Path, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: not readable JSON: {error}") from None
         missing = [f for f in fields if not isinstance(record, dict) or not isinstance(record.get(f), str)]
         if missing:
-            raise ValueError(
-                f"{path}, line {number}: {missing[0]} is missing or no text; accepted is a string"
-            )
+            value = json.dumps(record)[:60]
+            raise ValueError(f"{path}, line {number}: {missing[0]} must be a string; got {value}")
         yield record
 
 

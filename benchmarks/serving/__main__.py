@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
-        parser.error(f"--studies has {unknown[0]}; accepted are {', '.join(STUDIES)}")
+        parser.error(f"--studies must be among {', '.join(STUDIES)}; got {unknown[0]}")
     console = Console()
     results = json.loads(options.show.read_text("utf-8")) if options.show else measure(options, console)
     document = options.document and not options.quick

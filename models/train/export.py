@@ -94,10 +94,13 @@ def check(params: Params, shape: Shape, vocabulary: int) -> None:
     expected = ((shape.vocab_size, hidden), shape.num_hidden_layers, q, kv, inner)
     if widths != expected:
         raise ValueError(
-            f"params: embedding, layers, widths of q, k and gate are {widths}; {shape} has {expected}"
+            "params must have the embedding, layers and widths of q, k and gate of their shape, "
+            f"{shape}: {expected}; got {widths}"
         )
     if vocabulary > shape.vocab_size:
-        raise ValueError(f"tokenizer: {vocabulary} tokens; the embedding has rows for {shape.vocab_size}")
+        raise ValueError(
+            f"tokenizer must have at most {shape.vocab_size} tokens, one per embedding row; got {vocabulary}"
+        )
 
 
 def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: int = 0) -> None:
@@ -108,7 +111,7 @@ def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: 
     check(params, shape, tokenizer.get_vocab_size())
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)
     if begin is None or end is None:
-        raise ValueError(f"tokenizer: {BEGIN} is token {begin} and {END} token {end}; both must exist")
+        raise ValueError(f"tokenizer must have the tokens {BEGIN} and {END}; got ids {begin} and {end}")
     out.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "training_step": str(step)}
     save_file(tensors(params), out / "model.safetensors", metadata=metadata)

@@ -53,7 +53,7 @@ class Filler:
         """Consecutive lines of about `tokens` tokens, not more, starting at random."""
         last = int(np.searchsorted(self.total, self.total[-1] - tokens, side="right")) - 1
         if last < 1:
-            raise ValueError(f"texts: {self.total[-1]} tokens of filler; a stretch of {tokens} needs more")
+            raise ValueError(f"texts must hold more than {tokens} tokens of filler; got {self.total[-1]}")
         first = int(rng.integers(last))
         stop = int(np.searchsorted(self.total, self.total[first] + tokens, side="right")) - 1
         return self.lines[first:stop]

@@ -97,7 +97,7 @@ class Scorer:
         """Scores of the targets `window[1:]` of each window, in the order given."""
         longest = max(map(len, windows)) - 1
         if longest > LENGTHS[-1]:
-            raise ValueError(f"windows: one has {longest} targets; at most {LENGTHS[-1]}")
+            raise ValueError(f"windows must have at most {LENGTHS[-1]} targets; got {longest}")
         padded = [next(n for n in LENGTHS if len(w) - 1 <= n) for w in windows]
         done = 0
         results: list[Scores] = [Scores(np.empty(0), np.empty(0))] * len(windows)

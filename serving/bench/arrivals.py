@@ -78,7 +78,7 @@ def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.nd
     low, high = 1e-3, 100.0
     if not quantile(grid, high).mean() <= law.mean <= quantile(grid, low).mean():
         raise ValueError(
-            f"mean is {law.mean:g}; accepted with this median and p99 is one nearer to the median"
+            f"mean must be nearer to the median, {law.median:g}, with p99 {law.p99:g}; got {law.mean:g}"
         )
     for _ in range(60):
         power = math.sqrt(low * high)
@@ -91,7 +91,7 @@ def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed
     law = PUBLISHED[name]
     rate = rate or law.rate
     if rate is None:
-        raise RequestError(f"--like is {name}, whose rate is not published; give --rate")
+        raise RequestError(f"--rate is required with --like {name}, whose rate is not published")
     random = np.random.default_rng(seed)
     return _together(
         times(count, rate, law.cv if cv is None else cv, random),
@@ -117,8 +117,9 @@ def _together(seconds: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> 
 def read_trace(path: Path, count: int | None = None, rate: float | None = None) -> list[Arrival]:
     """The first `count` requests of a trace, the first at time 0; `rate` stretches time to that mean rate.
 
-    Accepted are Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSONL
-    (timestamp in milliseconds, input_length, output_length, hash_ids). Raises RequestError with the line.
+    The file is Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL
+    (timestamp in milliseconds, input_length, output_length, hash_ids). Raises RequestError, which names the
+    line.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -128,20 +129,20 @@ def read_trace(path: Path, count: int | None = None, rate: float | None = None) 
             found = []
             for number, arrival in read(file, path):
                 if not (arrival.prompt_tokens > 0 and arrival.output_tokens >= 0):
-                    raise RequestError(
-                        f"{path}, line {number}: lengths are {arrival[1:3]}; accepted are above 0"
-                    )
+                    raise RequestError(f"{path}, line {number}: lengths must be above 0; got {arrival[1:3]}")
                 found.append(arrival._replace(output_tokens=max(arrival.output_tokens, 1)))
                 if count is not None and len(found) >= count:
                     break
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--trace is {path}: {error}") from None
+        raise RequestError(f"--trace {path}: {error}") from None
     if not found:
-        raise RequestError(f"--trace is {path}: it holds no request")
+        raise RequestError(f"--trace must hold at least one request; {path} has none")
     found.sort(key=lambda arrival: arrival.time)
     first, last = found[0].time, found[-1].time
     if rate is not None and last == first:
-        raise RequestError(f"--rate is {rate:g}, but every request of {path} has the same time")
+        raise RequestError(
+            f"--rate needs requests at different times; all of {path} arrive at one; got {rate:g}"
+        )
     factor = 1.0 if rate is None else (len(found) - 1) / rate / (last - first)
     return [arrival._replace(time=(arrival.time - first) * factor) for arrival in found]
 
@@ -153,9 +154,13 @@ def _azure(file, path):
             yield number, Arrival(when, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(
-                f"{path}, line {number}: {error}; accepted are columns "
-                "TIMESTAMP, ContextTokens, GeneratedTokens"
+                f"{path}, line {number} must have the columns TIMESTAMP, ContextTokens, GeneratedTokens; "
+                f"{_reason(error)}"
             ) from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _mooncake(file, path):
@@ -171,8 +176,8 @@ def _mooncake(file, path):
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(
-                f"{path}, line {number}: {error!r}; accepted are objects with timestamp, input_length, "
-                "output_length and hash_ids"
+                f"{path}, line {number} must be an object with timestamp, input_length, output_length and "
+                f"hash_ids; {_reason(error)}"
             ) from None
 
 

@@ -80,7 +80,7 @@ class Pool:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"the URL is {url}; accepted are http://host:port and https://host")
+            raise RequestError(f"--url must be http://host:port or https://host; got {url}")
         secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, parts.port or (443 if secure else 80)
         self.ssl = ssl.create_default_context() if secure else None
@@ -89,9 +89,7 @@ class Pool:
         self.head = f"Host: {shown}:{self.port}\r\nAccept: */*\r\n"
         if api_key is not None:
             if not api_key.isascii() or not api_key.isprintable():
-                raise RequestError(
-                    "the API key holds characters that a header cannot; accepted is printable ASCII"
-                )
+                raise RequestError("--api-key must be printable ASCII, which a header can hold")
             self.head += f"Authorization: Bearer {api_key}\r\n"
         self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 

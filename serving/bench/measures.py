@@ -53,7 +53,7 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:500 itl:50 e2e:2000` (milliseconds) as a mapping; RequestError with what is accepted."""
+    """`ttft:500 itl:50 e2e:2000` (milliseconds) as a mapping. Raises RequestError."""
     bounds: dict[str, float] = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition(":")
@@ -63,7 +63,7 @@ def parse_slo(text: str) -> dict[str, float]:
                 raise ValueError
         except ValueError:
             raise RequestError(
-                f"--slo holds {part}; accepted are NAME:MILLISECONDS with {', '.join(LATENCIES)}, as ttft:500"
+                f"--slo must be NAME:MILLISECONDS, NAME one of {', '.join(LATENCIES)}; got {part}"
             ) from None
     return bounds
 

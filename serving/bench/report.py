@@ -116,6 +116,6 @@ def draw(runs: list[tuple[str, list[Outcome]]], path: Path) -> None:
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
-        raise RequestError(f"--plot is {path}: {error}") from None
+        raise RequestError(f"--plot {path}: {error}") from None
     finally:
         plt.close(figure)

@@ -157,12 +157,12 @@ def _workload(options: argparse.Namespace) -> "Workload":
     )
 
 
-def _list(accepted: tuple[str, ...]) -> Any:
+def _list(choices: tuple[str, ...]) -> Any:
     def convert(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
-            if name not in accepted:
-                raise argparse.ArgumentTypeError(f"must be some of {','.join(accepted)}; got {name}")
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"must be some of {','.join(choices)}; got {name}")
         return names
 
     return convert

@@ -24,7 +24,7 @@ class Record(NamedTuple):
 
 
 def read_records(text: str) -> list[Record]:
-    """Every line that is not blank; RequestError names the first that is not accepted."""
+    """Every line that is not blank. Raises RequestError, which names the first invalid line."""
     return [Record(n, _parse(line, n)) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -32,14 +32,16 @@ def _parse(line: str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise RequestError(f"line {number} is not JSON ({error}); accepted is one object a line") from None
+        raise RequestError(
+            f"line {number} must be a JSON object; got {line.strip()[:60]} ({error})"
+        ) from None
     if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
         raise RequestError(
-            f"line {number} is {line.strip()[:60]}; accepted are objects with either `prompt` or `messages`"
+            f"line {number} must be an object with either `prompt` or `messages`; got {line.strip()[:60]}"
         )
     unknown = [key for key in values if key not in KEYS]
     if unknown:
-        raise RequestError(f"line {number} has the key {unknown[0]!r}; accepted are {', '.join(KEYS)}")
+        raise RequestError(f"line {number} must only have the keys {', '.join(KEYS)}; got {unknown[0]!r}")
     return values
 
 
@@ -69,7 +71,7 @@ def _checked(messages: Any) -> list[dict[str, str]]:
     ):
         return messages
     raise RequestError(
-        f"messages is {json.dumps(messages)[:60]}; accepted is a list of objects with `role` and `content`"
+        f"messages must be a list of objects with `role` and `content`; got {json.dumps(messages)[:60]}"
     )
 
 

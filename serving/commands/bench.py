@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--requests",
-        type=_whole,
+        type=_positive,
         metavar="INT",
         help="number of requests (default: 100, or all of the trace)",
     )
@@ -79,13 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--max-model-len",
-        type=_whole,
+        type=_positive,
         metavar="INT",
         help="cut longer requests to this (default: as the server states)",
     )
     load.add_argument(
         "--closed-loop",
-        type=_whole,
+        type=_positive,
         metavar="INT",
         help="keep this many requests in flight, without set times",
     )
@@ -108,14 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--as-text", action="store_true", help="send text, not token ids")
     prompts.add_argument(
         "--vocabulary",
-        type=_whole,
+        type=_positive,
         default=1024,
         metavar="INT",
         help="random ids are below this (default: 1024)",
     )
     runs = parser.add_argument_group("comparison and output")
     runs.add_argument("--compare", metavar="URL", help="run a second server alternately, and compare the two")
-    runs.add_argument("--repeat", type=_whole, default=1, metavar="INT", help="runs of each server")
+    runs.add_argument("--repeat", type=_positive, default=1, metavar="INT", help="runs of each server")
     runs.add_argument(
         "--slo",
         metavar="BOUNDS",
@@ -190,7 +190,7 @@ async def _run(options: argparse.Namespace) -> int:
         try:
             options.out.write_text(json.dumps(tree, allow_nan=False) + "\n", "utf-8")
         except OSError as error:
-            raise RequestError(f"--out is {options.out}: {error}") from None
+            raise RequestError(f"--out {options.out}: {error}") from None
     if options.plot is not None:
         report.draw([(url, mine[-1]) for url, mine in zip(urls, runs, strict=True)], options.plot)
     return int(any(found["errors"] for mine in figures for found in mine))
@@ -199,19 +199,26 @@ async def _run(options: argparse.Namespace) -> int:
 def _arrivals(options: argparse.Namespace) -> "list[Arrival]":
     from ..bench.arrivals import drawn, drawn_like, read_trace
 
-    drawn_from_elsewhere = "--trace" if options.trace else "--like" if options.like else None
-    if drawn_from_elsewhere and (options.prompt_tokens or options.output_tokens):
-        raise RequestError(f"lengths come from {drawn_from_elsewhere}; accepted is --scale-lengths")
+    length_source = "--trace" if options.trace else "--like" if options.like else None
+    if length_source and (options.prompt_tokens or options.output_tokens):
+        raise RequestError(
+            f"--prompt-tokens and --output-tokens must be absent with {length_source}, which has lengths; "
+            "--scale-lengths changes those"
+        )
     if options.trace is not None:
         if options.cv is not None:
-            raise RequestError("--cv does not go with --trace, which has its own times; accepted is --rate")
+            raise RequestError(
+                "--cv must be absent with --trace, which has arrival times; --rate rescales those"
+            )
         return read_trace(options.trace, options.requests, options.rate)
     count = options.requests or 100
     if options.like is not None:
         rate = options.rate or (1.0 if options.closed_loop else None)
         return drawn_like(options.like, count, rate, options.cv, options.seed)
     if options.rate is None and not options.closed_loop:
-        raise RequestError("when requests arrive is open; give --rate, --like, --trace or --closed-loop")
+        raise RequestError(
+            "one of --rate, --like, --trace and --closed-loop is required: it says when requests arrive"
+        )
     prompt, output = options.prompt_tokens or (128, 128), options.output_tokens or (64, 64)
     cv = 1.0 if options.cv is None else options.cv
     return drawn(count, options.rate or 1.0, cv, prompt, output, options.seed)
@@ -272,14 +279,14 @@ async def _source(options: argparse.Namespace, target: "Target") -> list[int] | 
         return random_tokens(options.vocabulary, options.seed)
     text = read_text(options.text, "--text")
     if not text.strip():
-        raise RequestError(f"--text is {options.text}: it is empty")
+        raise RequestError(f"--text must hold text; {options.text} is empty")
     if options.as_text:
         return pieces_of(text)
     body = {"model": target.model, "prompt": text[: 1 << 18], "add_special_tokens": False}
     status, tree = await _ask(target.pool, "POST", "/tokenize", body)
     if status != 200 or not isinstance(tree, dict) or not tree.get("tokens"):
         raise RequestError(
-            f"the server has no /tokenize ({status}), which --text needs; accepted is --as-text too"
+            f"--text needs a server with /tokenize, or --as-text; POST /tokenize answered {status}"
         )
     return tree["tokens"]
 
@@ -325,7 +332,7 @@ def _number(text: str, low: float, above: bool) -> float:
     except ValueError:
         pass
     bound = f"above {low:g}" if above else f"of at least {low:g}"
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a number {bound}")
+    raise argparse.ArgumentTypeError(f"must be a number {bound}; got {text}")
 
 
 def _above(low: float):
@@ -336,21 +343,21 @@ def _from(low: float):
     return lambda text: _number(text, low, False)
 
 
-def _count(text: str, least: int = 0) -> int:
-    if text.isdecimal() and int(text) >= least:
+def _count(text: str, low: int = 0) -> int:
+    if text.isdecimal() and int(text) >= low:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give integers of at least {least}")
+    raise argparse.ArgumentTypeError(f"must be an integer of at least {low}; got {text}")
 
 
-def _whole(text: str) -> int:
+def _positive(text: str) -> int:
     return _count(text, 1)
 
 
 def _range(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    bounds = _whole(low), _whole(high or low)
+    bounds = _positive(low), _positive(high or low)
     if bounds[0] > bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text} is not accepted; give N or LOW-HIGH")
+        raise argparse.ArgumentTypeError(f"must be N or LOW-HIGH; got {text}")
     return bounds
 
 
@@ -362,7 +369,7 @@ def _object(text: str) -> dict[str, Any]:
     try:
         tree = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"must be a JSON object; got {text} ({error})") from None
     if isinstance(tree, dict):
         return tree
-    raise argparse.ArgumentTypeError(f"{text} is not accepted; give a JSON object")
+    raise argparse.ArgumentTypeError(f"must be a JSON object; got {text}")

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     file: Path = options.model / FILE if options.out is None else options.out
     texts = [read_text(path, "--text") for path in options.text]
     if not options.model.is_dir():
-        raise RequestError(f"--model is {options.model}: it is not a directory; accepted is one with a model")
+        raise RequestError(f"--model must be a directory with a model; got {options.model}")
     _check_writable(file)
     calibration = _calibrate(*model_options.load_model(options), texts, options.tokens)
     try:
@@ -132,6 +132,4 @@ def _check_writable(file: Path) -> None:
 
 
 def _refused(file: Path, error: OSError) -> RequestError:
-    return RequestError(
-        f"{file} cannot be written ({error.strerror}); accepted is --out FILE in a directory that can be"
-    )
+    return RequestError(f"--out must be a file in a writable directory; got {file} ({error.strerror})")

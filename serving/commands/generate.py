@@ -102,12 +102,12 @@ def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
     try:
         records = read_records(text)
     except RequestError as error:
-        raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
+        raise RequestError(f"--batch-file {options.batch_file}: {error}") from None
     generator = _load(options)
     try:
         requests = list(requests_of(records, generator, overrides, options.chat))
     except RequestError as error:
-        raise RequestError(f"--batch-file is {options.batch_file}: {error}") from None
+        raise RequestError(f"--batch-file {options.batch_file}: {error}") from None
     return int(run_batch(records, requests, generator) > 0)
 
 
@@ -134,4 +134,4 @@ def _prompt(options: argparse.Namespace) -> str:
         return prompt
     if options.model == EMBEDDED and not options.chat:
         return DEFAULT_PROMPT
-    raise RequestError("the prompt is empty; accepted are --prompt, --prompt-file and standard input")
+    raise RequestError("a prompt is required: give --prompt, --prompt-file or standard input")

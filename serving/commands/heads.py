@@ -119,7 +119,7 @@ def _measure(options: argparse.Namespace) -> "tuple[HeadProfile, int]":
         profile = profile_heads(model.decoder, model.params, tokens, policy, unread=options.calibrate)
         return profile, len(tokens)
     except ValueError as error:
-        raise RequestError(f"--text is {options.text}: {error}") from error
+        raise RequestError(f"--text {options.text}: {error}") from error
 
 
 def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:

@@ -36,14 +36,14 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
 
 
 def loading_error(options: argparse.Namespace, error: Exception) -> ParameterError:
-    """The error where it names its parameter, else one that names `--model`."""
+    """The error itself if it names its parameter, else one that names `--model`."""
     if isinstance(error, ParameterError) and error.param is not None:
         return error
-    return RequestError(f"--model is {options.model}: {error}")
+    return RequestError(f"--model {options.model}: {error}")
 
 
 def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Tokenizer]":
-    """The model that `--model` and `--dtype` ask for, and its tokenizer; RequestError where it has none."""
+    """The model of `--model` and `--dtype` and its tokenizer. Raises RequestError if it has none."""
     from entropic_jax import models
 
     from ..compilation import remember_compilations
@@ -52,7 +52,7 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
     try:
         model = models.load(options.model, options.dtype or default_dtype())
     except (OSError, ValueError, NotImplementedError) as error:
-        raise RequestError(f"--model is {options.model}: {error}") from error
+        raise RequestError(f"--model {options.model}: {error}") from error
     if model.tokenizer is None:
-        raise RequestError(f"--model is {options.model}: it has no tokenizer.json; accepted is one with it")
+        raise RequestError(f"--model must be a directory with tokenizer.json; got {options.model}")
     return model, model.tokenizer

@@ -91,17 +91,13 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except OSError as error:
         raise RequestError(
-            f"path is {path}: {file.name} cannot be read ({error.strerror}); accepted is a directory with "
-            "config.json, tokenizer.json and weights in safetensors"
+            "path must be a directory with config.json, tokenizer.json and weights in safetensors; "
+            f"got {file}, which cannot be read ({error.strerror})"
         ) from None
     except ValueError as error:
-        raise RequestError(
-            f"path is {path}: {file.name} is not JSON ({error}); accepted is an object"
-        ) from None
+        raise RequestError(f"{file} must hold a JSON object; got text that is not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise RequestError(
-            f"path is {path}: {file.name} holds {type(config).__name__}; accepted is an object"
-        )
+        raise RequestError(f"{file} must hold a JSON object; got {type(config).__name__}")
     return config
 
 
@@ -109,9 +105,7 @@ def read_tensors(path: Path) -> list[tuple[str, list[int]]]:
     """Kind and shape of every tensor in the safetensors files of a directory."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise RequestError(
-            f"path is {path}: it has no *.safetensors; accepted is a directory with weights in them"
-        )
+        raise RequestError(f"path must be a directory with *.safetensors; got {path}, which has none")
     tensors = []
     for file in files:
         try:
@@ -123,6 +117,6 @@ def read_tensors(path: Path) -> list[tuple[str, list[int]]]:
             ]
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
             raise RequestError(
-                f"path is {path}: {file.name} has no readable header; accepted are whole safetensors files"
+                f"{file} must be a complete safetensors file; got one without a readable header"
             ) from None
     return tensors

@@ -16,10 +16,10 @@ def read_text(path: str, argument: str) -> str:
     try:
         return (_standard_input() if path == "-" else Path(path).read_bytes()).decode()
     except OSError as error:
-        raise RequestError(f"{argument} is {path}: {error.strerror}; accepted is a file to read") from None
+        raise RequestError(f"{argument} must be a readable file; got {path} ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise RequestError(
-            f"{argument} is {path}: {error.reason} at byte {error.start}; accepted is text in UTF-8"
+            f"{argument} must be text in UTF-8; got {path} with {error.reason} at byte {error.start}"
         ) from None
 
 

@@ -19,8 +19,7 @@ def exporter(endpoint: str | None) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise RequestError(
-            f"--otlp-traces-endpoint is {endpoint}, and {error.name} is not installed; "
-            "accepted with the extra: pip install 'entropic_jax[tracing]'"
+            f"--otlp-traces-endpoint needs {error.name}: pip install 'entropic_jax[tracing]'; got {endpoint}"
         ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "entropic_jax"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

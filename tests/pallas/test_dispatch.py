@@ -109,5 +109,7 @@ def test_the_interpreter_by_name(monkeypatch):
     monkeypatch.setenv("ENTROPIC_KERNELS", "interpret")
     with pytest.raises(ExceptionGroup, match="no back end supports topk_entropy") as caught:
         topk_entropy.topk_entropy(LOGITS, 129)
-    assert [str(e) for e in caught.value.exceptions] == ["interpret: k is 129: the kernels keep 128"]
+    assert [str(e) for e in caught.value.exceptions] == [
+        "interpret: k must be at most 128 in a kernel; got 129"
+    ]
     assert topk_entropy.topk_entropy(LOGITS, 129, backend="xla").values.shape == (2, 129)

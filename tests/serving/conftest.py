@@ -58,7 +58,7 @@ class Scripted:
     def _transcript(self, request: Request) -> Transcript:
         self.requests.append(request)
         if len(request.prompt) > 1000:
-            raise RequestError(f"the prompt has {len(request.prompt)} tokens; accepted are at most 1000")
+            raise RequestError(f"prompt must have at most 1000 tokens; got {len(request.prompt)}")
         return Transcript(request, Characters(self.pieces), len(request.prompt), {EOS})
 
     def _tokens(self, request: Request, transcript: Transcript) -> Iterator[Token]:

@@ -46,7 +46,7 @@ def test_presets_are_compared(entropic, directory, text):
         (("--contexts", "some"), "must be integers, comma-separated; got some"),
         (("--studies", "sped"), "must be some of quality,speed,writing,load; got sped"),
         (("--seeds", "0"), "--seeds must be an integer of at least 1; got 0"),
-        (("--text", "nowhere"), "--text is nowhere: No such file or directory"),
+        (("--text", "nowhere"), "--text must be a readable file; got nowhere (No such file or directory)"),
     ],
 )
 def test_what_is_wrong_is_said(entropic, directory, text, change, message):

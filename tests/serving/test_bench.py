@@ -214,15 +214,18 @@ def test_compare_alternates_and_sends_both_the_same(entropic):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give --rate, --like, --trace or --closed-loop"),
-        (["--rate=0"], "argument --rate: 0 is not accepted; give a number above 0"),
-        (["--like=azure-code"], "--like is azure-code, whose rate is not published; give --rate"),
-        (["--rate=1", "--slo=ttft"], "--slo holds ttft; accepted are NAME:MILLISECONDS"),
-        (["--rate=1", "--prompt-tokens=9-4"], "9-4 is not accepted; give N or LOW-HIGH"),
-        (["--rate=1", "--body=[]"], "[] is not accepted; give a JSON object"),
+        ([], "one of --rate, --like, --trace and --closed-loop is required"),
+        (["--rate=0"], "argument --rate: must be a number above 0; got 0"),
+        (["--like=azure-code"], "--rate is required with --like azure-code, whose rate is not published"),
+        (
+            ["--rate=1", "--slo=ttft"],
+            "--slo must be NAME:MILLISECONDS, NAME one of ttft, tpot, itl, e2e; got ttft",
+        ),
+        (["--rate=1", "--prompt-tokens=9-4"], "must be N or LOW-HIGH; got 9-4"),
+        (["--rate=1", "--body=[]"], "must be a JSON object; got []"),
         (["--rate=1", "--as-text"], "--as-text goes with --text"),
         (["--trace=none.csv", "--like=azure-code"], "not allowed with argument"),
-        (["--trace=none.csv"], "--trace is none.csv"),
+        (["--trace=none.csv"], "--trace none.csv"),
         (["--rate=1", "--model=other", "--body", '{"fake": {"status": 503}}'], "HTTP 503: "),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_directory_that_cannot_be_written_is_named_before_the_work(
     monkeypatch.setattr("entropic_jax.serving.commands.model_options.load_model", None)
     status, _, err = entropic("calibrate", "--model", str(model), "--text", text)
     assert status == 2
-    assert f"{model / 'calibration.json'} cannot be written ({reason}); accepted is --out FILE" in err
+    assert f"--out must be a file in a writable directory; got {model / 'calibration.json'} ({reason})" in err
     assert err.count("\n") == 1
 
 
@@ -61,11 +61,17 @@ def test_what_is_wrong_is_said(entropic, model, text, tmp_path):
     (tmp_path / "short").write_text("abc")
     for arguments, said in (
         (("--text", str(tmp_path / "none")), "--text is"),
-        (("--text", str(tmp_path / "short")), "--text: sequences have 3 tokens to predict; accepted are at"),
+        (("--text", str(tmp_path / "short")), "--text: sequences must have at least 64 tokens to predict"),
         (("--text", text, "--tokens", "0"), "must be an integer between 1 and 2147483647; got 0"),
-        (("--text", text, "--out", str(tmp_path)), f"{tmp_path} cannot be written (it is a directory)"),
+        (
+            ("--text", text, "--out", str(tmp_path)),
+            f"--out must be a file in a writable directory; got {tmp_path} (it is a directory)",
+        ),
         (("--text", text, "--out", str(tmp_path / "a" / "b")), "cannot be written (No such file or dir"),
-        (("--text", text, "--model", str(tmp_path / "none")), "it is not a directory; accepted is one"),
+        (
+            ("--text", text, "--model", str(tmp_path / "none")),
+            "--model must be a directory with a model; got",
+        ),
         (("--text", text, "--model", str(tmp_path)), "config.json is missing"),
         ((), "the following arguments are required: --text"),
     ):

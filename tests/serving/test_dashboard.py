@@ -164,10 +164,10 @@ def test_a_busy_server(page, server):
 
 
 def test_a_refused_request(page, server):
-    server.refuse = 400, {}, "temperature is 9; accepted are smaller ones"
+    server.refuse = 400, {}, "temperature must be at most 2; got 9"
     page.point("#run", click=True)
     page.until("!document.querySelector('#alert').hidden")
-    assert text(page, "#alert") == "temperature is 9; accepted are smaller ones"
+    assert text(page, "#alert") == "temperature must be at most 2; got 9"
 
 
 def test_a_server_that_wants_a_key(page, server):

@@ -131,7 +131,7 @@ def test_without_any_prompt_the_embedded_model_has_one(script, entropic, monkeyp
         assert generator.requests[0].prompt == DEFAULT_PROMPT
         status, _, err = entropic("generate", "--model", "other")
     assert status == 2
-    assert "prompt is empty" in err
+    assert "a prompt is required: give --prompt" in err
 
 
 def batch(tmp_path, *lines):
@@ -174,15 +174,18 @@ def test_a_failed_request_does_not_stop_the_batch(script, entropic, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "is not JSON"),
-        ([1], "accepted are objects"),
+        ("{", "must be a JSON object; got {"),
+        ([1], "must be an object with either `prompt` or `messages`; got [1]"),
         ({"max_tokens": 3}, "`prompt` or `messages`"),
         ({"prompt": "a", "messages": []}, "`prompt` or `messages`"),
-        ({"prompt": "a", "topp": 1}, "'topp'; accepted are prompt, max_tokens"),
+        ({"prompt": "a", "topp": 1}, "must only have the keys prompt, max_tokens"),
         ({"prompt": "a", "top_p": 2}, "top_p must be a number above 0 and at most 1; got 2"),
         ({"prompt": 3}, "prompt must be a string or a list of token ids; got 3"),
-        ({"messages": "hi"}, 'messages is "hi"; accepted is'),
-        ({"messages": [{"role": "user"}]}, "accepted is a list of objects"),
+        ({"messages": "hi"}, 'messages must be a list of objects with `role` and `content`; got "hi"'),
+        (
+            {"messages": [{"role": "user"}]},
+            'messages must be a list of objects with `role` and `content`; got [{"role"',
+        ),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_runs(script, entropic, tmp_path, line, said):
@@ -210,11 +213,17 @@ def test_a_wrong_line_is_named_before_anything_runs(script, entropic, tmp_path, 
             "error: --stop must be a string of 1 to 1024 characters or a list of up to 64; got ['']",
         ),
         (["--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
-        (["--prompt-file", "missing.txt"], "--prompt-file is missing.txt: No such file"),
-        (["--batch-file", "missing.txt"], "--batch-file is missing.txt: No such file"),
+        (
+            ["--prompt-file", "missing.txt"],
+            "--prompt-file must be a readable file; got missing.txt (No such file",
+        ),
+        (
+            ["--batch-file", "missing.txt"],
+            "--batch-file must be a readable file; got missing.txt (No such file",
+        ),
         (["--batch-file", "a", "--prompt", "b"], "not allowed with argument"),
         (["--tempera", "1"], "unrecognized arguments: --tempera"),
-        (["--prompt", "x" * 1001], "the prompt has 1001 tokens; accepted are at most 1000"),
+        (["--prompt", "x" * 1001], "prompt must have at most 1000 tokens; got 1001"),
     ],
 )
 def test_wrong_use_is_one_line_and_status_2(script, entropic, arguments, said):
@@ -232,7 +241,7 @@ def test_text_that_is_not_utf8(script, entropic, stdin):
     stdin(b"ab\xff")
     status, _, err = entropic("generate")
     assert status == 2
-    assert "byte 2; accepted is text in UTF-8" in err
+    assert "must be text in UTF-8; got" in err and "at byte 2" in err
 
 
 def test_a_model_that_cannot_be_loaded(script, entropic, monkeypatch):
@@ -243,7 +252,7 @@ def test_a_model_that_cannot_be_loaded(script, entropic, monkeypatch):
 
     monkeypatch.setattr("entropic_jax.serving.generation.load", load)
     status, _, err = entropic("generate", "--prompt", "x", "--model", "nowhere")
-    assert (status, err) == (2, "entropic generate: error: --model is nowhere: config.json is missing\n")
+    assert (status, err) == (2, "entropic generate: error: --model nowhere: config.json is missing\n")
 
 
 def test_a_fault_of_ours_is_not_hidden(script, entropic, monkeypatch):

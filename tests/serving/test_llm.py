@@ -235,7 +235,7 @@ def test_sampling_parameters_that_are_refused(llm):
     ("options", "error", "message"),
     [
         ({"max_num_sequences": 4}, TypeError, r"max_num_sequences; did you mean max_num_seqs\?"),
-        ({"zzz": 4}, TypeError, "zzz; accepted are model, preset, seed, dtype"),
+        ({"zzz": 4}, TypeError, "zzz; its arguments are model, preset, seed, dtype"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
         ({"kv_cache_dtype": "int3"}, ValueError, "kv_cache_dtype"),
         ({"preset": "hot"}, ValueError, "preset must be one of off, micro, meso, macro, full, entropix"),

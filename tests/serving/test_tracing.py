@@ -41,5 +41,5 @@ def test_without_the_extra_the_flag_says_so(monkeypatch):
     monkeypatch.setitem(
         __import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
     )
-    with pytest.raises(RequestError, match=r"--otlp-traces-endpoint is http://x.*\[tracing\]"):
+    with pytest.raises(RequestError, match=r"--otlp-traces-endpoint needs .*\[tracing\]'; got http://x"):
         exporter("http://x")

@@ -112,12 +112,14 @@ def test_waiting_text_is_flushed_at_the_end_and_may_complete_a_stop_string():
 
 def test_nothing_is_added_after_the_end():
     transcript, _ = run("ab", max_tokens=2)
-    with pytest.raises(ValueError, match="after the end"):
+    with pytest.raises(ValueError, match="no token can follow finish_reason 'length'; got 99"):
         transcript.add(ord("c"), {})
 
 
 def test_a_transcript_that_runs_has_no_completion():
-    with pytest.raises(ValueError, match="finish_reason is None"):
+    with pytest.raises(
+        ValueError, match="must have ended before its completion is taken; finish_reason is None"
+    ):
         run("a")[0].completion()
 
 

@@ -68,5 +68,5 @@ def test_hits_are_the_greedy_continuation(scorer: scoring.Scorer, params: dict[s
 
 
 def test_too_long_a_window_is_an_error(scorer: scoring.Scorer):
-    with pytest.raises(ValueError, match="8193 targets; at most 8192"):
+    with pytest.raises(ValueError, match="at most 8192 targets; got 8193"):
         scorer(windows(8193))

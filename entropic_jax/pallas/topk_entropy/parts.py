@@ -28,9 +28,11 @@ class RowPartials(NamedTuple):
 def check(logits_or_weight: jax.Array, k: int) -> None:
     """Decline what no kernel serves."""
     if k > LARGEST_K:
-        raise NotImplementedError(f"k is {k}: the kernels keep {LARGEST_K}")
+        raise NotImplementedError(f"k must be at most {LARGEST_K} in a kernel; got {k}")
     if logits_or_weight.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"{logits_or_weight.dtype}: the kernels read float32 and bfloat16")
+        raise NotImplementedError(
+            f"logits and weight must be of float32 or bfloat16 in a kernel; got {logits_or_weight.dtype}"
+        )
 
 
 def distance(values: jax.Array, highest: jax.Array) -> jax.Array:

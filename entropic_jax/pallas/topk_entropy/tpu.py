@@ -69,7 +69,7 @@ def project(
     check(weight, k)
     if hidden.dtype != weight.dtype:
         raise NotImplementedError(
-            f"hidden is {hidden.dtype}, weight {weight.dtype}: only equal dtypes are supported"
+            f"hidden and weight must have the same dtype; got {hidden.dtype} and {weight.dtype}"
         )
     rows, vocabulary = hidden.shape[0], weight.shape[1]
     column = hidden.shape[1] * weight.dtype.itemsize
