@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from entropic_jax.pallas.rms_norm import rms_norm
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .config import Config
@@ -77,9 +78,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale).astype(x.dtype) * self.weight[...]
+        return rms_norm(x, self.weight[...], self.epsilon)
 
 
 class MLP(nnx.Module):

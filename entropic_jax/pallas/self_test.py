@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..devices import default_device
-from . import entropy_moments, paged_attention, skinny_matmul, topk_entropy
+from . import entropy_moments, paged_attention, rms_norm, skinny_matmul, topk_entropy
 from .dispatch import Operation
 from .paged_attention import PageSummary, SelectionRules
 from .paged_attention import cases as paged_cases
@@ -94,6 +94,7 @@ def checks() -> list[KernelCheck]:
         _topk_entropy(dtype),
         _project(dtype),
         _skinny_matmul(dtype),
+        _rms_norm(dtype),
         _entropy_moments(),
     ]
 
@@ -247,6 +248,16 @@ def _skinny_matmul(dtype: str) -> KernelCheck:
     arguments = jax.tree.map(jnp.asarray, (x, weights))
     error = lambda result: difference(result, expected)
     return KernelCheck(skinny_matmul.SKINNY_MATMUL, arguments, (), error, _tolerance(dtype))
+
+
+def _rms_norm(dtype: str) -> KernelCheck:
+    rng = np.random.default_rng(7)
+    x, weight = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((3, 200), (200,)))
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
+    error = lambda result: difference(result, expected)
+    arguments = (jnp.asarray(x), jnp.asarray(weight), 1e-5)
+    return KernelCheck(rms_norm.RMS_NORM, arguments, (2,), error, _tolerance(dtype))
 
 
 def _entropy_moments() -> KernelCheck:

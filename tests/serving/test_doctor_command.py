@@ -38,6 +38,7 @@ def test_a_sound_machine(capsys):
         "topk_entropy",
         "topk_entropy.project",
         "skinny_matmul",
+        "rms_norm",
         "entropy_moments",
     }
     for operation in named.values():

@@ -41,10 +41,6 @@ def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Arr
         raise NotImplementedError(
             f"{x.dtype} times {names}: only float32 times one of {', '.join(WEIGHT_DTYPES)} is supported"
         )
-    if x.shape[0] == 1 and dtypes == {"float32"}:
-        raise NotImplementedError(
-            "one row of float32: XLA reads weights of float32 in order, which is faster"
-        )
     columns = tuple(weight.shape[1] for weight in weights)
     if any(count % BLOCK for count in columns):
         raise NotImplementedError(f"weights of {columns} columns: only multiples of {BLOCK} are supported")
