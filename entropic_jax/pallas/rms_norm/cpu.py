@@ -33,10 +33,14 @@ def _register(size: int, epsilon: float) -> str:
 
 
 def _compile(name: str, size: int, epsilon: float) -> Iterator[tuple[str, Any]]:
-    from numba import carray, njit
-
-    from ...cpu_runtime.call_frame import as_pointer, operand, result, symbol_address, thread_task, xla_handler
-    from ...cpu_runtime.thread_pool import parallel_for
+    from ...cpu_runtime.kernel import (
+        compiled,
+        njit,
+        operand,
+        operand_floats,
+        parallel_kernel,
+        result_floats,
+    )
 
     added, inverse_size = np.float32(epsilon), np.float32(1 / size)
     rows_per_chunk = max(1, CHUNK // size)
@@ -50,22 +54,17 @@ def _compile(name: str, size: int, epsilon: float) -> Iterator[tuple[str, Any]]:
         return total
 
     @njit(nogil=True, error_model="numpy")
-    def chunk(frame, number):
-        data, shape = operand(frame, 0)
-        x = carray(as_pointer(data), (shape[0], size), np.float32)
-        weight = carray(as_pointer(operand(frame, 1)[0]), (size,), np.float32)
-        out = carray(as_pointer(result(frame, 0)[0]), (shape[0], size), np.float32)
-        for row in range(number * rows_per_chunk, min(shape[0], (number + 1) * rows_per_chunk)):
+    def normalise(frame, number):
+        rows = operand(frame, 0)[1][0]
+        x, out = operand_floats(frame, 0, (rows, size)), result_floats(frame, 0, (rows, size))
+        weight = operand_floats(frame, 1, (size,))
+        for row in range(number * rows_per_chunk, min(rows, (number + 1) * rows_per_chunk)):
             scale = np.float32(1) / np.sqrt(sum_of_squares(x[row]) * inverse_size + added)
             for i in range(size):
                 out[row, i] = x[row, i] * scale * weight[i]
 
-    yield f"{name}_chunk", thread_task(chunk)
-    chunk_address = symbol_address(f"{name}_chunk")
+    @compiled
+    def num_chunks(frame):
+        return (operand(frame, 0)[1][0] + rows_per_chunk - 1) // rows_per_chunk
 
-    @njit(nogil=True)
-    def body(frame):
-        rows = operand(frame, 0)[1][0]
-        parallel_for(chunk_address(), frame, (rows + rows_per_chunk - 1) // rows_per_chunk)
-
-    yield name, xla_handler(body)
+    yield from parallel_kernel(name, normalise, num_chunks)
