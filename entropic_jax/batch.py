@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .cache import grant
-from .row_subset import RowSubset
+from .row_subset import RowSubset, map_rows
 from .state import ROW_FIELDS, RUNNING, State
 
 
@@ -37,12 +37,9 @@ def gather_active(state: State, width: int | None) -> tuple[RowSubset, State, Ba
 
 def gather(state: State, rows: RowSubset) -> State:
     """The state of a subset of the rows. Pages, and what else is not per row, stay those of all rows."""
-    fields = {name: rows.gather(getattr(state, name)) for name in ROW_FIELDS if name != "control"}
-    own = lambda x: rows.gather(x) if has_rows(x, rows.total) else x
+    fields = {name: rows.gather(getattr(state, name)) for name in ROW_FIELDS}
     table = rows.gather(state.cache.table, state.cache.pages)
-    return state._replace(
-        **fields, control=jax.tree.map(own, state.control), cache=state.cache._replace(table=table)
-    )
+    return state._replace(**fields, cache=state.cache._replace(table=table))
 
 
 def scatter(state: State, rows: RowSubset, before: State, after: State) -> State:
@@ -53,19 +50,12 @@ def scatter(state: State, rows: RowSubset, before: State, after: State) -> State
     """
 
     def put(new: Any, gathered: Any, old: Any) -> Any:
-        if new is gathered:
-            return old
-        return rows.scatter(new, old) if has_rows(old, rows.total) else new
+        return old if new is gathered else rows.scatter(new, old)
 
     fields = {
-        name: jax.tree.map(put, getattr(after, name), getattr(before, name), getattr(state, name))
+        name: map_rows(put, getattr(after, name), getattr(before, name), getattr(state, name))
         for name in ROW_FIELDS
         if name != "history"
     }
     cache = state.cache._replace(layers=after.cache.layers, surprisal=after.cache.surprisal)
     return state._replace(**fields, cache=cache)
-
-
-def has_rows(x: Any, rows: int) -> bool:
-    """Whether an array of a controller's state has one entry per row; others are shared by all rows."""
-    return jnp.ndim(x) > 0 and jnp.shape(x)[0] == rows

@@ -12,6 +12,7 @@ from . import control, entropy, ledger, sampling, step_entropy
 from .batch import Batch
 from .entropy import EntropyStatistics
 from .forward import Forward
+from .row_subset import where_rows
 from .sampling.constraints import Constraints, any_constraint, constrain, top_logprobs
 from .sampling.randomness import row_keys
 from .state import FAILED, FULL, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
@@ -33,7 +34,7 @@ def emit(
     forced: jax.Array | None,
     constraints: Constraints | None,
 ) -> tuple[State, Trace]:
-    """Emits one token in every active row.
+    """Emits one token in every active row: process, measure, control, choose, account.
 
     Args:
         controller: the control law of these rows.
@@ -44,8 +45,7 @@ def emit(
         constraints: of these rows.
 
     Returns:
-        The state of the rows after the token, and its trace. A row that is not active, or whose logits are
-        NaN, emits nothing.
+        The rows after the token, and its trace. Inactive rows and rows of NaN logits emit nothing.
     """
     state = batch.state
     logits = process(forward.logits, state, constraints)
@@ -54,29 +54,27 @@ def emit(
     )
     emitting = batch.active & jnp.isfinite(belief.entropy)
     measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped)
-    signal = observe(batch, hold(emitting, measured, state.signal), emitting, logits, forward.focus)
-    action, own = control.update_rows(controller, signal, state.action, state.control)
+    signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, forward.focus)
+    action, law_state = control.update_rows(controller, signal, state.action, state.control)
     token = jnp.where(emitting, choose(logits, state, action, forced, constraints), state.token)
-    tempered = step_entropy.remeasure(
-        logits.processed, action.temperature, state.action.temperature, tempered
-    )
-    surprisal = entropy.surprisal(logits.raw / state.belief_temperature, token, belief.log_normaliser)
-    measured = measurements(belief, tempered, surprisal, forward.read.dropped)
-    after = state._replace(
-        token=token,
-        length=state.length + batch.active.astype(jnp.int32),
-        signal=hold(emitting, measured, state.signal),
-        action=action._replace(token=state.action.token),
-        control=own,
-    )
-    after = after._replace(status=next_status(batch, after, emitting))
+    measured = measure_token(state, logits, belief, tempered, action, token, forward.read.dropped)
+    measured = where_rows(emitting, measured, state.signal)
+    action = action._replace(token=state.action.token)
+    after = state._replace(token=token, signal=measured, action=action, control=law_state)
+    after = advance(batch, after, emitting)
     before = state.signal.entropy
     after = after._replace(ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost))
     return after, trace_of(state, after, forward, logits, emitting, cost, constraints)
 
 
 def process(logits: jax.Array, state: State, constraints: Constraints | None) -> Logits:
-    """Applies penalties, bias and constraints to logits `[rows, vocabulary]`."""
+    """Applies penalties, bias and constraints to the logits of a position.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        state: of the rows before the token.
+        constraints: of the rows, None for none.
+    """
     processed = sampling.penalise(logits, state.sampling, state.history)
     changed = sampling.adjusts(state.sampling)
     if constraints is not None:
@@ -89,7 +87,14 @@ def process(logits: jax.Array, state: State, constraints: Constraints | None) ->
 def measurements(
     belief: EntropyStatistics, tempered: EntropyStatistics, surprisal: jax.Array, dropped_mass: jax.Array
 ) -> Measured:
-    """The measurements of a token, from the statistics of the belief and of the distribution sampled from."""
+    """The measurements of a token.
+
+    Args:
+        belief: statistics of softmax(z / T_cal).
+        tempered: statistics of the distribution that is sampled from.
+        surprisal: float32 `[rows]`, nats, of the token.
+        dropped_mass: float32 `[rows]`, attention mass left unread.
+    """
     return Measured(
         belief.entropy,
         belief.varentropy,
@@ -103,7 +108,15 @@ def measurements(
 def observe(
     batch: Batch, measured: Measured, emitting: jax.Array, logits: Logits, focus: Focus | None
 ) -> Signal:
-    """The signal from which the controller decides how the next token is drawn."""
+    """The signal from which the controller decides how the next token is drawn.
+
+    Args:
+        batch: the rows before the token.
+        measured: of the token to come, but for its surprisal, which is that of the token before.
+        emitting: bool `[rows]`, the rows that emit a token.
+        logits: of the position.
+        focus: statistics of attention, where the controller observes it.
+    """
     state = batch.state
     failed = batch.active & ~emitting
     return Signal(
@@ -117,6 +130,33 @@ def observe(
     )
 
 
+def measure_token(
+    state: State,
+    logits: Logits,
+    belief: EntropyStatistics,
+    tempered: EntropyStatistics,
+    action: Action,
+    token: jax.Array,
+    dropped_mass: jax.Array,
+) -> Measured:
+    """The measurements of a token that has been chosen.
+
+    Args:
+        state: of the rows before the token.
+        logits: from which it was chosen.
+        belief: statistics of the belief.
+        tempered: statistics at the temperature before the controller acted.
+        action: what the controller has decided; at its temperature the token was sampled.
+        token: int32 `[rows]`.
+        dropped_mass: float32 `[rows]`, attention mass left unread.
+    """
+    tempered = step_entropy.remeasure(
+        logits.processed, action.temperature, state.action.temperature, tempered
+    )
+    surprisal = entropy.surprisal(logits.raw / state.belief_temperature, token, belief.log_normaliser)
+    return measurements(belief, tempered, surprisal, dropped_mass)
+
+
 def choose(
     logits: Logits,
     state: State,
@@ -124,7 +164,15 @@ def choose(
     forced: jax.Array | None,
     constraints: Constraints | None,
 ) -> jax.Array:
-    """The next token of every row, int32 `[rows]`: forced, chosen by the controller, or sampled."""
+    """The next token of every row, int32 `[rows]`: forced, chosen by the controller, or sampled.
+
+    Args:
+        logits: of the position.
+        state: of the rows before the token.
+        action: in force: the temperature, and the token where the controller has chosen.
+        forced: int32 `[rows]`, tokens to emit in place of all others; None forces none.
+        constraints: of the rows; a token that they force goes before.
+    """
     if forced is not None:
         token = forced
     else:
@@ -142,12 +190,20 @@ def choose(
     return token if constraints is None else jnp.where(constraints.forced >= 0, constraints.forced, token)
 
 
-def next_status(batch: Batch, after: State, emitting: jax.Array) -> jax.Array:
-    """The status of the rows after the token: stopped by it, full, failed (NaN logits), or as it was."""
-    stopped = (after.stop == after.token[:, None]).any(1)
-    status = jnp.where(stopped, STOPPED, jnp.where(after.length >= after.limit, FULL, RUNNING))
+def advance(batch: Batch, state: State, emitting: jax.Array) -> State:
+    """Lengthens the active rows by a position and ends those that the token stops or that are full.
+
+    Args:
+        batch: the rows before the token.
+        state: of the rows, with the token.
+        emitting: bool `[rows]`, the rows that emit it; other active rows have failed (NaN logits).
+    """
+    length = batch.state.length + batch.active.astype(jnp.int32)
+    stopped = (state.stop == state.token[:, None]).any(1)
+    status = jnp.where(stopped, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
     failed = batch.active & ~emitting
-    return jnp.where(failed, FAILED, jnp.where(emitting, status, batch.state.status))
+    status = jnp.where(failed, FAILED, jnp.where(emitting, status, batch.state.status))
+    return state._replace(length=length, status=status)
 
 
 def trace_of(
@@ -159,9 +215,18 @@ def trace_of(
     cost: ledger.Cost,
     constraints: Constraints | None,
 ) -> Trace:
-    """The trace of one token per row."""
-    read = forward.read
-    zero = jnp.zeros_like(after.signal.entropy)
+    """The trace of one token per row.
+
+    Args:
+        before: the rows before the token.
+        after: the rows with the token.
+        forward: what the step read.
+        logits: of the position.
+        emitting: bool `[rows]`, the rows that emit the token.
+        cost: of the step.
+        constraints: of the rows; None reports no likeliest tokens.
+    """
+    read, zero = forward.read, jnp.zeros_like(after.signal.entropy)
     return Trace(
         emitted=emitting,
         token=after.token,
@@ -181,8 +246,3 @@ def trace_of(
         if constraints is None
         else top_logprobs(logits.raw, after.token, constraints.report_logprobs),
     )
-
-
-def hold(emitting: jax.Array, new: Measured, old: Measured) -> Measured:
-    """`new` in the rows that emit, `old` in the others."""
-    return jax.tree.map(lambda x, y: jnp.where(emitting, x, y), new, old)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from . import ledger
 from .attention.attend import TokenSpan, attend_to
-from .attention.page_selection import ReadStats, dense_step
+from .attention.page_reader import ReadStats, dense_step_stats
 from .attention.statistics import Observer
 from .batch import Batch
 from .cache import ModelShape, note_surprisal
@@ -91,7 +91,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         decoder, params, state._replace(cache=cache), state.token[:, None], count, reader, observer
     )
     if reader is None:
-        read = dense_step(decoder.shape, TokenSpan(state.length, count))
+        read = dense_step_stats(decoder.shape, TokenSpan(state.length, count))
     else:
         read, state = reader.total(), state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])

@@ -74,8 +74,8 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
         The state with the next action.
     """
     signal = Signal(*state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length)
-    action, own = control.schedule_rows(controller, signal, state.action, state.control)
-    return state._replace(action=action, control=own)
+    action, law_state = control.schedule_rows(controller, signal, state.action, state.control)
+    return state._replace(action=action, control=law_state)
 
 
 @partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")

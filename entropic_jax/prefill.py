@@ -15,7 +15,7 @@ from .batch import gather, scatter
 from .cache import Cache, grant, note_surprisal
 from .control import Controller
 from .forward import Decoder, forward
-from .row_subset import RowSubset
+from .row_subset import RowSubset, require_rows
 from .sampling.constraints import top_logprobs
 from .state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
 
@@ -83,41 +83,106 @@ def start(
     Raises:
         ValueError: a prompt holds a token outside the vocabulary, or does not fit.
     """
-    prompts_fit(prompts, cache, decoder.shape.vocabulary)
-    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
-    limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    alive = (lengths > 0) & (limits > 0)
-    sample = sampling.parameters(rows) if sample is None else sample
-    action = plain_action(sample.temperature)
-    state = State(
+    require_prompts(prompts, cache, decoder.shape.vocabulary)
+    state = empty_state(
+        decoder,
+        controller,
+        cache,
+        sampling.parameters(len(prompts)) if sample is None else sample,
         key=key,
-        seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
-        token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
-        length=jnp.zeros(rows, jnp.int32),
-        evicted=jnp.zeros(rows, jnp.int32),
-        limit=jnp.asarray(np.minimum(lengths - 1 + limits, context), jnp.int32),
-        status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
-        stop=stop_table(stop, rows),
+        belief_temperature=belief_temperature,
+        page_policy=page_policy,
+        hardware=hardware,
+    )
+    state, total = place_prompts(state, prompts, max_tokens, seeds, stop)
+    return prefill_prompts(decoder, params, with_own_buffers(state), prompts, total)
+
+
+def empty_state(
+    decoder: Decoder,
+    controller: Controller,
+    cache: Cache,
+    sample: sampling.Sampling,
+    *,
+    key: jax.Array,
+    belief_temperature: float,
+    page_policy: PagePolicy | None,
+    hardware: Hardware | None,
+) -> State:
+    """The state of rows without a prompt: all have ended. Arguments as in `start`."""
+    rows = cache.table.shape[0]
+    zeros = jnp.zeros(rows, jnp.int32)
+    action = plain_action(sample.temperature)
+    law_state = controller.init(action)
+    require_rows("the state of the controller", law_state, rows)
+    return State(
+        key=key,
+        seed=zeros,
+        token=zeros,
+        length=zeros,
+        evicted=zeros,
+        limit=zeros,
+        status=jnp.full(rows, FULL, jnp.int32),
+        stop=stop_table((), rows),
         belief_temperature=jnp.float32(belief_temperature),
         sampling=sample,
-        history=prompt_history(prompts, decoder.shape.vocabulary),
+        history=sampling.history(rows, decoder.shape.vocabulary),
         signal=unmeasured(rows),
         action=action,
-        control=controller.init(action),
+        control=law_state,
         page_policy=page_policy,
         page_policy_state=() if page_policy is None else page_policy.memory(decoder.shape, cache),
         ledger=ledger.new_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
         cache=cache,
     )
-    # Launches consume the state: no two leaves may share a buffer, nor one of the caller's.
+
+
+def place_prompts(
+    state: State,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    seeds: Sequence[int] | None,
+    stop: Sequence[Sequence[int]],
+) -> tuple[State, np.ndarray]:
+    """Gives every row of an empty state its prompt, of which nothing is in the cache yet.
+
+    Args:
+        state: from `empty_state`.
+        prompts: token ids of every row; a row with an empty prompt stays out of the batch.
+        max_tokens: tokens to generate at most, for all rows or one number per row.
+        seeds: one per row, by default the row's number.
+        stop: token ids that end a row, one list per row.
+
+    Returns:
+        The state, and how many tokens of each prompt are to be prefilled, int32 `[rows]`.
+    """
+    rows, context = state.cache.table.shape[0], state.cache.table.shape[1] * state.cache.page_size
+    limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    alive = (lengths > 0) & (limits > 0)
+    prompt_mask = mask_of_prompts(prompts, state.history.prompt.shape[1])
+    state = state._replace(
+        seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
+        token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
+        limit=jnp.asarray(np.minimum(lengths - 1 + limits, context), jnp.int32),
+        status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
+        stop=stop_table(stop, rows),
+        history=state.history._replace(prompt=prompt_mask),
+    )
+    return state, np.where(alive, lengths - 1, 0)
+
+
+def with_own_buffers(state: State) -> State:
+    """A copy of the state, all but its cache, for launches that consume it.
+
+    No two of its arrays share a buffer, nor does one with an array of the caller.
+    """
     small = {name: value for name, value in state._asdict().items() if name != "cache"}
-    state = state._replace(**jax.tree.map(jnp.copy, small))
-    return prefill_prompts(decoder, params, state, prompts, np.where(alive, lengths - 1, 0))
+    return state._replace(**jax.tree.map(jnp.copy, small))
 
 
-def prompts_fit(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
+def require_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
     """Raises ValueError unless there is one prompt per row, of known tokens, that fits the cache."""
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
     if len(prompts) != rows:
@@ -143,12 +208,12 @@ def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
     return jnp.asarray(stops)
 
 
-def prompt_history(prompts: Sequence[Sequence[int]], vocabulary: int) -> sampling.History:
-    """The history that penalties read, with the tokens of the prompts marked."""
-    seen = np.zeros((len(prompts), vocabulary), bool)
+def mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Array:
+    """The tokens that occur in each prompt, bool `[rows, vocabulary]`."""
+    mask = np.zeros((len(prompts), vocabulary), bool)
     for row, prompt in enumerate(prompts):
-        seen[row, np.asarray(prompt, np.int64)] = True
-    return sampling.history(len(prompts), vocabulary)._replace(prompt=jnp.asarray(seen))
+        mask[row, np.asarray(prompt, np.int64)] = True
+    return jnp.asarray(mask)
 
 
 def prefill_prompts(
@@ -205,21 +270,10 @@ def prefill(
     granted = rows.gather(granted, False)
     state = state._replace(cache=cache)
     before, num_tokens = gather(state, rows), jnp.where(granted, chunk.num_tokens, 0)
-    reader = None
-    if before.page_policy is not None:
-        where = TokenSpan(length, num_tokens)
-        reader = before.page_policy.prompt_reader(before.cache, before.page_policy_state, where, chunk.total)
     tokens, following = jnp.asarray(chunk.tokens[:, :-1]), jnp.asarray(chunk.tokens[:, 1:])
-    hidden, after = forward(decoder, params, before, tokens, num_tokens, reader)
-    after = after._replace(
-        length=length + num_tokens,
-        status=jnp.where(
-            (before.status == PREFILLING) & granted & (length + num_tokens >= chunk.total),
-            RUNNING,
-            before.status,
-        ),
-        page_policy_state=before.page_policy_state if reader is None else reader.memory(),
-    )
+    hidden, after = append(decoder, params, before, tokens, num_tokens, chunk.total)
+    complete = (before.status == PREFILLING) & granted & (after.length >= chunk.total)
+    after = after._replace(status=jnp.where(complete, RUNNING, before.status))
     scores: TopLogprobs | tuple[()] = ()
     if scored:
         scores = score_tokens(decoder.logits(params, hidden), following)
@@ -227,6 +281,37 @@ def prefill(
         after = keep_surprisal(after, decoder.logits(params, hidden), following, length, num_tokens)
     table = after.cache.table
     return scatter(state, rows, before, after), PrefillOutput(granted, table, scores)
+
+
+def append(
+    decoder: Decoder,
+    params: Any,
+    state: State,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    total: jax.Array,
+) -> tuple[jax.Array, State]:
+    """Appends prompt tokens to the cache of every row, reading the pages that the page policy chooses.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        state: of the rows.
+        tokens: int32 `[rows, n]`.
+        num_tokens: int32 `[rows]`, how many of the n are real.
+        total: int32 `[rows]`, positions that the whole prompt takes.
+
+    Returns:
+        Hidden states `[rows, n, hidden]`, and the state with the longer rows.
+    """
+    policy, memory, reader = state.page_policy, state.page_policy_state, None
+    if policy is not None:
+        reader = policy.prompt_reader(state.cache, memory, TokenSpan(state.length, num_tokens), total)
+    hidden, after = forward(decoder, params, state, tokens, num_tokens, reader)
+    return hidden, after._replace(
+        length=state.length + num_tokens,
+        page_policy_state=memory if reader is None else reader.memory(),
+    )
 
 
 launch_prefill = partial(jax.jit, static_argnames=("decoder", "scored"), donate_argnames="state")(prefill)
@@ -245,10 +330,10 @@ def keep_surprisal(
 ) -> State:
     """Adds the surprisals of a chunk's tokens to their pages; the first is known from the chunk before."""
     scores = entropy.surprisal(logits, following, entropy.entropy_statistics(logits).log_normaliser)
-    own = jnp.concatenate([view.signal.surprisal[:, None], scores[:, :-1]], 1)
+    of_chunk = jnp.concatenate([view.signal.surprisal[:, None], scores[:, :-1]], 1)
     last = jnp.take_along_axis(scores, jnp.maximum(num_tokens - 1, 0)[:, None], 1)[:, 0]
     surprisal = jnp.where(num_tokens > 0, last, view.signal.surprisal)
     return view._replace(
-        cache=note_surprisal(view.cache, start, num_tokens, own),
+        cache=note_surprisal(view.cache, start, num_tokens, of_chunk),
         signal=view.signal._replace(surprisal=surprisal),
     )

@@ -1,11 +1,79 @@
-"""Row subset: gathers the active rows of a batch for a step and scatters the results back."""
+"""Row subset: gathers the active rows of a batch for a step and scatters the results back.
 
-from typing import Any, TypeVar
+Arrays have one entry per row. What all rows share is declared as `Shared`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
+
+
+class Shared(NamedTuple):
+    """A value that all rows share, within a pytree whose other arrays have one entry per row."""
+
+    value: Any  # any pytree
+
+
+def map_rows(function: Callable[..., Any], tree: T, *others: Any) -> T:
+    """`jax.tree.map` over the arrays that have one entry per row.
+
+    What is `Shared` is taken from `tree` as it is.
+
+    >>> map_rows(lambda x: x[:1], (jnp.arange(3), Shared(jnp.arange(3))))
+    (Array([0], dtype=int32), Shared(value=Array([0, 1, 2], dtype=int32)))
+    """
+
+    def at_leaf(x: Any, *rest: Any) -> Any:
+        return x if isinstance(x, Shared) else function(x, *rest)
+
+    return jax.tree.map(at_leaf, tree, *others, is_leaf=lambda x: isinstance(x, Shared))
+
+
+def where_rows(flag: jax.Array, new: T, old: T) -> T:
+    """`new` in the flagged rows, `old` in the others; what is `Shared` is `new` if any row is flagged.
+
+    Args:
+        flag: bool, `[rows]` or a scalar for all of them.
+        new: a pytree of arrays `[rows, …]`.
+        old: of the same structure and shapes.
+    """
+
+    def pick(flag: jax.Array, x: Any, y: Any) -> Any:
+        if x is y:
+            return y
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        return jnp.where(flag.reshape(flag.shape + (1,) * (x.ndim - flag.ndim)), x, y)
+
+    def at_leaf(x: Any, y: Any) -> Any:
+        if isinstance(x, Shared):
+            return jax.tree.map(lambda a, b: pick(flag.any(), a, b), x, y)
+        return pick(flag, x, y)
+
+    return jax.tree.map(at_leaf, new, old, is_leaf=lambda x: isinstance(x, Shared))
+
+
+def require_rows(name: str, tree: Any, rows: int) -> None:
+    """Raises ValueError unless every array of a pytree has one entry per row, or is `Shared`.
+
+    Args:
+        name: of the pytree, for the message.
+        tree: the pytree.
+        rows: of the batch.
+    """
+
+    def check(x: Any) -> Any:
+        if jnp.shape(x)[:1] != (rows,):
+            raise ValueError(
+                f"{name} must hold arrays with one entry for each of the {rows} rows, or `Shared` values; "
+                f"got shape {jnp.shape(x)}"
+            )
+        return x
+
+    map_rows(check, tree)
 
 
 class RowSubset:
@@ -32,10 +100,13 @@ class RowSubset:
         return subset
 
     def gather(self, tree: T, fill: Any = 0) -> T:
-        """The subset's rows of every array `[total, …]` of a pytree; `fill` for places without a row."""
+        """The subset's rows of every array `[total, …]` of a pytree; `fill` for places without a row.
+
+        What is `Shared` stays as it is, here and in `scatter`.
+        """
         if self.index is None:
             return tree
-        return jax.tree.map(lambda x: x.at[self.index].get(mode="fill", fill_value=fill), tree)
+        return map_rows(lambda x: x.at[self.index].get(mode="fill", fill_value=fill), tree)
 
     def scatter(self, new: T, old: Any) -> T:
         """`old`, arrays `[total, …]` or what broadcasts to them, with the subset's rows replaced by `new`."""
@@ -46,4 +117,4 @@ class RowSubset:
             y = jnp.broadcast_to(jnp.asarray(y, x.dtype), (self.total, *x.shape[1:]))
             return y.at[self.index].set(x, mode="drop")
 
-        return jax.tree.map(put, new, old)
+        return map_rows(put, new, old)

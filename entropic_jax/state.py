@@ -146,7 +146,7 @@ class State(NamedTuple):
     history: History
     signal: Measured
     action: Action
-    control: Any  # state of the controller: any pytree
+    control: Any  # state of the controller: any pytree of arrays [rows, …] and `row_subset.Shared` values
     page_policy: Any  # a static `PagePolicy` (a higher layer defines it, hence `Any`); None reads every page
     page_policy_state: Any  # state of the page policy between steps: any pytree
     ledger: Ledger
@@ -154,8 +154,7 @@ class State(NamedTuple):
     cache: Cache
 
 
-# The fields of `State` whose arrays have one entry per row. In `control`, that holds for arrays whose first
-# axis is as long as the batch; others are shared by all rows.
+# The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.
 ROW_FIELDS = (
     *("seed", "token", "length", "evicted", "limit", "status", "stop", "sampling", "history"),
     *("signal", "action", "control", "page_policy_state", "ledger"),

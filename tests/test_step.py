@@ -12,6 +12,7 @@ from entropic_jax import Action, Signal, chain, generate
 from entropic_jax.control import Every, PerRow, When, pytree
 from entropic_jax.control.temperature import Normalised
 from entropic_jax.loop import step, tokens_first
+from entropic_jax.row_subset import Shared, where_rows
 from entropic_jax.state import FAILED, RUNNING, Trace
 from tests import tiny
 
@@ -30,6 +31,21 @@ class Counter:
 
     def update(self, signal: Signal, action: Action, state: jax.Array) -> tuple[Action, jax.Array]:
         return action._replace(temperature=action.temperature + self.gain), state + 1
+
+
+@pytree
+class Tabulated:
+    """Looks temperatures up in a table that all rows share, and counts the steps in which it did."""
+
+    table: Any
+
+    def init(self, action: Action) -> Shared:
+        return Shared((jnp.array(self.table), jnp.int32(0)))
+
+    def update(self, signal: Signal, action: Action, state: Shared) -> tuple[Action, Shared]:
+        table, steps = state.value
+        temperature = table[signal.length % table.size]
+        return action._replace(temperature=temperature), Shared((table, steps + 1))
 
 
 @pytree
@@ -106,6 +122,40 @@ def test_gains_per_row_go_with_their_rows():
     for row in range(4):
         np.testing.assert_allclose(wide[row], 1 + float(gains[row]) * np.arange(1, 11), rtol=1e-5)
         np.testing.assert_allclose(narrow[row], wide[row], rtol=1e-6)
+
+
+@pytest.mark.parametrize("entries", [3, 4])
+def test_what_rows_share_is_not_gathered_even_if_it_is_as_long_as_the_batch(entries):
+    table = np.float32([0.5, 0.75, 1.25, 1.5])[:entries]
+    tokens, temperature, state = tokens_of(chain(Tabulated(table)), None)
+    narrow_tokens, narrow_temperature, narrow_state = tokens_of(chain(Tabulated(table)), 2)
+    assert narrow_tokens == tokens and narrow_temperature == temperature
+    for row, text in enumerate(TEXTS):
+        expected = table[(len(text) - 1 + np.arange(10)) % entries]
+        np.testing.assert_array_equal(narrow_temperature[row], expected)
+    for final, steps in ((state, 10), (narrow_state, 20)):  # four rows, ten tokens each
+        (shared,) = final.control
+        np.testing.assert_array_equal(shared.value[0], table)
+        assert shared.value[1] == steps
+
+
+def test_shared_state_changes_where_the_law_ran_for_any_row():
+    rows = where_rows(
+        jnp.array([False, True]), (jnp.ones(2), Shared(jnp.ones(3))), (jnp.zeros(2), Shared(jnp.zeros(3)))
+    )
+    chex.assert_trees_all_equal(rows, (jnp.array([0.0, 1.0]), Shared(jnp.ones(3))))
+    none = where_rows(jnp.zeros(2, bool), Shared(jnp.ones(2)), Shared(jnp.zeros(2)))
+    chex.assert_trees_all_equal(none, Shared(jnp.zeros(2)))
+
+
+def test_state_that_is_neither_per_row_nor_declared_as_shared_is_refused():
+    class Undeclared(Tabulated):
+        def init(self, action: Action) -> Any:
+            return super().init(action).value
+
+    message = r"must hold arrays with one entry for each of the 4 rows, or `Shared` values; got shape \(3,\)"
+    with pytest.raises(ValueError, match=message):
+        tiny.begin(TEXTS, controller=Undeclared(np.ones(3, np.float32)))
 
 
 def test_a_row_that_emits_nothing_keeps_what_it_measured_and_what_it_obeys():

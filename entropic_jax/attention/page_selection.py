@@ -1,7 +1,8 @@
-"""Which pages a layer reads: the actuator of the meso scale.
+"""Page selection: decides which pages each layer of a step reads; the actuator of the meso scale.
 
 `Action.dropped_mass_limit` says how much attention mass may stay unread; a `Selection` turns it into a list
-of pages for every KV head. Nothing is ever evicted: a page that is skipped now comes back when it matters.
+of pages for every KV head. Nothing is evicted: a page that one step skips, another may read. `page_reader`
+reads the pages.
 """
 
 import dataclasses
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 
 from ..cache import Cache, Layer, ModelShape
 from ..pallas import paged_attention
-from ..pallas.paged_attention import PageChoice, PageSummary, PartialAttention, SelectionRules
-from ..pallas.paged_attention.quantised import bytes_per_number
-from ..pallas.paged_attention.reference import decode_gathered, estimate_pages, page_gates
+from ..pallas.paged_attention import PageChoice, PageSummary, SelectionRules
+from ..pallas.paged_attention.reference import estimate_pages, page_gates
+from ..row_subset import where_rows
+from .page_reader import LayerPages, PageGates, PageReader
 
 RULES = SelectionRules()
 MOST_OF_IT = 0.95  # of the attention mass, more than which no layer leaves unread
@@ -34,7 +36,7 @@ class Selection:
     The first layer that chooses may leave `first_layer_scale` times `dropped_mass_limit` unread, 0.95 at
     most: where the attention of the lowest layer is spread over everything, a part of it is as good as all.
 
-    A row's lists are made anew every `refresh` of its tokens and shared by groups of `share` layers; pages
+    A row's lists are chosen every `refresh` of its tokens and shared by groups of `share` layers; pages
     that begin in between are read. The first `dense_layers` layers, and rows of limit 0, read everything.
 
     `page_size` is what the rules are meant for, a hint to whoever allocates the cache; None is any.
@@ -95,16 +97,18 @@ class Selection:
         self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, tokens: jax.Array
     ) -> "PageReader":
         """See `PagePolicy`."""
-        return PageReader(self, cache, dropped_mass_limit, memory, tokens % self.refresh == 0)
+        renew = tokens % self.refresh == 0
+        return PageReader(StepSelection(self, cache, dropped_mass_limit, memory, renew), cache)
 
-    def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> None:
+    def prompt_reader(self, cache: Cache, memory: Any, span: Any, total: jax.Array) -> None:
         """See `PagePolicy`: prompts are read densely."""
 
 
 class PagePolicy(Protocol):
-    """What decides which pages are read, of a prompt and in a step; static, as `State.selection`.
+    """Decides which pages a prompt chunk or a step reads; static, as `State.page_policy`.
 
-    What it remembers from step to step is a pytree whose leaves have one entry per row, `State.lists`.
+    What it remembers from step to step is a pytree whose leaves have one entry per row,
+    `State.page_policy_state`.
     """
 
     @property
@@ -120,30 +124,30 @@ class PagePolicy(Protocol):
         """A `methods.policies.CompressionPolicy` to apply after prefill, None for no compression."""
 
     def memory(self, shape: ModelShape, cache: Cache) -> Any:
-        """What is remembered at the start."""
+        """The state of the policy at the start."""
 
     def reader(self, cache: Cache, dropped_mass_limit: jax.Array, memory: Any, tokens: jax.Array) -> Any:
-        """Who reads for one step, layer by layer: `read`, `total` and `memory`, as those of `PageReader`.
+        """The reader of one step: it has `read`, `total` and `memory`, as `page_reader.PageReader`.
 
-        `tokens` int32 `[rows]` is how many tokens each row has emitted.
+        Args:
+            cache: the KV cache of the rows of the step.
+            dropped_mass_limit: ε, float32 `[rows]`, in [0, 1).
+            memory: the state of the policy.
+            tokens: int32 `[rows]`, how many tokens each row has emitted.
         """
 
-    def prompt_reader(self, cache: Cache, memory: Any, step: Any, total: jax.Array) -> Any:
-        """Who reads for a chunk of prompts at `step`, of `total` tokens `[rows]` each; None reads densely.
+    def prompt_reader(self, cache: Cache, memory: Any, span: Any, total: jax.Array) -> Any:
+        """The reader of a chunk of prompts; None reads densely.
 
         It has `read_prompt(layer, q, first, query, last)`, as `paged_attention.prefill` without its lists,
         `read` for chunks of one token, and `memory()`.
+
+        Args:
+            cache: the KV cache of the rows of the chunk.
+            memory: the state of the policy.
+            span: where the tokens of the chunk stand (`attend.TokenSpan`).
+            total: int32 `[rows]`, positions that each whole prompt takes.
         """
-
-
-class ReadStats(NamedTuple):
-    """What one layer, or a step, read; each float32 `[rows]`."""
-
-    positions: jax.Array  # keys (or values) read, summed over KV heads
-    held: jax.Array  # keys there were, summed over KV heads
-    dropped: jax.Array  # attention mass left unread, estimated, mean over heads
-    certificate: jax.Array  # bound of the change of any head's output, ‖Δ‖₂ ≤ 2δ·max‖v‖
-    summaries: jax.Array | float = 0.0  # what was read to choose, in positions that cost as much
 
 
 class PageLists(NamedTuple):
@@ -161,11 +165,11 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
     kv_heads = cache.layers[0].keys.shape[1]
     if selection.refresh == 1:
         return ()
-    whole = lambda *shape: jnp.zeros((rows, *shape), jnp.int32)
-    blank = lambda: PageLists(
-        whole(kv_heads, most), whole(kv_heads), whole(), jnp.zeros((rows, kv_heads), jnp.float32)
+    zeros = lambda *shape: jnp.zeros((rows, *shape), jnp.int32)
+    empty = lambda: PageLists(
+        zeros(kv_heads, most), zeros(kv_heads), zeros(), jnp.zeros((rows, kv_heads), jnp.float32)
     )
-    return tuple(blank() for _ in range(selection.groups(len(cache.layers))))
+    return tuple(empty() for _ in range(selection.groups(len(cache.layers))))
 
 
 def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> jax.Array:
@@ -202,8 +206,16 @@ def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array
     return blank.at[cache.table].set(jnp.where(real[..., None], jnp.maximum(weight, 0.0), 0.0))
 
 
-class PageReader:
-    """Reads the pages of one step, layer after layer, and keeps account; it lives while a step is traced."""
+class StepSelection:
+    """The pages of one step by a `Selection`, layer after layer; it lives while a step is traced.
+
+    Args:
+        selection: how pages are chosen.
+        cache: the KV cache of the rows of the step.
+        dropped_mass_limit: ε, float32 `[rows]`, in [0, 1).
+        lists: of the step before, one per group of layers; none where every step chooses anew.
+        renew: bool `[rows]`, the rows whose lists are chosen in this step.
+    """
 
     def __init__(
         self,
@@ -213,175 +225,88 @@ class PageReader:
         lists: tuple[PageLists, ...],
         renew: jax.Array,
     ) -> None:
-        self.selection, self.cache, self.dropped_mass_limit, self.renew = (
-            selection,
-            cache,
-            dropped_mass_limit,
-            renew,
-        )
+        self.selection, self.cache = selection, cache
+        self.dropped_mass_limit, self.renew = dropped_mass_limit, renew
         self.lists: list[Any] = list(lists)
-        self.readings: list[ReadStats] = []
 
-    def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Attention of scaled q `[rows, kv_heads, group, head_dim]` to chosen pages before `last`."""
-        number = len(self.readings) - self.selection.dense_layers
+    def choose(
+        self, number: int, layer: Layer, q: jax.Array, last: jax.Array
+    ) -> LayerPages | PageGates | None:
+        """See `page_reader.PageChooser`."""
+        selection, number = self.selection, number - self.selection.dense_layers
         if number < 0:
-            self.readings.append(dense_reading(layer, first, last))
-            return paged_attention.decode(
-                q, layer.keys, layer.values, self.cache.table, None, None, first, last
-            ).out
-        dropped_mass_limit = self.dropped_mass_limit
-        if number == 0 and self.selection.first_layer_scale != 1:
-            dropped_mass_limit = jnp.minimum(
-                self.selection.first_layer_scale * dropped_mass_limit, MOST_OF_IT
-            )
-        if self.selection.softness > 0:
-            return self._read_softly(layer, q, dropped_mass_limit, first, last)
-        group, leads = divmod(number, self.selection.share)
-        choice, bounded = self._choose(layer, q, dropped_mass_limit, last, group, not leads)
-        part = paged_attention.decode(
-            q, layer.keys, layer.values, self.cache.table, choice.page_list, choice.num_pages, first, last
-        )
-        self.readings.append(self._account(layer, choice, part, bounded, last))
-        return part.out
-
-    def _choose(
-        self,
-        layer: Layer,
-        q: jax.Array,
-        dropped_mass_limit: jax.Array,
-        last: jax.Array,
-        group: int,
-        leads: bool,
-    ) -> tuple[Any, jax.Array]:
-        """The choice for a layer, and whether its bound on what it leaves out is for this very query."""
-        selection, cache, size = self.selection, self.cache, self.cache.page_size
-
-        def anew() -> PageChoice:
-            summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
-            weight = information(selection.information, layer, cache, last)
-            table = cache.table
-            given = jax.lax.stop_gradient((q, summary, weight, table, last, dropped_mass_limit))
-            return paged_attention.select_pages(*given, size, selection.rules)
-
-        if not leads:
-            return self.lists[group], jnp.zeros(last.shape, bool)
-        if selection.refresh == 1:
-            choice = anew()
-            if group == len(self.lists):
-                self.lists.append(choice)
-            return choice, jnp.ones(last.shape, bool)
-        old: PageLists = self.lists[group]
-        pages = -(-last // size)
-
-        def keep() -> PageChoice:
-            # Pages that have begun since are appended.
-            entry = jnp.arange(old.page_list.shape[2])
-            beyond = old.row_pages[:, None, None] + entry - old.num_pages[..., None]
-            count = old.num_pages + (pages - old.row_pages)[:, None]
-            index = jnp.where(entry < old.num_pages[..., None], old.page_list, beyond)
-            index = jnp.where(entry < count[..., None], index, 0)
-            bound = jnp.full(q.shape[:3], jnp.inf, jnp.float32)
-            return PageChoice(index.astype(jnp.int32), count.astype(jnp.int32), old.dropped_mass, bound)
-
-        choice = jax.lax.cond(self.renew.any(), lambda: choose_rows(self.renew, anew(), keep()), keep)
-        self.lists[group] = PageLists(
-            choice.page_list, choice.num_pages, pages.astype(jnp.int32), choice.dropped_mass
-        )
-        return choice, self.renew
-
-    def _read_softly(
-        self, layer: Layer, q: jax.Array, dropped_mass_limit: jax.Array, first: jax.Array, last: jax.Array
-    ) -> jax.Array:
-        selection, size, table = self.selection, self.cache.page_size, self.cache.table
-        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
-        weight = information(selection.information, layer, self.cache, last)
-        known = estimate_pages(q, summary, weight, table, last, size, selection.rules)
-        gate = page_gates(known.weight, known.always_kept, dropped_mass_limit, selection.softness)
-        gate = jnp.where((dropped_mass_limit > 0)[:, None, None], gate, 1.0)
-        filled = jnp.clip(last[:, None] - jnp.arange(table.shape[1]) * size, 0, size)[:, None].astype(
-            jnp.float32
-        )
-        held = (last * gate.shape[1]).astype(jnp.float32)
-        dropped = (known.mass * (1 - gate)).sum(-1).mean(-1)
-        norm = jnp.where(known.in_use, layer.value_norm[table].swapaxes(1, 2), 0.0).max((1, 2))
-        self.readings.append(ReadStats((gate * filled).sum((1, 2)), held, dropped, 2 * norm))
-        return decode_gathered(q, layer.keys, layer.values, table, None, None, first, last, gate).out
-
-    def _account(
-        self, layer: Layer, choice: Any, part: PartialAttention, bounded: jax.Array, last: jax.Array
-    ) -> ReadStats:
-        size = self.cache.page_size
-        pages = -(-last // size)[:, None]
-        # All listed pages are full but the newest, which is always listed.
-        slack = jnp.where(pages > 0, pages * size - last[:, None], 0)
-        positions = jnp.maximum(choice.num_pages * size - slack, 0).sum(1).astype(jnp.float32)
-        held = (last * choice.num_pages.shape[1]).astype(jnp.float32)
-        left_out = (choice.num_pages < pages)[..., None]
-        # Three vectors a page, of float32; `bounded` says that this layer has just chosen.
-        worth = (
-            3 * 4 / (2 * bytes_per_number(layer.keys.dtype, layer.keys.shape[-1])) * choice.num_pages.shape[1]
-        )
-        rules = self.selection.rules
-        looked = (
-            bounded
+            return None
+        limit = self.dropped_mass_limit
+        if number == 0 and selection.first_layer_scale != 1:
+            limit = jnp.minimum(selection.first_layer_scale * limit, MOST_OF_IT)
+        if selection.softness > 0:
+            return self._gates(layer, q, limit, last)
+        group, follower = divmod(number, selection.share)
+        if follower:
+            lists, no_row = self.lists[group], jnp.zeros(last.shape, bool)
+            return LayerPages(lists.page_list, lists.num_pages, lists.dropped_mass, no_row, no_row, None)
+        choice, is_new = self._lead(layer, q, limit, last, group)
+        rules, row_pages = selection.rules, -(-last // self.cache.page_size)
+        summaries_read = (
+            is_new
             & (self.dropped_mass_limit > 0)
-            & (pages[:, 0] > max(rules.min_pages, rules.sink_pages + rules.recent_pages))
+            & (row_pages > max(rules.min_pages, rules.sink_pages + rules.recent_pages))
         )
-        summaries = jnp.where(looked, worth * pages[:, 0].astype(jnp.float32), 0.0)
-        page = jnp.arange(self.cache.table.shape[1])
-        norm = jnp.where((page < pages)[..., None], layer.value_norm[self.cache.table], 0.0).max(1)
-        bound = getattr(choice, "log_bound", None)
-        if bound is None:
-            share = jnp.ones_like(part.log_sum_exp)
-        else:
-            share = jnp.where(bounded[:, None, None], jax.nn.sigmoid(bound - part.log_sum_exp), 1.0)
-        share = jnp.where(left_out & (part.log_sum_exp > -jnp.inf), share, 0.0)
-        return ReadStats(
-            positions, held, choice.dropped_mass.mean(1), (2 * share.max(2) * norm).max(1), summaries
+        return LayerPages(
+            choice.page_list, choice.num_pages, choice.dropped_mass, is_new, summaries_read, choice.log_bound
         )
 
     def memory(self) -> tuple[Any, ...]:
-        """What the next step needs of the lists."""
+        """The lists, where they outlive the step."""
         return tuple(self.lists) if self.selection.refresh > 1 else ()
 
-    def total(self) -> ReadStats:
-        """What the step read."""
-        return altogether(self.readings)
+    def _lead(
+        self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array, group: int
+    ) -> tuple[PageChoice, jax.Array]:
+        """The choice of the first layer of a group, and in which rows (bool `[rows]`) it is new."""
+        if self.selection.refresh == 1:
+            choice = self._select(layer, q, limit, last)
+            self.lists.append(choice)
+            return choice, jnp.ones(last.shape, bool)
+        row_pages = -(-last // self.cache.page_size)
+        keep = lambda: extended(self.lists[group], row_pages, q.shape[:3])
+        renewed = lambda: where_rows(self.renew, self._select(layer, q, limit, last), keep())
+        choice = jax.lax.cond(self.renew.any(), renewed, keep)
+        self.lists[group] = PageLists(
+            choice.page_list, choice.num_pages, row_pages.astype(jnp.int32), choice.dropped_mass
+        )
+        return choice, self.renew
+
+    def _select(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageChoice:
+        """The smallest set of pages, for this query, whose estimated mass reaches 1 − ε."""
+        selection, cache = self.selection, self.cache
+        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
+        weight = information(selection.information, layer, cache, last)
+        arguments = jax.lax.stop_gradient((q, summary, weight, cache.table, last, limit))
+        return paged_attention.select_pages(*arguments, cache.page_size, selection.rules)
+
+    def _gates(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageGates:
+        selection, cache = self.selection, self.cache
+        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
+        weight = information(selection.information, layer, cache, last)
+        pages = estimate_pages(q, summary, weight, cache.table, last, cache.page_size, selection.rules)
+        gate = page_gates(pages.weight, pages.always_kept, limit, selection.softness)
+        gate = jnp.where((limit > 0)[:, None, None], gate, 1.0)
+        return PageGates(gate, (pages.mass * (1 - gate)).sum(-1), pages.in_use)
 
 
-def choose_rows(flag: jax.Array, new: PageChoice, old: PageChoice) -> PageChoice:
-    """`new` in the flagged rows (bool `[rows]`), `old` in the others."""
-    return jax.tree.map(lambda x, y: jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), x, y), new, old)
+def extended(lists: PageLists, row_pages: jax.Array, heads: tuple[int, ...]) -> PageChoice:
+    """Lists of an earlier step, with the pages that have begun since. They bound nothing for a new query.
 
-
-def altogether(readings: list[ReadStats]) -> ReadStats:
-    """Of the layers of a step: positions summed, mass averaged, the largest certificate."""
-    some = (x._replace(summaries=x.summaries + jnp.zeros_like(x.positions)) for x in readings)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *some)
-    return ReadStats(
-        stacked.positions.sum(0),
-        stacked.held.sum(0),
-        stacked.dropped.mean(0),
-        stacked.certificate.max(0),
-        stacked.summaries.sum(0),
-    )
-
-
-def dense_reading(layer: Layer, first: jax.Array, last: jax.Array) -> ReadStats:
-    """Everything from `first` to `last` is read."""
-    seen = (jnp.maximum(last - first, 0) * layer.keys.shape[1]).astype(jnp.float32)
-    return ReadStats(seen, seen, jnp.zeros_like(seen), jnp.zeros_like(seen))
-
-
-def dense_step(shape: ModelShape, span: Any) -> ReadStats:
-    """What a step reads that leaves nothing out: every page of every active row.
-
-    `span` (`attend.TokenSpan`) says where the tokens stand, before they are written.
+    Args:
+        lists: of the earlier step.
+        row_pages: int32 `[rows]`, pages that each row has by now.
+        heads: rows, KV heads, and query heads of a KV head.
     """
-    positions = (
-        jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0) * shape.kv_heads * shape.layers
-    )
-    positions = positions.astype(jnp.float32)
-    zero = jnp.zeros_like(positions)
-    return ReadStats(positions, positions, dropped=zero, certificate=zero)
+    entry = jnp.arange(lists.page_list.shape[2])
+    beyond = lists.row_pages[:, None, None] + entry - lists.num_pages[..., None]
+    count = lists.num_pages + (row_pages - lists.row_pages)[:, None]
+    index = jnp.where(entry < lists.num_pages[..., None], lists.page_list, beyond)
+    index = jnp.where(entry < count[..., None], index, 0)
+    bound = jnp.full(heads, jnp.inf, jnp.float32)
+    return PageChoice(index.astype(jnp.int32), count.astype(jnp.int32), lists.dropped_mass, bound)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, dataclass_tran
 import jax
 import jax.numpy as jnp
 
-from ..row_subset import RowSubset
+from ..row_subset import RowSubset, where_rows
 from ..state import Action, Signal
 
 T = TypeVar("T")
@@ -20,7 +20,10 @@ STATIC = "static"  # marks a field of a `pytree` class that is part of the struc
 
 
 class Controller(Protocol):
-    """A control law. All arrays have one entry per row.
+    """A control law. All arrays have one entry per row, `[rows, …]`.
+
+    What all rows have in common in the law's state is wrapped in `row_subset.Shared`: a step over some of the
+    rows passes it on unchanged in shape. It changes in steps in which the law runs for at least one row.
 
     `update` runs for every token: after its logits are known and before it is sampled, on the rows of the
     step only. A row's result must not depend on its neighbours. A row that emits nothing keeps its action and
@@ -33,7 +36,7 @@ class Controller(Protocol):
     """
 
     def init(self, action: Action) -> Any:
-        """The initial state of the controller, a pytree, for a batch that starts with `action`."""
+        """The initial state, a pytree of arrays `[rows, …]` and `Shared` values, for this first action."""
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """The next action and state.
@@ -64,11 +67,7 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
     if law is None:
         return action, state
     changed, after = law(signal, action, state)
-
-    def hold(new: jax.Array, old: jax.Array) -> jax.Array:
-        return old if new is old else keep_rows(signal.emitting, new, old)
-
-    return jax.tree.map(hold, changed, action), jax.tree.map(hold, after, state)
+    return where_rows(signal.emitting, changed, action), where_rows(signal.emitting, after, state)
 
 
 def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
@@ -96,14 +95,6 @@ def required_observation(*controllers: Any) -> Any:
     if len(observations) > 1:
         raise ValueError(f"observes must be the same for all controllers of a chain; got {observations}")
     return next(iter(observations), None)
-
-
-def keep_rows(flag: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` in the flagged rows, bool `[rows]`, else `old`; arrays without a row axis are `new`."""
-    new, old = jnp.asarray(new), jnp.asarray(old)
-    if new.ndim == 0 or new.shape[0] != flag.shape[0]:
-        return new
-    return jnp.where(flag.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 @dataclass_transform(frozen_default=True)
@@ -175,16 +166,6 @@ def chain(*controllers: Any) -> Chain:
     return Chain(controllers)
 
 
-def _select(flag: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the flag (bool, scalar or `[rows]`) is set, else `old`, for every leaf."""
-
-    def leaf(x, y):
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        return jnp.where(flag.reshape(flag.shape + (1,) * (x.ndim - flag.ndim)), x, y)
-
-    return jax.tree.map(leaf, new, old)
-
-
 def _unchanged(new: Any, old: Any) -> bool:
     """Whether two pytrees hold the very same arrays: the law that was asked does nothing here."""
     return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
@@ -203,7 +184,7 @@ class Every:
     """Runs a controller at every n-th token of a row, the first included; else the action is unchanged.
 
     Each row counts its own tokens, so that its control does not depend on its neighbours. A law across rows
-    runs at every n-th step. Arrays of the controller's state must have one entry per row.
+    runs at every n-th step. `Shared` state of the controller changes in steps in which it runs for any row.
     """
 
     controller: Any
@@ -220,24 +201,25 @@ class Every:
     def update(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
         due = state.tokens % self.n == 0
         changed, after = update_rows(self.controller, signal, action, state.controller)
-        after = _select(due, after, state.controller)
-        return _select(due, changed, action), state._replace(tokens=state.tokens + 1, controller=after)
+        after = where_rows(due, after, state.controller)
+        return where_rows(due, changed, action), state._replace(tokens=state.tokens + 1, controller=after)
 
     def schedule(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
         due = state.steps % self.n == 0
         changed, after = schedule_rows(self.controller, signal, action, state.controller)
         if _unchanged((changed, after), (action, state.controller)):
             return action, state
-        after = _select(due, after, state.controller)
-        return _select(due, changed, action), state._replace(steps=state.steps + 1, controller=after)
+        after = where_rows(due, after, state.controller)
+        return where_rows(due, changed, action), state._replace(steps=state.steps + 1, controller=after)
 
 
 @pytree
 class When:
     """Runs a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
 
-    Arrays of the controller's state must have one entry per row. For a law across rows, the condition sees
-    the signal of `Controller.schedule`, which has no logits, keys or attention statistics.
+    `Shared` state of the controller changes in steps in which the condition holds for any row. For a law
+    across rows, the condition sees the signal of `Controller.schedule`, which has no logits, keys or
+    attention statistics.
     """
 
     condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
@@ -263,7 +245,7 @@ class When:
         if _unchanged((changed, after), (action, state)):
             return action, state
         holds = self.condition(signal, action)
-        return _select(holds, changed, action), _select(holds, after, state)
+        return where_rows(holds, changed, action), where_rows(holds, after, state)
 
 
 @pytree

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import fork, release_rows, rewind
-from ..row_subset import RowSubset
+from ..row_subset import RowSubset, map_rows
 from ..sampling.constraints import TopLogprobs
-from ..state import FAILED, FULL, RUNNING, STOPPED, State, Trace
+from ..state import FAILED, FULL, ROW_FIELDS, RUNNING, STOPPED, State, Trace
 from .entropix import ADAPT, EXPLORE, RESAMPLE, EntropixState
 
 NO_ACTION, LOOK_AHEAD, BRANCH, BACKTRACK, SELECT_BRANCH = range(5)
@@ -129,11 +129,8 @@ def next_actions(search: SearchState, fresh: jax.Array, plan: SearchPlan) -> jax
 
 def _from_rows(state: State, source: jax.Array) -> State:
     """Copies per-row state, without the cache, from the rows `source`, int32 `[rows]`."""
-    shared = ("key", "belief_temperature", "page_policy", "hardware", "cache")
-    rows = source.shape[0]
-    pick = lambda x: x[source] if x.ndim and x.shape[0] == rows else x
     return state._replace(
-        **{name: jax.tree.map(pick, x) for name, x in state._asdict().items() if name not in shared}
+        **{name: map_rows(lambda x: x[source], getattr(state, name)) for name in ROW_FIELDS}
     )
 
 

@@ -102,6 +102,6 @@ class Method:
         """See `PagePolicy`."""
         return DecodeReader(self.compression, self.decode_policy, cache, dropped_mass_limit, memory, tokens)
 
-    def prompt_reader(self, cache: Cache, memory: MethodState, step: Any, total: jax.Array) -> PrefillReader:
+    def prompt_reader(self, cache: Cache, memory: MethodState, span: Any, total: jax.Array) -> PrefillReader:
         """See `PagePolicy`."""
-        return PrefillReader(self.prefill, self.compression, cache, memory, step, total)
+        return PrefillReader(self.prefill, self.compression, cache, memory, span, total)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..attention.page_selection import PagePolicy, ReadStats, altogether, dense_reading
+from ..attention.page_reader import ReadStats, dense_layer_stats, over_layers
+from ..attention.page_selection import PagePolicy
 from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from .policies import (
@@ -143,7 +144,7 @@ class DecodeReader:
         self.inner = (
             None if policy is None else policy.reader(cache, dropped_mass_limit, memory.page_lists, tokens)
         )
-        self.readings: list[ReadStats] = []
+        self.layer_stats: list[ReadStats] = []
         self.observed: list[Any] = []
 
     def memory(self) -> MethodState:
@@ -163,7 +164,7 @@ class DecodeReader:
         Returns:
             `[rows, kv_heads, group, head_dim]`.
         """
-        table, number = self.cache.table, len(self.readings)
+        table, number = self.cache.table, len(self.layer_stats)
         if self.compression is not None:
             start = jnp.maximum(last - 1, 0)
             prior_pages = (jnp.arange(table.shape[1]) + 1) * self.cache.page_size <= start[:, None]
@@ -171,16 +172,16 @@ class DecodeReader:
             self.observed.append(self.compression.observe(queries, self.before.observed[number]))
         if self.inner is not None:
             out = self.inner.read(layer, q, first, last)
-            self.readings.append(self.inner.readings[-1])
+            self.layer_stats.append(self.inner.layer_stats[-1])
             return out
         index = count = None
-        reading = dense_reading(layer, first, last)
+        stats = dense_layer_stats(layer, first, last)
         if self.before.held_pages:
             index, count = self._page_lists(self.before.held_pages[number], last)
             unused = jnp.where(last > 0, -last % self.cache.page_size, 0)
             read = (count * self.cache.page_size - unused[:, None]).sum(1).astype(jnp.float32)
-            reading = reading._replace(positions=read, held=read)
-        self.readings.append(reading)
+            stats = stats._replace(positions=read, held=read)
+        self.layer_stats.append(stats)
         return paged_attention.decode(q, layer.keys, layer.values, table, index, count, first, last).out
 
     def _page_lists(self, held_pages: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -193,4 +194,4 @@ class DecodeReader:
 
     def total(self) -> ReadStats:
         """What the step read, over all layers."""
-        return altogether(self.readings)
+        return over_layers(self.layer_stats)

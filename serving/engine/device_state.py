@@ -16,9 +16,10 @@ from entropic_jax.methods import cache_compression
 from entropic_jax.methods.entropix_branches import SearchCounts, SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.sampling_params import DEVICE_PARAMETERS
-from entropic_jax.state import FULL, TopLogprobs
+from entropic_jax.state import FULL, ROW_FIELDS, TopLogprobs
 
 from ..transcript import TRACE_FIELDS
 from . import branching
@@ -120,12 +121,10 @@ def _clear(state: State, blank: State, rows: jax.Array) -> State:
     cleared = jnp.zeros(total, bool).at[rows].set(True, mode="drop")
 
     def clear(old, new):
-        if old.ndim == 0 or old.shape[0] != total:
-            return old
         return jnp.where(cleared.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    fields = {name: value for name, value in state._asdict().items() if name != "cache"}
-    return state._replace(**jax.tree.map(clear, fields, {name: getattr(blank, name) for name in fields}))
+    fields = {name: map_rows(clear, getattr(state, name), getattr(blank, name)) for name in ROW_FIELDS}
+    return state._replace(**fields)
 
 
 def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
@@ -163,7 +162,7 @@ def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
 def save_row(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
     """Control state, ledger and history of a slot, for a sequence about to be preempted. Consumes nothing."""
     row = row * device_state.rows_per_slot
-    return jax.tree.map(lambda x: x[row], {name: getattr(device_state.state, name) for name in SAVED_FIELDS})
+    return map_rows(lambda x: x[row], {name: getattr(device_state.state, name) for name in SAVED_FIELDS})
 
 
 def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]) -> DeviceState:
@@ -173,7 +172,7 @@ def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]
     def put(values, saved_value):
         return values.at[row].set(saved_value)
 
-    fields = {name: jax.tree.map(put, getattr(state, name), saved[name]) for name in SAVED_FIELDS}
+    fields = {name: map_rows(put, getattr(state, name), saved[name]) for name in SAVED_FIELDS}
     return device_state._replace(state=state._replace(**fields))
 
 

@@ -18,7 +18,9 @@ from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
+from entropic_jax.state import ROW_FIELDS
 
 from .device_state import (
     DecodeOutput,
@@ -70,13 +72,11 @@ class Programs:
     ) -> None:
         """`prior`: of H₁ along a sequence. `device_state` has the shapes, and no sequence."""
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
-        rows = device_state.state.status.shape[0]
         # One empty row, to clear others with. Copied, since the device state will be consumed.
         no_cache: Any = None
-        self.blank = jax.tree.map(
-            lambda x: jnp.copy(x[:1]) if x.ndim and x.shape[0] == rows else jnp.copy(x),
-            device_state.state._replace(cache=no_cache),
-        )
+        state = device_state.state._replace(cache=no_cache)
+        row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
+        self.blank = jax.tree.map(jnp.copy, state._replace(**row))
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0

@@ -17,7 +17,7 @@ from entropic_jax import (
     start,
 )
 from entropic_jax.attention import attend, page_selection
-from entropic_jax.attention.page_selection import PageReader, Selection
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.cache import ModelShape
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules, reference
@@ -106,14 +106,12 @@ def test_the_certificate_is_never_violated(guard):
     violated, informative = [], 0
     for seed in range(6):
         pool, layer, q = filled(200 - seed, 8, seed)
-        last = jnp.full(2, 200 - seed, jnp.int32)
+        first, last = jnp.zeros(2, jnp.int32), jnp.full(2, 200 - seed, jnp.int32)
         for drop in (0.01, 0.2, 0.7):
             choice = Selection(rules=LOOSE._replace(bound_weight=guard), dense_layers=0)
-            reader = PageReader(choice, pool, jnp.full(2, drop), (), jnp.ones(2, bool))
-            out = reader.read(layer, q, jnp.zeros(2, jnp.int32), last)
-            dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.ones(2, bool)).read(
-                layer, q, jnp.zeros(2, jnp.int32), last
-            )
+            reader = choice.reader(pool, jnp.full(2, drop), (), first)
+            out = reader.read(layer, q, first, last)
+            dense = choice.reader(pool, jnp.zeros(2), (), first).read(layer, q, first, last)
             change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
             bound = np.asarray(reader.total().certificate)
             violated += list(change[change > bound + 1e-5])
@@ -125,13 +123,13 @@ def test_the_certificate_is_never_violated(guard):
 def test_shared_lists_certify_nothing_they_do_not_know():
     pool, layer, q = filled(200, 8)
     choice = Selection(rules=LOOSE, dense_layers=0, share=2)
-    reader = PageReader(choice, pool, jnp.full(2, 0.7), (), jnp.ones(2, bool))
     last, zero = jnp.full(2, 200, jnp.int32), jnp.zeros(2, jnp.int32)
+    reader = choice.reader(pool, jnp.full(2, 0.7), (), zero)
     reader.read(layer, q, zero, last)
     out = reader.read(layer, -q, zero, last)  # the list was made for the opposite query
-    dense = PageReader(choice, pool, jnp.zeros(2), (), jnp.ones(2, bool)).read(layer, -q, zero, last)
+    dense = choice.reader(pool, jnp.zeros(2), (), zero).read(layer, -q, zero, last)
     change = np.linalg.norm(np.asarray(out - dense), axis=-1).max((1, 2))
-    assert (change <= np.asarray(reader.readings[1].certificate)).all()
+    assert (change <= np.asarray(reader.layer_stats[1].certificate)).all()
 
 
 def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():

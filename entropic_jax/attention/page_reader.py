@@ -1,0 +1,185 @@
+"""Page reader: attends to the pages chosen for each layer of a step, and counts what was read.
+
+`page_selection` decides which pages those are.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ..cache import Cache, Layer, ModelShape
+from ..pallas import paged_attention
+from ..pallas.paged_attention import PartialAttention
+from ..pallas.paged_attention.quantised import bytes_per_number
+from ..pallas.paged_attention.reference import decode_gathered
+
+SUMMARY_BYTES = 3 * 4  # of a page's summary, per number of a key: the bounds and the sum, in float32
+
+
+class ReadStats(NamedTuple):
+    """What one layer, or a step, read; each float32 `[rows]`."""
+
+    positions: jax.Array  # keys (or values) read, summed over KV heads
+    held: jax.Array  # keys there were, summed over KV heads
+    dropped: jax.Array  # attention mass left unread, estimated, mean over heads
+    certificate: jax.Array  # bound of the change of any head's output, ‖Δ‖₂ ≤ 2δ·max‖v‖
+    summaries: jax.Array | float = 0.0  # what was read to choose, in positions that cost as much
+
+
+class LayerPages(NamedTuple):
+    """The pages that a layer reads."""
+
+    page_list: jax.Array  # int32 [rows, kv_heads, most pages of a row], entries of the page table
+    num_pages: jax.Array  # int32 [rows, kv_heads]
+    dropped_mass: jax.Array  # float32 [rows, kv_heads]: estimated attention mass of the other pages
+    is_new: jax.Array  # bool [rows]: chosen for this very query
+    summaries_read: jax.Array  # bool [rows]: to choose them, the summary of every page was read
+    log_bound: jax.Array | None  # float32 [rows, kv_heads, group], of the log-sum-exp of the other pages
+
+
+class PageGates(NamedTuple):
+    """The factor by which a layer multiplies the attention to each page."""
+
+    gate: jax.Array  # float32 [rows, kv_heads, pages], in [0, 1]
+    dropped_mass: jax.Array  # float32 [rows, kv_heads]: estimated attention mass that the gates take away
+    in_use: jax.Array  # bool [rows, 1, pages]: the page holds tokens
+
+
+class PageChooser(Protocol):
+    """Chooses the pages of one step, layer after layer; see `page_selection.StepSelection`."""
+
+    def choose(self, number: int, layer: Layer, q: jax.Array, last: jax.Array) -> Any:
+        """The `LayerPages` or the `PageGates` of a layer; None reads every page.
+
+        Args:
+            number: of the layer, from 0.
+            layer: its keys, values and page summaries.
+            q: scaled queries, `[rows, kv_heads, group, head_dim]`.
+            last: int32 `[rows]`, end of the positions held.
+        """
+
+    def memory(self) -> Any:
+        """What the next step needs of the choice: a pytree with one entry per row."""
+
+
+class PageReader:
+    """Reads the chosen pages of one step, layer after layer; it lives while a step is traced.
+
+    Args:
+        chooser: says which pages each layer reads.
+        cache: the KV cache of the rows of the step.
+    """
+
+    def __init__(self, chooser: PageChooser, cache: Cache) -> None:
+        self.chooser, self.cache = chooser, cache
+        self.layer_stats: list[ReadStats] = []
+
+    def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
+        """Attention of one query per row to the chosen pages of the next layer.
+
+        Args:
+            layer: its keys, values and page summaries.
+            q: scaled queries, `[rows, kv_heads, group, head_dim]`.
+            first: int32 `[rows]`, first position that the query sees.
+            last: int32 `[rows]`, end of the positions held.
+
+        Returns:
+            `[rows, kv_heads, group, head_dim]`.
+        """
+        keys, values, table = layer.keys, layer.values, self.cache.table
+        pages = self.chooser.choose(len(self.layer_stats), layer, q, last)
+        if pages is None:
+            self.layer_stats.append(dense_layer_stats(layer, first, last))
+            return paged_attention.decode(q, keys, values, table, None, None, first, last).out
+        if isinstance(pages, PageGates):
+            self.layer_stats.append(self._gated_stats(layer, pages, last))
+            return decode_gathered(q, keys, values, table, None, None, first, last, pages.gate).out
+        part = paged_attention.decode(q, keys, values, table, pages.page_list, pages.num_pages, first, last)
+        self.layer_stats.append(self._stats(layer, pages, part, last))
+        return part.out
+
+    def _gated_stats(self, layer: Layer, pages: PageGates, last: jax.Array) -> ReadStats:
+        gate, size, table = pages.gate, self.cache.page_size, self.cache.table
+        filled = jnp.clip(last[:, None] - jnp.arange(table.shape[1]) * size, 0, size)[:, None].astype(
+            jnp.float32
+        )
+        held = (last * gate.shape[1]).astype(jnp.float32)
+        norm = jnp.where(pages.in_use, layer.value_norm[table].swapaxes(1, 2), 0.0).max((1, 2))
+        return ReadStats((gate * filled).sum((1, 2)), held, pages.dropped_mass.mean(-1), 2 * norm)
+
+    def _stats(self, layer: Layer, pages: LayerPages, part: PartialAttention, last: jax.Array) -> ReadStats:
+        size, kv_heads = self.cache.page_size, pages.num_pages.shape[1]
+        row_pages = -(-last // size)[:, None]
+        # All listed pages are full but the newest, which is always listed.
+        unused = jnp.where(row_pages > 0, row_pages * size - last[:, None], 0)
+        positions = jnp.maximum(pages.num_pages * size - unused, 0).sum(1).astype(jnp.float32)
+        held = (last * kv_heads).astype(jnp.float32)
+        summary_cost = (
+            SUMMARY_BYTES / (2 * bytes_per_number(layer.keys.dtype, layer.keys.shape[-1])) * kv_heads
+        )
+        summaries = jnp.where(pages.summaries_read, summary_cost * row_pages[:, 0].astype(jnp.float32), 0.0)
+        certificate = self._certificate(layer, pages, part, row_pages)
+        return ReadStats(positions, held, pages.dropped_mass.mean(1), certificate, summaries)
+
+    def _certificate(
+        self, layer: Layer, pages: LayerPages, part: PartialAttention, row_pages: jax.Array
+    ) -> jax.Array:
+        """2δ·max‖v‖ of each row, where δ bounds the attention mass of the pages that are not listed."""
+        page = jnp.arange(self.cache.table.shape[1])
+        norm = jnp.where((page < row_pages)[..., None], layer.value_norm[self.cache.table], 0.0).max(1)
+        if pages.log_bound is None:
+            dropped = jnp.ones_like(part.log_sum_exp)
+        else:
+            bounded = pages.is_new[:, None, None]
+            dropped = jnp.where(bounded, jax.nn.sigmoid(pages.log_bound - part.log_sum_exp), 1.0)
+        left_out = (pages.num_pages < row_pages)[..., None]
+        dropped = jnp.where(left_out & (part.log_sum_exp > -jnp.inf), dropped, 0.0)
+        return (2 * dropped.max(2) * norm).max(1)
+
+    def memory(self) -> Any:
+        """What the next step needs of the choice."""
+        return self.chooser.memory()
+
+    def total(self) -> ReadStats:
+        """What the step read, over all layers."""
+        return over_layers(self.layer_stats)
+
+
+def over_layers(layer_stats: list[ReadStats]) -> ReadStats:
+    """The layers of a step together: positions summed, dropped mass averaged, the largest certificate."""
+    full = (x._replace(summaries=x.summaries + jnp.zeros_like(x.positions)) for x in layer_stats)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *full)
+    return ReadStats(
+        stacked.positions.sum(0),
+        stacked.held.sum(0),
+        stacked.dropped.mean(0),
+        stacked.certificate.max(0),
+        stacked.summaries.sum(0),
+    )
+
+
+def dense_layer_stats(layer: Layer, first: jax.Array, last: jax.Array) -> ReadStats:
+    """What a layer reads that leaves nothing out.
+
+    Args:
+        layer: its keys, values and page summaries.
+        first: int32 `[rows]`, first position that the query sees.
+        last: int32 `[rows]`, end of the positions held.
+    """
+    positions = (jnp.maximum(last - first, 0) * layer.keys.shape[1]).astype(jnp.float32)
+    zero = jnp.zeros_like(positions)
+    return ReadStats(positions, positions, dropped=zero, certificate=zero)
+
+
+def dense_step_stats(shape: ModelShape, span: Any) -> ReadStats:
+    """What a step reads that leaves nothing out: every page of every active row.
+
+    `span` (`attend.TokenSpan`) says where the tokens stand, before they are written.
+    """
+    positions = (
+        jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0) * shape.kv_heads * shape.layers
+    )
+    positions = positions.astype(jnp.float32)
+    zero = jnp.zeros_like(positions)
+    return ReadStats(positions, positions, dropped=zero, certificate=zero)
