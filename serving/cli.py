@@ -73,3 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Discards what is still buffered, about which Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

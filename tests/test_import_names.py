@@ -90,6 +90,10 @@ def test_folders_of_the_same_names_do_no_harm(decoys):
     assert python(*command, cwd=decoys, path=path).startswith("usage: entropic serve")
 
 
+def test_the_command_line_runs_as_a_module():
+    assert python("-m", "entropic_jax.serving.cli", "--version").startswith("entropic_jax ")
+
+
 @pytest.mark.parametrize(
     "command",
     [

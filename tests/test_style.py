@@ -1,8 +1,11 @@
 """The form of the source: linter, formatter, type checker and the house rules on files."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,5 +61,43 @@ def test_no_file_is_long_without_a_reason():
 
 def test_no_work_is_left_for_later():
     markers = ("TO" + "DO", "FIX" + "ME", "X" * 3)
-    found = [p for p in sources() if any(m in (ROOT / p).read_text("utf-8") for m in markers)]
-    assert found == []
+    marked = [p for p in sources() if any(m in (ROOT / p).read_text("utf-8") for m in markers)]
+    assert marked == []
+
+
+# Errors read `X must be …; got …`. The old form was `X is …; accepted are …`.
+OLD_ERRORS = re.compile(
+    r"\baccepted (?:are|is)\b|\baccepted:|\bis not accepted\b|\b(?:is|has|holds) \{\}[;:]"
+)
+
+
+def strings(path: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string of a file that is no docstring; in an f-string, `{}` are the values."""
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
+            yield node.lineno, node.value
+
+
+def test_errors_say_what_a_value_must_be():
+    files = [path for path in sources() if not path.startswith("tests/")]
+    assert [f"{p}:{n}: {text}" for p in files for n, text in strings(p) if OLD_ERRORS.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "old"),
+    [
+        ("k is {}; accepted are 1 to {}", True),
+        ("k is {}; 1 to {}", True),
+        ("{} is missing; accepted: a list", True),
+        ("{} is not accepted; give a number", True),
+        ("k must be between 1 and {}; got {}", False),
+        ("the offer was accepted", False),
+    ],
+)
+def test_old_errors_are_recognised(text, old):
+    assert bool(OLD_ERRORS.search(text)) == old
