@@ -1,4 +1,4 @@
-"""Schemathesis generates requests from /openapi.json, valid and invalid, and checks the answers against it."""
+"""Schemathesis generates requests from /openapi.json, valid and not, and checks the answers against it."""
 
 import json
 import re
