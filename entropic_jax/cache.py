@@ -150,8 +150,8 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
         pages that it needs gets none.
     """
     rows, per_row = cache.table.shape
-    wanted = jnp.minimum(-(-length // cache.page_size), per_row)
-    missing = jnp.maximum(wanted - cache.granted, 0)
+    num_pages = jnp.minimum(-(-length // cache.page_size), per_row)
+    missing = jnp.maximum(num_pages - cache.granted, 0)
 
     # Rows are served in order; one that does not fit is passed over, its neighbours are not.
     def serve(left, need):
@@ -276,12 +276,12 @@ def fork(
     enough = ~partial | (jnp.cumsum(partial, dtype=jnp.int32) <= cache.available)
     begun = jnp.take_along_axis(cache.table[sources], jnp.minimum(full, per_row - 1)[:, None], 1)[:, 0]
     cache = share(cache, destinations, cache.table[sources], jnp.where(enough, full, 0))
-    wanted = jnp.zeros(rows, jnp.int32).at[destinations].set(jnp.where(enough, length, 0), mode="drop")
-    cache, _ = grant(cache, wanted)
-    own = cache.table[jnp.where(real, destinations, 0), jnp.minimum(full, per_row - 1)]
+    lengths = jnp.zeros(rows, jnp.int32).at[destinations].set(jnp.where(enough, length, 0), mode="drop")
+    cache, _ = grant(cache, lengths)
+    target = cache.table[jnp.where(real, destinations, 0), jnp.minimum(full, per_row - 1)]
     copied = partial & enough
-    source, own = jnp.where(copied, begun, cache.pages), jnp.where(copied, own, cache.pages)
-    copy = lambda x: x.at[own].set(x[source])
+    source, target = jnp.where(copied, begun, cache.pages), jnp.where(copied, target, cache.pages)
+    copy = lambda x: x.at[target].set(x[source])
     layers = jax.tree.map(copy, cache.layers)
     surprisal = None if cache.surprisal is None else copy(cache.surprisal)
     return cache._replace(layers=layers, surprisal=surprisal), enough | ~real

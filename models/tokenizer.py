@@ -195,9 +195,9 @@ class Detokenizer:
         if count <= LONGEST_CHARACTER:
             return 0
         text = self._decode(self._waiting)
-        for cut in range(count - 1, count - 1 - LONGEST_CHARACTER, -1):
-            if self._decode(self._waiting[:cut]) + self._decode(self._waiting[cut:]) == text:
-                return cut
+        for split in range(count - 1, count - 1 - LONGEST_CHARACTER, -1):
+            if self._decode(self._waiting[:split]) + self._decode(self._waiting[split:]) == text:
+                return split
         return count - LONGEST_CHARACTER  # no cut is clean: what waits stays short
 
     def _release(self, count: int) -> str:

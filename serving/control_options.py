@@ -125,9 +125,9 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
     from entropic_jax.control.presets import preset
     from entropic_jax.methods.registry import add_method
 
-    made = preset(control.preset, width, gains(control, calibration))
+    base = preset(control.preset, width, gains(control, calibration))
     try:
-        return add_method(control.method, made, **dict(control.budgets))
+        return add_method(control.method, base, **dict(control.budgets))
     except ParameterError as error:
         option = BUDGETS[error.param or ""]
         raise RequestError(str(error).replace(error.param or "", option, 1), option) from None
@@ -176,13 +176,13 @@ def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
     from entropic_jax.control.presets import PAPER_GAINS, TEMPERATURE_GAINS, gains_of_law
 
     if preset == "paper":
-        where, unused = "preset paper", stated.keys() - set(PAPER_GAINS)
+        setting, unused = "preset paper", stated.keys() - set(PAPER_GAINS)
     else:
-        where, unused = f"law {law}", stated.keys() & (set(TEMPERATURE_GAINS) - set(gains_of_law(law)))
+        setting, unused = f"law {law}", stated.keys() & (set(TEMPERATURE_GAINS) - set(gains_of_law(law)))
     if unused:
         name = min(unused)
         raise RequestError(
-            f"{name} must not be set with the {where}, which ignores it; got {stated[name]!r}", name
+            f"{name} must not be set with the {setting}, which ignores it; got {stated[name]!r}", name
         )
 
 

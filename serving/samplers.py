@@ -87,14 +87,14 @@ class Searching(Engine):
         """As that of `Engine`, by `entropix_search`."""
         rows = [row for row, prompt in enumerate(prompts) if prompt]
         eos, plan, k = self.model.stop_tokens, self.plan, self.plan.branches
-        made = {
+        transcripts = {
             row: Transcript(requests[row], self.tokenizer.stream(), len(prompts[row]), eos) for row in rows
         }
         if not rows:
             return
         search = self._begin([requests[row] for row in rows], [prompts[row] for row in rows])
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
-        given = dict.fromkeys(rows, 0)  # tokens handed out
+        num_emitted = dict.fromkeys(rows, 0)  # tokens handed out
         open_rows = set(rows)
         while open_rows:
             search = entropix_search.generate(
@@ -107,18 +107,18 @@ class Searching(Engine):
                 if row not in open_rows:
                     continue
                 ended = status[number] != RUNNING and not branching[number]
-                count = max(given[row], int(last[number]) - len(prompts[row]) + 1)
-                fresh = jax.tree.map(lambda x: x[given[row] : count], texts[number])
+                count = max(num_emitted[row], int(last[number]) - len(prompts[row]) + 1)
+                fresh = jax.tree.map(lambda x: x[num_emitted[row] : count], texts[number])
                 fresh = jax.tree.map(lambda x: x[:, None], fresh)
-                settled = self._record(made[row], fresh, 0)
-                given[row] = count
-                if made[row].finish_reason is None and ended:
+                settled = self._record(transcripts[row], fresh, 0)
+                num_emitted[row] = count
+                if transcripts[row].finish_reason is None and ended:
                     failed = status[number] == FAILED
                     error = "the model computed logits that are not numbers" if failed else None
-                    settled += made[row].finish(FINISH_REASONS[int(status[number])], error)
-                if made[row].finish_reason is not None:
+                    settled += transcripts[row].finish(FINISH_REASONS[int(status[number])], error)
+                if transcripts[row].finish_reason is not None:
                     open_rows.discard(row)
-                yield row, made[row], settled
+                yield row, transcripts[row], settled
             steps = launch
             closed = np.array([row not in open_rows for row in rows])
             search = entropix_search.end_sequences(search, plan, closed)

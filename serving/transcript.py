@@ -136,9 +136,9 @@ class Transcript:
         self._token_ids.append(token)
         for name, value in metrics.items() if self._keep else ():
             self._trace.setdefault(name, []).append(float(value))
-        asked = token in self.request.stop_token_ids
-        ended = (asked or token in self.eos) and self._may_end()
-        silent = ended and not (asked and self.request.include_stop_str_in_output)
+        requested = token in self.request.stop_token_ids
+        ended = (requested or token in self.eos) and self._may_end()
+        silent = ended and not (requested and self.request.include_stop_str_in_output)
         text = "" if silent else self.detokenizer.push(token)
         new = Token(token, text, metrics, logprob=logprob, top=top)
         if not (ended or self._held or self.request.stop or len(self._token_ids) >= self.request.max_tokens):
@@ -146,7 +146,7 @@ class Transcript:
             return [new]  # as below, but nothing can hold it back
         self._held.append(new)
         if ended:
-            self.stop_reason = token if asked else None
+            self.stop_reason = token if requested else None
             return self.finish("stop")
         if self._cut() or len(self._token_ids) >= self.request.max_tokens:
             return self.finish("length")  # unless it was cut

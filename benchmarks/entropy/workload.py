@@ -39,6 +39,6 @@ def model_logits(directory: Path, texts: list[Path], tokens: int) -> np.ndarray:
     if model.tokenizer is None:
         raise SystemExit(f"--model must be a directory with tokenizer.json; got {directory}")
     sequences = [model.tokenizer.encode(path.read_text("utf-8")) for path in texts]
-    cut = split_sequences([sequence[: TOKENS_EACH + 1] for sequence in sequences], TOKENS_EACH, tokens)
-    forced = teacher_forced(model.decoder, model.params, cut)
+    pieces = split_sequences([sequence[: TOKENS_EACH + 1] for sequence in sequences], TOKENS_EACH, tokens)
+    forced = teacher_forced(model.decoder, model.params, pieces)
     return np.concatenate([np.asarray(logits)[targets >= 0] for _, logits, targets in forced])

@@ -137,8 +137,8 @@ def read(
     q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
-    own = span.start[:, None] + jnp.arange(n)
-    first = jnp.zeros_like(own) if window is None else jnp.maximum(own - window + 1, 0)
+    positions = span.start[:, None] + jnp.arange(n)
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
     if n > 1 and reader is not None:

@@ -155,8 +155,8 @@ class Chain:
         self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: tuple[Any, ...]
     ) -> tuple[Action, tuple[Any, ...]]:
         states = []
-        for controller, own in zip(self.controllers, state, strict=True):
-            action, after = run(controller, signal, action, own)
+        for controller, controller_state in zip(self.controllers, state, strict=True):
+            action, after = run(controller, signal, action, controller_state)
             states.append(after)
         return action, tuple(states)
 

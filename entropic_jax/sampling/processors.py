@@ -32,8 +32,8 @@ def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
     [[0, 1, 0], [0, 0, 0]]
     """
     rows, vocabulary = history.generated.shape
-    where = (jnp.arange(rows), _inside(tokens, active, vocabulary))
-    return history._replace(generated=history.generated.at[where].add(1, mode="drop"))
+    indices = (jnp.arange(rows), _inside(tokens, active, vocabulary))
+    return history._replace(generated=history.generated.at[indices].add(1, mode="drop"))
 
 
 def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> History:
@@ -48,8 +48,8 @@ def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> Hist
     [[False, False, False, True]]
     """
     rows, vocabulary = history.prompt.shape
-    where = (jnp.arange(rows)[:, None], _inside(tokens, valid, vocabulary))
-    return history._replace(prompt=history.prompt.at[where].set(True, mode="drop"))
+    indices = (jnp.arange(rows)[:, None], _inside(tokens, valid, vocabulary))
+    return history._replace(prompt=history.prompt.at[indices].set(True, mode="drop"))
 
 
 def forget(history: History, rows: jax.Array) -> History:
@@ -114,7 +114,7 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
         # A row that does not penalise keeps its very bits, whatever the compiler contracts above.
         changed = jnp.where(penalising[:, None], changed, logits)
         rows, vocabulary = logits.shape
-        where = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
-        return changed.at[where].add(sampling.bias_values, mode="drop")
+        indices = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
+        return changed.at[indices].add(sampling.bias_values, mode="drop")
 
     return lax.cond(adjusts(sampling), apply, lambda logits: logits, logits)

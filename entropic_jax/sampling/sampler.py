@@ -91,7 +91,7 @@ def sample(
                 scaled,
                 surprisal_limit,
             )
-        asked = sampling._replace(
+        effective = sampling._replace(
             top_k=jnp.where(warm, sampling.top_k, 0),
             top_p=jnp.where(warm, sampling.top_p, 1.0),
             min_p=jnp.where(warm, sampling.min_p, 0.0),
@@ -100,6 +100,6 @@ def sample(
         )
 
         noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
-        return _first_largest(jnp.where(warm[:, None], truncate(scaled, asked) + noise, logits))
+        return _first_largest(jnp.where(warm[:, None], truncate(scaled, effective) + noise, logits))
 
     return lax.cond(jnp.any(warm), draw, lambda: _first_largest(logits))

@@ -56,8 +56,8 @@ def _nucleus_floor(logits: jax.Array, sampling: Sampling, floor: jax.Array) -> j
             return jnp.sum(jnp.where(ratio > _floats(bits)[:, None], ratio, 0.0), axis=-1)
 
         none = jnp.full(floor.shape, -1, jnp.int32)
-        wanted = jnp.maximum(sampling.top_p * jnp.sum(ratio, axis=-1), SMALLEST)
-        return _floats(_bisect(lambda bits: above(bits) < wanted, none, jnp.full_like(none, _ONE), 31))
+        mass = jnp.maximum(sampling.top_p * jnp.sum(ratio, axis=-1), SMALLEST)
+        return _floats(_bisect(lambda bits: above(bits) < mass, none, jnp.full_like(none, _ONE), 31))
 
     least = lax.cond(jnp.any(sampling.top_p < 1), threshold, lambda ratio: jnp.zeros_like(floor), ratio)
     least = jnp.maximum(jnp.where(sampling.top_p < 1, least, 0.0), sampling.min_p)
@@ -84,13 +84,13 @@ def _typical_range(logits: jax.Array, typical_p: jax.Array, floor: jax.Array) ->
     mean = jnp.sum(ratio * jnp.where(ratio > 0, shifted, 0.0), axis=-1) / total
     # |−ln p − H|: the normaliser cancels between surprisal and entropy.
     distance = jnp.where(ratio > 0, jnp.abs(shifted - mean[:, None]), jnp.inf)
-    wanted = jnp.maximum(typical_p * total, SMALLEST)
+    mass = jnp.maximum(typical_p * total, SMALLEST)
 
     def closer(bits):  # closeness is minus the bits of a distance
         return jnp.sum(jnp.where(distance < _floats(-bits)[:, None], ratio, 0.0), axis=-1)
 
     far = jnp.full(floor.shape, -_INFINITY - 1, jnp.int32)
-    furthest = _floats(-_bisect(lambda bits: closer(bits) < wanted, far, jnp.zeros_like(far), 31))
+    furthest = _floats(-_bisect(lambda bits: closer(bits) < mass, far, jnp.zeros_like(far), 31))
     outside = distance > furthest[:, None]
     return (
         jnp.maximum(floor, jnp.min(jnp.where(outside, jnp.inf, logits), axis=-1)),

@@ -126,25 +126,25 @@ def read_trace(path: Path, count: int | None = None, rate: float | None = None) 
             head = file.readline()
             file.seek(0)
             read = _mooncake if head.lstrip().startswith("{") else _azure
-            found = []
+            arrivals = []
             for number, arrival in read(file, path):
                 if not (arrival.prompt_tokens > 0 and arrival.output_tokens >= 0):
                     raise RequestError(f"{path}, line {number}: lengths must be above 0; got {arrival[1:3]}")
-                found.append(arrival._replace(output_tokens=max(arrival.output_tokens, 1)))
-                if count is not None and len(found) >= count:
+                arrivals.append(arrival._replace(output_tokens=max(arrival.output_tokens, 1)))
+                if count is not None and len(arrivals) >= count:
                     break
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--trace {path}: {error}") from None
-    if not found:
+    if not arrivals:
         raise RequestError(f"--trace must hold at least one request; {path} has none")
-    found.sort(key=lambda arrival: arrival.time)
-    first, last = found[0].time, found[-1].time
+    arrivals.sort(key=lambda arrival: arrival.time)
+    first, last = arrivals[0].time, arrivals[-1].time
     if rate is not None and last == first:
         raise RequestError(
             f"--rate needs requests at different times; all of {path} arrive at one; got {rate:g}"
         )
-    factor = 1.0 if rate is None else (len(found) - 1) / rate / (last - first)
-    return [arrival._replace(time=(arrival.time - first) * factor) for arrival in found]
+    factor = 1.0 if rate is None else (len(arrivals) - 1) / rate / (last - first)
+    return [arrival._replace(time=(arrival.time - first) * factor) for arrival in arrivals]
 
 
 def _azure(file, path):
@@ -189,12 +189,12 @@ def fitting_factor(arrivals: list[Arrival], context: int) -> float:
 
 def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[Arrival]:
     """Lengths times a factor, at least 1 token; what does not fit into `context` is cut, the prompt first."""
-    found = []
+    result = []
     for arrival in arrivals:
         prompt = max(1, round(arrival.prompt_tokens * factor))
         output = max(1, round(arrival.output_tokens * factor))
         if context is not None:
             output = min(output, context - 1)
             prompt = min(prompt, context - output)
-        found.append(arrival._replace(prompt_tokens=prompt, output_tokens=output))
-    return found
+        result.append(arrival._replace(prompt_tokens=prompt, output_tokens=output))
+    return result

@@ -58,8 +58,8 @@ class Response:
         """The body's lines, as they are completed."""
         rest = b""
         async for piece in self.pieces():
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
                 yield line
         if rest:
             yield rest

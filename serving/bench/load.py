@@ -19,12 +19,12 @@ async def open_loop(
     Latencies count from the time a request was due, so that a client or a listen queue that falls behind
     does not flatter the server.
     """
-    made = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
+    bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
     start = time.perf_counter() + 0.05
 
     async def send(index: int, due: float) -> Outcome:
         arrival = arrivals[index]
-        outcome = await target.complete(made[index], arrival.prompt_tokens, arrival.output_tokens, due)
+        outcome = await target.complete(bodies[index], arrival.prompt_tokens, arrival.output_tokens, due)
         progress(outcome)
         return outcome
 
@@ -46,14 +46,14 @@ async def closed_loop(
     progress: Progress = lambda outcome: None,
 ) -> list[Outcome]:
     """`concurrency` requests are always under way, until all have been sent; their times do not matter."""
-    made = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
+    bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
     outcomes: dict[int, Outcome] = {}
     queue = iter(range(len(arrivals)))
 
     async def worker() -> None:
         for index in queue:  # shared by the workers: each takes the next
             arrival = arrivals[index]
-            outcome = await target.complete(made[index], arrival.prompt_tokens, arrival.output_tokens)
+            outcome = await target.complete(bodies[index], arrival.prompt_tokens, arrival.output_tokens)
             outcomes[index] = outcome
             progress(outcome)
 

@@ -44,12 +44,12 @@ def end_to_end(outcome: Outcome) -> float:
 
 def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
     """Count, mean, p50, p90, p95, p99, least and greatest; None of nothing."""
-    found = np.array([value for value in values if value is not None], float)
-    if not found.size:
+    present = np.array([value for value in values if value is not None], float)
+    if not present.size:
         return None
-    figures = {"count": found.size, "mean": float(found.mean())}
-    figures |= {f"p{level}": float(np.percentile(found, level)) for level in LEVELS}
-    return figures | {"min": float(found.min()), "max": float(found.max())}
+    figures = {"count": present.size, "mean": float(present.mean())}
+    figures |= {f"p{level}": float(np.percentile(present, level)) for level in LEVELS}
+    return figures | {"min": float(present.min()), "max": float(present.max())}
 
 
 def parse_slo(text: str) -> dict[str, float]:
@@ -93,7 +93,7 @@ def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> 
     seconds = max(o.ended for o in outcomes) - min(o.due for o in outcomes)
     prompt, output = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
     chunks = sum(len(o.chunks) for o in good)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "seconds": seconds,
         "requests": len(outcomes),
         "completed": len(good),
@@ -113,13 +113,13 @@ def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> 
     }
     details = {o.error: o.detail for o in reversed(outcomes) if o.error}
     if details:
-        found["error_examples"] = details
+        figures["error_examples"] = details
     if slo:
         within = sum(meets(outcome, slo) for outcome in outcomes)
-        found["slo"] = dict(slo)
-        found["goodput"] = within / seconds
-        found["within_slo"] = within / len(outcomes)
-    return found
+        figures["slo"] = dict(slo)
+        figures["goodput"] = within / seconds
+        figures["within_slo"] = within / len(outcomes)
+    return figures
 
 
 # Figures that `--compare` sets against each other: name, path in the summary, whether more is better.

@@ -32,10 +32,10 @@ class Prompts:
         if length <= 0:
             return []
         start = int(np.random.default_rng(seed).integers(0, len(self.source)))
-        cut = list(self.source[start : start + length])
-        while len(cut) < length:  # the text begins again
-            cut += self.source[: length - len(cut)]
-        return cut
+        stretch = list(self.source[start : start + length])
+        while len(stretch) < length:  # the text begins again
+            stretch += self.source[: length - len(stretch)]
+        return stretch
 
 
 def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]:

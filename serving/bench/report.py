@@ -21,8 +21,8 @@ def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
     for name in names:
         table.add_column(name, justify="right")
     for key, words in LATENCIES.items():
-        if (found := figures[key]) is not None:
-            table.add_row(f"{words} ({key})", *(f"{found[name]:.1f}" for name in names))
+        if (value := figures[key]) is not None:
+            table.add_row(f"{words} ({key})", *(f"{value[name]:.1f}" for name in names))
     console.print(table)
     rates = (
         f"{figures['completed']} of {figures['requests']} requests in {figures['seconds']:.1f} s",
@@ -82,10 +82,10 @@ def draw(runs: list[tuple[str, list[Outcome]]], path: Path) -> None:
     )
     for place, (title, values) in zip(axes[0], panels, strict=True):
         for index, (name, outcomes) in enumerate(runs):
-            found = np.sort([v for o in outcomes if o.error is None for v in values(o)])
-            if found.size:
-                share = (np.arange(found.size) + 1) / found.size
-                place.step(found, share, where="post", color=f"C{index}", label=name)
+            latencies = np.sort([v for o in outcomes if o.error is None for v in values(o)])
+            if latencies.size:
+                share = (np.arange(latencies.size) + 1) / latencies.size
+                place.step(latencies, share, where="post", color=f"C{index}", label=name)
         place.set(xlabel=title, ylabel="share of them at most", ylim=(0, 1.02), xscale="log")
         place.axhline(0.5, color="#999999", lw=0.6)
         place.axhline(0.95, color="#999999", lw=0.6)

@@ -75,14 +75,14 @@ def run(options: argparse.Namespace) -> int:
                 f"--contexts must be between {SHORTEST} and {longest} for this model and text; got {context}"
             )
     names = ["off", *(name for name in options.presets if name != "off")]
-    found: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
+    results: dict[str, list[dict[str, Any]]] = {study: [] for study in options.studies}
     with Console(stderr=True).status("", spinner="dots") as status:
         for study, what, measure in _cells(workload, longest, names, options):
-            if study in found:
+            if study in results:
                 status.update(f"{study}, {what}")
-                found[study] += measure()
+                results[study] += measure()
     if options.json:
-        json.dump(found, sys.stdout, indent=1)
+        json.dump(results, sys.stdout, indent=1)
         print()
         return 0
     console = Console(highlight=False)
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         "writing": tables.writing,
         "load": tables.load,
     }
-    for study, rows in found.items():
+    for study, rows in results.items():
         console.print(_drawn(grids[study](rows)))
     console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
     return 0
@@ -118,9 +118,9 @@ def _cells(
         yield "load", f"seed {seed}", partial(studies.load, workload, seed, names=names, **size)
     launches = min(26, half // STEPS)
     for context in options.contexts:
-        here = min(context, longest - launches * STEPS)
-        make = partial(studies.speed, workload, here, names=names, steps=STEPS, repeat=launches - 2)
-        yield "speed", f"{here} tokens", make
+        length = min(context, longest - launches * STEPS)
+        make = partial(studies.speed, workload, length, names=names, steps=STEPS, repeat=launches - 2)
+        yield "speed", f"{length} tokens", make
 
 
 def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:

@@ -171,29 +171,33 @@ async def _run(options: argparse.Namespace) -> int:
     for target, _ in targets:
         target.pool.close()
 
-    figures = [[measures.summary(outcomes, slo) for outcomes in mine] for mine in runs]
+    figures = [[measures.summary(outcomes, slo) for outcomes in server_runs] for server_runs in runs]
     rows = measures.compared(*figures) if options.compare else None
     if not options.json:
-        for url, mine in zip(urls, figures, strict=True):
-            for index, found in enumerate(mine):
-                report.show(found, console, f"{url}, run {index + 1}" if len(mine) > 1 or rows else "")
+        for url, server_runs in zip(urls, figures, strict=True):
+            for index, summary in enumerate(server_runs):
+                report.show(
+                    summary, console, f"{url}, run {index + 1}" if len(server_runs) > 1 or rows else ""
+                )
         if rows is not None:
             report.show_comparison(rows, ("first", "second"), console)
     tree = _tree(options, urls, targets, figures, rows, factor)
     if options.json:
         print(json.dumps(tree, allow_nan=False))
     if options.out is not None:
-        for server, mine in zip(tree["servers"], runs, strict=True):
-            for found, outcomes in zip(server["runs"], mine, strict=True):
+        for server, server_runs in zip(tree["servers"], runs, strict=True):
+            for summary, outcomes in zip(server["runs"], server_runs, strict=True):
                 start = min(outcome.due for outcome in outcomes)
-                found["outcomes"] = [outcome.as_json(start) for outcome in outcomes]
+                summary["outcomes"] = [outcome.as_json(start) for outcome in outcomes]
         try:
             options.out.write_text(json.dumps(tree, allow_nan=False) + "\n", "utf-8")
         except OSError as error:
             raise RequestError(f"--out {options.out}: {error}") from None
     if options.plot is not None:
-        report.draw([(url, mine[-1]) for url, mine in zip(urls, runs, strict=True)], options.plot)
-    return int(any(found["errors"] for mine in figures for found in mine))
+        report.draw(
+            [(url, server_runs[-1]) for url, server_runs in zip(urls, runs, strict=True)], options.plot
+        )
+    return int(any(summary["errors"] for server_runs in figures for summary in server_runs))
 
 
 def _arrivals(options: argparse.Namespace) -> "list[Arrival]":
@@ -317,8 +321,8 @@ def _tree(options, urls, targets, figures, rows, factor) -> dict[str, Any]:
     shown = {k: v for k, v in vars(options).items() if k not in ("run", "error", "command", "api_key")}
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
     servers = [
-        {"url": url, "model": target.model, "runs": mine}
-        for url, (target, _), mine in zip(urls, targets, figures, strict=True)
+        {"url": url, "model": target.model, "runs": server_runs}
+        for url, (target, _), server_runs in zip(urls, targets, figures, strict=True)
     ]
     tree = {"options": shown, "length_factor": factor, "servers": servers}
     return tree if rows is None else {**tree, "comparison": rows}

@@ -68,24 +68,24 @@ def _matters(name: str) -> bool:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of what matters to the kernels; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def devices() -> list[dict[str, Any]]:
     """The local devices, the default one first. Raises RuntimeError where JAX cannot start."""
     import jax
 
-    found = []
+    described = []
     for device in jax.local_devices():
         memory = device.memory_stats() or {}
         capability = getattr(device, "compute_capability", None)
-        found.append(
+        described.append(
             {
                 "platform": device.platform,
                 "kind": device.device_kind,
@@ -93,7 +93,7 @@ def devices() -> list[dict[str, Any]]:
                 "compute_capability": capability,
             }
         )
-    return found
+    return described
 
 
 def describe(report: dict[str, Any]) -> list[str]:

@@ -144,8 +144,8 @@ class LaunchPlanner:
         """
         timestamp = time.perf_counter()
         full = waiting or running + prefilling == self.sizes.rows
-        few = 0 < running < (7 if full else 1) * prefilling
-        if few and timestamp - self.last_decode < LONGEST_DEFERRAL:
+        small = 0 < running < (7 if full else 1) * prefilling
+        if small and timestamp - self.last_decode < LONGEST_DEFERRAL:
             return True
         self.last_decode = timestamp
         return False

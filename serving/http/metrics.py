@@ -53,24 +53,26 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, **label).labels(model)
 
-        own = f"{prefix}:"
-        self.prompt_tokens = counter(f"{own}prompt_tokens", "Tokens of prompts.")
-        self.generation_tokens = counter(f"{own}generation_tokens", "Tokens generated.")
+        namespace = f"{prefix}:"
+        self.prompt_tokens = counter(f"{namespace}prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter(f"{namespace}generation_tokens", "Tokens generated.")
         self.first = histogram(
-            f"{own}time_to_first_token_seconds", "From a request to its first token.", LATENCY
+            f"{namespace}time_to_first_token_seconds", "From a request to its first token.", LATENCY
         )
-        self.between = histogram(f"{own}inter_token_latency_seconds", "From a token to the next.", BETWEEN)
-        self.e2e = histogram(f"{own}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
+        self.between = histogram(
+            f"{namespace}inter_token_latency_seconds", "From a token to the next.", BETWEEN
+        )
+        self.e2e = histogram(f"{namespace}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
         self.queue = histogram(
-            f"{own}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
+            f"{namespace}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
         )
-        self.prefill = histogram(f"{own}request_prefill_time_seconds", "Reading a prompt.", LATENCY)
-        self.prompt_length = histogram(f"{own}request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.prefill = histogram(f"{namespace}request_prefill_time_seconds", "Reading a prompt.", LATENCY)
+        self.prompt_length = histogram(f"{namespace}request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.text_length = histogram(
-            f"{own}request_generation_tokens", "Tokens generated for a request.", TOKENS
+            f"{namespace}request_generation_tokens", "Tokens generated for a request.", TOKENS
         )
         reasons = Counter(
-            f"{own}request_success",
+            f"{namespace}request_success",
             "Requests that ended, by reason.",
             ["model_name", "finished_reason"],
             registry=self.registry,
@@ -169,18 +171,18 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Any]:
         """The families of the engine."""
-        found = self.engine.snapshot()
+        snapshot = self.engine.snapshot()
         for key, name, text in NOW:
-            yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
+            yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
         for key, name, text in SINCE:
-            yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, found.get(key, 0))
+            yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
         for key, name, text in OWN:
-            yield self._one(CounterMetricFamily, f"entropic_{name}", text, found.get(key, 0))
+            yield self._one(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
         yield self._one(
             GaugeMetricFamily, "entropic_ready", "Whether all programs are compiled.", self.engine.ready()
         )
 
     def _one(self, family: type, name: str, text: str, value: float) -> Any:
-        made = family(name, text, labels=["model_name"])
-        made.add_metric([self.model], float(value))
-        return made
+        metric = family(name, text, labels=["model_name"])
+        metric.add_metric([self.model], float(value))
+        return metric

@@ -79,8 +79,8 @@ def _whole(length: int) -> int:
 
 
 def _size(rows: int, vocabulary: int) -> int:
-    wanted = pl.cdiv(FILLING, rows)
-    return _whole(min(max(pl.cdiv(vocabulary, wanted), SMALLEST_SEGMENT), LARGEST_SEGMENT))
+    segments = pl.cdiv(FILLING, rows)
+    return _whole(min(max(pl.cdiv(vocabulary, segments), SMALLEST_SEGMENT), LARGEST_SEGMENT))
 
 
 def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:

@@ -24,8 +24,8 @@ def _exchange(values, indices, distance, flipped):
     lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     upper = (lane & distance) != 0
     # Lane i receives lane i ^ distance.
-    turn = lambda x: jnp.where(upper, pltpu.roll(x, distance, 1), pltpu.roll(x, LANES - distance, 1))
-    others, other_indices = turn(values), turn(indices)
+    exchange = lambda x: jnp.where(upper, pltpu.roll(x, distance, 1), pltpu.roll(x, LANES - distance, 1))
+    others, other_indices = exchange(values), exchange(indices)
     keep = before(values, indices, others, other_indices) ^ upper ^ flipped
     return jnp.where(keep, values, others), jnp.where(keep, indices, other_indices)
 

@@ -82,9 +82,9 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     # NaN is no candidate, and −0 ties with 0; the values are taken from the logits, for the gradient.
     candidates = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.where(logits == 0, 0.0, logits))
     largest, indices = lax.top_k(lax.stop_gradient(candidates), k)
-    found = largest > -jnp.inf
-    values = jnp.where(found, jnp.take_along_axis(logits, indices, axis=-1), -jnp.inf)
-    return values, jnp.where(found, indices, logits.shape[-1])
+    real = largest > -jnp.inf
+    values = jnp.where(real, jnp.take_along_axis(logits, indices, axis=-1), -jnp.inf)
+    return values, jnp.where(real, indices, logits.shape[-1])
 
 
 def _moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:

@@ -178,9 +178,9 @@ def _halve(count, low, high, many, enough: int, k: int) -> tuple[Any, Any]:
     def step(state):
         low, high, many = state
         half = middle(low, high)
-        found = count(half)
-        right = found >= k
-        return jnp.where(right, half, low), jnp.where(right, high, half), jnp.where(right, found, many)
+        middle_count = count(half)
+        right = middle_count >= k
+        return jnp.where(right, half, low), jnp.where(right, high, half), jnp.where(right, middle_count, many)
 
     low, _, many = lax.while_loop(undecided, step, (low, high, many))
     return low, many
@@ -210,15 +210,15 @@ def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
         low, start = _halve(exact, low, highest, start, LENGTH, k)
 
         def undecided(state):
-            _, _, found = state
-            return (found < k) | (found > LENGTH)
+            _, _, candidates = state
+            return (candidates < k) | (candidates > LENGTH)
 
         def step(state):
             before, end, _ = state
             half = before + (end - before) // 2
-            found = count(low, half)
-            fewer = found < k
-            return jnp.where(fewer, half, before), jnp.where(fewer, end, half), found
+            candidates = count(low, half)
+            fewer = candidates < k
+            return jnp.where(fewer, half, before), jnp.where(fewer, end, half), candidates
 
         # Of too many equal values, the first.
         before, end, _ = lax.while_loop(undecided, step, (jnp.int32(-1), everywhere, start))
@@ -238,5 +238,5 @@ def _ranks(held: SharedMemory, values, places, full) -> Any:
             ranks += jnp.where(first, 1, 0)
         return ranks
 
-    found = jnp.minimum(held.count[0], LENGTH)
-    return lax.fori_loop(0, (found + unrolled - 1) // unrolled, compare, full(0, jnp.int32))
+    candidates = jnp.minimum(held.count[0], LENGTH)
+    return lax.fori_loop(0, (candidates + unrolled - 1) // unrolled, compare, full(0, jnp.int32))

@@ -51,7 +51,7 @@ class BucketLists(NamedTuple):
     turns: Any  # int32, the same
 
 
-def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, *refs) -> None:
+def kernel(shape: Shape, first: bool, projecting: bool, active_ref, scales_ref, *refs) -> None:
     """A grid step: one block of logits of one block of rows.
 
     The other refs: hidden, where it is projected; logits or weights; the state before, but for the first
@@ -66,7 +66,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
     lists = BucketLists(next(left), next(left))
     block_ref: Any = next(left) if projecting else source_ref
     step = pl.program_id(1)
-    wanted = wanted_ref[pl.program_id(0)] > 0
+    active = active_ref[pl.program_id(0)] > 0
     groups = shape.block // shape.group
     rows_of = lambda g: pl.ds(pl.multiple_of(g * shape.group, shape.group) if groups > 1 else 0, shape.group)
 
@@ -86,12 +86,12 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
             for ref, value in zip(state, old, strict=True):
                 ref[...] = value[...]
 
-    @pl.when(wanted & (step == 0))
+    @pl.when(active & (step == 0))
     def forget():
         state.passed[...] = jnp.zeros(state.passed.shape)
         state.passed_by[...] = jnp.full(state.passed_by.shape, -jnp.inf)
 
-    @pl.when(wanted)
+    @pl.when(active)
     def take_in():
         if projecting:
             block_ref[...] = lax.dot_general(
@@ -107,7 +107,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, wanted_ref, scales_ref, 
 
         lax.fori_loop(0, groups, merge_group, None)
 
-    @pl.when(wanted & (step == pl.num_programs(1) - 1))
+    @pl.when(active & (step == pl.num_programs(1) - 1))
     def settle():
         lax.fori_loop(0, groups, lambda g, _: _settle(shape, rows_of(g), scales_ref, state, lists), None)
 
@@ -132,8 +132,8 @@ def _take_in(
         return jnp.where((number < full) | (place + lane < shape.vocabulary % width), x, -jnp.inf)
 
     def largest(strip, top):
-        for turn in range(turns):
-            top = jnp.maximum(top, logits(turn * buckets + strip * LANES))
+        for iteration in range(turns):
+            top = jnp.maximum(top, logits(iteration * buckets + strip * LANES))
         return top
 
     old = state.highest[rows]
@@ -157,9 +157,9 @@ def _take_in(
         *sums, passed_by = carry
         lanes = pl.ds(pl.multiple_of((first_strip + strip) * LANES, LANES), LANES)
         kept = [(lists.values[level, rows, lanes], lists.turns[level, rows, lanes]) for level in range(DEPTH)]
-        for turn in range(turns):
-            x = logits(turn * buckets + strip * LANES)
-            j = jnp.full(x.shape, first_turn + turn)
+        for iteration in range(turns):
+            x = logits(iteration * buckets + strip * LANES)
+            j = jnp.full(x.shape, first_turn + iteration)
             if not first:
                 end, end_turn = state.end_values[rows, lanes], state.end_turns[rows, lanes]
                 # NaN compares false and stays.
@@ -192,13 +192,13 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     strips, group = shape.buckets // LANES, shape.group
     # Blocks of a group of rows by strip and level: [strips · DEPTH · group, LANES].
     blocks = [(strip, level) for strip in range(strips) for level in range(DEPTH)]
-    cut = lambda ref, level, strip: ref[level, rows, strip * LANES : (strip + 1) * LANES]
-    values = jnp.concatenate([cut(lists.values, level, strip) for strip, level in blocks])
+    lanes_of = lambda ref, level, strip: ref[level, rows, strip * LANES : (strip + 1) * LANES]
+    values = jnp.concatenate([lanes_of(lists.values, level, strip) for strip, level in blocks])
     lane = lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
 
     def index(strip, level):
-        turn = cut(lists.turns, level, strip)
-        return jnp.where(turn == NOWHERE, NOWHERE, turn * shape.buckets + strip * LANES + lane)
+        iteration = lanes_of(lists.turns, level, strip)
+        return jnp.where(iteration == NOWHERE, NOWHERE, iteration * shape.buckets + strip * LANES + lane)
 
     indices = jnp.concatenate([index(strip, level) for strip, level in blocks])
     old, old_indices = state.best[rows], state.best_indices[rows]
@@ -223,11 +223,11 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     least, least_index = (x[:, LANES - shape.k : LANES - shape.k + 1] for x in (best, best_indices))
     short = jnp.zeros((group, LANES))
     for strip in range(strips):
-        value, turn = cut(lists.values, DEPTH - 1, strip), cut(lists.turns, DEPTH - 1, strip)
+        value, iteration = lanes_of(lists.values, DEPTH - 1, strip), lanes_of(lists.turns, DEPTH - 1, strip)
         ended = before(value, index(strip, DEPTH - 1), least, least_index)
         short = jnp.where(ended, 1.0, short)
         state.end_values[rows, strip * LANES : (strip + 1) * LANES] = value
-        state.end_turns[rows, strip * LANES : (strip + 1) * LANES] = turn
+        state.end_turns[rows, strip * LANES : (strip + 1) * LANES] = iteration
     passed_by = state.passed_by[rows]
     lost = jnp.where((passed_by > -jnp.inf) & (passed_by >= least), short, 0.0)
     state.lost[rows] = jnp.broadcast_to(jnp.max(lost, axis=1, keepdims=True), lost.shape)

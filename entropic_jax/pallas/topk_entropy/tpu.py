@@ -128,9 +128,9 @@ def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales
     lanes = lambda *leading: (*leading, rows, LANES)
     sums = lanes(2, 3)
     shapes = State((rows, buckets), (rows, buckets), lanes(), lanes(), lanes(), sums, lanes(), sums, lanes())
-    whole = {"end_turns", "best_indices"}
+    integers = {"end_turns", "best_indices"}
     out = [
-        jax.ShapeDtypeStruct(sizes, jnp.int32 if name in whole else jnp.float32)
+        jax.ShapeDtypeStruct(sizes, jnp.int32 if name in integers else jnp.float32)
         for name, sizes in shapes._asdict().items()
     ]
 

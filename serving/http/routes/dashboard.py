@@ -16,16 +16,16 @@ INLINE = re.compile(rb"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL)
 
 def policy(page: bytes = b"") -> str:
     """A Content-Security-Policy: only what this server sends, and what stands in the page itself."""
-    found: dict[bytes, list[str]] = {b"script": ["'self'"], b"style": ["'self'"]}
+    sources: dict[bytes, list[str]] = {b"script": ["'self'"], b"style": ["'self'"]}
     for kind, text in INLINE.findall(page):
         if text.strip():
             digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
-            found[kind].append(f"'sha256-{digest}'")
+            sources[kind].append(f"'sha256-{digest}'")
     return "; ".join(
         (
             "default-src 'none'",
-            f"script-src {' '.join(found[b'script'])}",
-            f"style-src {' '.join(found[b'style'])}",
+            f"script-src {' '.join(sources[b'script'])}",
+            f"style-src {' '.join(sources[b'style'])}",
             "img-src 'self' data:",
             "font-src 'self'",
             "connect-src 'self'",
@@ -56,8 +56,8 @@ class Assets(StaticFiles):
 
         async def guarded(message) -> None:
             if message["type"] == "http.response.start":
-                own = [(k.lower().encode(), v.encode()) for k, v in headers().items()]
-                message["headers"] = [*message["headers"], *own]
+                page_headers = [(k.lower().encode(), v.encode()) for k, v in headers().items()]
+                message["headers"] = [*message["headers"], *page_headers]
             await send(message)
 
         await super().__call__(scope, receive, guarded)

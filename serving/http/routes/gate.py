@@ -34,8 +34,8 @@ class Gate:
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
-        given = headers.get("x-request-id", "")
-        identity = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = headers.get("x-request-id", "")
+        identity = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
         token = log.request_id.set(identity)
         start, status = time.perf_counter(), 0
 

@@ -49,10 +49,10 @@ def listed(
     Different tokens may have one name, as parts of characters have: the likeliest of them counts, so that
     the largest number here is that of the likeliest token.
     """
-    found: dict[str, float | None] = {}
+    logprobs: dict[str, float | None] = {}
     for alternative in [*top[:most], Alternative(token, logprob)]:
-        found.setdefault(name(alternative.id), number(alternative.logprob))
-    return found
+        logprobs.setdefault(name(alternative.id), number(alternative.logprob))
+    return logprobs
 
 
 def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
@@ -81,18 +81,22 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
 
 def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict[str, Any] | None]:
     """VLLM's `prompt_logprobs`: for each token of the prompt but the first, the candidates by id."""
-    found: list[dict[str, Any] | None] = []
+    rows: list[dict[str, Any] | None] = []
     for token in prompt:
         if token.logprob is None:
-            found.append(None)
+            rows.append(None)
             continue
         ranks = {alternative.id: rank for rank, alternative in enumerate(token.top, 1)}
         entries = {alternative.id: alternative.logprob for alternative in token.top[:most]}
         entries.setdefault(token.id, token.logprob)
-        found.append(
+        rows.append(
             {
-                str(one): {"logprob": number(value), "rank": ranks.get(one), "decoded_token": name(one)}
-                for one, value in entries.items()
+                str(token_id): {
+                    "logprob": number(value),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": name(token_id),
+                }
+                for token_id, value in entries.items()
             }
         )
-    return found
+    return rows
