@@ -17,12 +17,13 @@ class Batch(NamedTuple):
     active: jax.Array  # bool [rows]: the row advances; other rows only fill the batch up
 
 
-def gather_active(state: State, width: int | None) -> tuple[RowSubset, State, Batch]:
+def gather_active(state: State, width: int | None, ahead: int = 0) -> tuple[RowSubset, State, Batch]:
     """Gathers the rows that can advance, each with a page for its next token.
 
     Args:
         state: of the loop.
         width: rows at most, static; None takes all rows where they are.
+        ahead: tokens beyond the next one for which rows get pages while any are free; static.
 
     Returns:
         Which rows they are, the state with the pages granted, and the batch.
@@ -31,6 +32,10 @@ def gather_active(state: State, width: int | None) -> tuple[RowSubset, State, Ba
     rows = RowSubset(ready, width)
     ready &= rows.scatter(jnp.ones(rows.rows, bool), False)
     cache, granted = grant(state.cache, jnp.where(ready, state.length + 1, 0))
+    if ahead:
+        cache, _ = grant(
+            cache, jnp.where(ready & granted, jnp.minimum(state.length + 1 + ahead, state.limit), 0)
+        )
     state = state._replace(cache=cache)
     return rows, state, Batch(gather(state, rows), rows.gather(ready & granted, False))
 
@@ -45,8 +50,8 @@ def gather(state: State, rows: RowSubset) -> State:
 def scatter(state: State, rows: RowSubset, before: State, after: State) -> State:
     """`state` with what changed between `before` and `after`, two states of a subset of its rows.
 
-    Only arrays that were replaced are written. The history is left to the caller, who knows which single
-    entry of a row has changed.
+    Only arrays that were replaced are written. History and text are left to `record`, which knows which
+    entries of a row have changed.
     """
 
     def put(new: Any, gathered: Any, old: Any) -> Any:
@@ -55,7 +60,31 @@ def scatter(state: State, rows: RowSubset, before: State, after: State) -> State
     fields = {
         name: map_rows(put, getattr(after, name), getattr(before, name), getattr(state, name))
         for name in ROW_FIELDS
-        if name != "history"
+        if name not in ("history", "text")
     }
     cache = state.cache._replace(layers=after.cache.layers, surprisal=after.cache.surprisal)
     return state._replace(**fields, cache=cache)
+
+
+def record(state: State, tokens: jax.Array, emitted: jax.Array) -> State:
+    """Enters the tokens of a step into the history that penalties read, and into the text that drafters read.
+
+    Args:
+        state: after the step.
+        tokens: int32 `[n, rows]`; those that a row emits come first.
+        emitted: bool `[n, rows]`.
+    """
+    rows = jnp.arange(tokens.shape[1])
+    history = state.history
+    vocabulary = history.generated.shape[1]
+    place = rows, jnp.where(emitted & (tokens >= 0), tokens, vocabulary)
+    state = state._replace(
+        history=history._replace(generated=history.generated.at[place].add(1, mode="drop"))
+    )
+    if state.text is None:
+        return state
+    context = state.text.shape[1]
+    first = state.length + state.evicted - emitted.sum(0, dtype=jnp.int32) + 1
+    position = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    place = rows, jnp.where(emitted, position, context)
+    return state._replace(text=state.text.at[place].set(tokens, mode="drop"))

@@ -242,6 +242,8 @@ def trace_of(
         certificate=zero + read.certificate,
         entropic_time=after.ledger.entropic_time,
         cost=cost.seconds,
+        num_drafted=jnp.zeros_like(after.token),
+        from_draft=jnp.zeros_like(emitting),
         top_logprobs=()
         if constraints is None
         else top_logprobs(logits.raw, after.token, constraints.report_logprobs),

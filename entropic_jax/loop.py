@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import control, sampling
-from .batch import gather_active, scatter
+from . import control
+from .batch import gather_active, record, scatter
 from .control import Controller, take_rows
 from .emission import emit
 from .forward import Decoder, decode, decode_cost
 from .prefill import launch_prefill, prefill, start
 from .sampling.constraints import Constraints
+from .speculation import Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, Signal, State, Trace
 
 __all__ = ["Decoder", "generate", "launch_prefill", "prefill", "replay", "run", "schedule", "start", "step"]
@@ -58,8 +59,47 @@ def step(
     after, trace = emit(laws, read, output, cost, forced, constraints)
     state = scatter(state, rows, batch.state, after)
     trace = rows.scatter(trace, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trace))
-    state = state._replace(history=sampling.record(state.history, trace.token, trace.emitted))
+    state = record(state, trace.token[None], trace.emitted[None])
     return schedule(controller, state, trace.emitted), trace
+
+
+def speculative_step(
+    decoder: Decoder,
+    params: Any,
+    controller: Controller,
+    speculator: Speculator,
+    state: State,
+    width: int | None = None,
+    constraints: Constraints | None = None,
+) -> tuple[State, Trace]:
+    """Advances every running row by one or more tokens, those that as many calls of `step` would emit.
+
+    Draft, verify in one dense pass, emit up to the first token that was not drafted. The state's page policy
+    is not used.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        controller: the control law.
+        speculator: the drafter and the draft-length law.
+        state: of the loop, with the rows' text.
+        width: as in `step`.
+        constraints: as in `step`. A row whose constraints allow or force certain tokens advances by one.
+
+    Returns:
+        The next state, and the trace `[k + 1, rows]` of the pass: a row's tokens come first.
+    """
+    rows, state, batch = gather_active(state, width, speculator.drafter.most_tokens)
+    room = rows.gather(state.cache.granted) * state.cache.page_size
+    constraints, laws = rows.gather(constraints), take_rows(controller, rows)
+    drafts, num_drafted, size = draft(speculator, batch, room, constraints)
+    after, trace = verify_and_emit(
+        decoder, params, laws, speculator, batch, drafts, num_drafted, size, constraints
+    )
+    state = scatter(state, rows, batch.state, after)
+    trace = jax.vmap(lambda x: rows.scatter(x, jax.tree.map(lambda y: jnp.zeros((), y.dtype), x)))(trace)
+    state = record(state, trace.token, trace.emitted)
+    return schedule(controller, state, trace.emitted[0]), trace
 
 
 def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
@@ -88,6 +128,7 @@ def generate(
     *,
     capacity: int = 64,
     width: int | None = None,
+    speculator: Speculator | None = None,
 ) -> tuple[State, Trace]:
     """Runs up to `steps` steps in one launch, fewer if every row ends.
 
@@ -97,13 +138,22 @@ def generate(
         controller: the control law.
         state: of the loop; it is consumed.
         steps: traced, at most `capacity`.
-        capacity: length of the trace. Static.
+        capacity: steps of the trace. Static.
         width: as in `step`. Static.
+        speculator: drafts tokens, so that a step may emit several; None decodes one by one. The state must
+            have been started with it.
 
     Returns:
-        The state, and the trace `[capacity, rows]`: the tokens of a row are its first ones.
+        The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
+        tokens of a row are its first ones.
     """
-    advance = lambda state, number: step(decoder, params, controller, state, width=width)
+    if speculator is None:
+        advance = lambda state, number: step(decoder, params, controller, state, width=width)
+    else:
+        check_speculation(controller, state)
+        advance = lambda state, number: speculative_step(
+            decoder, params, controller, speculator, state, width
+        )
     state, _, trace = run(advance, state, steps, capacity)
     return state, trace
 
@@ -117,14 +167,14 @@ def run(
     """Runs `advance(state, number of the step)` up to `steps` times, fewer if every row ends.
 
     Args:
-        advance: one step of the loop.
+        advance: one step of the loop, with a trace `[rows]`, or `[n, rows]` where it emits several tokens.
         state: of the loop.
         steps: traced, at most `capacity`.
-        capacity: length of the trace.
+        capacity: steps of the trace.
 
     Returns:
-        The state, the number of steps run (int32 `[]`), and the trace `[capacity, rows]`, in which the tokens
-        of a row come first.
+        The state, the number of steps run (int32 `[]`), and the trace `[capacity, rows]` or
+        `[capacity · n, rows]`, in which the tokens of a row come first.
     """
     blank = jax.eval_shape(lambda s: advance(s, jnp.int32(0))[1], state)
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
@@ -139,6 +189,8 @@ def run(
         return done + 1, state, jax.tree.map(lambda rows, x: rows.at[done].set(x), trace, row)
 
     done, state, trace = jax.lax.while_loop(running, body, (jnp.int32(0), state, trace))
+    if trace.emitted.ndim == 3:
+        trace = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trace)
     return state, done, tokens_first(trace)
 
 

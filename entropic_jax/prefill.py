@@ -57,6 +57,7 @@ def start(
     belief_temperature: float = 1.0,
     page_policy: PagePolicy | None = None,
     hardware: Hardware | None = None,
+    speculator: Any = None,
 ) -> State:
     """Prefills an empty cache with the prompts and returns the state before the first step.
 
@@ -76,6 +77,8 @@ def start(
         belief_temperature: T_cal, at which the belief H₁ is measured.
         page_policy: which pages a step reads; None reads all.
         hardware: the roofline by which the ledger counts seconds, by default that of the device.
+        speculator: the `speculation.Speculator` that `generate` will be given; the state keeps the text for
+            it.
 
     Returns:
         The state of the loop.
@@ -135,6 +138,8 @@ def empty_state(
         ledger=ledger.new_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
         cache=cache,
+        text=None if speculator is None else prompt_text(prompts, context),
+        speculation=() if speculator is None else speculator.init(rows),
     )
 
 
@@ -214,6 +219,14 @@ def mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Ar
     for row, prompt in enumerate(prompts):
         mask[row, np.asarray(prompt, np.int64)] = True
     return jnp.asarray(mask)
+
+
+def prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:
+    """The tokens of the prompts by position, int32 `[rows, context + 1]`: a full row has one token more."""
+    text = np.zeros((len(prompts), context + 1), np.int32)
+    for row, prompt in enumerate(prompts):
+        text[row, : len(prompt)] = prompt
+    return jnp.asarray(text)
 
 
 def prefill_prompts(

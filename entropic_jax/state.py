@@ -152,12 +152,14 @@ class State(NamedTuple):
     ledger: Ledger
     hardware: Hardware  # by which the ledger counts seconds
     cache: Cache
+    text: jax.Array | None = None  # int32 [rows, context], tokens by position, where drafters read them
+    speculation: Any = ()  # what the draft-length law remembers per row: any pytree
 
 
 # The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.
 ROW_FIELDS = (
     *("seed", "token", "length", "evicted", "limit", "status", "stop", "sampling", "history"),
-    *("signal", "action", "control", "page_policy_state", "ledger"),
+    *("signal", "action", "control", "text", "speculation", "page_policy_state", "ledger"),
 )
 
 
@@ -178,6 +180,8 @@ class Trace(NamedTuple):
     certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds
+    num_drafted: jax.Array  # int32, at the first token of a verification pass: tokens drafted for it
+    from_draft: jax.Array  # bool: the token is a drafted one that was accepted; it took no pass of its own
     top_logprobs: TopLogprobs | tuple[()] = ()  # in steps with constraints
 
     @property

@@ -42,6 +42,7 @@ LAYERS = (
         "entropic_jax.emission",
         "entropic_jax.prefill",
         "entropic_jax.loop",
+        "entropic_jax.speculation",
     ),
     ("entropic_jax.methods", "entropic_jax.analysis", "entropic_jax.calibration", "entropic_jax.models"),
     ("entropic_jax",),  # the package itself, which gathers the public names

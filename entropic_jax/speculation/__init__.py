@@ -1,0 +1,27 @@
+"""Lossless speculative decoding: cheap drafts, one dense pass that verifies them, a law for their number.
+
+Randomness is a function of (key, seed, position), so sampling draws the same token at a position whoever
+asks. A drafted token is accepted if and only if it is the token that the verified logits draw there: the text
+is that of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
+
+The life of a pass: a drafter continues each row's text (`suffix`), the draft-length law decides how many of
+the drafted tokens to verify (`draft_length`), one forward pass runs over all of them and emission is repeated
+position by position, up to the first token that differs (`verification`).
+"""
+
+from .draft_length import DraftLength
+from .drafter import Draft, Drafter
+from .speculator import Speculator, check_speculation, draft, speculator, verify_and_emit
+from .suffix import SuffixDrafter
+
+__all__ = [
+    "Draft",
+    "DraftLength",
+    "Drafter",
+    "Speculator",
+    "SuffixDrafter",
+    "check_speculation",
+    "draft",
+    "speculator",
+    "verify_and_emit",
+]

@@ -1,0 +1,101 @@
+"""Draft-length law: how many drafted tokens of each row to verify for the most accepted tokens a second.
+
+A pass over T tokens of all rows costs c(T); row r accepts the i-th drafted token with probability
+Πⱼ≤ᵢ P(accepted). For every compiled size T the likeliest drafted tokens fill the pass, and the size with the
+largest rate is taken:
+
+    λ = max over T of (rows + Σ of the T − rows largest products) / c(T)
+
+At the optimum a token is verified if its product exceeds λ times the marginal cost, λ being the rate that
+results: the fixed point of the decision itself. One budget is shared by all rows, so drafts become short by
+themselves where a batch is bound by arithmetic.
+"""
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+
+from ..control.controller import STATIC, pytree
+from .drafter import Draft
+
+CERTAIN = 12.0  # log-odds beyond which a correction does not go
+
+
+@pytree
+class DraftLength:
+    """The law, with the measured costs of a pass.
+
+    Each row corrects the drafter's probabilities by a shift of their log-odds, learnt online: after every
+    verified token, shift ← shift + η (accepted − P).
+    """
+
+    costs: jax.Array  # float32 [widths], of a pass of rows · width tokens, in plain decode passes
+    correction_rate: jax.Array | float = 0.1  # η
+    widths: Annotated[tuple[int, ...], STATIC] = (1, 2, 4, 8, 16)  # tokens a row, on average, per pass
+
+    def init(self, rows: int) -> jax.Array:
+        """The shift of the log-odds before the first token, float32 `[rows]`."""
+        return jnp.zeros(rows, jnp.float32)
+
+    def probabilities(self, draft: Draft, shift: jax.Array) -> jax.Array:
+        """P(accepted | those before were), float32 `[rows, k]`, corrected by the row's own record."""
+        odds = jnp.clip(jax.scipy.special.logit(draft.acceptance), -CERTAIN, CERTAIN)
+        return jnp.where(draft.acceptance > 0, jax.nn.sigmoid(odds + shift[:, None]), 0.0)
+
+    def choose(self, draft: Draft, active: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Shares a pass among the rows.
+
+        Args:
+            draft: of the drafter.
+            active: bool `[rows]`.
+            shift: correction of each row, float32 `[rows]`.
+
+        Returns:
+            The number of tokens to verify for each row, int32 `[rows]`, and the index of the width, int32
+            `[]`.
+        """
+        rows, k = draft.tokens.shape
+        offered = (jnp.arange(k) < draft.num_tokens[:, None]) & active[:, None]
+        reach = jnp.where(offered, jnp.cumprod(self.probabilities(draft, shift), 1), 0.0)
+        order = jnp.argsort(-reach.reshape(-1), stable=True)
+        gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach.reshape(-1)[order])])
+        room = jnp.array([min(rows * (width - 1), rows * k) for width in self.widths])
+        rate = (active.sum() + gain[room]) / jnp.asarray(self.costs)
+        width = jnp.argmax(rate).astype(jnp.int32)
+        rank = jnp.zeros(rows * k, jnp.int32).at[order].set(jnp.arange(rows * k, dtype=jnp.int32))
+        chosen = (rank < room[width]).reshape(rows, k) & offered & (reach > 0)
+        return chosen.sum(1, dtype=jnp.int32), width
+
+    def learn(
+        self, draft: Draft, shift: jax.Array, num_verified: jax.Array, num_accepted: jax.Array
+    ) -> jax.Array:
+        """The corrected shift after a pass, float32 `[rows]`.
+
+        Args:
+            draft: of the drafter.
+            shift: before the pass, float32 `[rows]`.
+            num_verified: int32 `[rows]`, drafted tokens in the pass.
+            num_accepted: int32 `[rows]`, those that were accepted.
+        """
+        index = jnp.arange(draft.tokens.shape[1])
+        tested = index < jnp.minimum(num_verified, num_accepted + 1)[:, None]
+        accepted = index < num_accepted[:, None]
+        error = jnp.where(tested, accepted - self.probabilities(draft, shift), 0.0).sum(1)
+        return jnp.clip(shift + self.correction_rate * error, -CERTAIN, CERTAIN)
+
+
+def draft_length(
+    rows: int, marginal_cost: float = 0.1, widths: tuple[int, ...] = (1, 2, 4, 8, 16)
+) -> DraftLength:
+    """The law with costs that grow linearly: each further token costs `marginal_cost` passes of one token.
+
+    Args:
+        rows: of the batch.
+        marginal_cost: of one more token in a pass, in passes of one token.
+        widths: compiled sizes of a pass, tokens a row.
+    """
+    cost = lambda tokens: 1 + marginal_cost * (tokens - 1)
+    return DraftLength(
+        jnp.asarray([cost(rows * width) / cost(rows) for width in widths], jnp.float32), widths=widths
+    )

@@ -1,0 +1,135 @@
+"""Speculator: a drafter and the draft-length law, and the pass that they make."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..batch import Batch
+from ..control.controller import pytree
+from ..forward import Decoder
+from ..sampling.constraints import Constraints
+from ..state import State, Trace
+from .draft_length import DraftLength, draft_length
+from .drafter import Draft, Drafter
+from .suffix import suffix_drafter
+from .verification import CHANGED, emit_accepted, pass_cost, single_token_rows, verify
+
+
+@pytree
+class Speculator:
+    """What speculative decoding needs beside model and controller; a pytree: new numbers never retrace."""
+
+    drafter: Any  # a `Drafter`
+    law: DraftLength
+
+    def init(self, rows: int) -> jax.Array:
+        """What is remembered per row (`State.speculation`)."""
+        return self.law.init(rows)
+
+
+def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | None = None) -> Speculator:
+    """A speculator for a batch.
+
+    Args:
+        rows: of the batch.
+        drafter: by default the suffix drafter.
+        law: by default one whose costs grow by a tenth of a pass with every token.
+    """
+    return Speculator(drafter or suffix_drafter(), law or draft_length(rows))
+
+
+def check_speculation(controller: Any, state: State) -> None:
+    """Raises ValueError where a controller or a state cannot be combined with speculative decoding."""
+    if state.text is None:
+        raise ValueError(
+            "state must have been started with a speculator to draft tokens; got one without text"
+        )
+    if getattr(controller, "observes", None) is not None:
+        raise ValueError(
+            "controller must not observe attention where tokens are drafted, since a pass attends for "
+            f"several tokens; got {controller}"
+        )
+    if state.cache.surprisal is not None:
+        raise ValueError("cache must be allocated without surprisals where tokens are drafted")
+
+
+def draft(
+    speculator: Speculator, batch: Batch, room: jax.Array, constraints: Constraints | None
+) -> tuple[Draft, jax.Array, jax.Array]:
+    """Drafts tokens, and decides how many of them to verify.
+
+    Args:
+        speculator: the drafter and the law.
+        batch: the rows of the pass.
+        room: int32 `[rows]`, positions that a row's pages hold.
+        constraints: of these rows; a row that is masked or forced gets one token.
+
+    Returns:
+        The draft, the number of tokens to verify, int32 `[rows]`, and the index of the pass's size among the
+        law's widths.
+    """
+    state = batch.state
+    drafted = speculator.drafter.draft(batch)
+    # A pass writes one position a token, and the last token that it may emit fills the row.
+    most = jnp.minimum(room, state.limit) - state.length - 1
+    if constraints is not None:
+        most = jnp.where(single_token_rows(constraints), 0, most)
+    drafted = drafted._replace(num_tokens=jnp.clip(drafted.num_tokens, 0, jnp.maximum(most, 0)))
+    return drafted, *speculator.law.choose(drafted, batch.active, state.speculation)
+
+
+def verify_and_emit(
+    decoder: Decoder,
+    params: Any,
+    controller: Any,
+    speculator: Speculator,
+    batch: Batch,
+    drafted: Draft,
+    num_drafted: jax.Array,
+    size: jax.Array,
+    constraints: Constraints | None,
+) -> tuple[State, Trace]:
+    """Runs the pass of the chosen size and emits what it verifies.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        controller: the control law of these rows.
+        speculator: the law whose widths are compiled.
+        batch: the rows of the pass.
+        drafted: the drafted tokens.
+        num_drafted: int32 `[rows]`, how many of them to verify.
+        size: int32 `[]`, index among the law's widths.
+        constraints: of these rows.
+
+    Returns:
+        The state of the rows, and the trace `[k + 1, rows]`.
+    """
+    k = drafted.tokens.shape[1]
+
+    def of_width(width: int) -> Any:
+        def run(state: State) -> Any:
+            verified, logits = verify(
+                decoder, params, batch._replace(state=state), drafted, num_drafted, width
+            )
+            cost = pass_cost(decoder, params, batch, num_drafted)
+            after, trace = emit_accepted(
+                decoder, controller, verified, logits, drafted, num_drafted, cost, constraints
+            )
+            short = k + 1 - trace.emitted.shape[0]
+            trace = jax.tree.map(lambda x: jnp.pad(x, ((0, short),) + ((0, 0),) * (x.ndim - 1)), trace)
+            return after.cache.layers, {name: getattr(after, name) for name in CHANGED}, trace
+
+        return run
+
+    passes = [of_width(width) for width in speculator.law.widths]
+    layers, changed, trace = jax.lax.switch(size, passes, batch.state)
+    accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
+    state = batch.state
+    shift = speculator.law.learn(drafted, state.speculation, num_drafted, accepted)
+    return state._replace(
+        **changed,
+        cache=state.cache._replace(layers=layers),
+        speculation=jnp.where(batch.active, shift, state.speculation),
+    ), trace

@@ -1,0 +1,188 @@
+"""Verification: one dense pass over the last token and the drafted tokens of every row, then emission.
+
+Emission is that of plain decoding, repeated over the positions of the pass. A row goes on while the token
+that it emits is the one that was drafted, so penalties, control, stop tests and ledger see accepted tokens
+only, and nothing is rolled back: keys and values past a row's length are never read, and the next pass
+overwrites them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import ledger, sampling
+from ..attention.attend import Attend, TokenSpan, attend_to
+from ..attention.page_selection import dense_step
+from ..batch import Batch
+from ..cache import Cache
+from ..emission import emit
+from ..forward import Decoder, Forward, narrowest
+from ..sampling.constraints import Constraints
+from ..state import RUNNING, State, Trace
+from .drafter import Draft
+
+# The fields of `State` that emission changes.
+CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger")
+
+
+class Pass(NamedTuple):
+    """Where the tokens of a verification pass stand, in an array of all rows' tokens one after the other."""
+
+    num_tokens: jax.Array  # int32 [rows], of each row: its last token, and those drafted; 0 where inactive
+    row: jax.Array  # int32 [tokens], whose the token is
+    index: jax.Array  # int32 [tokens], its place among those of the row
+    slot: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
+
+
+def lay_out(num_tokens: jax.Array, total: int, most: int) -> Pass:
+    """Packs the rows' tokens into a pass.
+
+    Args:
+        num_tokens: int32 `[rows]`, at most `total` together.
+        total: tokens of the pass, static.
+        most: tokens of a row at most, static.
+
+    >>> lay_out(jnp.array([2, 0, 1]), 4, 2).row.tolist()[:3]
+    [0, 0, 2]
+    """
+    end = jnp.cumsum(num_tokens)
+    start = end - num_tokens
+    place = jnp.arange(total)
+    row = jnp.minimum(jnp.searchsorted(end, place, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
+    slot = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
+    return Pass(num_tokens, row, (place - start[row]).astype(jnp.int32), slot.astype(jnp.int32))
+
+
+def packed_attention(cache: Cache, span: TokenSpan, layout: Pass) -> Attend:
+    """Attention for packed tokens `[tokens, 1, …]`: unpacked to `[rows, n, …]`, attended to, packed again."""
+    attend = attend_to(cache, span)
+
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, window: int | None = None) -> Any:
+        unpack = lambda x: x[:, 0][layout.slot]
+        out, layer = attend(unpack(q), unpack(k), unpack(v), layer, window=window)
+        return out[layout.row, jnp.minimum(layout.index, out.shape[1] - 1)][:, None], layer
+
+    return packed
+
+
+def verify(
+    decoder: Decoder, params: Any, batch: Batch, draft: Draft, num_drafted: jax.Array, width: int
+) -> tuple[Batch, jax.Array]:
+    """Runs the model densely over the last token of every active row and the tokens drafted after it.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        batch: the rows of the pass.
+        draft: tokens for the following positions.
+        num_drafted: int32 `[rows]`, how many of them to verify; at most rows · (width − 1) together.
+        width: tokens a row on average; static.
+
+    Returns:
+        The batch with the cache as written, and the logits of the positions, float32 `[rows, n, vocabulary]`.
+    """
+    state = batch.state
+    rows, k = draft.tokens.shape
+    num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
+    most = min(k, rows * (width - 1)) + 1
+    tokens = jnp.concatenate([state.token[:, None], draft.tokens[:, : most - 1]], 1)
+    position = (state.length + state.evicted)[:, None] + jnp.arange(most)
+    span = TokenSpan(state.length, num_tokens)
+    if rows * width == rows * most:  # nothing to pack
+        attend = attend_to(state.cache, span)
+        hidden, layers = decoder.hidden(params, tokens, position, state.cache.layers, attend)
+        logits = decoder.logits(params, hidden)
+    else:
+        layout = lay_out(num_tokens, rows * width, most)
+        index = layout.row, jnp.minimum(layout.index, most - 1)
+        attend = packed_attention(state.cache, span, layout)
+        hidden, layers = decoder.hidden(
+            params, tokens[index][:, None], position[index][:, None], state.cache.layers, attend
+        )
+        logits = decoder.logits(params, hidden[:, 0])[layout.slot]
+    return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers))), logits
+
+
+def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Array) -> ledger.Cost:
+    """What the ledger charges every active row for a pass; float32 `[rows]` each."""
+    state = batch.state
+    num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
+    read = ledger.dense_positions(decoder.shape, state.length + num_tokens)
+    cost = ledger.step_cost(
+        decoder.shape,
+        active=batch.active,
+        positions_read=read,
+        length=state.length + num_tokens,
+        bytes_per_weight=narrowest(params),
+        bytes_per_cache=state.cache.bytes_per_number,
+        hardware=state.hardware,
+    )
+    flops = cost.flops * num_tokens
+    seconds = jnp.maximum(flops / state.hardware.peak, cost.bytes_read / state.hardware.bandwidth)
+    return cost._replace(flops=flops, seconds=jnp.where(batch.active, seconds, 0.0))
+
+
+def single_token_rows(constraints: Constraints) -> jax.Array:
+    """The rows whose constraints are for the next token only, bool `[rows]`: masked or forced ones."""
+    return constraints.masked | (constraints.forced >= 0)
+
+
+def emit_accepted(
+    decoder: Decoder,
+    controller: Any,
+    batch: Batch,
+    logits: jax.Array,
+    draft: Draft,
+    num_drafted: jax.Array,
+    cost: ledger.Cost,
+    constraints: Constraints | None,
+) -> tuple[State, Trace]:
+    """Emits tokens in every active row up to the first that is not the drafted one, that one included.
+
+    Args:
+        decoder: the model's pure functions.
+        controller: the control law of these rows.
+        batch: the rows, with the cache as the pass left it.
+        logits: float32 `[rows, n, vocabulary]`.
+        draft: the drafted tokens.
+        num_drafted: int32 `[rows]`, how many of them were verified.
+        cost: of the pass; it is charged to the first token.
+        constraints: of these rows; see `single_token_rows`.
+
+    Returns:
+        The state of the rows, and the trace `[n, rows]`.
+    """
+    cache, n = batch.state.cache, logits.shape[1]
+    free = jax.tree.map(jnp.zeros_like, cost)
+    drafted = jnp.where(jnp.arange(n - 1) < num_drafted[:, None], draft.tokens[:, : n - 1], -1)
+    drafted = jnp.pad(drafted, ((0, 0), (0, 1)), constant_values=-1)
+    take = lambda x, number: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+
+    def emit_at(number: jax.Array, active: jax.Array, state: State) -> tuple[State, Trace]:
+        first = number == 0
+        charged = jax.tree.map(lambda x, y: jnp.where(first, x, y), cost, free)._replace(
+            kv_bytes=cost.kv_bytes
+        )
+        read = dense_step(decoder.shape, TokenSpan(state.length, active.astype(jnp.int32)))
+        output = Forward(take(logits, number), read, None)
+        after, trace = emit(controller, Batch(state, active), output, charged, None, constraints)
+        return after._replace(history=sampling.record(after.history, trace.token, trace.emitted)), trace
+
+    def body(carry: Any) -> Any:
+        number, active, changed, trace = carry
+        after, new = emit_at(number, active, batch.state._replace(**changed))
+        new = new._replace(
+            num_drafted=jnp.where(active & (number == 0), num_drafted, 0),
+            from_draft=new.emitted & (number > 0),
+        )
+        trace = jax.tree.map(lambda rows, x: rows.at[number].set(x), trace, new)
+        active &= new.emitted & (new.token == take(drafted, number)) & (after.status == RUNNING)
+        return number + 1, active, {name: getattr(after, name) for name in CHANGED}, trace
+
+    changed = {name: getattr(batch.state, name) for name in CHANGED}
+    blank = jax.eval_shape(lambda s: emit_at(jnp.int32(0), batch.active, s)[1], batch.state)
+    trace = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), blank)
+    carry = jnp.int32(0), batch.active, changed, trace
+    _, _, changed, trace = jax.lax.while_loop(lambda c: (c[0] < n) & c[1].any(), body, carry)
+    return batch.state._replace(**changed, cache=cache), trace
