@@ -181,7 +181,7 @@ def test_a_row_fills_the_whole_cache(truth):
 
 
 def test_drafts_shrink_where_pages_run_short(truth):
-    """With a pool that holds the rows but no spare page, drafts shrink; no row stalls that would not anyway."""
+    """With a pool that holds the rows but no spare page, drafts shrink and no row stalls."""
     needed = sum(-(-(n - 1 + 12) // PAGE) for n in (9, 16, 5, 17))
     expected = run(None, max_tokens=12, pages=needed)
     tokens, state, _ = run(scripted(truth), max_tokens=12, pages=needed)
