@@ -61,7 +61,7 @@ class DraftLength:
         order = jnp.argsort(-reach.reshape(-1), stable=True)
         gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach.reshape(-1)[order])])
         room = jnp.array([min(rows * (width - 1), rows * k) for width in self.widths])
-        rate = (active.sum() + gain[room]) / jnp.asarray(self.costs)
+        rate = (active.sum(dtype=jnp.float32) + gain[room]) / jnp.asarray(self.costs)
         width = jnp.argmax(rate).astype(jnp.int32)
         rank = jnp.zeros(rows * k, jnp.int32).at[order].set(jnp.arange(rows * k, dtype=jnp.int32))
         chosen = (rank < room[width]).reshape(rows, k) & offered & (reach > 0)
@@ -81,7 +81,7 @@ class DraftLength:
         index = jnp.arange(draft.tokens.shape[1])
         tested = index < jnp.minimum(num_verified, num_accepted + 1)[:, None]
         accepted = index < num_accepted[:, None]
-        error = jnp.where(tested, accepted - self.probabilities(draft, shift), 0.0).sum(1)
+        error = jnp.where(tested, accepted.astype(jnp.float32) - self.probabilities(draft, shift), 0.0).sum(1)
         return jnp.clip(shift + self.correction_rate * error, -CERTAIN, CERTAIN)
 
 

@@ -118,7 +118,7 @@ def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Arra
         bytes_per_cache=state.cache.bytes_per_number,
         hardware=state.hardware,
     )
-    flops = cost.flops * num_tokens
+    flops = cost.flops * num_tokens.astype(jnp.float32)
     seconds = jnp.maximum(flops / state.hardware.peak, cost.bytes_read / state.hardware.bandwidth)
     return cost._replace(flops=flops, seconds=jnp.where(batch.active, seconds, 0.0))
 
