@@ -98,6 +98,9 @@ def start(
         hardware=hardware,
     )
     state, total = place_prompts(state, prompts, max_tokens, seeds, stop)
+    if speculator is not None:
+        text = prompt_text(prompts, cache.table.shape[1] * cache.page_size)
+        state = state._replace(text=text, speculation=speculator.init(len(prompts)))
     return prefill_prompts(decoder, params, with_own_buffers(state), prompts, total)
 
 
@@ -138,8 +141,6 @@ def empty_state(
         ledger=ledger.new_ledger(rows),
         hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
         cache=cache,
-        text=None if speculator is None else prompt_text(prompts, context),
-        speculation=() if speculator is None else speculator.init(rows),
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .. import ledger, sampling
 from ..attention.attend import Attend, TokenSpan, attend_to
-from ..attention.page_selection import dense_step
+from ..attention.page_reader import dense_step_stats
 from ..batch import Batch
 from ..cache import Cache
 from ..emission import emit
@@ -164,7 +164,7 @@ def emit_accepted(
         charged = jax.tree.map(lambda x, y: jnp.where(first, x, y), cost, free)._replace(
             kv_bytes=cost.kv_bytes
         )
-        read = dense_step(decoder.shape, TokenSpan(state.length, active.astype(jnp.int32)))
+        read = dense_step_stats(decoder.shape, TokenSpan(state.length, active.astype(jnp.int32)))
         output = Forward(take(logits, number), read, None)
         after, trace = emit(controller, Batch(state, active), output, charged, None, constraints)
         return after._replace(history=sampling.record(after.history, trace.token, trace.emitted)), trace
