@@ -24,11 +24,14 @@ from .call_frame import (
 from .thread_pool import parallel_for
 
 __all__ = [
+    "EXACT",
     "FAST",
     "allocate",
+    "array",
     "compiled",
     "floats",
     "free",
+    "inlined",
     "integers",
     "njit",
     "operand",
@@ -41,18 +44,22 @@ __all__ = [
     "result_integers",
     "symbol_address",
     "thread_task",
-    "typed",
     "words",
     "xla_handler",
 ]
 
+# Options of `njit`. Division by zero gives infinity, as in NumPy: an error would need Python, and code that
+# needs Python cannot be stored.
+EXACT = dict(nogil=True, error_model="numpy")
 # Options of `njit` for sums in any order; NaN and infinity stay what they are.
 FAST = dict(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
 compiled = njit(nogil=True)
+# For a part of a long function that is optimised as if it stood there.
+inlined = njit(**FAST, inline="always")
 
 
 @compiled
-def typed(address, shape, dtype):
+def array(address, shape, dtype):
     """An array of `dtype` at an address."""
     return carray(as_pointer(address), shape, dtype)
 

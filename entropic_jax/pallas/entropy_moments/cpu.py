@@ -35,34 +35,29 @@ def _register() -> str:
 
 
 def _compile(name: str) -> Iterator[tuple[str, Any]]:
-    from numba import carray, njit
+    from ...cpu_runtime.kernel import compiled, operand, parallel_kernel
 
-    from ...cpu_runtime import vector
-    from ...cpu_runtime.call_frame import (
-        allocate,
-        as_pointer,
-        floats,
-        free,
-        operand,
-        result,
-        symbol_address,
-        thread_task,
-        xla_handler,
-    )
-    from ...cpu_runtime.thread_pool import parallel_for
+    @compiled
+    def num_rows(frame):
+        return operand(frame, 0)[1][0]
 
-    exponentials = vector.exponentials()
-    zero, infinity, nan = np.float32(0), np.float32(np.inf), np.float32(np.nan)
-    any_order = {"reassoc", "contract", "nsz"}
+    yield from parallel_kernel(name, _row_moments(), num_rows)
+
+
+def _row_reductions() -> tuple[Any, Any, Any]:
+    """Compile `largest(z)`, `has_nan(z)`, and `sums(d, r)`: Σ r d and Σ r d²."""
+    from ...cpu_runtime.kernel import compiled, njit
+
+    any_order, zero = {"reassoc", "contract", "nsz"}, np.float32(0)
 
     @njit(fastmath={*any_order, "nnan"}, nogil=True)
     def largest(z):
-        top = -infinity
+        top = np.float32(-np.inf)
         for t in range(z.shape[0]):
             top = max(top, z[t])
         return top
 
-    @njit(nogil=True)
+    @compiled
     def has_nan(z):
         count = 0
         for t in range(z.shape[0]):
@@ -78,16 +73,35 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
             second += part * distance[t]
         return first, second
 
-    @njit(nogil=True)
-    def row(frame, number):
+    return largest, has_nan, sums
+
+
+def _row_moments() -> Any:
+    """Compile the task of a thread: the moments of one row."""
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.kernel import (
+        EXACT,
+        allocate,
+        floats,
+        free,
+        integers,
+        njit,
+        operand,
+        operand_floats,
+        result_floats,
+    )
+
+    exponentials, (largest, has_nan, sums) = vector.exponentials(), _row_reductions()
+    zero, infinity, nan = np.float32(0), np.float32(np.inf), np.float32(np.nan)
+
+    @njit(**EXACT)
+    def row_moments(frame, number):
         data, shape = operand(frame, 0)
         rows, vocabulary = shape[0], shape[1]
-        z = carray(as_pointer(data), (rows, vocabulary), np.float32)[number]
-        inverse = carray(as_pointer(operand(frame, 1)[0]), (rows,), np.float32)[number]
-        highest = carray(as_pointer(result(frame, 0)[0]), (rows,), np.float32)
-        log_total = carray(as_pointer(result(frame, 1)[0]), (rows,), np.float32)
-        mean = carray(as_pointer(result(frame, 2)[0]), (rows,), np.float32)
-        square = carray(as_pointer(result(frame, 3)[0]), (rows,), np.float32)
+        z = floats(data, (rows, vocabulary))[number]
+        inverse = operand_floats(frame, 1, (rows,))[number]
+        highest, log_total = result_floats(frame, 0, (rows,)), result_floats(frame, 1, (rows,))
+        mean, square = result_floats(frame, 2, (rows,)), result_floats(frame, 3, (rows,))
         top = nan if has_nan(z) else largest(z)
         if not abs(top) < infinity or inverse != inverse:
             highest[number] = top if abs(top) < infinity else zero
@@ -96,7 +110,7 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
             return
         memory = allocate(3 * 4 * PIECE)
         distance, ratio = floats(memory, (PIECE,)), floats(memory + 4 * PIECE, (PIECE,))
-        power = carray(as_pointer(memory + 8 * PIECE), (PIECE,), np.int32)
+        power = integers(memory + 8 * PIECE, (PIECE,))
         total, first, second = np.float64(0), np.float64(0), np.float64(0)
         for begin in range(0, vocabulary, PIECE):
             count = min(PIECE, vocabulary - begin)
@@ -112,11 +126,4 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
         mean[number], square[number] = np.float32(first / total), np.float32(second / total)
         free(memory)
 
-    yield f"{name}_row", thread_task(row)
-    row_address = symbol_address(f"{name}_row")
-
-    @njit(nogil=True)
-    def body(frame):
-        parallel_for(row_address(), frame, operand(frame, 0)[1][0])
-
-    yield name, xla_handler(body)
+    return row_moments

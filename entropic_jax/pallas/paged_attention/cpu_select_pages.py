@@ -55,32 +55,111 @@ def _register(kv_heads: int, group: int, head_dim: int, page_size: int, rules: S
 def _compile(
     name: str, kv_heads: int, group: int, head_dim: int, page_size: int, rules: SelectionRules
 ) -> Iterator[tuple[str, Any]]:
-    from numba import carray, njit
+    from ...cpu_runtime.kernel import compiled, operand, parallel_kernel
 
+    @compiled
+    def num_lists(frame):
+        return operand(frame, 0)[1][0] * kv_heads
+
+    yield from parallel_kernel(name, _list_selection(kv_heads, group, head_dim, page_size, rules), num_lists)
+
+
+def _list_selection(kv_heads: int, group: int, head_dim: int, page_size: int, rules: SelectionRules) -> Any:
+    """Compile the task of a thread: the page list of one (row, KV head)."""
     from ...cpu_runtime import vector
-    from ...cpu_runtime.call_frame import (
+    from ...cpu_runtime.kernel import (
+        FAST,
         allocate,
-        as_pointer,
         floats,
         free,
+        integers,
+        njit,
         operand,
-        result,
-        symbol_address,
-        thread_task,
-        xla_handler,
+        operand_floats,
+        operand_integers,
+        result_floats,
+        result_integers,
     )
-    from ...cpu_runtime.thread_pool import parallel_for
-    from ...cpu_runtime.threshold import BINS, compile_threshold
+    from ...cpu_runtime.threshold import BINS
 
-    exponentials, lane_maxima = vector.exponentials(), vector.lane_maxima()
-    page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
-    threshold = compile_threshold(MIN_WEIGHT)
-    bound_weight, mean_weight, zero = (np.float32(x) for x in (rules.bound_weight, 1 - rules.bound_weight, 0))
+    lanes, zero = vector.LANES, np.float32(0)
     sink_pages, recent_pages, min_pages = rules.sink_pages, rules.recent_pages, rules.min_pages
-    lanes, inverse_size, log_size = vector.LANES, np.float32(1 / page_size), np.float32(np.log(page_size))
-    fast = dict(fastmath={"reassoc", "contract", "nsz", "arcp"}, nogil=True, error_model="numpy")
+    page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
+    split_query = _query_parts(group, head_dim)
+    exponents = _exponents()
+    page_masses = _page_masses(group, page_size, rules.bound_weight, exponents)
+    page_weights, keep_pages = _page_weights(), _kept_pages(group, rules)
 
-    @njit(**fast)
+    @njit(**FAST)
+    def select_for_head(frame, list_number):
+        row, head = list_number // kv_heads, list_number % kv_heads
+        q_data, _ = operand(frame, 0)
+        table_data, grid = operand(frame, 5)
+        max_pages = grid[1]
+        page_table = integers(table_data, (grid[0], max_pages))[row]
+        context_length = operand_integers(frame, 6, (grid[0],))[row]
+        dropped_mass_limit = operand_floats(frame, 7, (grid[0],))[row]
+        page_list = result_integers(frame, 0, (grid[0], kv_heads, max_pages))[row, head]
+        all_num_pages = result_integers(frame, 1, (grid[0], kv_heads))
+        dropped_masses = result_floats(frame, 2, (grid[0], kv_heads))
+        log_bound = result_floats(frame, 3, (grid[0], kv_heads, group))[row, head]
+        pages = (max(context_length, 0) + page_size - 1) // page_size
+        dropped_masses[row, head] = zero
+        log_bound[:] = -np.inf
+        if not dropped_mass_limit > 0 or pages <= max(min_pages, sink_pages + recent_pages):
+            all_num_pages[row, head] = pages
+            for b in range(max_pages):
+                page_list[b] = b
+            return
+        query = floats(q_data, (grid[0], kv_heads, group, head_dim))[row, head]
+        low_data, pool_shape = operand(frame, 1)
+        information = operand_floats(frame, 4, (pool_shape[0], kv_heads))
+        memory = allocate(4 * ((2 * group + 3) * pages + lanes + 2 * BINS + 3 * group * head_dim))
+        bound = floats(memory, (group, pages))
+        score = floats(memory + 4 * group * pages, (group, pages))
+        mass = floats(memory + 8 * group * pages, (pages,))
+        candidates = floats(memory + (8 * group + 4) * pages, (pages,))
+        power = integers(memory + (8 * group + 8) * pages, (pages + lanes,))
+        bin_data = memory + (8 * group + 12) * pages + 4 * lanes
+        bin_mass = floats(bin_data, (BINS,))
+        bin_count = integers(bin_data + 4 * BINS, (BINS,))
+        query_data = bin_data + 8 * BINS
+        split_query(query, query_data)
+        head_offset = 4 * head * head_dim
+        page_scores(
+            low_data + head_offset,
+            operand(frame, 2)[0] + head_offset,
+            operand(frame, 3)[0] + head_offset,
+            table_data + 4 * row * max_pages,
+            query_data,
+            memory + 4 * group * pages,
+            memory,
+            pages,
+        )
+        page_masses(score, bound, mass, power, pages, context_length)
+        weight = score[0]
+        page_weights(weight, mass, information, page_table, head, pages)
+        num_pages, left_out, dropped_mass = keep_pages(
+            weight, mass, bound, page_list, pages, dropped_mass_limit, candidates, bin_mass, bin_count
+        )
+        all_num_pages[row, head], dropped_masses[row, head] = num_pages, dropped_mass
+        page_list[num_pages:] = 0
+        if left_out > 0:
+            for g in range(group):
+                total, peak = exponents(bound[g], left_out, power)
+                log_bound[g] = peak + np.log(total)
+        free(memory)
+
+    return select_for_head
+
+
+def _exponents() -> Any:
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.kernel import FAST, njit
+
+    exponentials, lane_maxima, lanes = vector.exponentials(), vector.lane_maxima(), vector.LANES
+
+    @njit(**FAST)
     def exponents(x, size, power):
         """x[:size] ← exp(x − max x) in place; returns the sum and the maximum."""
         data, full_vectors = x.ctypes.data, size // lanes
@@ -93,62 +172,38 @@ def _compile(
             peak = max(peak, x[b])
         return exponentials(x[:size], peak, power), peak
 
-    @njit(**fast)
-    def select_for_head(frame, list_number):
-        row, head = list_number // kv_heads, list_number % kv_heads
-        q_data, shape = operand(frame, 0)
-        table_data, grid = operand(frame, 5)
-        max_pages = grid[1]
-        page_table = carray(as_pointer(table_data), (grid[0], max_pages), np.int32)[row]
-        context_length = carray(as_pointer(operand(frame, 6)[0]), (grid[0],), np.int32)[row]
-        dropped_mass_limit = carray(as_pointer(operand(frame, 7)[0]), (grid[0],), np.float32)[row]
-        page_list = carray(as_pointer(result(frame, 0)[0]), (grid[0], kv_heads, max_pages), np.int32)[
-            row, head
-        ]
-        all_num_pages = carray(as_pointer(result(frame, 1)[0]), (grid[0], kv_heads), np.int32)
-        dropped_masses = carray(as_pointer(result(frame, 2)[0]), (grid[0], kv_heads), np.float32)
-        log_bound = carray(as_pointer(result(frame, 3)[0]), (grid[0], kv_heads, group), np.float32)[row, head]
-        pages = (max(context_length, 0) + page_size - 1) // page_size
-        dropped_masses[row, head] = zero
-        log_bound[:] = -np.inf
-        if not dropped_mass_limit > 0 or pages <= max(min_pages, sink_pages + recent_pages):
-            all_num_pages[row, head] = pages
-            for b in range(max_pages):
-                page_list[b] = b
-            return
-        query = carray(as_pointer(q_data), (grid[0], kv_heads, group, head_dim), np.float32)[row, head]
-        low_data, pool_shape = operand(frame, 1)
-        information = carray(as_pointer(operand(frame, 4)[0]), (pool_shape[0], kv_heads), np.float32)
-        memory = allocate(4 * ((2 * group + 3) * pages + lanes + 2 * BINS + 3 * group * head_dim))
-        bound = floats(memory, (group, pages))
-        score = floats(memory + 4 * group * pages, (group, pages))
-        mass = floats(memory + 8 * group * pages, (pages,))
-        candidates = floats(memory + (8 * group + 4) * pages, (pages,))
-        power = carray(as_pointer(memory + (8 * group + 8) * pages), (pages + lanes,), np.int32)
-        bin_data = memory + (8 * group + 12) * pages + 4 * lanes
-        bin_mass = floats(bin_data, (BINS,))
-        bin_count = carray(as_pointer(bin_data + 4 * BINS), (BINS,), np.int32)
-        query_data = bin_data + 8 * BINS
-        query_parts = floats(query_data, (3, group, head_dim))
+    return exponents
+
+
+def _query_parts(group: int, head_dim: int) -> Any:
+    from ...cpu_runtime.kernel import floats, inlined
+
+    zero = np.float32(0)
+
+    @inlined
+    def split_query(query, data):
+        """Write the query, its positive and its negative part to the address `data`."""
+        parts = floats(data, (3, group, head_dim))
         for g in range(group):
             for d in range(head_dim):
                 x = query[g, d]
-                query_parts[0, g, d], query_parts[1, g, d], query_parts[2, g, d] = (
-                    x,
-                    max(x, zero),
-                    min(x, zero),
-                )
-        head_offset = 4 * head * head_dim
-        page_scores(
-            low_data + head_offset,
-            operand(frame, 2)[0] + head_offset,
-            operand(frame, 3)[0] + head_offset,
-            table_data + 4 * row * max_pages,
-            query_data,
-            memory + 4 * group * pages,
-            memory,
-            pages,
-        )
+                parts[0, g, d], parts[1, g, d], parts[2, g, d] = x, max(x, zero), min(x, zero)
+
+    return split_query
+
+
+def _page_masses(group: int, page_size: int, weight_of_bound: float, exponents: Any) -> Any:
+    from ...cpu_runtime.kernel import inlined
+
+    bound_weight, mean_weight, zero = (np.float32(x) for x in (weight_of_bound, 1 - weight_of_bound, 0))
+    inverse_size, log_size = np.float32(1 / page_size), np.float32(np.log(page_size))
+
+    @inlined
+    def page_masses(score, bound, mass, power, pages, context_length):
+        """The share of the attention that each page receives, from the scores of means and of bounds.
+
+        Bounds become those of the log-sum-exp of a page, and scores are overwritten.
+        """
         mass[:] = zero
         last_filled = np.float32(context_length - (pages - 1) * page_size)
         for g in range(group):
@@ -165,7 +220,18 @@ def _compile(
             scale = np.float32(1) / (exponents(score[g], pages, power)[0] * group)
             for b in range(pages):
                 mass[b] += score[g, b] * scale
-        weight = score[0]
+
+    return page_masses
+
+
+def _page_weights() -> Any:
+    from ...cpu_runtime.kernel import inlined
+
+    zero = np.float32(0)
+
+    @inlined
+    def page_weights(weight, mass, information, page_table, head, pages):
+        """The weight of each page: its mass times its information, normalised."""
         for b in range(pages):
             weight[b] = information[page_table[b], head]
         sum_of_weights = zero
@@ -175,6 +241,23 @@ def _compile(
         inverse = np.float32(1) / max(sum_of_weights, np.float32(1e-30))
         for b in range(pages):
             weight[b] *= inverse
+
+    return page_weights
+
+
+def _kept_pages(group: int, rules: SelectionRules) -> Any:
+    from ...cpu_runtime.kernel import inlined
+    from ...cpu_runtime.threshold import compile_threshold
+
+    threshold, zero = compile_threshold(MIN_WEIGHT), np.float32(0)
+    sink_pages, recent_pages, min_pages = rules.sink_pages, rules.recent_pages, rules.min_pages
+
+    @inlined
+    def keep_pages(weight, mass, bound, page_list, pages, limit, candidates, bin_mass, bin_count):
+        """Write the list of kept pages, and move the bounds of the others to the front.
+
+        Returns: how many pages are kept, how many are left out, and their mass.
+        """
         # Pages that are always kept count towards the mass, and are taken out of the search.
         mass_always_kept, num_always_kept = zero, 0
         for b in range(pages):
@@ -182,7 +265,7 @@ def _compile(
                 mass_always_kept += weight[b]
                 weight[b] = np.float32(-1)
                 num_always_kept += 1
-        need = np.float32(1) - dropped_mass_limit - mass_always_kept
+        need = np.float32(1) - limit - mass_always_kept
         floor = threshold(weight, need, min_pages - num_always_kept, candidates, bin_mass, bin_count)
         num_pages, left_out, dropped_mass = 0, 0, zero
         for b in range(pages):
@@ -193,20 +276,6 @@ def _compile(
             for g in range(group):
                 bound[g, left_out] = bound[g, b]
             left_out += np.int64(not kept)
-        all_num_pages[row, head], dropped_masses[row, head] = num_pages, dropped_mass
-        page_list[num_pages:] = 0
-        if left_out > 0:
-            for g in range(group):
-                total, peak = exponents(bound[g], left_out, power)
-                log_bound[g] = peak + np.log(total)
-        free(memory)
+        return num_pages, left_out, dropped_mass
 
-    yield f"{name}_head", thread_task(select_for_head)
-    select_address = symbol_address(f"{name}_head")
-
-    @njit(nogil=True)
-    def body(frame):
-        _, shape = operand(frame, 0)
-        parallel_for(select_address(), frame, shape[0] * kv_heads)
-
-    yield name, xla_handler(body)
+    return keep_pages

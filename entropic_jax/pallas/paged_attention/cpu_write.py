@@ -38,26 +38,19 @@ def _register(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> str:
 def _compile(
     name: str, kv_heads: int, head_dim: int, page_size: int, dtype: str
 ) -> Iterator[tuple[str, Any]]:
-    from numba import carray, njit
+    from ...cpu_runtime.kernel import xla_handler
 
-    from ...cpu_runtime.call_frame import (
-        allocate,
-        as_pointer,
-        floats,
-        free,
-        operand,
-        result,
-        xla_handler,
-    )
+    yield name, xla_handler(_write_rows(kv_heads, head_dim, page_size, dtype))
 
-    stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[dtype]
+
+def _store(head_dim: int, dtype: str) -> Any:
+    from ...cpu_runtime.kernel import EXACT, njit
+
     is_bfloat16, is_int8 = dtype == "bfloat16", dtype == "int8"
-    # The operands are the leaves of the pools as a pytree: the scales of a pool follow its tiles.
-    values_at, summaries_at, pools = (2, 4, 8) if is_int8 else (1, 2, 6)
     largest, inverse = np.float32(LARGEST["int8"]), np.float32(1 / LARGEST["int8"])
 
-    @njit(nogil=True)
-    def put(vector, bits, tile, scale):
+    @njit(**EXACT)
+    def store(vector, bits, tile, scale):
         """Store a vector, whose bits are `bits`, in a tile, and replace it by what the tile is read as."""
         if is_int8:
             extent = np.float32(0)
@@ -77,33 +70,57 @@ def _compile(
             else:
                 tile[d] = vector[d]
 
-    @njit(nogil=True)
-    def body(frame):
+    return store
+
+
+def _write_rows(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any:
+    """Compile the body of the kernel: all heads of all rows, one after the other."""
+    from ...cpu_runtime.kernel import (
+        EXACT,
+        allocate,
+        array,
+        floats,
+        free,
+        njit,
+        operand,
+        operand_floats,
+        operand_integers,
+        result,
+        result_floats,
+    )
+
+    store = _store(head_dim, dtype)
+    stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[dtype]
+    # The operands are the leaves of the pools as a pytree: the scales of a pool follow its tiles.
+    values_at, summaries_at, pools = (2, 4, 8) if dtype == "int8" else (1, 2, 6)
+
+    @njit(**EXACT)
+    def write_rows(frame):
         rows = operand(frame, pools)[1][0]
-        key = floats(operand(frame, pools)[0], (rows, kv_heads, head_dim))
-        value = floats(operand(frame, pools + 1)[0], (rows, kv_heads, head_dim))
-        page = carray(as_pointer(operand(frame, pools + 2)[0]), (rows,), np.int32)
-        slot = carray(as_pointer(operand(frame, pools + 3)[0]), (rows,), np.int32)
+        key = operand_floats(frame, pools, (rows, kv_heads, head_dim))
+        value = operand_floats(frame, pools + 1, (rows, kv_heads, head_dim))
+        page = operand_integers(frame, pools + 2, (rows,))
+        slot = operand_integers(frame, pools + 3, (rows,))
         data, pool_shape = result(frame, 0)
         shape = (pool_shape[0], kv_heads, page_size, head_dim)
-        keys = carray(as_pointer(data), shape, stored)
-        values = carray(as_pointer(result(frame, values_at)[0]), shape, stored)
+        keys, values = array(data, shape, stored), array(result(frame, values_at)[0], shape, stored)
         # Without scales these views are of other memory, and are not used.
-        key_scale = floats(result(frame, 1)[0], shape[:3])
-        value_scale = floats(result(frame, values_at + 1)[0], shape[:3])
-        low = floats(result(frame, summaries_at)[0], (shape[0], kv_heads, head_dim))
-        high = floats(result(frame, summaries_at + 1)[0], (shape[0], kv_heads, head_dim))
-        total = floats(result(frame, summaries_at + 2)[0], (shape[0], kv_heads, head_dim))
-        norm = floats(result(frame, summaries_at + 3)[0], (shape[0], kv_heads))
+        key_scale = result_floats(frame, 1, shape[:3])
+        value_scale = result_floats(frame, values_at + 1, shape[:3])
+        low = result_floats(frame, summaries_at, (shape[0], kv_heads, head_dim))
+        high = result_floats(frame, summaries_at + 1, (shape[0], kv_heads, head_dim))
+        total = result_floats(frame, summaries_at + 2, (shape[0], kv_heads, head_dim))
+        norm = result_floats(frame, summaries_at + 3, (shape[0], kv_heads))
         memory = allocate(8 * head_dim)
-        vectors, bits = floats(memory, (2, head_dim)), carray(as_pointer(memory), (2, head_dim), np.uint32)
+        vectors, bits = floats(memory, (2, head_dim)), array(memory, (2, head_dim), np.uint32)
         x, y = vectors[0], vectors[1]
         for row in range(rows):
             p, s = page[row], slot[row]
             for head in range(kv_heads):
-                x[:], y[:] = key[row, head], value[row, head]
-                put(x, bits[0], keys[p, head, s], key_scale[p, head, s:])
-                put(y, bits[1], values[p, head, s], value_scale[p, head, s:])
+                for d in range(head_dim):
+                    x[d], y[d] = key[row, head, d], value[row, head, d]
+                store(x, bits[0], keys[p, head, s], key_scale[p, head, s:])
+                store(y, bits[1], values[p, head, s], value_scale[p, head, s:])
                 square = np.float32(0)
                 for d in range(head_dim):
                     square += y[d] * y[d]
@@ -117,4 +134,4 @@ def _compile(
                 norm[p, head] = value_norm if s == 0 else max(norm[p, head], value_norm)
         free(memory)
 
-    yield name, xla_handler(body)
+    return write_rows
