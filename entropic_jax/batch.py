@@ -48,10 +48,16 @@ def gather(state: State, rows: RowSubset) -> State:
 
 
 def scatter(state: State, rows: RowSubset, before: State, after: State) -> State:
-    """`state` with what changed between `before` and `after`, two states of a subset of its rows.
+    """The state of all rows with what has changed in a subset of them.
 
     Only arrays that were replaced are written. History and text are left to `record`, which knows which
     entries of a row have changed.
+
+    Args:
+        state: of all rows.
+        rows: the subset.
+        before: the state of the subset as gathered.
+        after: the state of the subset as computed.
     """
 
     def put(new: Any, gathered: Any, old: Any) -> Any:

@@ -93,16 +93,25 @@ def allocate(
     *,
     pages: int | None = None,
     page_size: int | None = None,
-    dtype="float32",
+    dtype: jax.typing.DTypeLike = "float32",
     moments: bool = False,
     surprisal: bool = False,
 ) -> Cache:
     """An empty cache for `rows` sequences of at most `context` positions.
 
-    `pages` is the size of the pool, by default enough for every row to reach `context`. Memory that no
-    sequence owns is never read into a result: it may hold anything, NaN included. With the dtype int8 or
-    float8_e4m3fn every key and value has a scale of its own per KV head. `moments` keeps sums of
-    v and v² per page, `surprisal` that of the tokens: what some kinds of page selection ask for.
+    Memory that no sequence owns is never read into a result: it may hold anything, NaN included.
+
+    Args:
+        shape: sizes of the model.
+        rows: sequences.
+        context: positions of a sequence at most.
+        pages: of the pool, by default enough for every row to reach `context`.
+        page_size: positions per page, by default that of the device.
+        dtype: of keys and values: a JAX floating-point type, or "int8" or "float8_e4m3fn" with a scale per
+            key or value and KV head.
+        moments: whether to keep sums of v and v² per page, for page selection by "mahalanobis".
+        surprisal: whether to keep the sum of the tokens' surprisals per page, for page selection by
+            "surprisal".
     """
     page_size = default_page_size() if page_size is None else page_size
     for name, value in (("rows", rows), ("context", context), ("page_size", page_size)):
@@ -179,7 +188,14 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
 
 
 def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: jax.Array) -> Cache:
-    """Add −ln p of `count[row]` tokens `[rows, n]` from position `start[row]` on to their pages, if kept."""
+    """Adds the surprisals of tokens to the sums of their pages.
+
+    Args:
+        cache: unchanged unless it keeps surprisals.
+        start: int32 `[rows]`, position of the first token.
+        count: int32 `[rows]`, how many of the n are real.
+        surprisal: float32 `[rows, n]`, −ln p of the tokens, nats.
+    """
     if cache.surprisal is None:
         return cache
     n, size = surprisal.shape[1], cache.page_size

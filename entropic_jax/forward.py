@@ -25,7 +25,15 @@ class Decoder(Hashable, Protocol):
     def hidden(
         self, params: Any, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Any
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Last hidden states `[rows, n, hidden]` of tokens `[rows, n]`, and the layers as written."""
+        """The last hidden states `[rows, n, hidden]`, and the layers as written.
+
+        Args:
+            params: of the model.
+            tokens: int32 `[rows, n]`.
+            positions: int32 `[rows, n]`, of the tokens in their texts.
+            layers: the cached keys and values of each layer.
+            attend: writes a layer's keys and values and attends; see `attention.attend.attend_to`.
+        """
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocabulary]`."""

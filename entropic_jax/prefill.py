@@ -86,8 +86,8 @@ def start(
     Raises:
         ValueError: a prompt holds a token outside the vocabulary, or does not fit.
     """
-    require_prompts(prompts, cache, decoder.shape.vocabulary)
-    state = empty_state(
+    _require_prompts(prompts, cache, decoder.shape.vocabulary)
+    state = _empty_state(
         decoder,
         controller,
         cache,
@@ -97,14 +97,14 @@ def start(
         page_policy=page_policy,
         hardware=hardware,
     )
-    state, total = place_prompts(state, prompts, max_tokens, seeds, stop)
+    state, total = _place_prompts(state, prompts, max_tokens, seeds, stop)
     if speculator is not None:
-        text = prompt_text(prompts, cache.table.shape[1] * cache.page_size)
+        text = _prompt_text(prompts, cache.table.shape[1] * cache.page_size)
         state = state._replace(text=text, speculation=speculator.init(len(prompts)))
-    return prefill_prompts(decoder, params, with_own_buffers(state), prompts, total)
+    return _prefill_prompts(decoder, params, _with_own_buffers(state), prompts, total)
 
 
-def empty_state(
+def _empty_state(
     decoder: Decoder,
     controller: Controller,
     cache: Cache,
@@ -144,7 +144,7 @@ def empty_state(
     )
 
 
-def place_prompts(
+def _place_prompts(
     state: State,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | Sequence[int],
@@ -154,7 +154,7 @@ def place_prompts(
     """Gives every row of an empty state its prompt, of which nothing is in the cache yet.
 
     Args:
-        state: from `empty_state`.
+        state: from `_empty_state`.
         prompts: token ids of every row; a row with an empty prompt stays out of the batch.
         max_tokens: tokens to generate at most, for all rows or one number per row.
         seeds: one per row, by default the row's number.
@@ -167,7 +167,7 @@ def place_prompts(
     limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     alive = (lengths > 0) & (limits > 0)
-    prompt_mask = mask_of_prompts(prompts, state.history.prompt.shape[1])
+    prompt_mask = _mask_of_prompts(prompts, state.history.prompt.shape[1])
     state = state._replace(
         seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
         token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
@@ -179,7 +179,7 @@ def place_prompts(
     return state, np.where(alive, lengths - 1, 0)
 
 
-def with_own_buffers(state: State) -> State:
+def _with_own_buffers(state: State) -> State:
     """A copy of the state, all but its cache, for launches that consume it.
 
     No two of its arrays share a buffer, nor does one with an array of the caller.
@@ -188,7 +188,7 @@ def with_own_buffers(state: State) -> State:
     return state._replace(**jax.tree.map(jnp.copy, small))
 
 
-def require_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
+def _require_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
     """Raises ValueError unless there is one prompt per row, of known tokens, that fits the cache."""
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
     if len(prompts) != rows:
@@ -214,7 +214,7 @@ def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
     return jnp.asarray(stops)
 
 
-def mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Array:
+def _mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Array:
     """The tokens that occur in each prompt, bool `[rows, vocabulary]`."""
     mask = np.zeros((len(prompts), vocabulary), bool)
     for row, prompt in enumerate(prompts):
@@ -222,7 +222,7 @@ def mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Ar
     return jnp.asarray(mask)
 
 
-def prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:
+def _prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:
     """The tokens of the prompts by position, int32 `[rows, context + 1]`: a full row has one token more."""
     text = np.zeros((len(prompts), context + 1), np.int32)
     for row, prompt in enumerate(prompts):
@@ -230,7 +230,7 @@ def prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:
     return jnp.asarray(text)
 
 
-def prefill_prompts(
+def _prefill_prompts(
     decoder: Decoder, params: Any, state: State, prompts: Sequence[Sequence[int]], total: np.ndarray
 ) -> State:
     """Prefills the first `total[row]` tokens of every prompt, in chunks whose lengths are powers of two."""
@@ -292,7 +292,7 @@ def prefill(
     if scored:
         scores = score_tokens(decoder.logits(params, hidden), following)
     if cache.surprisal is not None:
-        after = keep_surprisal(after, decoder.logits(params, hidden), following, length, num_tokens)
+        after = _keep_surprisal(after, decoder.logits(params, hidden), following, length, num_tokens)
     table = after.cache.table
     return scatter(state, rows, before, after), PrefillOutput(granted, table, scores)
 
@@ -339,7 +339,7 @@ def score_tokens(logits: jax.Array, following: jax.Array) -> TopLogprobs:
     return jax.tree.map(lambda x: x.reshape(*following.shape, *x.shape[1:]), flat)
 
 
-def keep_surprisal(
+def _keep_surprisal(
     view: State, logits: jax.Array, following: jax.Array, start: jax.Array, num_tokens: jax.Array
 ) -> State:
     """Adds the surprisals of a chunk's tokens to their pages; the first is known from the chunk before."""

@@ -21,7 +21,10 @@ class Shared(NamedTuple):
 def map_rows(function: Callable[..., Any], tree: T, *others: Any) -> T:
     """`jax.tree.map` over the arrays that have one entry per row.
 
-    What is `Shared` is taken from `tree` as it is.
+    Args:
+        function: of an array `[rows, …]` of each tree.
+        tree: the first tree; what is `Shared` in it is in the result as it is.
+        *others: trees of the same structure.
 
     >>> map_rows(lambda x: x[:1], (jnp.arange(3), Shared(jnp.arange(3))))
     (Array([0], dtype=int32), Shared(value=Array([0, 1, 2], dtype=int32)))

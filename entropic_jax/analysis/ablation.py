@@ -45,7 +45,14 @@ def read(
 ) -> State:
     """A state that has read the prompts and has room for `tokens` more of each, under no control.
 
-    `dtype` is that of the pages, by default the one the model computes in.
+    Args:
+        subject: the model.
+        prompts: token ids, one prompt per row.
+        tokens: room for new tokens, for all rows or one number per row.
+        page_size: positions per page of the cache.
+        dtype: of the cache, by default the one the model computes in.
+        temperature: at which tokens are sampled where no law sets it.
+        seed: of the run's random key.
     """
     context = max(map(len, prompts)) + int(np.max(tokens))
     dtype = jax.tree.leaves(subject.params)[0].dtype if dtype is None else dtype
@@ -69,7 +76,12 @@ def resume(
 ) -> State:
     """A copy of a state that was read, about to run under a configuration.
 
-    Pages are merged to `page_size`, by default that of the selection, or left as they are.
+    Args:
+        state: from `read`; it is not consumed.
+        controller: the control law of the run.
+        page_policy: which pages a step reads; None reads all.
+        page_size: positions per page, by default that of the policy or, without one, of the state. Pages are
+            merged to it.
     """
     wanted = page_size or (page_policy.page_size if page_policy else None) or state.cache.page_size
     # A launch consumes its state: the original stays whole.
@@ -89,6 +101,11 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     """The same contents in larger pages, all of them granted: the row of a page is the row of its parts.
 
     Raises ValueError unless `page_size` is a multiple of the cache's, and where that holds 8 bits.
+
+    Args:
+        cache: of float32 or bfloat16.
+        length: int32 `[rows]`, positions that each row holds.
+        page_size: positions per new page, a multiple of the cache's.
     """
     if isinstance(cache.layers[0].keys, Quantised):
         raise ValueError(f"cache must be of float32 or bfloat16; got {cache.layers[0].keys.dtype}")
@@ -158,6 +175,12 @@ def forced(
     """Score `tails`, one token after another, from a state of `resume`.
 
     The temperature and the schedule change nothing here; what is read does.
+
+    Args:
+        subject: the model.
+        controller: the control law of the run.
+        state: from `resume`; it is not consumed.
+        tails: token ids `[rows, n]`, what follows each prompt.
     """
     tokens = jnp.asarray(np.asarray(tails), jnp.int32)
     state, trace = loop.replay(subject.decoder, subject.params, controller, state, tokens)
@@ -176,7 +199,14 @@ def forced(
 
 
 def launch(subject: Subject, setting: Preset, state: State, steps: int) -> tuple[State, Any, float]:
-    """Generate for `steps` steps: the state, the trace on the host, and the seconds on the clock."""
+    """Generate for `steps` steps: the state, the trace on the host, and the seconds on the clock.
+
+    Args:
+        subject: the model.
+        setting: controller and width.
+        state: of the loop; it is consumed.
+        steps: how many steps to run.
+    """
     began = time.perf_counter()
     state, trace = loop.generate(
         subject.decoder,
@@ -211,7 +241,15 @@ def write(
     target: float,
     clips: tuple[float, float],
 ) -> Writing:
-    """Generate from a state of `resume` until every row is full."""
+    """Generate from a state of `resume` until every row is full.
+
+    Args:
+        subject: the model.
+        setting: controller and width.
+        state: from `resume`; it is consumed.
+        target: entropy that the law holds, nats; the error is measured against it.
+        clips: the lowest and the highest temperature; tokens at either count as clipped.
+    """
     out: list[list[int]] = [[] for _ in range(state.token.shape[0])]
     sampled, temperature, falls = [], [], []
     while (np.asarray(state.status) == RUNNING).any():
@@ -244,10 +282,16 @@ class Load(NamedTuple):
 
 
 def serve(subject: Subject, setting: Preset, state: State, arrivals: np.ndarray, steps: int = 4) -> Load:
-    """Decode sequences that arrive at set times (seconds, ascending), `setting.width` of them a step.
+    """Decodes sequences that arrive at set times, `setting.width` of them a step.
 
     Their prompts have been read beforehand: what is timed is decoding and the order in which it is done.
-    `steps` are run between two looks at the clock.
+
+    Args:
+        subject: the model.
+        setting: its `width` sequences advance in a step.
+        state: from `resume`, one row per sequence, prompts in the cache; it is consumed.
+        arrivals: float `[rows]`, seconds since the start, ascending.
+        steps: steps between two looks at the clock.
     """
     rows = len(arrivals)
     order = default_load(rows)._replace(arrival=jnp.arange(rows, dtype=jnp.int32))
@@ -279,7 +323,13 @@ def distinct(texts: Sequence[Sequence[int]], n: int) -> float:
 
 
 def repetition(texts: Sequence[Sequence[int]], n: int = 8, window: int = 128) -> float:
-    """The share of n-grams that were written within the last `window` tokens: the text loops; in [0, 1]."""
+    """The share of n-grams that were written within the last `window` tokens: the text loops; in [0, 1].
+
+    Args:
+        texts: token ids.
+        n: tokens of an n-gram.
+        window: how many tokens back a repeated n-gram may begin.
+    """
     again = []
     for text in texts:
         last: dict[tuple[int, ...], int] = {}
@@ -291,7 +341,13 @@ def repetition(texts: Sequence[Sequence[int]], n: int = 8, window: int = 128) ->
 
 
 def divergence(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], n: int = 2) -> float:
-    """Jensen–Shannon divergence of the n-gram distributions of two sets of texts, in nats, in [0, ln 2]."""
+    """Jensen–Shannon divergence of the n-gram distributions of two sets of texts, in nats, in [0, ln 2].
+
+    Args:
+        ours: token ids of one set.
+        theirs: token ids of the other.
+        n: tokens of an n-gram.
+    """
 
     def shares(texts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], float]:
         count: dict[tuple[int, ...], float] = {}

@@ -43,6 +43,12 @@ def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
     """The change of a field against the baseline, in per cent, over pairs that agree in `keys`.
 
     Ratios are averaged as logarithms, so that a change and its inverse cancel.
+
+    Args:
+        rows: measurements.
+        base: measurements of the baseline.
+        field: name of the value that is compared, above 0.
+        *keys: names of the fields that a pair has in common.
     """
     known = {tuple(r[k] for k in keys): r[field] for r in base}
     pairs = [(r[field], known.get(tuple(r[k] for k in keys))) for r in rows]
@@ -61,6 +67,13 @@ def beyond_product(rows: Rows, field: str, combined: str, parts: Sequence[str], 
     """By how many per cent `combined` gains more than the product of what `parts` gain, over `off`.
 
     Above 0 the scales help one another, below they overlap.
+
+    Args:
+        rows: measurements of all presets, `off` among them.
+        field: name of the value, above 0.
+        combined: name of the preset that combines the parts.
+        parts: names of the presets that it combines.
+        *keys: names of the fields that measurements to be compared have in common.
     """
     place_of = lambda r: tuple(r[k] for k in keys)
     by_name = {name: {place_of(r): r[field] for r in mine} for (name,), mine in split(rows, "preset")}
@@ -91,7 +104,13 @@ def mean(rows: Rows, field: str) -> float:
 
 
 def rate(rows: Rows, above: str, below: str) -> float:
-    """The quotient of two sums."""
+    """The quotient of two sums.
+
+    Args:
+        rows: measurements.
+        above: name of the field that is summed in the numerator.
+        below: name of the field that is summed in the denominator.
+    """
     return sum(r[above] for r in rows) / max(sum(r[below] for r in rows), 1e-30)
 
 

@@ -40,7 +40,13 @@ class Workload:
         return preset(name, width, self.gains)
 
     def windows(self, count: int, length: int, seed: int) -> list[list[int]]:
-        """`count` random stretches of `length` tokens. Raises ValueError if the text is not longer."""
+        """`count` random stretches of `length` tokens. Raises ValueError if the text is not longer.
+
+        Args:
+            count: how many.
+            length: of each, tokens.
+            seed: of the random starts.
+        """
         if len(self.stream) <= length:
             raise ValueError(f"text must have more than {length} tokens; got {len(self.stream)}")
         starts = np.random.default_rng(seed).integers(0, len(self.stream) - length, count)
@@ -65,7 +71,16 @@ def quality(
     sequences: int = 4,
     scored: int = 256,
 ) -> list[Row]:
-    """Bits per byte of the last tokens of held-out windows, and what was read for them."""
+    """Bits per byte of the last tokens of held-out windows, and what was read for them.
+
+    Args:
+        workload: model, text and gains.
+        context: tokens of a window, those that are scored included.
+        seed: of the choice of windows.
+        names: of the presets.
+        sequences: how many windows.
+        scored: tokens at the end of a window that are scored.
+    """
     texts = workload.windows(sequences, context, 100 + seed)
     state = ablation.read(workload.subject, [t[:-scored] for t in texts], scored + 1)
     rows = []
@@ -96,7 +111,15 @@ def quality(
 def speed(
     workload: Workload, context: int, *, names: Sequence[str] = ALL, steps: int = 8, repeat: int = 24
 ) -> list[Row]:
-    """Milliseconds a token of one sequence: launches of `steps` steps, one configuration after another."""
+    """Milliseconds a token of one sequence: launches of `steps` steps, one configuration after another.
+
+    Args:
+        workload: model, text and gains.
+        context: tokens of the prompt.
+        names: of the presets.
+        steps: per launch.
+        repeat: launches of each preset that are timed.
+    """
     (text,) = workload.windows(1, context, 3)
     state = ablation.read(workload.subject, [text], (repeat + 2) * steps)
     presets = {name: workload.preset(name) for name in names}
@@ -166,6 +189,15 @@ def load(
 
     Arrivals are a Poisson process in which about as many tokens are asked for as `off` can write. Without
     the macro scale the order is that of arrival. Prompts have up to `prompt` tokens, answers up to `most`.
+
+    Args:
+        workload: model, text and gains.
+        seed: of prompts, lengths and arrivals.
+        names: of the presets.
+        sequences: how many arrive.
+        width: sequences that a step advances.
+        prompt: tokens of the longest prompt.
+        most: tokens of the longest answer.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(min(32, prompt // 2), prompt, sequences)
@@ -221,7 +253,16 @@ def writing(
     prompt: int = 256,
     tokens: int = 256,
 ) -> list[Row]:
-    """Free generation: how the entropy is held, and how the text reads beside held-out text."""
+    """Free generation: how the entropy is held, and how the text reads beside held-out text.
+
+    Args:
+        workload: model, text and gains.
+        seed: of the prompts and of sampling.
+        presets: by name.
+        sequences: how many texts each preset writes.
+        prompt: tokens of a prompt.
+        tokens: tokens written after it.
+    """
     texts = workload.windows(sequences, prompt, 500 + seed)
     held_out = workload.windows(2 * sequences, tokens, 900 + seed)
     state = ablation.read(workload.subject, texts, tokens, seed=seed)

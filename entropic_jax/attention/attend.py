@@ -49,9 +49,15 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
 
 
 def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
-    """Stores k and v `[rows, n, kv_heads, head_dim]` at their positions and updates the page summaries.
+    """Stores keys and values at their positions and updates the page summaries.
 
-    Tokens past a row's `num_tokens` are written to the bin page, which is never read.
+    Args:
+        layer: its keys, values and page summaries.
+        table: int32 `[rows, pages of a row]`, the page table.
+        span: where the tokens of each row stand; those past its `num_tokens` go to the bin page, which is
+            never read.
+        k: keys `[rows, n, kv_heads, head_dim]`.
+        v: values of the same shape.
     """
     return _write_one(layer, table, span, k, v) if k.shape[1] == 1 else _write_many(layer, table, span, k, v)
 
@@ -131,6 +137,15 @@ def read(
 
     The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
     row without tokens reads nothing and yields zeros.
+
+    Args:
+        layer: its keys, values and page summaries.
+        table: int32 `[rows, pages of a row]`, the page table.
+        span: where the queries of each row stand.
+        q: queries `[rows, n, heads, head_dim]`, unscaled.
+        window: positions that a query sees at most, its own included; None for all.
+        reader: from a `page_selection.PagePolicy`: reads the pages that it chooses. None reads all.
+        observer: takes statistics of the attention of single tokens.
     """
     rows, n, heads, head_dim = q.shape
     kv_heads = layer.keys.shape[1]

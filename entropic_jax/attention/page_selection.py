@@ -173,7 +173,14 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
 
 
 def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> jax.Array:
-    """The weight of every page, float32 `[pages + 1, kv_heads]`, beside its mass."""
+    """The weight of every page, float32 `[pages + 1, kv_heads]`, beside its mass.
+
+    Args:
+        kind: what pages are weighed by; see `Selection`.
+        layer: its page summaries.
+        cache: whose page table says which pages a row has, and which may hold the surprisals.
+        length: int32 `[rows]`, positions that each row holds.
+    """
     kv_heads = layer.value_norm.shape[1]
     if kind == "value":
         return layer.value_norm

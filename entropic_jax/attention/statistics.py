@@ -70,18 +70,25 @@ class Observer:
         self.seen: list[Focus] = []
 
     def see(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> None:
-        """Note how scaled q `[rows, kv_heads, group, head_dim]` attends to positions in `[first, last)`."""
+        """Adds the statistics of the next layer, if it is observed.
+
+        Args:
+            layer: its keys and page summaries.
+            q: scaled queries, `[rows, kv_heads, group, head_dim]`.
+            first: int32 `[rows]`, first position that the query sees.
+            last: int32 `[rows]`, end of the positions held.
+        """
         number, self.layers = self.layers, self.layers + 1
         if number not in self.observed_layers:
             return
         positions = jnp.maximum(last - first, 0)
         most = jnp.log(jnp.maximum(positions, 1).astype(jnp.float32))
         if self.observation.padded:
-            heads, padded = released(layer, self.table, q, first, last, self.observation.padded)
+            heads, padded = _released(layer, self.table, q, first, last, self.observation.padded)
             distance = jnp.abs(heads.share - heads.share.mean(1, keepdims=True)).mean((1, 2))
             agreement, most = distance, jnp.full_like(most, jnp.log(padded))
         else:
-            measure = by_position if self.observation.exact else by_page
+            measure = _by_position if self.observation.exact else by_page
             heads = measure(layer, self.table, q, first, last)
             agreement = agree(heads.share)
         focus = Focus(heads.entropy.mean(1), heads.entropy.var(1), agreement, heads.strength.mean(1), most)
@@ -106,16 +113,34 @@ def agree(share: jax.Array) -> jax.Array:
     return jnp.clip(1 - distance / (1 - 1 / heads), 0.0, 1.0)
 
 
-def attention_entropy(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> jax.Array:
-    """Exact entropy over the positions in `[first, last)`, nats, float32 `[rows, heads]`."""
+def attention_entropy(
+    layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array
+) -> jax.Array:
+    """Exact entropy over the positions in `[first, last)`, nats, float32 `[rows, heads]`.
+
+    Args:
+        layer: its keys.
+        table: int32 `[rows, pages of a row]`, the page table.
+        q: scaled queries, `[rows, kv_heads, group, head_dim]`.
+        first: int32 `[rows]`, first position that the query sees.
+        last: int32 `[rows]`, end of the positions held.
+    """
     part = paged_attention.decode(q, layer.keys, layer.keys, table, None, None, first, last)
     mean = jnp.einsum("rkgd,rkgd->rkg", q, part.out, preferred_element_type=jnp.float32)
     entropy = jnp.where(part.log_sum_exp > -jnp.inf, part.log_sum_exp - mean, 0.0)
     return jnp.maximum(entropy, 0.0).reshape(entropy.shape[0], -1)
 
 
-def by_page(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> Heads:
-    """Shares of pages by their mean keys; a page that a window cuts counts with what the window leaves."""
+def by_page(layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array) -> Heads:
+    """Shares of pages by their mean keys; a page that a window cuts counts with what the window leaves.
+
+    Args:
+        layer: its keys and page summaries.
+        table: int32 `[rows, pages of a row]`, the page table.
+        q: scaled queries, `[rows, kv_heads, group, head_dim]`.
+        first: int32 `[rows]`, first position that the query sees.
+        last: int32 `[rows]`, end of the positions held.
+    """
     size = layer.keys.shape[2]
     page = jnp.arange(table.shape[1]) * size
     held = jnp.clip(last[:, None] - page, 0, size).astype(jnp.float32)  # [rows, pages], the sums are of these
@@ -131,7 +156,9 @@ def by_page(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> Heads:
     return Heads(attention_entropy(layer, table, q, first, last), by_head(share), by_head(strength))
 
 
-def scores(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> tuple[jax.Array, jax.Array]:
+def _scores(
+    layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Scores `[rows, heads, positions]` (0 where not seen), and which are seen, `[rows, 1, positions]`."""
     size = layer.keys.shape[2]
     position = jnp.arange(table.shape[1] * size)
@@ -143,17 +170,19 @@ def scores(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> tuple[j
     return score.reshape(score.shape[0], -1, score.shape[-1]), seen
 
 
-def by_position(layer: Layer, table: jax.Array, q: jax.Array, first, last) -> Heads:
+def _by_position(layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array) -> Heads:
     """Shares of positions, from all scores."""
-    score, seen = scores(layer, table, q, first, last)
+    score, seen = _scores(layer, table, q, first, last)
     share = jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, -1e30), -1), 0.0)
     strength = jnp.abs(score).sum(-1) / jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
     return Heads(attention_entropy(layer, table, q, first, last), share, strength)
 
 
-def released(layer: Layer, table: jax.Array, q: jax.Array, first, last, padded: int) -> tuple[Heads, int]:
-    """As `by_position`, over a cache padded with zeros whose empty positions are attended to; its size."""
-    score, _ = scores(layer, table, q, first, last)
+def _released(
+    layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array, padded: int
+) -> tuple[Heads, int]:
+    """As `_by_position`, over a cache padded with zeros whose empty positions are attended to; its size."""
+    score, _ = _scores(layer, table, q, first, last)
     padded = max(padded, score.shape[-1])
     score = jnp.pad(score, ((0, 0), (0, 0), (0, padded - score.shape[-1])))
     log_share = jax.nn.log_softmax(score, -1)

@@ -71,9 +71,13 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
 
 
 def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-    """Runs a controller's law across rows, once per step; arguments as in `update_rows`, for all rows.
+    """Runs a controller's law across rows, once per step.
 
-    A controller without a method `schedule` changes nothing here.
+    Args:
+        controller: a `Controller`; without a method `schedule` it changes nothing.
+        signal: signal of all rows, without `logits` and `key`.
+        action: their current action.
+        state: the controller's state for all rows.
     """
     law = getattr(controller, "schedule", None)
     return (action, state) if law is None else law(signal, action, state)

@@ -231,7 +231,13 @@ class _SchedulingLaw:
         )
 
     def schedule(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
-        """See `Controller`: writes `quota`."""
+        """See `Controller`: writes `quota`.
+
+        Args:
+            signal: of all rows, after sampling.
+            action: in force.
+            state: of the law.
+        """
         # A selected row that got no page does not count as waiting: it would be selected forever.
         waits = signal.runnable & ~(signal.emitting | state.selected)
         predictor = update_predictor(state.predictor, signal.entropy, signal.emitting)
@@ -289,7 +295,14 @@ class Scheduling(_SchedulingLaw):
         return self.priority(predicted_drop(state.predictor, self.prior), state.load, state.wait)
 
     def priority(self, drop: Array, load: RowLoad, wait: Array, xp: Any = jnp) -> Any:
-        """π with the gains of this law; arguments as in the function `priority`."""
+        """π with the gains of this law; see the function `priority`.
+
+        Args:
+            drop: E[ΔH⁺], nats, `[rows]`.
+            load: cost, memory and slack of each row, in [0, 1].
+            wait: int32 `[rows]`, steps since the row last advanced.
+            xp: namespace of the arrays, `jax.numpy` on the device and `numpy` on the host.
+        """
         gains = dict(cost=self.cost, memory=self.memory, slack=self.slack)
         return priority(drop, load, wait, **gains, ageing=self.ageing, bound=self.bound, xp=xp)
 

@@ -100,11 +100,16 @@ def entropy_slopes(logits: jax.Array, temperature: jax.Array) -> tuple[jax.Array
 
 
 def fit(log_mean: jax.Array, alpha: jax.Array, iterations: int = 3) -> jax.Array:
-    """The α whose E[ln x] = ψ(α) − ψ(α₀) is `log_mean` `[..., n]`, from a first guess, by Newton's method.
+    """The α of the Dirichlet distribution whose E[ln x] = ψ(α) − ψ(α₀) is `log_mean`, by Newton's method.
 
     The likelihood of a Dirichlet depends on what it has seen through the mean of ln x alone: this is its
     maximum. The Jacobian is diag(ψ₁(α)) − ψ₁(α₀) 11ᵀ, inverted by Sherman and Morrison. Steps are taken in
     ln α. Where Σ exp(log_mean) leaves no room for variation, a little is assumed.
+
+    Args:
+        log_mean: `[..., n]`, the mean of ln x.
+        alpha: `[..., n]`, the first guess, above 0.
+        iterations: of Newton's method; static.
     """
     room = jax.nn.logsumexp(log_mean, -1, keepdims=True) + LEAST_SPREAD
     target = log_mean - jnp.maximum(room, 0.0)
@@ -140,7 +145,7 @@ class Running(NamedTuple):
     head_entropy: jax.Array  # of the few likeliest
 
 
-def blend(seen: jax.Array, rate: Gain, new: jax.Array, old: jax.Array) -> jax.Array:
+def _blend(seen: jax.Array, rate: Gain, new: jax.Array, old: jax.Array) -> jax.Array:
     """A running mean that begins with its first observation."""
     weight = jnp.where(seen == 0, 1.0, rate)
     weight = weight.reshape(weight.shape + (1,) * (new.ndim - weight.ndim))
@@ -236,14 +241,14 @@ class DSlider:
         used = jnp.where(outlier, heat, jnp.where(certain, action.temperature, warmth))
 
         after = self.learn(state, log_p, adapted, part, token)
-        mix = lambda new, old: blend(state.seen, self.rate, new, old)
+        mix = lambda new, old: _blend(state.seen, self.rate, new, old)
         after = after._replace(
             seen=state.seen + 1,
             temperature=heat,
             entropy=mix(plain.entropy, state.entropy),
             varentropy=mix(plain.varentropy, state.varentropy),
             strangeness=jnp.where(
-                state.seen <= 1, strangeness, blend(state.seen, self.rate, strangeness, state.strangeness)
+                state.seen <= 1, strangeness, _blend(state.seen, self.rate, strangeness, state.strangeness)
             ),
             head_entropy=mix(head_entropy, state.head_entropy),
         )
@@ -254,12 +259,20 @@ class DSlider:
     def learn(
         self, state: Running, log_p: jax.Array, adapted: jax.Array, part: jax.Array, token: jax.Array
     ) -> Running:
-        """What the step's distributions and its token teach: the Dirichlet, and the running surprisals."""
-        mix = lambda new, old: blend(state.seen, self.rate, new, old)
+        """Updates the Dirichlet and the running surprisals by the distributions and the token of a step.
+
+        Args:
+            state: of the law.
+            log_p: float32 `[rows, vocabulary]`, log-probabilities under the model.
+            adapted: float32 `[rows, vocabulary]`, log-probabilities after the adaptation of outliers.
+            part: float32 `[rows, n]`, log-probabilities of the tokens that the Dirichlet models.
+            token: int32 `[rows]`, the token drawn.
+        """
+        mix = lambda new, old: _blend(state.seen, self.rate, new, old)
         gap = jnp.maximum(divergence(part, state.log_mean), 1e-6)
         weight = jnp.power(self.learning[0], -self.learning[1] / gap)
         floor = jnp.maximum(part, -30.0)  # ln 0 would never be forgotten
-        log_mean = blend(state.seen, weight, floor, state.log_mean)
+        log_mean = _blend(state.seen, weight, floor, state.log_mean)
         of = lambda x: -jnp.take_along_axis(x, token[:, None], 1)[:, 0]
         plain, token_adapted_surprisal = of(log_p), of(adapted)
         surprisal, adapted_surprisal = (

@@ -113,9 +113,14 @@ class EntropixState(NamedTuple):
 
 
 def quadrant(entropy: jax.Array, varentropy: jax.Array, thresholds: Thresholds) -> jax.Array:
-    """FLOW, CLARIFY, EXPLORE, RESAMPLE or ADAPT; in the unit of the thresholds, elementwise.
+    """The quadrant, int32, elementwise: FLOW, CLARIFY, EXPLORE, RESAMPLE or ADAPT.
 
     All comparisons are strict; ADAPT where none of the four applies, and for NaN.
+
+    Args:
+        entropy: in the unit of the thresholds.
+        varentropy: in the square of that unit; the shape is that of the entropy.
+        thresholds: that separate the quadrants.
 
     >>> bits = Thresholds(0.1, 3.0, 5.0, 0.1, 5.0)
     >>> where = quadrant(jnp.array([0.05, 4.0, 1.0, 6.0, 2.0]), jnp.array([0.05, 0.05, 6.0, 6.0, 2.0]), bits)
@@ -139,6 +144,11 @@ def quadrant_settings(
     """Temperature and truncation in each quadrant; only the adaptive formulas clip.
 
     FLOW and CLARIFY differ in temperature only. FLOW has the base temperature.
+
+    Args:
+        quadrants: int32 `[rows]`, from `quadrant`.
+        features: entropies of logits and attention, each `[rows]`.
+        constants: of the formulas.
     """
     doubt = features.entropy + features.varentropy
     focus = features.attention_entropy + features.attention_varentropy
@@ -301,7 +311,7 @@ class Entropix:
 
         vocabulary = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         allowed = jnp.where(vocabulary == state.banned_token[:, None], -jnp.inf, logits)
-        state, clarification_token = next_clarification_token(
+        state, clarification_token = _next_clarification_token(
             state, quadrants == CLARIFY, self.clarification, self.patience
         )
         permitted = (
@@ -339,7 +349,7 @@ def step_inputs(signal: Signal, action: Action) -> tuple[jax.Array, jax.Array, j
     return signal.logits, signal.key, action.temperature > 0
 
 
-def next_clarification_token(
+def _next_clarification_token(
     state: EntropixState, requested: jax.Array, sequence: tuple[int, ...], patience: Gain
 ) -> tuple[EntropixState, jax.Array]:
     """The new state, and the next clarification token where one is in progress or begins; −1 elsewhere."""

@@ -105,7 +105,13 @@ def entropix_state(search: SearchState) -> EntropixState:
 
 
 def next_actions(search: SearchState, fresh: jax.Array, plan: SearchPlan) -> jax.Array:
-    """The action of each sequence before the next step; `fresh` (bool `[sequences]`) flags new tokens."""
+    """The action of each sequence before the next step, int32 `[sequences]`.
+
+    Args:
+        search: state of the search.
+        fresh: bool `[sequences]`, a token was emitted in this step.
+        plan: of the search; static.
+    """
     state = search.state
     lead = lambda x: x[:: plan.branches]
     law_state = jax.tree.map(lead, entropix_state(search))
@@ -207,7 +213,10 @@ def select_branch(search: SearchState, plan: SearchPlan) -> SearchState:
 def backtrack(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
     """Takes back tokens up to the previous uncertain one, which the next step draws again.
 
-    At most `most` sequences backtrack (static; None for all); it bounds the pages that are read.
+    Args:
+        search: state of the search.
+        plan: of the search; static.
+        most: sequences that backtrack at most, which bounds the pages that are read; static, None for all.
     """
     state, rows, k = search.state, search.alive.shape[0], plan.branches
     leads = jnp.arange(rows) % k == 0
@@ -274,7 +283,10 @@ def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, sco
 def branch(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
     """Forks a row for each candidate of the sequences that branch.
 
-    At most `most` sequences branch (static; None for all); it bounds the pages that are copied.
+    Args:
+        search: state of the search.
+        plan: of the search; static.
+        most: sequences that branch at most, which bounds the pages that are copied; static, None for all.
     """
     sequences, k = search.steps_left.shape[0], plan.branches
     rows, slot = sequences * k, jnp.arange(k)

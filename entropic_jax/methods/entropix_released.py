@@ -57,7 +57,7 @@ class Last(NamedTuple):
     quadrant: jax.Array  # int32
 
 
-def released_features(signal: Signal, logits: jax.Array, together: bool = True) -> QuadrantFeatures:
+def _released_features(signal: Signal, logits: jax.Array, together: bool = True) -> QuadrantFeatures:
     """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
     if signal.focus is None:
         raise ValueError("signal must come from a step whose controller observes attention; got no focus")
@@ -101,9 +101,12 @@ def shares(logits: jax.Array, settings: SamplerSettings) -> tuple[jax.Array, jax
 
 
 def drawn(share: jax.Array, count: int, together: bool = True) -> jax.Array:
-    """Places `[rows, count]` in the list, by noise that is the same at every step.
+    """Draws places in the list, int32 `[rows, count]`, by noise that is the same at every step.
 
-    `together`, every row of the batch has noise of its own; else all have that of a batch of one.
+    Args:
+        share: float32 `[rows, n]`, probabilities.
+        count: how many draws per row.
+        together: whether every row of the batch has noise of its own; else all have that of a batch of one.
     """
     shape = share.shape if together else (1, share.shape[1])
     keys = jax.random.split(jax.random.key(KEY), count)
@@ -132,7 +135,7 @@ class AsReleased:
 
     def update(self, signal: Signal, action: Action, state: Last) -> tuple[Action, Last]:
         logits, _, warm = step_inputs(signal, action)
-        m = released_features(signal, logits, self.together)
+        m = _released_features(signal, logits, self.together)
         quadrants = quadrant(m.entropy, m.varentropy, self.thresholds)
         settings = clipped(quadrants, quadrant_settings(quadrants, m, self.constants))
         token, share = shares(logits, settings)

@@ -149,6 +149,14 @@ def generate(
     """Runs up to `steps` steps in one launch, fewer if every sequence ends. The search is consumed.
 
     A step advances the leading rows or, while any sequence branches, every row with a branch.
+
+    Args:
+        search: state of the search; it is consumed.
+        plan: of the search; static.
+        decoder: the model's pure functions.
+        params: its parameters.
+        controller: the control law; an `Entropix` is part of it.
+        steps: traced, at most so many.
     """
 
     def step(state: State, done: jax.Array, width: int | None) -> tuple[State, Trace]:
@@ -192,7 +200,7 @@ def run_steps(
         def body(carry):
             done, search = carry
             state, trace = step(search.state, done, width)
-            return done + 1, record_step(search._replace(state=state), trace, plan)
+            return done + 1, _record_step(search._replace(state=state), trace, plan)
 
         return lambda carry: jax.lax.while_loop(running, body, carry)
 
@@ -209,13 +217,13 @@ def run_steps(
                 carry = stepping(wide, lambda busy: busy)(carry)
         done, search = carry
         due = lambda search: (search.pending_action != NO_ACTION).any()
-        return done, jax.lax.while_loop(due, lambda search: apply_actions(search, plan, narrow), search)
+        return done, jax.lax.while_loop(due, lambda search: _apply_actions(search, plan, narrow), search)
 
     done, search = jax.lax.while_loop(going, cycle, (jnp.int32(0), search))
     return search, done
 
 
-def record_step(search: SearchState, trace: Trace, plan: SearchPlan) -> SearchState:
+def _record_step(search: SearchState, trace: Trace, plan: SearchPlan) -> SearchState:
     """Records a step in texts and scores, and determines the pending actions."""
     state, rows = search.state, search.alive.shape[0]
     groups = lambda x: x.reshape(-1, plan.branches)
@@ -244,7 +252,7 @@ def record_step(search: SearchState, trace: Trace, plan: SearchPlan) -> SearchSt
     return search._replace(pending_action=jnp.where(branching & ((left == 0) | over), SELECT_BRANCH, wished))
 
 
-def apply_actions(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+def _apply_actions(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
     """Applies the pending actions: select branches, branch (again at once, if due), backtrack.
 
     At most `most` sequences have one (static; None for all).
@@ -259,7 +267,13 @@ def apply_actions(search: SearchState, plan: SearchPlan, most: int | None = None
 
 
 def end_sequences(search: SearchState, plan: SearchPlan, ended: np.ndarray) -> SearchState:
-    """Ends the sequences flagged in bool `[sequences]`: their rows do not advance any more."""
+    """Ends sequences: their rows do not advance any more.
+
+    Args:
+        search: state of the search.
+        plan: of the search; static.
+        ended: bool `[sequences]`, the sequences to end.
+    """
     rows = jnp.repeat(jnp.asarray(ended), plan.branches)
     status = jnp.where(rows & (search.state.status == RUNNING), FULL, search.state.status)
     return search._replace(

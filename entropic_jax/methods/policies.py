@@ -49,7 +49,13 @@ class PrefillPolicy(Protocol):
         """Number of layers, from the lowest, that read all pages."""
 
     def init(self, rows: int, kv_heads: int, pages: int) -> Any:
-        """The initial state of one layer, a pytree with leaves `[rows, …]`."""
+        """The initial state of one layer, a pytree with leaves `[rows, …]`.
+
+        Args:
+            rows: of the batch.
+            kv_heads: of a layer.
+            pages: of a row at most.
+        """
 
     def score_pages(self, queries: LayerQueries, state: Any, below: Any) -> tuple[PageScores, Any, Any]:
         """Scores the prior pages for one segment and layer.

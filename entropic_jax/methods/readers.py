@@ -24,7 +24,16 @@ from .policies import (
 
 
 class PrefillReader:
-    """Attention of one chunk of the prompts, layer after layer."""
+    """Attention of one chunk of the prompts, layer after layer.
+
+    Args:
+        policy: chooses the earlier pages that a chunk attends to; None reads all.
+        compression: observes the queries; None for no compression.
+        cache: the KV cache of the rows of the chunk.
+        memory: state of the method before the chunk.
+        span: where the tokens of the chunk stand (`attend.TokenSpan`).
+        total: int32 `[rows]`, positions that each whole prompt takes.
+    """
 
     def __init__(
         self,
@@ -129,7 +138,16 @@ class PrefillReader:
 
 
 class DecodeReader:
-    """Attention of one decode step, layer after layer."""
+    """Attention of one decode step, layer after layer.
+
+    Args:
+        compression: observes the queries; None for no compression.
+        policy: chooses the pages of a step; None reads those that the method holds.
+        cache: the KV cache of the rows of the step.
+        dropped_mass_limit: ε, float32 `[rows]`, in [0, 1).
+        memory: state of the method before the step.
+        tokens: int32 `[rows]`, how many tokens each row has emitted.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,14 @@ class Window(NamedTuple):
 
 
 def empty_window(shape: ModelShape, rows: int, window: int, dtype: jax.typing.DTypeLike) -> Window:
-    """A window of `window` queries, none of them valid."""
+    """A window of `window` queries, none of them valid.
+
+    Args:
+        shape: sizes of the model.
+        rows: of the batch.
+        window: queries that it holds.
+        dtype: of the queries.
+    """
     group = shape.heads // shape.kv_heads
     return Window(
         jnp.zeros((rows, shape.kv_heads, group, window, shape.head_dim), dtype), jnp.zeros(rows, jnp.int32)
@@ -81,7 +88,13 @@ def pool_scores(scores: jax.Array, size: int, kind: Literal["mean", "max"], leng
 
 
 def keep_newest(scores: jax.Array, num_newest: int, length: jax.Array) -> jax.Array:
-    """Sets the scores of the `num_newest` newest positions to +∞ and those at and after `length` to −∞."""
+    """Sets the scores of the newest positions to +∞, and those at and after `length` to −∞.
+
+    Args:
+        scores: float32 `[rows, kv_heads, positions]`.
+        num_newest: positions that are kept whatever their score.
+        length: int32 `[rows]`, positions that each row holds.
+    """
     position = jnp.arange(scores.shape[-1])
     scores = jnp.where(position >= length[:, None, None] - num_newest, jnp.inf, scores)
     return jnp.where(position < length[:, None, None], scores, -jnp.inf)

@@ -14,7 +14,12 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry(key: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds of the counter words x and y, uint32, under two words of key.
+    """Threefry-2x32 with 20 rounds: two words of random bits for each counter.
+
+    Args:
+        key: two words, uint32.
+        x: uint32, the first word of the counter.
+        y: uint32, the second; the shape is that of x.
 
     Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
     """
@@ -34,7 +39,12 @@ def typed(key: jax.Array) -> jax.Array:
 
 
 def row_keys(key: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
-    """fold_in(fold_in(key, seed), position) for seed and position int32 `[rows]`: typed keys `[rows]`.
+    """The random keys of the rows, typed, `[rows]`: fold_in(fold_in(key, seed), position).
+
+    Args:
+        key: the run's random key.
+        seed: int32 `[rows]`.
+        position: int32 `[rows]`, of the token that is drawn.
 
     >>> found = row_keys(jax.random.key(0), jnp.array([3]), jnp.array([9]))
     >>> bool(found[0] == jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 3), 9))

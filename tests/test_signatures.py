@@ -1,0 +1,197 @@
+"""Signatures of the public surface: every parameter has a type, and a longer list of them is documented."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("entropic_jax", "models", "serving")
+FEW = 2  # parameters, up to which a docstring needs no list of them
+# Folders whose functions are not checked yet.
+PENDING = (
+    *("entropic_jax/cpu_runtime", "entropic_jax/pallas"),
+    *("models", "models/train"),
+    *("serving", "serving/bench", "serving/commands", "serving/engine", "serving/http"),
+)
+# The parameters of a route are those of the request, which its schema documents.
+ROUTES = {"get", "post", "put", "delete", "api_route"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Signature(NamedTuple):
+    """A function of the tree, or a method of one of its classes."""
+
+    file: str
+    owner: ast.ClassDef | None
+    function: Function
+
+    @property
+    def name(self) -> str:
+        return self.function.name if self.owner is None else f"{self.owner.name}.{self.function.name}"
+
+    @property
+    def folder(self) -> str:
+        return self.file.rpartition("/")[0]
+
+    @property
+    def public(self) -> bool:
+        if self.owner is not None and self.owner.name.startswith("_"):
+            return False
+        return not self.function.name.startswith("_") or self.function.name == "__init__"
+
+    @property
+    def parameters(self) -> list[ast.arg]:
+        """All of them but `self` and `cls`."""
+        a = self.function.args
+        first = [*a.posonlyargs, *a.args]
+        static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.function.decorator_list)
+        if self.owner is not None and not static:
+            first = first[1:]
+        return [*first, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
+
+    @property
+    def documented(self) -> set[str]:
+        """The parameters that the docstring names; for a constructor, also that of its class."""
+        text = ast.get_docstring(self.function) or ""
+        if self.owner is not None and self.function.name == "__init__":
+            text += "\n\n" + (ast.get_docstring(self.owner) or "")
+        return documented_names(text)
+
+    @property
+    def is_route(self) -> bool:
+        calls = (d.func for d in self.function.decorator_list if isinstance(d, ast.Call))
+        return any(isinstance(f, ast.Attribute) and f.attr in ROUTES for f in calls)
+
+    @property
+    def is_protocol(self) -> bool:
+        return self.owner is not None and any("Protocol" in ast.unparse(base) for base in self.owner.bases)
+
+
+def documented_names(docstring: str) -> set[str]:
+    """The names in the section `Args:` of a docstring.
+
+    >>> sorted(documented_names("Adds.\\n\\nArgs:\\n    a, b: x.\\n    *c: y: z.\\n\\nReturns:\\n    d: e."))
+    ['a', 'b', 'c']
+    """
+    _, found, section = docstring.partition("Args:\n")
+    section = re.split(r"\n\s*\n|\n(?=\S)", section)[0] if found else ""
+    lines = section.splitlines()
+    indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    named = (re.match(rf" {{{indent}}}((?:\*{{0,2}}\w+(?:, )?)+):", line) for line in lines)
+    return {name.strip(" *") for match in named if match for name in match[1].split(",")}
+
+
+def signatures(root: Path) -> Iterator[Signature]:
+    """Every function at the top of a module, and every method of a class there."""
+    for path in sorted(path for folder in FOLDERS for path in root.glob(f"{folder}/**/*.py")):
+        file = path.relative_to(root).as_posix()
+        if file.startswith(("entropic_jax/models/", "entropic_jax/serving/")):
+            continue  # seen through its link
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, Function):
+                yield Signature(file, None, node)
+            elif isinstance(node, ast.ClassDef):
+                methods = (child for child in node.body if isinstance(child, Function))
+                yield from (Signature(file, node, method) for method in methods)
+
+
+def violations(root: Path, pending: tuple[str, ...] = ()) -> list[str]:
+    """The public functions without a type, and those whose docstring leaves a parameter out.
+
+    What implements a contract is documented once: a function of the same name in the same folder (the back
+    ends of a kernel), a method of the same name in the same folder or of a protocol.
+    """
+    every = list(signatures(root))
+    by_folder, by_protocol = defaultdict(set), defaultdict(set)
+    for s in every:
+        by_folder[s.folder, s.owner is None, s.function.name] |= s.documented
+        if s.is_protocol:
+            by_protocol[s.function.name] |= s.documented
+    found = []
+    for s in every:
+        if not s.public or any(s.folder == p or s.folder.startswith(f"{p}/") for p in pending):
+            continue
+        where = f"{s.file}:{s.function.lineno} {s.name}"
+        untyped = [p.arg for p in s.parameters if p.annotation is None]
+        untyped += ["the result"] * (s.function.returns is None)
+        if untyped:
+            found.append(f"{where} has no type for {', '.join(untyped)}")
+        if len(s.parameters) <= FEW or s.is_route:
+            continue
+        known = s.documented
+        if s.function.name != "__init__":
+            known |= by_folder[s.folder, s.owner is None, s.function.name]
+            known |= by_protocol[s.function.name] if s.owner is not None else set()
+        missing = [p.arg for p in s.parameters if p.arg not in known]
+        if missing:
+            found.append(f"{where} has no line under Args for {', '.join(missing)}")
+    return found
+
+
+def test_public_functions_have_types_and_say_what_their_parameters_are():
+    assert violations(ROOT, PENDING) == []
+
+
+DOCUMENTED = '''
+class Law(Protocol):
+    def update(self, signal: int, action: int, state: int) -> int:
+        """The next state.
+
+        Args:
+            signal: measured.
+            action, state: in force.
+        """
+
+class Plain:
+    def __init__(self, a: int, b: int, c: int) -> None:
+        """Three numbers.
+
+        Args:
+            a: the first.
+            b: the second.
+            c: the third.
+        """
+
+    def update(self, signal: int, action: int, state: int) -> int: ...
+
+def few(a: int, b: int) -> int: ...
+
+def _private(a, b, c): ...
+
+@router.post("/")
+async def route(a: int, b: int, c: int) -> int: ...
+'''
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DOCUMENTED, []),
+        ("def f(a) -> int: ...", ["serving/x.py:1 f has no type for a"]),
+        ("def f(*a: int): ...", ["serving/x.py:1 f has no type for the result"]),
+        ("class A:\n    def f(self, a, /) -> int: ...", ["serving/x.py:2 A.f has no type for a"]),
+        (
+            "def f(a: int, b: int, *, c: int) -> int: ...",
+            ["serving/x.py:1 f has no line under Args for a, b, c"],
+        ),
+        (
+            'def f(a: int, b: int, c: int) -> int:\n    """F.\n\n    Args:\n        a: c:\n        b: c."""',
+            ["serving/x.py:1 f has no line under Args for c"],
+        ),
+        (
+            "class A:\n    def update(self, signal: int, action: int, state: int) -> int: ...",
+            ["serving/x.py:2 A.update has no line under Args for signal, action, state"],
+        ),
+    ],
+)
+def test_what_is_left_out_is_found(tmp_path, text, said):
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving/x.py").write_text(text)
+    assert violations(tmp_path) == said
+    assert violations(tmp_path, ("serving",)) == []
