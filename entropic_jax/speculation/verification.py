@@ -55,7 +55,13 @@ def lay_out(num_tokens: jax.Array, total: int, most: int) -> Pass:
 
 
 def packed_attention(cache: Cache, span: TokenSpan, layout: Pass) -> Attend:
-    """Attention for packed tokens `[tokens, 1, …]`: unpacked to `[rows, n, …]`, attended to, packed again."""
+    """Attention for packed tokens `[tokens, 1, …]`: unpacked to `[rows, n, …]`, attended to, packed again.
+
+    Args:
+        cache: of the rows.
+        span: where the tokens of each row stand.
+        layout: which tokens belong to which row.
+    """
     attend = attend_to(cache, span)
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, window: int | None = None) -> Any:
@@ -105,7 +111,14 @@ def verify(
 
 
 def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Array) -> ledger.Cost:
-    """What the ledger charges every active row for a pass; float32 `[rows]` each."""
+    """What the ledger charges every active row for a pass; float32 `[rows]` each.
+
+    Args:
+        decoder: the model's pure functions.
+        params: its parameters.
+        batch: the rows before the pass.
+        num_drafted: int32 `[rows]`, drafts that the pass verifies.
+    """
     state = batch.state
     num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
     read = ledger.dense_positions(decoder.shape, state.length + num_tokens)
