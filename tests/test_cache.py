@@ -27,7 +27,7 @@ def ints(*values):
     return jnp.array(values, jnp.int32)
 
 
-class Pages(RuleBasedStateMachine):
+class BlockTables(RuleBasedStateMachine):
     """Rows that grow, end, share and fork, and a host that keeps pages, against the same said in Python."""
 
     @initialize(pages=st.integers(1, POOL))
@@ -70,11 +70,11 @@ class Pages(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, PER_ROW), data=st.data())
     def forget(self, count, data):
-        given = [
+        positions = [
             self.host.pop(data.draw(st.integers(self.hidden, len(self.host) - 1)))
             for _ in range(min(count, len(self.host) - self.hidden))
         ]
-        self.cache = release(self.cache, ints(*given, *[POOL] * (PER_ROW - len(given))))
+        self.cache = release(self.cache, ints(*positions, *[POOL] * (PER_ROW - len(positions))))
 
     @rule(order=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
     def adopt(self, order, count):
@@ -87,12 +87,12 @@ class Pages(RuleBasedStateMachine):
         assert self.pages(first) == self.pages(second) == kept
         self.length[[first, second]] = len(kept) * PAGE
 
-    @rule(order=st.permutations(range(ROWS)), cut=st.integers(0, PAGE * PER_ROW))
-    def branch(self, order, cut):
+    @rule(order=st.permutations(range(ROWS)), positions=st.integers(0, PAGE * PER_ROW))
+    def branch(self, order, positions):
         """Two rows continue a third from the same position."""
         source, first, second, _ = order
         self.end([row in (first, second) for row in range(ROWS)])
-        length = int(min(cut, self.length[source]))
+        length = int(min(positions, self.length[source]))
         left, partial = int(self.cache.available), length % PAGE > 0
         self.cache, enough = fork(
             self.cache, ints(source, source, source), ints(first, second, ROWS), ints(*[length] * 3)
@@ -119,7 +119,7 @@ class Pages(RuleBasedStateMachine):
         assert (np.asarray(self.cache.granted) * PAGE >= self.length).all()
 
 
-TestPages = Pages.TestCase
+TestPages = BlockTables.TestCase
 TestPages.settings = settings(max_examples=40, stateful_step_count=14, deadline=None)
 
 
@@ -136,15 +136,15 @@ def test_a_fork_copies_the_page_that_is_not_full_and_its_summaries():
     pool = filled()
     forked, enough = fork(pool, ints(0, 0), ints(2, 3), ints(10, 10))
     assert enough.tolist() == [True, True]
-    source, own = np.asarray(forked.table)[[0, 2], :3]
-    assert source[:2].tolist() == own[:2].tolist() and source[2] != own[2]
+    source, target = np.asarray(forked.table)[[0, 2], :3]
+    assert source[:2].tolist() == target[:2].tolist() and source[2] != target[2]
     for before, after in zip(
         jax.tree.leaves((pool.layers, pool.surprisal)),
         jax.tree.leaves((forked.layers, forked.surprisal)),
         strict=True,
     ):
-        assert (np.asarray(after)[own[2]] == source[2]).all()
-        others = [p for p in range(pool.pages) if p != own[2]]
+        assert (np.asarray(after)[target[2]] == source[2]).all()
+        others = [p for p in range(pool.pages) if p != target[2]]
         np.testing.assert_array_equal(np.asarray(after)[others], np.asarray(before)[others])
 
 
@@ -157,8 +157,8 @@ def test_pages_change_hands_without_a_copy_of_the_pool(program):
         "share": (cache.share, (ints(1), pool.table[:1], ints(2))),
         "grant": (cache.grant, (ints(10, 4, 9),)),
     }
-    function, given = calls[program]
-    text = jax.jit(function, donate_argnums=0).lower(pool, *given).compile().as_text()
+    function, arguments = calls[program]
+    text = jax.jit(function, donate_argnums=0).lower(pool, *arguments).compile().as_text()
     shape = f"f32[{','.join(map(str, pool.layers[0].keys.shape))}]"
     assert shape in text
     copies = [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
@@ -200,10 +200,10 @@ def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
     straight = written(length)
     pages = np.asarray(straight.table)
     for name in ("key_min", "key_max", "key_sum", "value_norm", "value_sum", "value_square"):
-        found, want = (np.asarray(getattr(x.layers[0], name)) for x in (back, straight))
+        actual, want = (np.asarray(getattr(x.layers[0], name)) for x in (back, straight))
         for row, count in ((0, length), (1, 11)):
             kept = pages[row, : -(-count // 4)]
-            np.testing.assert_allclose(found[kept], want[kept], atol=1e-6)
+            np.testing.assert_allclose(actual[kept], want[kept], atol=1e-6)
     assert back.granted.tolist() == [-(-length // 4), 3]
     with pytest.raises(ValueError, match="cache must be allocated without surprisals"):
         cache.rewind(cache.allocate(SHAPE, 1, 8, page_size=4, surprisal=True), jnp.array([True]), ints(0))

@@ -57,10 +57,10 @@ def random_logits(seed: int = 0, scale: float = 3.0) -> np.ndarray:
     return (scale * np.random.default_rng(seed).standard_normal((ROWS, VOCABULARY))).astype(np.float32)
 
 
-def assert_entropies_equal(found, expected, tolerance=1e-5):
-    np.testing.assert_allclose(found.log_normaliser, expected.log_normaliser, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(found.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(found.varentropy, expected.varentropy, rtol=2 * tolerance, atol=2 * tolerance)
+def assert_entropies_equal(actual, expected, tolerance=1e-5):
+    np.testing.assert_allclose(actual.log_normaliser, expected.log_normaliser, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual.varentropy, expected.varentropy, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 finite_or_masked = st.one_of(
@@ -76,11 +76,11 @@ rows_of_logits = arrays.arrays(np.float32, (ROWS, VOCABULARY), elements=finite_o
 @settings(max_examples=60)
 @given(rows_of_logits)
 def test_measure_is_exact_and_within_its_range(logits):
-    found = entropy_statistics(logits)
-    assert_entropies_equal(found, exact(logits), 3e-5)
-    assert (np.asarray(found.entropy) >= 0).all()
-    assert (np.asarray(found.entropy) <= math.log(VOCABULARY) * (1 + 1e-6)).all()
-    assert (np.asarray(found.varentropy) >= 0).all()
+    actual = entropy_statistics(logits)
+    assert_entropies_equal(actual, exact(logits), 3e-5)
+    assert (np.asarray(actual.entropy) >= 0).all()
+    assert (np.asarray(actual.entropy) <= math.log(VOCABULARY) * (1 + 1e-6)).all()
+    assert (np.asarray(actual.varentropy) >= 0).all()
 
 
 @settings(max_examples=30)
@@ -89,13 +89,13 @@ def test_a_shift_and_a_permutation_change_nothing(logits, shift, random):
     order = random.sample(range(VOCABULARY), VOCABULARY)
     # Quarters are exact in float32 whatever is added here.
     logits, shift = np.round(logits * 4) / 4, np.float32(np.round(shift * 4) / 4)
-    found, shifted, permuted = (
+    actual, shifted, permuted = (
         entropy_statistics(logits),
         entropy_statistics(logits + shift),
         entropy_statistics(logits[:, order]),
     )
-    assert_entropies_equal(shifted._replace(log_normaliser=shifted.log_normaliser - shift), found, 2e-5)
-    assert_entropies_equal(permuted, found, 1e-5)
+    assert_entropies_equal(shifted._replace(log_normaliser=shifted.log_normaliser - shift), actual, 2e-5)
+    assert_entropies_equal(permuted, actual, 1e-5)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
@@ -105,46 +105,48 @@ def test_extremes(offset):
     logits[2, 1:] = offset - 300  # one-hot by underflow
     logits[3, 2:] = -np.inf  # a fair coin
     logits[4, 1:] = -3e38
-    found = entropy_statistics(logits)
-    np.testing.assert_allclose(found.entropy, [math.log(VOCABULARY), 0, 0, math.log(2), 0], rtol=1e-6)
-    np.testing.assert_allclose(found.varentropy, 0, atol=1e-6)
+    actual = entropy_statistics(logits)
+    np.testing.assert_allclose(actual.entropy, [math.log(VOCABULARY), 0, 0, math.log(2), 0], rtol=1e-6)
+    np.testing.assert_allclose(actual.varentropy, 0, atol=1e-6)
 
 
 def test_what_is_no_distribution_is_nan_in_its_row_alone():
     logits = random_logits()
     expected = entropy_statistics(logits)
     logits[1, 3], logits[2], logits[3, 0] = np.nan, -np.inf, np.inf
-    for found in (
+    for actual in (
         entropy_statistics(logits),
         at_temperature(logits, jnp.ones(ROWS)),
         at_temperature(logits, jnp.array([1.0, 0.0, 0.0, 0.0, 1.0])),
     ):
-        np.testing.assert_array_equal(np.isnan(found.entropy), [False, True, True, True, False])
-        np.testing.assert_array_equal(np.asarray(found.entropy)[[0, 4]], np.asarray(expected.entropy)[[0, 4]])
+        np.testing.assert_array_equal(np.isnan(actual.entropy), [False, True, True, True, False])
+        np.testing.assert_array_equal(
+            np.asarray(actual.entropy)[[0, 4]], np.asarray(expected.entropy)[[0, 4]]
+        )
     negative = np.copysign(np.float32(np.nan), np.float32(-1))  # the NaN that x86 makes, which sorts last
     for nan in (np.float32(np.nan), negative):
         logits = random_logits()
         logits[1, 3] = nan
-        found = estimators(logits, 7)
+        actual = estimators(logits, 7)
         for name in ("truncated", "tail_corrected", "upper", "lower", "middle", "error", "surrogate"):
-            np.testing.assert_array_equal(np.isnan(found[name]), np.arange(ROWS) == 1, err_msg=name)
+            np.testing.assert_array_equal(np.isnan(actual[name]), np.arange(ROWS) == 1, err_msg=name)
 
 
 def test_half_precision_is_summed_in_float32():
     logits = jnp.asarray(random_logits(), jnp.bfloat16)
-    found = entropy_statistics(logits)
-    assert found.entropy.dtype == jnp.float32
-    assert_entropies_equal(found, exact(np.asarray(logits, np.float32)))
+    actual = entropy_statistics(logits)
+    assert actual.entropy.dtype == jnp.float32
+    assert_entropies_equal(actual, exact(np.asarray(logits, np.float32)))
 
 
 def test_any_leading_axes_and_vmap():
     logits = random_logits()
     expected = entropy_statistics(logits)
-    for found in (
+    for actual in (
         jax.vmap(entropy_statistics)(logits),
         jax.tree.map(lambda x: x[0], entropy_statistics(logits[None])),
     ):
-        assert_entropies_equal(found, expected, 1e-6)
+        assert_entropies_equal(actual, expected, 1e-6)
     assert entropy_statistics(logits[0]).entropy.shape == ()
 
 
@@ -155,16 +157,16 @@ def test_any_leading_axes_and_vmap():
 def test_tempered_entropy(temperature):
     logits = random_logits(1)
     logits[:, ::5] = -np.inf
-    found = at_temperature(logits, jnp.full(ROWS, temperature))
-    assert_entropies_equal(found, exact(logits, temperature), 3e-5)
+    actual = at_temperature(logits, jnp.full(ROWS, temperature))
+    assert_entropies_equal(actual, exact(logits, temperature), 3e-5)
 
 
 def test_temperature_zero_is_greedy_and_one_is_measure():
     logits = np.zeros((ROWS, VOCABULARY), np.float32)  # all tied, of which greedy takes the first
-    found = at_temperature(logits, jnp.array([0.0, 1.0, 1e-12, 0.0, 1.0]))
-    np.testing.assert_array_equal(np.asarray(found.entropy)[[0, 3]], 0)
-    np.testing.assert_array_equal(np.asarray(found.varentropy)[[0, 3]], 0)
-    np.testing.assert_allclose(np.asarray(found.entropy)[[1, 2, 4]], math.log(VOCABULARY), rtol=1e-6)
+    actual = at_temperature(logits, jnp.array([0.0, 1.0, 1e-12, 0.0, 1.0]))
+    np.testing.assert_array_equal(np.asarray(actual.entropy)[[0, 3]], 0)
+    np.testing.assert_array_equal(np.asarray(actual.varentropy)[[0, 3]], 0)
+    np.testing.assert_allclose(np.asarray(actual.entropy)[[1, 2, 4]], math.log(VOCABULARY), rtol=1e-6)
     logits = random_logits(2)
     assert_entropies_equal(at_temperature(logits, jnp.ones(ROWS)), entropy_statistics(logits), 1e-6)
     assert_entropies_equal(entropy.at_temperature(jnp.asarray(logits), 1.0), entropy_statistics(logits), 1e-6)
@@ -190,11 +192,11 @@ def slope(logits, log_temperature):
 @settings(max_examples=40)
 @given(rows_of_logits, st.floats(0.125, 10, width=32))
 def test_the_slope_of_entropy_is_varentropy_of_any_logits(logits, temperature):
-    found = slope(logits, jnp.full(ROWS, np.log(temperature), jnp.float32))
+    actual = slope(logits, jnp.full(ROWS, np.log(temperature), jnp.float32))
     expected = exact(logits, temperature).varentropy
     # What rounds is Σ p d², of which the variance is a part.
     scale = 1 + (logits.max() - np.where(np.isneginf(logits), 0, logits).min()) / temperature
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * scale**2)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6 * scale**2)
 
 
 def test_gradients_are_finite():
@@ -226,10 +228,10 @@ def test_surprisal():
     logits = random_logits(6)
     logits[1, 4] = -np.inf
     token = jnp.array([0, 4, 2, int(logits[3].argmax()), VOCABULARY - 1])
-    found = entropy.surprisal(jnp.asarray(logits), token, entropy_statistics(logits).log_normaliser)
+    actual = entropy.surprisal(jnp.asarray(logits), token, entropy_statistics(logits).log_normaliser)
     expected = exact(logits).log_normaliser - logits[np.arange(ROWS), token]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert (np.asarray(found) >= 0).all()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(actual) >= 0).all()
     certain = jnp.array([0.0, -200.0])
     assert entropy.surprisal(certain, jnp.array(0), entropy.entropy_statistics(certain).log_normaliser) == 0
 
@@ -240,10 +242,10 @@ def test_surprisal():
 @settings(max_examples=40)
 @given(rows_of_logits)
 def test_the_surrogate_is_the_information_of_the_likeliest(logits):
-    found, true = np.asarray(surrogate(logits)), exact(logits)
-    np.testing.assert_allclose(found, true.log_normaliser - logits.max(-1), rtol=1e-5, atol=1e-5)
-    assert (found >= 0).all()
-    assert (found <= true.entropy + 2e-5).all()
+    actual, true = np.asarray(surrogate(logits)), exact(logits)
+    np.testing.assert_allclose(actual, true.log_normaliser - logits.max(-1), rtol=1e-5, atol=1e-5)
+    assert (actual >= 0).all()
+    assert (actual <= true.entropy + 2e-5).all()
 
 
 def test_the_surrogate_is_exact_for_uniform_and_one_hot_distributions():
@@ -279,25 +281,25 @@ def adversarial() -> np.ndarray:
 
 
 def check_bounds(logits, k):
-    found, true = estimators(logits, k), exact(logits).entropy
-    lower, upper, slack = np.asarray(found["lower"]), np.asarray(found["upper"]), 2e-5
+    actual, true = estimators(logits, k), exact(logits).entropy
+    lower, upper, slack = np.asarray(actual["lower"]), np.asarray(actual["upper"]), 2e-5
     assert (lower <= true + slack).all()
     assert (upper >= true - slack).all()
     assert (upper <= math.log(VOCABULARY) + slack).all()
-    assert (lower >= found["truncated"] - slack).all()
-    assert (found["tail_corrected"] >= upper - slack).all()
-    assert (np.abs(true - found["middle"]) <= found["error"] + slack).all()
-    np.testing.assert_allclose(found["head"].head_mass + found["head"].tail_mass, 1, rtol=1e-6)
-    return found, true
+    assert (lower >= actual["truncated"] - slack).all()
+    assert (actual["tail_corrected"] >= upper - slack).all()
+    assert (np.abs(true - actual["middle"]) <= actual["error"] + slack).all()
+    np.testing.assert_allclose(actual["head"].head_mass + actual["head"].tail_mass, 1, rtol=1e-6)
+    return actual, true
 
 
 @pytest.mark.parametrize("k", [1, 7, 30, VOCABULARY])
 def test_bounds_hold_for_adversarial_families(k):
-    found, true = check_bounds(adversarial(), k)
+    actual, true = check_bounds(adversarial(), k)
     if k == VOCABULARY:
-        np.testing.assert_allclose(found["error"], 0, atol=1e-5)
+        np.testing.assert_allclose(actual["error"], 0, atol=1e-5)
         for name in ("truncated", "tail_corrected", "middle"):
-            np.testing.assert_allclose(found[name], true, atol=1e-5)
+            np.testing.assert_allclose(actual[name], true, atol=1e-5)
 
 
 @settings(max_examples=60)
@@ -325,15 +327,15 @@ def test_bounds_are_reached():
     concentrated = np.where(np.arange(VOCABULARY) < 12, 0.0, -np.inf).astype(np.float32)
     concentrated[12] = math.log(0.4)
     logits = np.stack([uniform, concentrated])
-    found, true = estimators(logits, 7), exact(logits).entropy
-    np.testing.assert_allclose(found["upper"][0], true[0], rtol=1e-5)
-    np.testing.assert_allclose(found["lower"][1], true[1], rtol=1e-5)
+    actual, true = estimators(logits, 7), exact(logits).entropy
+    np.testing.assert_allclose(actual["upper"][0], true[0], rtol=1e-5)
+    np.testing.assert_allclose(actual["lower"][1], true[1], rtol=1e-5)
 
 
 def test_bounds_are_those_of_the_formula():
     logits = random_logits(8)
     k = 7
-    found = estimators(logits, k)
+    actual = estimators(logits, k)
     p = np.sort(np.exp(logits - exact(logits).log_normaliser[:, None]))[:, ::-1]
     term = lambda x: np.where(x > 0, -x * np.log(np.where(x > 0, x, 1)), 0)
     m, rest = p[:, :k].sum(1), p[:, k:].sum(1)
@@ -349,7 +351,7 @@ def test_bounds_are_those_of_the_formula():
         lower=split + m * truncated + rest * lowest,
     )
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, rtol=2e-5, err_msg=name)
 
 
 def test_the_printed_estimator_exceeds_the_largest_possible_entropy():

@@ -193,7 +193,7 @@ def test_a_folder_of_someone_else_is_left_alone(project, tmp_path):
     assert [path.name for path in precious.iterdir()] == ["file"]
 
 
-def test_a_checkout_without_symbolic_links_is_told_how_to_get_them(project):
+def test_a_checkout_without_symbolic_links_gets_the_remedy(project):
     (project / "entropic_jax").mkdir()
     (project / "entropic_jax" / "models").write_text("../models")
     status, out, err = run(project, "generate")

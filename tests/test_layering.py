@@ -112,27 +112,27 @@ def for_type_checkers(path: Path) -> set[int]:
 
 def violations(root: Path) -> list[str]:
     """Every import that does not point down, and every module of the core without a layer."""
-    found = []
+    result = []
     for path in sorted(path for package in (*PACKAGES, *FOLDERS) for path in root.glob(f"{package}/**/*.py")):
         module = module_name(path, root)
         top, inner, *_ = path.relative_to(root).parts
         if top == "entropic_jax" and inner in FOLDERS:
             continue  # seen through its link
-        own = layer(module)
-        if own == "entropic_jax" and module != "entropic_jax":
-            found.append(f"{module} has no layer: give it one in {Path(__file__).name}")
+        importer = layer(module)
+        if importer == "entropic_jax" and module != "entropic_jax":
+            result.append(f"{module} has no layer: give it one in {Path(__file__).name}")
             continue
         lazy = for_type_checkers(path) if module in LAZY_EXPORTS else ()
         for line, name in sorted(set(imports(path, root))):
             other = layer(name)
             if line in lazy and name in LAZY_EXPORTS[module]:
                 continue
-            where = f"{path.relative_to(root)}:{line} ({own}) imports {name}"
-            if own == "entropic_jax.models" and other != own and other not in A_MODEL_KNOWS:
-                found.append(f"{where}; a model knows {' and '.join(A_MODEL_KNOWS)}")
-            elif RANK[other] > RANK[own]:
-                found.append(f"{where}, which is above it")
-    return found
+            place = f"{path.relative_to(root)}:{line} ({importer}) imports {name}"
+            if importer == "entropic_jax.models" and other != importer and other not in A_MODEL_KNOWS:
+                result.append(f"{place}; a model knows {' and '.join(A_MODEL_KNOWS)}")
+            elif RANK[other] > RANK[importer]:
+                result.append(f"{place}, which is above it")
+    return result
 
 
 def test_imports_point_down():
@@ -235,8 +235,8 @@ def test_what_points_down_is_accepted(tmp_path):
 )
 def test_what_does_not_is_found(tmp_path, file, text, said):
     write(tmp_path, {**GOOD, file: text})
-    (found,) = violations(tmp_path)
-    assert said in found
+    (result,) = violations(tmp_path)
+    assert said in result
 
 
 def test_lazy_exports_point_down_except_those_named():

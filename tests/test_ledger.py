@@ -30,7 +30,7 @@ def dense_config(**changes) -> models.Config:
 def cost(shape: ModelShape, lengths, active=None, hardware=FLAT, **changes) -> ledger.Cost:
     """What a step costs that reads everything, float32 throughout."""
     length = jnp.asarray(lengths, jnp.int32)
-    given = dict(
+    options = dict(
         active=jnp.ones(length.shape, bool) if active is None else jnp.asarray(active),
         positions_read=ledger.dense_positions(shape, length),
         length=length,
@@ -38,7 +38,7 @@ def cost(shape: ModelShape, lengths, active=None, hardware=FLAT, **changes) -> l
         bytes_per_cache=4,
         hardware=hardware,
     )
-    return ledger.step_cost(shape, **{**given, **changes})
+    return ledger.step_cost(shape, **{**options, **changes})
 
 
 # What a model reads.
@@ -98,13 +98,13 @@ SHAPE = ModelShape(layers=3, heads=6, kv_heads=2, head_dim=8, vocabulary=11, hid
 
 
 def test_a_step_by_hand():
-    found = cost(SHAPE, [10, 100, 50], active=[True, True, False], bytes_per_weight=2, bytes_per_cache=2)
+    actual = cost(SHAPE, [10, 100, 50], active=[True, True, False], bytes_per_weight=2, bytes_per_cache=2)
     read = np.array([10, 100]) * 3 * 2  # positions × layers × KV heads
-    np.testing.assert_allclose(found.flops[:2], 2 * 1000 + 4 * 8 * 3 * read)  # 3 queries per KV head
-    np.testing.assert_allclose(found.bytes_read[:2], 2 * 1000 / 2 + 2 * 8 * 2 * read)
-    np.testing.assert_allclose(found.kv_bytes, 2 * 8 * 2 * 3 * 2 * np.array([10, 100, 50]))
-    np.testing.assert_allclose(found.seconds[:2], np.maximum(found.flops, found.bytes_read)[:2] / 1e9)
-    assert found.flops[2] == found.bytes_read[2] == found.seconds[2] == 0
+    np.testing.assert_allclose(actual.flops[:2], 2 * 1000 + 4 * 8 * 3 * read)  # 3 queries per KV head
+    np.testing.assert_allclose(actual.bytes_read[:2], 2 * 1000 / 2 + 2 * 8 * 2 * read)
+    np.testing.assert_allclose(actual.kv_bytes, 2 * 8 * 2 * 3 * 2 * np.array([10, 100, 50]))
+    np.testing.assert_allclose(actual.seconds[:2], np.maximum(actual.flops, actual.bytes_read)[:2] / 1e9)
+    assert actual.flops[2] == actual.bytes_read[2] == actual.seconds[2] == 0
     assert not np.any(np.asarray(cost(SHAPE, [4, 4], active=[False, False]).seconds))
 
 
@@ -117,18 +117,20 @@ def test_pages_left_out_are_not_paid_for():
 
 
 def test_the_roofline_takes_the_slower_side():
-    found = cost(SHAPE, [10], hardware=Hardware(1e6, 1e12))
-    np.testing.assert_allclose(found.seconds, found.flops / 1e6)
-    found = cost(SHAPE, [10], hardware=Hardware(1e12, 1e6))
-    np.testing.assert_allclose(found.seconds, found.bytes_read / 1e6)
+    actual = cost(SHAPE, [10], hardware=Hardware(1e6, 1e12))
+    np.testing.assert_allclose(actual.seconds, actual.flops / 1e6)
+    actual = cost(SHAPE, [10], hardware=Hardware(1e12, 1e6))
+    np.testing.assert_allclose(actual.seconds, actual.bytes_read / 1e6)
     for name, chip in HARDWARE.items():  # one row at a time waits for memory on every one of them
-        found = cost(SHAPE, [10], hardware=chip)
-        np.testing.assert_allclose(found.seconds, found.bytes_read / chip.bandwidth, err_msg=name)
+        actual = cost(SHAPE, [10], hardware=chip)
+        np.testing.assert_allclose(actual.seconds, actual.bytes_read / chip.bandwidth, err_msg=name)
 
 
 def test_a_shape_without_weights_pays_for_attention_alone():
-    found, whole = cost(SHAPE._replace(weights=0), [10]), cost(SHAPE, [10])
-    np.testing.assert_allclose((found.flops, found.bytes_read), (whole.flops - 2000, whole.bytes_read - 4000))
+    actual, complete = cost(SHAPE._replace(weights=0), [10]), cost(SHAPE, [10])
+    np.testing.assert_allclose(
+        (actual.flops, actual.bytes_read), (complete.flops - 2000, complete.bytes_read - 4000)
+    )
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 16), (1, 1024), (4, 256)])
@@ -151,12 +153,12 @@ def test_agrees_with_the_compiler(rows, context, monkeypatch):
         return jnp.einsum("rkgc,rkcd->rkgd", share, values).reshape(query.shape), (key, value)
 
     def step(params, tokens, positions, caches):
-        hidden, own = decoder.hidden(params, tokens, positions, caches, attend)
-        return decoder.logits(params, hidden), own
+        hidden, written = decoder.hidden(params, tokens, positions, caches, attend)
+        return decoder.logits(params, hidden), written
 
-    whole = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    ids = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     tile = jax.ShapeDtypeStruct((rows, 4, context, 32), jnp.float32)
-    compiled = jax.jit(step).lower(params, whole, whole, ((tile, tile),) * 2).compile()
+    compiled = jax.jit(step).lower(params, ids, ids, ((tile, tile),) * 2).compile()
     counted, ours = compiled.cost_analysis(), cost(decoder.shape, [context] * rows)
     np.testing.assert_allclose(ours.flops.sum(), counted["flops"], rtol=0.03)
     np.testing.assert_allclose(ours.bytes_read.sum(), counted["bytes accessed"], rtol=0.10)
@@ -168,8 +170,8 @@ def test_agrees_with_the_compiler(rows, context, monkeypatch):
 def entered(entropies: np.ndarray, active: np.ndarray, spent: ledger.Cost | None = None) -> ledger.Ledger:
     """The ledger after steps `[steps, rows]`."""
     account, last = ledger.new_ledger(entropies.shape[1]), jnp.zeros(entropies.shape[1])
-    for now, emits in zip(jnp.asarray(entropies, jnp.float32), jnp.asarray(active), strict=True):
-        after = jnp.where(emits, now, last)
+    for value, emits in zip(jnp.asarray(entropies, jnp.float32), jnp.asarray(active), strict=True):
+        after = jnp.where(emits, value, last)
         account, last = ledger.add_step(account, last, after, emits, spent), after
     return account
 
@@ -177,29 +179,29 @@ def entered(entropies: np.ndarray, active: np.ndarray, spent: ledger.Cost | None
 def test_time_and_variation_are_those_of_numpy():
     random = np.random.default_rng(1)
     entropies, active = random.gamma(1, 1, (40, 3)), random.random((40, 3)) < 0.7
-    found = entered(entropies, active)
+    actual = entered(entropies, active)
     for row in range(3):
         h = entropies[active[:, row], row]
         change = np.diff(h)
-        np.testing.assert_allclose(found.steps[row], len(h))
-        np.testing.assert_allclose(found.entropic_time[row], -change[change < 0].sum(), rtol=1e-5)
-        np.testing.assert_allclose(found.variation[row], np.abs(change).sum(), rtol=1e-5)
-        np.testing.assert_allclose(found.entropy[row], h.sum(), rtol=1e-5)
+        np.testing.assert_allclose(actual.steps[row], len(h))
+        np.testing.assert_allclose(actual.entropic_time[row], -change[change < 0].sum(), rtol=1e-5)
+        np.testing.assert_allclose(actual.variation[row], np.abs(change).sum(), rtol=1e-5)
+        np.testing.assert_allclose(actual.entropy[row], h.sum(), rtol=1e-5)
         # τ is half the variation and a boundary term.
         np.testing.assert_allclose(
-            found.entropic_time[row], (found.variation[row] + h[0] - h[-1]) / 2, rtol=1e-4
+            actual.entropic_time[row], (actual.variation[row] + h[0] - h[-1]) / 2, rtol=1e-4
         )
-    assert not np.any(np.asarray(found.seconds)) and not np.any(np.asarray(ledger.efficiency(found)))
+    assert not np.any(np.asarray(actual.seconds)) and not np.any(np.asarray(ledger.efficiency(actual)))
 
 
 def test_costs_are_summed():
     spent = cost(SHAPE, [10, 20])
-    found = entered(np.array([[2.0, 1.0], [0.5, 3.0], [0.0, 2.0]]), np.ones((3, 2), bool), spent)
-    np.testing.assert_allclose(found.flops, 3 * spent.flops)
-    np.testing.assert_allclose(found.bytes_read, 3 * spent.bytes_read)
-    np.testing.assert_allclose(found.seconds, 3 * spent.seconds)
-    np.testing.assert_array_equal(found.kv_bytes, spent.kv_bytes)
-    np.testing.assert_allclose(ledger.efficiency(found), np.array([2.0, 1.0]) / (3 * spent.seconds))
+    actual = entered(np.array([[2.0, 1.0], [0.5, 3.0], [0.0, 2.0]]), np.ones((3, 2), bool), spent)
+    np.testing.assert_allclose(actual.flops, 3 * spent.flops)
+    np.testing.assert_allclose(actual.bytes_read, 3 * spent.bytes_read)
+    np.testing.assert_allclose(actual.seconds, 3 * spent.seconds)
+    np.testing.assert_array_equal(actual.kv_bytes, spent.kv_bytes)
+    np.testing.assert_allclose(ledger.efficiency(actual), np.array([2.0, 1.0]) / (3 * spent.seconds))
 
 
 def test_alternating_temperature_makes_time_of_nothing():

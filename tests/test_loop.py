@@ -130,13 +130,13 @@ def test_a_row_with_nan_logits_fails_alone():
 def test_stop_tokens_limits_and_empty_rows():
     texts = tiny.prompts(10, 10)
     free, _, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
-    cut = next(i for i, t in enumerate(free[0]) if i > 0 and t not in free[0][:i])
+    place = next(i for i, t in enumerate(free[0]) if i > 0 and t not in free[0][:i])
     out, state, _ = tiny.finish(
         tiny.begin(
-            [texts[0], texts[1], []], temperature=0.0, stop=[[free[0][cut]], (), ()], max_tokens=[20, 4, 9]
+            [texts[0], texts[1], []], temperature=0.0, stop=[[free[0][place]], (), ()], max_tokens=[20, 4, 9]
         )
     )
-    assert out == [free[0][: cut + 1], free[1][:4], []]
+    assert out == [free[0][: place + 1], free[1][:4], []]
     assert np.asarray(state.status).tolist() == [STOPPED, FULL, FULL]
     assert out[2] == []
 

@@ -32,15 +32,15 @@ def locked(python: str, name: str) -> list[Version]:
         "sys_platform": "linux",
         "platform_machine": "x86_64",
     }
-    found = []
+    versions = []
     for line in LOCK.splitlines():
         if line.strip() and not line.startswith("#"):
             requirement = Requirement(line)
             applies = requirement.marker is None or requirement.marker.evaluate(environment)
             if applies and canonicalize_name(requirement.name) == canonicalize_name(name):
                 (specifier,) = requirement.specifier
-                found.append(Version(specifier.version))
-    return found
+                versions.append(Version(specifier.version))
+    return versions
 
 
 @pytest.mark.parametrize("python", PYTHONS)

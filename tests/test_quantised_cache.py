@@ -17,11 +17,11 @@ DTYPES = ("int8", "float8_e4m3fn")
 RELATIVE = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}  # of the largest number, and of each
 
 
-def begin(texts, dtype, page_policy=None, **given):
+def begin(texts, dtype, page_policy=None, **sampling):
     m = tiny.model()
     pool = allocate(m.decoder.shape, len(texts), 128, page_size=8, dtype=dtype)
     sample = parameters(len(texts), temperature=0.0)
-    settings = dict(max_tokens=40, key=jax.random.key(0), sample=sample, page_policy=page_policy, **given)
+    settings = dict(max_tokens=40, key=jax.random.key(0), sample=sample, page_policy=page_policy, **sampling)
     return start(m.decoder, m.params, chain(), pool, texts, **settings)
 
 
@@ -55,10 +55,10 @@ def test_nothing_and_what_is_no_number(dtype):
 
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.05), ("float8_e4m3fn", 0.4)])
 def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
-    exact, found = (teacher_forced(name)[1] for name in ("float32", dtype))
-    error = np.abs(exact.surprisal - found.surprisal)
+    exact, rounded = (teacher_forced(name)[1] for name in ("float32", dtype))
+    error = np.abs(exact.surprisal - rounded.surprisal)
     assert 0 < error.max() < bound
-    assert np.abs(exact.entropy - found.entropy).max() < bound
+    assert np.abs(exact.entropy - rounded.entropy).max() < bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,9 +140,9 @@ def test_gradients_reach_the_queries_through_quantised_pages():
         for n in (0, 1)
     )
     q = jax.random.normal(jax.random.key(2), (1, 1, 2, 16))
-    where = (jnp.arange(3)[None], None, None, jnp.zeros(1, jnp.int32), jnp.full(1, 20))
+    places = (jnp.arange(3)[None], None, None, jnp.zeros(1, jnp.int32), jnp.full(1, 20))
     plain = [quantised.gather(x, jnp.arange(4), jnp.float32) for x in (keys, values)]
-    total = lambda q, keys, values: paged_attention.decode(q, keys, values, *where).out.sum()
+    total = lambda q, keys, values: paged_attention.decode(q, keys, values, *places).out.sum()
     ours, theirs = (jax.grad(total)(q, *pools) for pools in ((keys, values), plain))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert np.abs(theirs).max() > 0

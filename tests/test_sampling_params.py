@@ -33,9 +33,9 @@ def test_the_device_has_a_field_for_each_parameter_that_it_applies():
 
 
 def test_parameters_makes_an_array_of_each():
-    made = parameters(2)
+    state = parameters(2)
     for name, line in DEVICE_PARAMETERS.items():
-        array = np.asarray(getattr(made, name))
+        array = np.asarray(getattr(state, name))
         assert array.dtype == (np.int32 if line.accepts.kind is int else np.float32)
         assert array.tolist() == [line.default] * 2
 

@@ -61,8 +61,8 @@ class FirstRows:
         return action._replace(quota=jnp.where(signal.runnable.sum() <= 2, 1, quota)), state
 
 
-def tokens_of(controller: Any, width: int | None, texts=TEXTS, **given: Any):
-    m, state = tiny.model(), tiny.begin(texts, controller=controller, max_tokens=10, **given)
+def tokens_of(controller: Any, width: int | None, texts=TEXTS, **options: Any):
+    m, state = tiny.model(), tiny.begin(texts, controller=controller, max_tokens=10, **options)
     traces = []
     for _ in range(8):
         state, trace = generate(m.decoder, m.params, controller, state, 8, capacity=8, width=width)

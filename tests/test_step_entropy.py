@@ -29,32 +29,32 @@ def with_kernel(monkeypatch):
     jax.clear_caches()
 
 
-def traced(controller, **given):
+def traced(controller, **options):
     texts = tiny.prompts(9, 14)
-    state = tiny.begin(texts, controller=controller, max_tokens=STEPS, **given)
+    state = tiny.begin(texts, controller=controller, max_tokens=STEPS, **options)
     m = tiny.model()
     state, trace = generate(m.decoder, m.params, controller, state, STEPS, capacity=STEPS)
     return jax.device_get((trace, state.signal))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         dict(temperature=[0.0, 0.9]),
         dict(temperature=0.8, presence_penalty=[0.7, 0.0], logit_bias={3: -2.0}),
     ],
     ids=["greedy-and-warm", "penalised"],
 )
-def test_tokens_and_traces_are_those_of_plain_jax(with_kernel, given):
+def test_tokens_and_traces_are_those_of_plain_jax(with_kernel, options):
     with_kernel(False)
     controller = preset("micro").controller
-    plain, signal = traced(controller, **given)
+    plain, signal = traced(controller, **options)
     with_kernel(True)
     assert step_entropy.kernel(jnp.zeros((2, 96))) == "tpu"
-    found, found_signal = traced(controller, **given)
-    np.testing.assert_array_equal(plain.token, found.token)
+    actual, actual_signal = traced(controller, **options)
+    np.testing.assert_array_equal(plain.token, actual.token)
     assert plain.temperature[:, 1].std() > 0  # the law moves it: what is sampled is measured anew
-    for ours, theirs in zip(*map(jax.tree.leaves, ((plain, signal), (found, found_signal))), strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, ((plain, signal), (actual, actual_signal))), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
@@ -64,18 +64,18 @@ def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
     with_kernel(False)
     plain = constraints.top_logprobs(logits, token, reported)
     with_kernel(True)
-    found = constraints.top_logprobs(logits, token, reported)
-    np.testing.assert_array_equal(plain.token, found.token)
-    np.testing.assert_allclose(plain.logprob, found.logprob, atol=1e-5)
-    np.testing.assert_allclose(plain.token_logprob, found.token_logprob, atol=1e-5)
+    actual = constraints.top_logprobs(logits, token, reported)
+    np.testing.assert_array_equal(plain.token, actual.token)
+    np.testing.assert_allclose(plain.logprob, actual.logprob, atol=1e-5)
+    np.testing.assert_allclose(plain.token_logprob, actual.token_logprob, atol=1e-5)
 
 
 def test_gradients_pass_the_kernel(with_kernel):
     logits = jax.random.normal(jax.random.key(1), (2, 40)) * 3
-    one = jnp.float32(1.0)
+    unit = jnp.float32(1.0)
 
     def total(logits, temperature):
-        belief, tempered = step_entropy.measure(logits, logits, jnp.bool_(False), temperature, one)
+        belief, tempered = step_entropy.measure(logits, logits, jnp.bool_(False), temperature, unit)
         again = step_entropy.remeasure(logits, 2 * temperature, temperature, tempered)
         return (belief.entropy + 2 * tempered.varentropy + 3 * again.entropy).sum()
 
@@ -83,8 +83,8 @@ def test_gradients_pass_the_kernel(with_kernel):
     with_kernel(False)
     plain = jax.grad(total, (0, 1))(logits, at)
     with_kernel(True)
-    found = jax.grad(total, (0, 1))(logits, at)
-    for ours, theirs in zip(plain, found, strict=True):
+    actual = jax.grad(total, (0, 1))(logits, at)
+    for ours, theirs in zip(plain, actual, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 

@@ -23,10 +23,10 @@ def model(seed: int = 0, **changes: Any) -> models.Model:
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
-    made = models.initialise(models.Config(**{**sizes, **changes}), seed)
-    params = dict(made.params)
+    model = models.initialise(models.Config(**{**sizes, **changes}), seed)
+    params = dict(model.params)
     params["lm_head"] = jax.tree.map(lambda x: 3 * x, params["lm_head"])
-    return models.Model(made.config, params)
+    return models.Model(model.config, params)
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -35,12 +35,14 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def begin(
-    texts: list[list[int]], *, page_size: int = 8, context: int = 128, controller=None, **given: Any
+    texts: list[list[int]], *, page_size: int = 8, context: int = 128, controller=None, **options: Any
 ) -> State:
     """A started state; what `start` and `allocate` do not take goes to `parameters`."""
     m = model()
-    elsewhere = {k: given.pop(k) for k in ("max_tokens", "seeds", "stop") if k in given}
-    pool = allocate(m.decoder.shape, len(texts), context, page_size=page_size, pages=given.pop("pages", None))
+    elsewhere = {k: options.pop(k) for k in ("max_tokens", "seeds", "stop") if k in options}
+    pool = allocate(
+        m.decoder.shape, len(texts), context, page_size=page_size, pages=options.pop("pages", None)
+    )
     return start(
         m.decoder,
         m.params,
@@ -48,7 +50,7 @@ def begin(
         pool,
         texts,
         key=jax.random.key(7),
-        sample=parameters(len(texts), **given),
+        sample=parameters(len(texts), **options),
         **{"max_tokens": 20, **elsewhere},
     )
 

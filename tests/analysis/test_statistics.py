@@ -9,12 +9,12 @@ from entropic_jax.analysis.statistics import beyond_product, compared, estimate,
 
 def test_an_interval_is_students():
     x = np.random.default_rng(0).normal(0.3, 1.0, 9)
-    found, test = estimate(x), stats.ttest_1samp(x, 0.0)
+    actual, test = estimate(x), stats.ttest_1samp(x, 0.0)
     interval = test.confidence_interval()
-    np.testing.assert_allclose(found, (x.mean(), interval.low, interval.high, test.pvalue), rtol=1e-9)
+    np.testing.assert_allclose(actual, (x.mean(), interval.low, interval.high, test.pvalue), rtol=1e-9)
 
 
-def test_few_values_claim_nothing():
+def test_two_values_claim_nothing():
     assert np.isnan(estimate([2.0]).low) and worded(estimate([2.0])) == "+2.0"
     assert estimate([0.0, 0.0]).p == 1 and estimate([1.0, 1.0]).p == 0
 
@@ -27,22 +27,22 @@ def test_a_change_is_paired_and_symmetric():
 
 
 @pytest.mark.parametrize(("whole", "sign"), [(1.3, 1), (1.1 * 1.1 * 1.0, 0), (1.05, -1)])
-def test_more_than_the_product_of_the_parts(whole, sign):
-    gains = {"off": 1.0, "micro": 1.1, "meso": 1.1, "macro": 1.0, "full": whole}
+def test_more_than_the_product_of_the_parts(combined, sign):
+    gains = {"off": 1.0, "micro": 1.1, "meso": 1.1, "macro": 1.0, "full": combined}
     rng = np.random.default_rng(0)
     rows = [
         {"preset": name, "turn": t, "rate": gain * float(np.exp(rng.normal(0, 0.01)))}
         for t in range(12)
         for name, gain in gains.items()
     ]
-    found = beyond_product(rows, "rate", "full", ("micro", "meso", "macro"), "turn")
-    assert found.mean == pytest.approx(100 * (whole / 1.21 - 1), abs=2)
-    assert (found.low > 0) - (found.high < 0) == sign
+    actual = beyond_product(rows, "rate", "full", ("micro", "meso", "macro"), "turn")
+    assert actual.mean == pytest.approx(100 * (combined / 1.21 - 1), abs=2)
+    assert (actual.low > 0) - (actual.high < 0) == sign
 
 
 def test_groups_keep_the_order_of_their_first_row():
     rows = [{"a": x, "b": n} for n, x in enumerate("babca")]
-    assert [(key, [r["b"] for r in mine]) for (key,), mine in split(rows, "a")] == [
+    assert [(key, [r["b"] for r in group]) for (key,), group in split(rows, "a")] == [
         ("b", [0, 2]),
         ("a", [1, 4]),
         ("c", [3]),

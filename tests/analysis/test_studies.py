@@ -34,13 +34,16 @@ def test_merged_pages_hold_what_their_parts_held():
     coarse = ablation.read(subject(), [t[:-8] for t in texts], 9, page_size=16)
     merged = ablation.resume(fine, chain(), page_size=16)
     check(merged.cache)
-    whole = np.asarray(merged.cache.table)[:, :4], np.asarray(coarse.cache.table)[:, :4]  # 67 of 80 positions
-    for mine, other in zip(merged.cache.layers, coarse.cache.layers, strict=True):
+    tables = (
+        np.asarray(merged.cache.table)[:, :4],
+        np.asarray(coarse.cache.table)[:, :4],
+    )  # 67 of 80 positions
+    for layer, other in zip(merged.cache.layers, coarse.cache.layers, strict=True):
         for name in ("key_min", "key_max", "key_sum", "value_norm", "keys", "values"):
-            found, wanted = (
-                np.asarray(getattr(x, name))[w] for x, w in zip((mine, other), whole, strict=True)
+            actual, expected = (
+                np.asarray(getattr(x, name))[w] for x, w in zip((layer, other), tables, strict=True)
             )
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     tails = [t[-8:] for t in texts]
     scores = [
         ablation.forced(subject(), chain(), ablation.resume(s, chain()), tails).surprisal
@@ -57,27 +60,27 @@ def test_pages_merge_into_multiples_only():
 
 
 def test_a_state_serves_every_configuration_and_stays_whole():
-    given = workload()
-    state = ablation.read(given.subject, tiny.prompts(40), 24)
+    small = workload()
+    state = ablation.read(small.subject, tiny.prompts(40), 24)
     before = jax.device_get(state.cache)
     texts = {}
     for name in ("off", "full", "off"):
-        setting = given.preset(name)
-        found = ablation.write(
-            given.subject, setting, studies.set_up(state, setting), target=1.0, clips=(0.3, 1.2)
+        setting = small.preset(name)
+        written = ablation.write(
+            small.subject, setting, studies.set_up(state, setting), target=1.0, clips=(0.3, 1.2)
         )
-        texts.setdefault(name, []).append(found.tokens)
+        texts.setdefault(name, []).append(written.tokens)
     assert texts["off"][0] == texts["off"][1] and len(texts["full"][0][0]) == 24
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.cache), before)
 
 
 def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     rows = studies.quality(workload(), 420, 0, names=PRESETS, sequences=2, scored=24)
-    found = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
+    by_preset = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
     for name, same in EQUIVALENT_PRESETS.items():
-        assert found[name] == found[same]
-    assert found["off"]["kept"] == 1 and found["meso"]["kept"] < 1
-    assert found["meso"]["bytes_read"] < found["off"]["bytes_read"]
+        assert by_preset[name] == by_preset[same]
+    assert by_preset["off"]["kept"] == 1 and by_preset["meso"]["kept"] < 1
+    assert by_preset["meso"]["bytes_read"] < by_preset["off"]["bytes_read"]
     title, head, lines = tables.quality(rows)
     assert len(lines) == len(PRESETS) and all(len(line) == len(head) for line in lines)
 
@@ -91,8 +94,8 @@ def test_speed_takes_turns():
 
 
 def test_under_load_everyone_is_served():
-    given = workload()
-    small = Workload(given.subject, given.stream, 3.0, given.gains)
+    base = workload()
+    small = Workload(base.subject, base.stream, 3.0, base.gains)
     rows = studies.load(small, 0, names=("off", "macro"), sequences=5, width=2, most=10)
     assert [r["preset"] for r in rows] == ["off", "macro"]
     assert all(0 < r["completion"] <= r["completion_p95"] and r["tokens_per_second"] > 0 for r in rows)

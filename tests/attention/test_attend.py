@@ -64,10 +64,13 @@ def test_reading_equals_dense_attention(queries, window):
     out = attend.read(layer, pool.table, step, jnp.asarray(q), window)
     for row in range(3):
         for i in range(queries):
-            own = start[row] + i
-            first = 0 if window is None else max(0, own - window + 1)
+            position = start[row] + i
+            first = 0 if window is None else max(0, position - window + 1)
             for head in range(4):
-                keys, values = k[row, first : own + 1, head // 2], v[row, first : own + 1, head // 2]
+                keys, values = (
+                    k[row, first : position + 1, head // 2],
+                    v[row, first : position + 1, head // 2],
+                )
                 score = (keys @ q[row, i, head]).astype(np.float64) * 8**-0.5
                 weight = np.exp(score - score.max())
                 expected = (weight / weight.sum()) @ values

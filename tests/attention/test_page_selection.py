@@ -46,9 +46,9 @@ def begin(texts, choice: Selection | None, drop: float = 0.0, page_size: int = 4
     return controller, state
 
 
-def run(texts, choice: Selection | None, drop: float = 0.0, **given):
+def run(texts, choice: Selection | None, drop: float = 0.0, **sizes):
     m = tiny.model()
-    controller, state = begin(texts, choice, drop, **given)
+    controller, state = begin(texts, choice, drop, **sizes)
     return generate(m.decoder, m.params, controller, state, 40, capacity=40)
 
 
@@ -95,8 +95,8 @@ def filled(length: int, page: int, seed: int = 0):
     pool = cache.allocate(SHAPE, 2, 256, page_size=page)
     k, v = rng.standard_normal((2, 2, length, 2, 16)).astype(np.float32)
     pool, _ = cache.grant(pool, jnp.full(2, length, jnp.int32))
-    where = attend.TokenSpan(jnp.zeros(2, jnp.int32), jnp.full(2, length, jnp.int32))
-    layer = attend.write(pool.layers[0], pool.table, where, jnp.asarray(k), jnp.asarray(v))
+    span = attend.TokenSpan(jnp.zeros(2, jnp.int32), jnp.full(2, length, jnp.int32))
+    layer = attend.write(pool.layers[0], pool.table, span, jnp.asarray(k), jnp.asarray(v))
     q = (rng.standard_normal((2, 2, 2, 16)) * rng.uniform(0.2, 3)).astype(np.float32)
     return pool._replace(layers=(layer,)), layer, jnp.asarray(q)
 
@@ -135,10 +135,10 @@ def test_shared_lists_certify_nothing_they_do_not_know():
 def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     pool, layer, q = filled(200, 8)
     last, drop = jnp.full(2, 200, jnp.int32), jnp.full(2, 0.4)
-    given = (q, PageSummary(layer.key_min, layer.key_max, layer.key_sum), layer.value_norm, pool.table, last)
+    inputs = (q, PageSummary(layer.key_min, layer.key_max, layer.key_sum), layer.value_norm, pool.table, last)
     rules = LOOSE._replace(min_pages=0)
-    choice = reference.select_pages(*given, drop, 8, rules)
-    known = reference.estimate_pages(*given, 8, rules)
+    choice = reference.select_pages(*inputs, drop, 8, rules)
+    known = reference.estimate_pages(*inputs, 8, rules)
     gate = np.asarray(reference.page_gates(known.weight, known.always_kept, drop, 1e-4))
     for row, head in np.ndindex(2, 2):
         kept = np.zeros(gate.shape[-1])

@@ -59,20 +59,20 @@ def observe(observation: Observation, layer, table, q, first, last):
 def test_measures_over_valid_positions(window):
     layer, table, q, last = scene()
     first = np.zeros_like(last) if window is None else np.maximum(last - window, 0)
-    found = observe(Observation(exact=True), layer, table, q, first, last)
+    observed = observe(Observation(exact=True), layer, table, q, first, last)
     coarse = observe(Observation(), layer, table, q, first, last)
     for row in range(2):
         score = scores_of(layer, table, q, row, first[row], last[row])
         share = softmax(score)
         entropy = -(share * np.log(share)).sum(-1)
         distance = np.abs(share - share.mean(0)).sum(-1).mean() / 2
-        np.testing.assert_allclose(found.entropy[row], entropy.mean(), atol=1e-5)
-        np.testing.assert_allclose(found.varentropy[row], entropy.var(), atol=1e-5)
-        np.testing.assert_allclose(found.agreement[row], 1 - distance / 0.75, atol=1e-5)
-        np.testing.assert_allclose(found.interaction[row], np.abs(score).mean(), rtol=1e-5)
-        np.testing.assert_allclose(found.max_entropy[row], np.log(score.shape[-1]), rtol=1e-6)
+        np.testing.assert_allclose(observed.entropy[row], entropy.mean(), atol=1e-5)
+        np.testing.assert_allclose(observed.varentropy[row], entropy.var(), atol=1e-5)
+        np.testing.assert_allclose(observed.agreement[row], 1 - distance / 0.75, atol=1e-5)
+        np.testing.assert_allclose(observed.interaction[row], np.abs(score).mean(), rtol=1e-5)
+        np.testing.assert_allclose(observed.max_entropy[row], np.log(score.shape[-1]), rtol=1e-6)
         np.testing.assert_allclose(coarse.entropy[row], entropy.mean(), atol=1e-5)
-    for value in (*found, *coarse):
+    for value in (*observed, *coarse):
         assert value[2] == 0  # the row that holds nothing
 
 
@@ -80,14 +80,14 @@ def test_by_page_is_by_position_where_a_page_is_a_position():
     layer, table, q, last = scene()
     narrow = lambda x: x.reshape(-1, KV_HEADS, 1, DIM) if x.ndim == 4 else x
     keys = np.asarray(layer.keys).swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
-    one = layer._replace(
+    single = layer._replace(
         keys=jnp.asarray(narrow(keys[:, :, None])),
         values=jnp.zeros((len(keys), KV_HEADS, 1, DIM)),
         key_sum=jnp.asarray(keys),
     )
     spread = (table[:, :, None] * SIZE + np.arange(SIZE)).reshape(ROWS, -1)
     first = np.zeros_like(last)
-    coarse = observe(Observation(), one, spread, q, first, last)
+    coarse = observe(Observation(), single, spread, q, first, last)
     exact = observe(Observation(exact=True), layer, table, q, first, last)
     for a, b in zip(coarse, exact, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -96,19 +96,19 @@ def test_by_page_is_by_position_where_a_page_is_a_position():
 def test_as_released_all_positions_of_a_padded_cache_count():
     layer, table, q, last = scene()
     q = q / 5
-    found = observe(Observation(padded=4096), layer, table, q, np.zeros_like(last), last)
+    observed = observe(Observation(padded=4096), layer, table, q, np.zeros_like(last), last)
     for row in range(2):
         score = np.zeros((KV_HEADS * GROUP, 4096))
         held = scores_of(layer, table, q, row, 0, last[row])
         score[:, : held.shape[1]] = held
         share = softmax(score)
         entropy = -(share * np.log2(share)).sum(-1)
-        np.testing.assert_allclose(found.entropy[row] / np.log(2), entropy.mean(), rtol=1e-5)
+        np.testing.assert_allclose(observed.entropy[row] / np.log(2), entropy.mean(), rtol=1e-5)
         np.testing.assert_allclose(
-            found.varentropy[row] / np.log(2) ** 2, entropy.var(), rtol=2e-2, atol=1e-9
+            observed.varentropy[row] / np.log(2) ** 2, entropy.var(), rtol=2e-2, atol=1e-9
         )
-        np.testing.assert_allclose(found.agreement[row], np.abs(share - share.mean(0)).mean(), rtol=1e-2)
-        np.testing.assert_allclose(found.interaction[row], np.abs(score).mean(), rtol=1e-5)
+        np.testing.assert_allclose(observed.agreement[row], np.abs(share - share.mean(0)).mean(), rtol=1e-2)
+        np.testing.assert_allclose(observed.interaction[row], np.abs(score).mean(), rtol=1e-5)
         assert entropy.mean() > 11.5  # whatever the text
 
 
@@ -150,12 +150,12 @@ class Watching:
 def test_a_step_shows_its_attention_to_a_controller_that_asks():
     """Against attention over the whole sequence, layer by layer."""
     m, texts = tiny.model(), tiny.prompts(19, 6)
-    found = {}
+    observed = {}
     for law in (Watching(), chain(Every(Watching(), 1)), When(lambda s, a: s.emitting, Watching())):
         state = tiny.begin(texts, temperature=0.0, controller=law)
         state, _ = loop.generate(m.decoder, m.params, law, state, 1, capacity=1)
         (leaves,) = [jax.tree.leaves(state.control)[-5:]]
-        found[type(law)] = np.array(leaves)
+        observed[type(law)] = np.array(leaves)
     want = np.zeros((5, 2))
     for row, text in enumerate(texts):
         layers = []
@@ -178,7 +178,7 @@ def test_a_step_shows_its_attention_to_a_controller_that_asks():
             want[:, row] += (
                 np.array([entropy.mean(), entropy.var(), 1 - distance, strength, np.log(len(text))]) / 2
             )
-    for values in found.values():
+    for values in observed.values():
         np.testing.assert_allclose(values, want, atol=2e-4)
 
 

@@ -28,7 +28,7 @@ def stamps_of_tables(text: str) -> list[str]:
 
 
 @cache
-def made() -> dict[str, str]:
+def rendered() -> dict[str, str]:
     return sections.sections()
 
 
@@ -52,7 +52,7 @@ def test_a_page_says_what_was_measured(name):
     page = (PAGES / PAGE_OF[name]).read_text("utf-8")
     begin, end = section_markers(name)
     section = page.partition(begin)[2].partition(end)[0].strip()
-    assert section.replace(f" {OLDER}", "") == made()[name].strip().replace(f" {OLDER}", "")
+    assert section.replace(f" {OLDER}", "") == rendered()[name].strip().replace(f" {OLDER}", "")
 
 
 @pytest.mark.parametrize("name", PAGE_OF)
@@ -60,8 +60,8 @@ def test_a_table_older_than_its_code_says_so(name):
     if changed_since("HEAD", ["benchmarks"]) is None:
         pytest.skip("there is no repository to compare with")
     page = (PAGES / PAGE_OF[name]).read_text("utf-8")
-    for written, now in zip(stamps_of_tables(page), stamps_of_tables(made()[name]), strict=True):
-        assert OLDER in written or OLDER not in now, f"run python -m benchmarks.publish: {written}"
+    for written, current in zip(stamps_of_tables(page), stamps_of_tables(rendered()[name]), strict=True):
+        assert OLDER in written or OLDER not in current, f"run python -m benchmarks.publish: {written}"
 
 
 def test_the_summary_links_every_page_and_begins_with_plots():

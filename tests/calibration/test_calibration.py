@@ -42,19 +42,19 @@ def loss(logits, tokens, temperature: float) -> float:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7, 3.1])
 def test_a_known_temperature_is_found(temperature):
-    found = calibration.fit_temperature(batched(*sampled(temperature, 64_000)))
-    np.testing.assert_allclose(found, temperature, rtol=0.01)
+    fitted = calibration.fit_temperature(batched(*sampled(temperature, 64_000)))
+    np.testing.assert_allclose(fitted, temperature, rtol=0.01)
 
 
 def test_it_is_the_temperature_of_least_loss():
     """Against golden-section search in float64."""
     logits, tokens = sampled(1.31, 3000, seed=1)
-    found = calibration.fit_temperature([(logits, tokens)])
+    fitted = calibration.fit_temperature([(logits, tokens)])
     low, high = 0.5, 3.0
     for _ in range(60):
         a, b = high - (high - low) * 0.618034, low + (high - low) * 0.618034
         low, high = (low, b) if loss(logits, tokens, a) < loss(logits, tokens, b) else (a, high)
-    np.testing.assert_allclose(found, (low + high) / 2, rtol=5e-4)
+    np.testing.assert_allclose(fitted, (low + high) / 2, rtol=5e-4)
 
 
 def test_a_minimum_outside_the_range_gives_its_end():
@@ -82,8 +82,8 @@ def test_batches_that_fit_nothing_are_refused(batches, said):
 
 def test_error_by_hand():
     confidence, correct = [0.2, 0.4, 0.9, 0.7], [True, False, True, False]  # bins {.2, .4} and {.7, .9}
-    found = calibration.expected_calibration_error(confidence, correct, bins=2)
-    assert found == pytest.approx(0.5 * abs(0.3 - 0.5) + 0.5 * abs(0.8 - 0.5))
+    error = calibration.expected_calibration_error(confidence, correct, bins=2)
+    assert error == pytest.approx(0.5 * abs(0.3 - 0.5) + 0.5 * abs(0.8 - 0.5))
     assert calibration.expected_calibration_error([1.0, 1.0], [True, True]) == 0
     with pytest.raises(ValueError, match=r"confidence and correct must .*; got \(0,\) and \(0,\)"):
         calibration.expected_calibration_error([], [])
@@ -106,13 +106,13 @@ def test_error_falls_with_the_fit():
 
 @given(st.lists(st.integers(0, 30), max_size=5), st.integers(1, 12), st.none() | st.integers(1, 60))
 def test_pieces_predict_every_token_once(lengths, context, limit):
-    whole = [[100 * n + i for i in range(length)] for n, length in enumerate(lengths)]
-    found = calibration.split_sequences(whole, context, limit)
-    targets = [token for piece in found for token in piece[1:].tolist()]
-    wanted = [token for sequence in whole for token in sequence[1:]]
-    assert len(set(targets)) == len(targets) == min(len(wanted), limit or len(wanted))
-    assert set(targets) <= set(wanted)
-    for piece in found:
+    sequences = [[100 * n + i for i in range(length)] for n, length in enumerate(lengths)]
+    pieces = calibration.split_sequences(sequences, context, limit)
+    targets = [token for piece in pieces for token in piece[1:].tolist()]
+    all_targets = [token for sequence in sequences for token in sequence[1:]]
+    assert len(set(targets)) == len(targets) == min(len(all_targets), limit or len(all_targets))
+    assert set(targets) <= set(all_targets)
+    for piece in pieces:
         assert 2 <= len(piece) <= context + 1
         assert np.diff(piece).tolist() == [1] * (len(piece) - 1)
 
@@ -129,9 +129,9 @@ def test_forced_logits_are_those_of_a_dense_pass(monkeypatch):
     model, texts = tiny.model(), tiny.prompts(50, 2, 33)
     logits: dict[int, list] = {}
     tokens: dict[int, list[int]] = {}
-    for number, found, wanted in calibration.teacher_forced(model.decoder, model.params, texts):
-        logits.setdefault(number, []).append(np.asarray(found)[wanted >= 0])
-        tokens.setdefault(number, []).extend(wanted[wanted >= 0].tolist())
+    for number, batch, targets in calibration.teacher_forced(model.decoder, model.params, texts):
+        logits.setdefault(number, []).append(np.asarray(batch)[targets >= 0])
+        tokens.setdefault(number, []).extend(targets[targets >= 0].tolist())
     for number, text in enumerate(texts):
         length = len(text) - 1
         expected = dense.run(model.decoder, model.params, jnp.asarray([text[:-1]]), length)[0]
@@ -148,8 +148,10 @@ def test_autoregression_is_recovered(correlation, scale, mean):
     series = np.zeros_like(noise)
     for t in range(1, noise.shape[1]):
         series[:, t] = correlation * series[:, t - 1] + noise[:, t]
-    found = calibration.autoregression(list(series + mean))
-    np.testing.assert_allclose(found, (mean, scale, correlation), atol=0.03 + 0.15 * abs(correlation) * scale)
+    fitted = calibration.autoregression(list(series + mean))
+    np.testing.assert_allclose(
+        fitted, (mean, scale, correlation), atol=0.03 + 0.15 * abs(correlation) * scale
+    )
     assert calibration.autoregression([np.full(9, 2.0)]) == (2.0, 0.0, 0.0)
 
 
@@ -158,15 +160,15 @@ def test_a_model_is_calibrated_on_what_it_wrote():
     model, prompts, done = tiny.model(), tiny.prompts(*[1] * 16), []
     written, _, _ = tiny.finish(tiny.begin(prompts, temperature=1.6, max_tokens=100))
     texts = [prompt + text for prompt, text in zip(prompts, written, strict=True)]
-    found = calibration.calibrate(
+    record = calibration.calibrate(
         model.decoder, model.params, texts, context=128, tokens=1500, on_progress=done.append
     )
-    assert found.tokens == 1500 and sum(done) == 3000
-    np.testing.assert_allclose(found.temperature, 1.6, rtol=0.1)
-    assert found.calibrated_loss < found.loss and found.calibrated_error < found.error
-    assert found.quantiles == tuple(sorted(found.quantiles))
-    assert found.low_entropy < found.target_entropy < found.high_entropy
-    assert all(h > plain for h, plain in zip(found.quantiles, found.plain_quantiles, strict=True))
+    assert record.tokens == 1500 and sum(done) == 3000
+    np.testing.assert_allclose(record.temperature, 1.6, rtol=0.1)
+    assert record.calibrated_loss < record.loss and record.calibrated_error < record.error
+    assert record.quantiles == tuple(sorted(record.quantiles))
+    assert record.low_entropy < record.target_entropy < record.high_entropy
+    assert all(h > plain for h, plain in zip(record.quantiles, record.plain_quantiles, strict=True))
     with pytest.raises(ValueError, match=r"sequences must have at least 64 tokens to predict .*; got 3"):
         calibration.calibrate(model.decoder, model.params, [[1, 2, 3], [4, 5], [6]], context=64)
 

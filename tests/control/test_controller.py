@@ -86,9 +86,9 @@ def run(controller: Any, steps: int = 5) -> Action:
 
 def total(controller: Any) -> jax.Array:
     """One number that depends on all that was asked for."""
-    asked = run(controller)
-    limit = jnp.where(jnp.isfinite(asked.surprisal_limit), asked.surprisal_limit, 0.0)
-    return asked.temperature.sum() + limit.sum() + asked.dropped_mass_limit.sum()
+    trace = run(controller)
+    limit = jnp.where(jnp.isfinite(trace.surprisal_limit), trace.surprisal_limit, 0.0)
+    return trace.temperature.sum() + limit.sum() + trace.dropped_mass_limit.sum()
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -111,8 +111,8 @@ def test_jit_vmap_and_grad(name):
     gains = jnp.array([0.0, 0.1, 0.2])
     many = jax.jit(jax.vmap(lambda gain: run(make(gain))))(gains)
     for index, gain in enumerate(gains):
-        one = jax.tree.map(lambda x: x[index], many)
-        chex.assert_trees_all_close(one, jitted(gain), rtol=1e-5)
+        single = jax.tree.map(lambda x: x[index], many)
+        chex.assert_trees_all_close(single, jitted(gain), rtol=1e-5)
     value = jax.jit(lambda gain: total(make(gain)))
     gradient = jax.jit(jax.grad(lambda gain: total(make(gain))))(0.1)
     numeric = (value(0.11) - value(0.09)) / 0.02

@@ -116,9 +116,9 @@ def defaults(kind: type) -> dict[str, float]:
     return {n: x for n, x in fields.items() if n not in without and x is not dataclasses.MISSING} | prior
 
 
-def acts(kind: type, given: dict[str, Any]) -> jax.Array:
+def acts(kind: type, gains: dict[str, Any]) -> jax.Array:
     """What a law with these gains does to two sequences whose tokens are given, as one number."""
-    gains = dict(given)
+    gains = dict(gains)
     if set(PRIOR) <= set(gains):
         gains["prior"] = AR1(*(gains.pop(name) for name in PRIOR))
     if issubclass(kind, scheduling.Scheduling | scheduling.PaperScheduling):
@@ -143,14 +143,14 @@ def test_slope_of_every_gain(name):
     gains = {**defaults(case.law), **case.fixed, **case.gains}
     places = {place: gain for place, gain in enumerate(gains) if gain in case.gains}
     program = of_law(case.law, tuple(gains))
-    found = quotients_agree(program, np.array([*gains.values()]), places, 0.004, 0.05, 1 + 2 * len(gains))
-    assert min(map(abs, found.values())) > 1e-4, found
+    quotients = quotients_agree(program, np.array([*gains.values()]), places, 0.004, 0.05, 1 + 2 * len(gains))
+    assert min(map(abs, quotients.values())) > 1e-4, quotients
 
 
 @cache
 def of_law(kind: type, names: tuple[str, ...]) -> Any:
     """One program for all cases of a law."""
-    return with_slopes(lambda given: acts(kind, given), names)
+    return with_slopes(lambda gains: acts(kind, gains), names)
 
 
 def test_no_gain_is_left_out():

@@ -40,11 +40,11 @@ def oracle(law: Pruning, entropies) -> np.ndarray:
         mean_now = max(mean_now, law.entropy_floor) if known else mean_now
         doubt = max(mean_now, h) + law.entropy_error
         share = np.clip((law.high_entropy - doubt) / (law.high_entropy - law.low_entropy), 0, 1)
-        wanted = law.dropped_mass_limit * share if known and seen >= law.patience else 0.0
-        if wanted <= drop:
-            drop = wanted
-        elif wanted - drop > law.hysteresis:
-            drop = drop + min(wanted - drop, law.rate)
+        expected = law.dropped_mass_limit * share if known and seen >= law.patience else 0.0
+        if expected <= drop:
+            drop = expected
+        elif expected - drop > law.hysteresis:
+            drop = drop + min(expected - drop, law.rate)
         mean = mean_now if known else mean
         out.append(drop)
     return np.array(out)
@@ -95,7 +95,7 @@ def test_thresholds_are_ends_of_the_opening():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("width", [None, 2])
 def test_every_preset_keeps_the_contract(name, width):
-    made = preset(name, width)
+    chosen = preset(name, width)
     action = plain_action(jnp.array([0.0, 0.7, 1.0]))
     signal = quiet_signal(3)._replace(
         entropy=jnp.full(3, 0.1),
@@ -103,12 +103,12 @@ def test_every_preset_keeps_the_contract(name, width):
         runnable=jnp.ones(3, bool),
         logits=jnp.linspace(-1, 1, 12).reshape(3, 4),
     )
-    state = made.controller.init(action)
-    after = made.controller.update(signal, action, state)
+    state = chosen.controller.init(action)
+    after = chosen.controller.update(signal, action, state)
     chex.assert_trees_all_equal_shapes_and_dtypes((action, state), after)
     assert after[0].temperature[0] == 0  # greedy stays greedy
-    assert (made.page_policy is not None) == (name in ("meso", "full", "paper"))
-    assert (made.width is not None) == (width is not None and name in ("macro", "full", "paper"))
+    assert (chosen.page_policy is not None) == (name in ("meso", "full", "paper"))
+    assert (chosen.width is not None) == (width is not None and name in ("macro", "full", "paper"))
 
 
 def test_off_is_the_null_controller():
@@ -118,15 +118,15 @@ def test_off_is_the_null_controller():
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_of_temperature_can_be_named(law):
     action = plain_action(jnp.ones(1))
-    made = preset("micro", gains=Gains(law=law))
-    assert made.controller.init(action) is not None
+    chosen = preset("micro", gains=Gains(law=law))
+    assert chosen.controller.init(action) is not None
 
 
 def test_unknown_names_are_refused():
-    for given in (
+    for options in (
         dict(name="best"),
         dict(name="micro", gains=dict(law="magic")),
         dict(name="off", gains=dict(schedule="lottery")),
     ):
         with pytest.raises(ValueError, match="must be one of"):
-            preset(given["name"], gains=Gains(**given.get("gains", {})))
+            preset(options["name"], gains=Gains(**options.get("gains", {})))

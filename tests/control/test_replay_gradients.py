@@ -63,8 +63,8 @@ def slopes_agree(
 
 def with_slopes(loss: Any, names: tuple[str, ...]) -> Any:
     """A loss and its gradient at many points `[points, names]` in one launch."""
-    whole = lambda vector: loss(dict(zip(names, vector, strict=True)))
-    return jax.jit(jax.vmap(jax.value_and_grad(whole)))
+    loss_of = lambda vector: loss(dict(zip(names, vector, strict=True)))
+    return jax.jit(jax.vmap(jax.value_and_grad(loss_of)))
 
 
 def quotients_agree(
@@ -77,29 +77,29 @@ def quotients_agree(
     values, slopes = (np.asarray(x, float) for x in program(grid))
     above, below = np.split(values[1 : 1 + 2 * len(names)], 2)
     numeric = (above - below) / (2 * width)
-    found = dict(zip(names.values(), slopes[0, list(names)].tolist(), strict=True))
-    for (name, slope), wanted in zip(found.items(), numeric, strict=True):
-        np.testing.assert_allclose(slope, wanted, rtol=rtol, atol=5e-3, err_msg=name)
-    return found
+    slopes_found = dict(zip(names.values(), slopes[0, list(names)].tolist(), strict=True))
+    for (name, slope), expected in zip(slopes_found.items(), numeric, strict=True):
+        np.testing.assert_allclose(slope, expected, rtol=rtol, atol=5e-3, err_msg=name)
+    return slopes_found
 
 
 @pytest.mark.slow
 def test_at_a_clip_the_clip_is_what_acts():
-    loss = lambda given: run(Integral(**given, rate=5.0))[1].temperature[4:].mean()
-    found = slopes_agree(
+    loss = lambda gains: run(Integral(**gains, rate=5.0))[1].temperature[4:].mean()
+    slopes_found = slopes_agree(
         loss, {"target_entropy": 0.01, "lowest_temperature": 0.9, "highest_temperature": 1.1}
     )
-    assert found["lowest_temperature"] == pytest.approx(1, abs=1e-3)
+    assert slopes_found["lowest_temperature"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_the_gain_of_pruning_through_the_soft_relaxation():
-    def loss(given):
-        _, trace = run(FixedPruning(**given), SOFT)
+    def loss(gains):
+        _, trace = run(FixedPruning(**gains), SOFT)
         return 10 * trace.surprisal.mean() + 10 * trace.kept_fraction.mean()
 
-    found = slopes_agree(loss, {"dropped_mass_limit": 0.4}, rtol=0.1)
-    assert abs(found["dropped_mass_limit"]) > 1e-3
+    slopes_found = slopes_agree(loss, {"dropped_mass_limit": 0.4}, rtol=0.1)
+    assert abs(slopes_found["dropped_mass_limit"]) > 1e-3
 
 
 def test_the_hard_choice_of_pages_has_gradient_zero():
@@ -111,6 +111,6 @@ def test_a_grid_of_gains_in_one_launch_equals_launches_one_by_one():
     entropy = lambda target: run(Normalised(target_entropy=target))[1].tempered_entropy
     targets = jnp.array([0.5, 1.5, 3.0])
     together = jax.jit(jax.vmap(entropy))(targets)
-    for one, target in zip(together, targets, strict=True):
-        np.testing.assert_allclose(one, entropy(target), rtol=2e-4, atol=2e-4)
+    for single, target in zip(together, targets, strict=True):
+        np.testing.assert_allclose(single, entropy(target), rtol=2e-4, atol=2e-4)
     assert np.diff(np.asarray(together)[:, -4:].mean((1, 2))).min() > 0  # a higher target, a higher entropy

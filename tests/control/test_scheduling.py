@@ -37,9 +37,9 @@ def serve(law, load, entropies, arrived, adversary=None):
     """Who advanced at each step, and the quota after it, `[steps, rows]`."""
     rows = entropies.shape[1]
 
-    def step(carry, now):
+    def step(carry, inputs):
         action, state, last, length = carry
-        entropy, arrived = now
+        entropy, arrived = inputs
         runnable = arrived & (length < load.true_end)
         emitting = runnable & (action.quota > 0)
         emitting &= jnp.cumsum(emitting) <= law.width  # as the loop gathers them
@@ -81,8 +81,8 @@ def test_priority_against_float64_and_its_gradients(seed):
         rise = exact(**{name: GAINS[name] + 1e-6}) - exact(**{name: GAINS[name] - 1e-6})
         np.testing.assert_allclose(slope, rise / 2e-6, rtol=1e-4, atol=1e-5, err_msg=name)
     broken = load(6, cost=[0.0, math.nan, math.inf, -9.0, 2.0, 2.0], slack=np.zeros(6))
-    found = scheduling.priority(jnp.ones(6), broken, jnp.zeros(6, jnp.int32), **GAINS)
-    assert found.tolist() == [4, 4, 0, 4, 1, 1]
+    actual = scheduling.priority(jnp.ones(6), broken, jnp.zeros(6, jnp.int32), **GAINS)
+    assert actual.tolist() == [4, 4, 0, 4, 1, 1]
 
 
 def test_the_law_is_what_its_formula_says():
@@ -111,22 +111,22 @@ def test_the_law_is_what_its_formula_says():
 )
 def test_the_greatest_are_chosen(score, wait, runnable, width):
     order = sorted(np.flatnonzero(runnable), key=lambda row: (-score[row], -wait[row], row))
-    found = scheduling.select_rows(jnp.asarray(score), jnp.asarray(wait), jnp.asarray(runnable), width)
-    assert set(np.flatnonzero(found)) == set(order[:width])
+    actual = scheduling.select_rows(jnp.asarray(score), jnp.asarray(wait), jnp.asarray(runnable), width)
+    assert set(np.flatnonzero(actual)) == set(order[:width])
 
 
 @settings(max_examples=60)
 @given(arrays(np.float32, 5, elements=st.floats(0, 4, width=32)), arrays(bool, 5), st.integers(0, 40))
 def test_drafts_are_shared_in_proportion(weight, selected, draft_budget):
     most = 6
-    found = np.asarray(
+    actual = np.asarray(
         scheduling.allocate_drafts(jnp.asarray(weight), jnp.asarray(selected), draft_budget, most)
     )
-    assert found.sum() == min(draft_budget, most * selected.sum())
-    assert (found[~selected] == 0).all() and (found <= most).all()
+    assert actual.sum() == min(draft_budget, most * selected.sum())
+    assert (actual[~selected] == 0).all() and (actual <= most).all()
     if draft_budget <= most and selected.any() and weight[selected].min() > 0.01:  # no share is cut off
         proportion = draft_budget * weight[selected] / weight[selected].sum()
-        assert (np.abs(found[selected] - proportion) < 1.5).all()
+        assert (np.abs(actual[selected] - proportion) < 1.5).all()
 
 
 def test_quota_beyond_one_follows_the_priority():
@@ -140,10 +140,10 @@ def test_quota_beyond_one_follows_the_priority():
 
 
 def longest_wait(emitted, runnable) -> int:
-    longest = now = np.zeros(emitted.shape[1], int)
+    longest = wait = np.zeros(emitted.shape[1], int)
     for waits in runnable & ~np.asarray(emitted):
-        now = np.where(waits, now + 1, 0)
-        longest = np.maximum(longest, now)
+        wait = np.where(waits, wait + 1, 0)
+        longest = np.maximum(longest, wait)
     return int(longest.max())
 
 
@@ -255,9 +255,9 @@ def test_mean_completion_time_of_the_laws(alike):
     mean = {}
     for name, law in SCHEDULES.items():
         rows = jax.vmap(lambda true, guess: load(12, true_end=true, expected_end=guess))(lengths, expected)
-        emitted, _ = jax.vmap(lambda *one: serve(law(3), *one, all_emitting(steps, 12)))(rows, entropies)
+        emitted, _ = jax.vmap(lambda *job: serve(law(3), *job, all_emitting(steps, 12)))(rows, entropies)
         assert (np.asarray(emitted).sum(1) == lengths).all()  # everyone came to an end
-        mean[name] = np.array([ends(one).mean() for one in emitted])
+        mean[name] = np.array([ends(job).mean() for job in emitted])
     assert all((mean["shortest-job"] <= 1.02 * other).all() for other in mean.values())  # a lower bound
     if alike:  # there is nothing to know, and taking turns makes everybody late
         assert mean["fcfs"].mean() < 0.8 * mean["entropic"].mean()
@@ -266,14 +266,15 @@ def test_mean_completion_time_of_the_laws(alike):
 
 
 BASELINES = {name: law for name, law in SCHEDULES.items() if name not in ("entropic", "paper")}
-whole = lambda x: jnp.asarray(x).astype(jnp.int32)
+integers = lambda x: jnp.asarray(x).astype(jnp.int32)
 TABLE = {
     "entropic": lambda gain: Scheduling(2, ageing=gain, bound=4 * gain),
     "entropic, drafts": lambda gain: Scheduling(2, 4, 3, cost=gain),
     "entropic, prior": lambda gain: Scheduling(2, prior=AR1(gain, 1.0, 0.1)),
     "paper": lambda gain: PaperScheduling(2, cost=gain),
     **{
-        name: lambda gain, law=law: law(2, 3, draft_budget=whole(4 * gain)) for name, law in BASELINES.items()
+        name: lambda gain, law=law: law(2, 3, draft_budget=integers(4 * gain))
+        for name, law in BASELINES.items()
     },
     "chained": lambda gain: chain(Scheduling(2, memory=gain), chain()),
 }

@@ -77,12 +77,12 @@ def random_logits(scale=3.0, rows: int = ROWS, seed: int = 0) -> np.ndarray:
 def seen(logits, temperature) -> Signal:
     """What the loop would measure."""
     logits = jnp.asarray(logits, jnp.float32)
-    belief, now = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
+    belief, scaled = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
     return quiet_signal(len(logits))._replace(
         entropy=belief.entropy,
         varentropy=belief.varentropy,
-        tempered_entropy=now.entropy,
-        tempered_varentropy=now.varentropy,
+        tempered_entropy=scaled.entropy,
+        tempered_varentropy=scaled.varentropy,
         emitting=jnp.ones(len(logits), bool),
         logits=logits,
     )
@@ -95,9 +95,9 @@ def act(law, signal, action):
 
 @jax.jit
 def _run(law, logits, start):
-    def body(action, now):
-        action = act(law, seen(now, action.temperature), action)
-        return action, (action.temperature, entropy.at_temperature(now, action.temperature).entropy)
+    def body(action, statistics):
+        action = act(law, seen(statistics, action.temperature), action)
+        return action, (action.temperature, entropy.at_temperature(statistics, action.temperature).entropy)
 
     return jax.lax.scan(body, plain_action(start), logits)[1]
 
@@ -161,9 +161,9 @@ def test_what_is_no_number_changes_nothing_and_spoils_no_gradient(name):
     for bad in (np.nan, np.inf, -np.inf):
         slopes, after = gradient(law, jnp.float32(bad))
         assert np.isfinite(jax.tree.leaves(slopes)).all()
-        for found, clean, old in zip(*map(jax.tree.leaves, (after, usual, before)), strict=True):
-            assert found[3] == old[3]
-            np.testing.assert_allclose(np.delete(found, 3), np.delete(clean, 3), rtol=1e-5)
+        for actual, clean, old in zip(*map(jax.tree.leaves, (after, usual, before)), strict=True):
+            assert actual[3] == old[3]
+            np.testing.assert_allclose(np.delete(actual, 3), np.delete(clean, 3), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -299,8 +299,8 @@ def test_exact_stops_at_the_nearer_clip():
     lower, upper = (tempered(logits, np.full(ROWS, t))[0] for t in (0.1, 2.0))
     for clip, target in ((0.1, lower - 0.05), (2.0, upper + 0.05)):
         for start in (0.1, 1.0, 2.0):
-            found = follow(Exact(jnp.asarray(target, jnp.float32)), logits[None], start)[0][0]
-            np.testing.assert_array_equal(found, np.float32(clip))
+            actual = follow(Exact(jnp.asarray(target, jnp.float32)), logits[None], start)[0][0]
+            np.testing.assert_array_equal(actual, np.float32(clip))
 
 
 def test_exact_is_differentiated_at_the_solution():
@@ -315,8 +315,8 @@ def test_exact_is_differentiated_at_the_solution():
         return solve_temperature(logits, target, start, jnp.full(4, 0.1), jnp.full(4, highest))
 
     slope = jax.grad(lambda t: solve(logits, t).sum())(target)
-    found = np.asarray(solve(logits, target))
-    np.testing.assert_allclose(slope[:2], found[:2] / tempered(logits[:2], found[:2])[1], rtol=1e-3)
+    actual = np.asarray(solve(logits, target))
+    np.testing.assert_allclose(slope[:2], actual[:2] / tempered(logits[:2], actual[:2])[1], rtol=1e-3)
     assert slope[2] == 0 and slope[3] == 0
     assert jax.grad(lambda h: solve(logits, target, highest=h).sum())(2.0) == 1
     reverse = jax.grad(lambda z: solve(z, target).sum())(logits)

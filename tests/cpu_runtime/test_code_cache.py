@@ -35,8 +35,8 @@ pytestmark = pytest.mark.skipif(not cpu_runtime.numba_installed(), reason="Numba
 
 def run(folder: Path | str) -> tuple[bool, str]:
     """Whether a fresh process needed Numba, and the bits of its result."""
-    given = {"ENTROPIC_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu"}
-    environment = {k: v for k, v in os.environ.items() if k != "ENTROPIC_KERNELS"} | given
+    environment = {"ENTROPIC_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu"}
+    environment = {k: v for k, v in os.environ.items() if k != "ENTROPIC_KERNELS"} | environment
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -14,7 +14,7 @@ LEAST = 1e-12
 threshold = compile_threshold(LEAST)
 
 
-def found(weight: np.ndarray, need: float, number: int = 0) -> np.float32:
+def floor_of(weight: np.ndarray, need: float, number: int = 0) -> np.float32:
     left, mass, count = (
         np.full_like(weight, np.nan),
         np.full(BINS, np.nan, np.float32),
@@ -40,25 +40,25 @@ def test_the_least_weight_is_that_of_sorting(size, power):
         weight[rng.random(size) < 0.1] = -1  # taken out of the search
         have = weight[weight >= np.float32(LEAST)].astype(float).sum()
         for share in (0.05, 0.5, 0.9, 0.999):
-            floor = found(weight, share * have, number)
+            floor = floor_of(weight, share * have, number)
             want = expected(weight, share * have, number) if have else KEEP_ALL
             # Sums are of float32: where two weights decide a tie of the sum, either will do.
-            kept, wanted = (float(weight[weight >= x].sum()) for x in (floor, want))
-            assert floor == np.float32(want) or abs(kept - wanted) < 2e-5 * max(have, 1e-30)
+            kept, target = (float(weight[weight >= x].sum()) for x in (floor, want))
+            assert floor == np.float32(want) or abs(kept - target) < 2e-5 * max(have, 1e-30)
 
 
 def test_weights_that_are_alike_are_kept_together():
     weight = np.full(777, 1 / 777, np.float32)
-    assert found(weight, 0.3) == weight[0]
-    assert found(np.append(weight, np.float32(0.5)), 0.4) == np.float32(0.5)
+    assert floor_of(weight, 0.3) == weight[0]
+    assert floor_of(np.append(weight, np.float32(0.5)), 0.4) == np.float32(0.5)
 
 
 def test_nothing_everything_and_nan():
     weight = np.array([0.5, 0.3, 0.2], np.float32)
-    assert found(weight, 0.0) == KEEP_NONE
-    assert found(weight, -1.0, 2) == np.float32(0.3)
-    assert found(weight, 1.5) == KEEP_ALL
-    assert found(np.zeros(4, np.float32), 0.1) == KEEP_ALL
-    assert found(np.full(4, np.nan, np.float32), 0.1) == KEEP_ALL
-    assert found(weight, np.nan) == KEEP_ALL
-    assert found(weight, 0.1, 99) == np.float32(0.2)
+    assert floor_of(weight, 0.0) == KEEP_NONE
+    assert floor_of(weight, -1.0, 2) == np.float32(0.3)
+    assert floor_of(weight, 1.5) == KEEP_ALL
+    assert floor_of(np.zeros(4, np.float32), 0.1) == KEEP_ALL
+    assert floor_of(np.full(4, np.nan, np.float32), 0.1) == KEEP_ALL
+    assert floor_of(weight, np.nan) == KEEP_ALL
+    assert floor_of(weight, 0.1, 99) == np.float32(0.2)

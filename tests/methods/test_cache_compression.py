@@ -230,8 +230,11 @@ def test_adakv_reads_what_each_head_holds():
         for row in range(2):
             for head in range(2):
                 for page in range(int(pages[row, number, head]), int(pages[row].max())):
-                    where = int(state.cache.table[row, page])
-                    keys, values = keys.at[where, head].set(jnp.nan), values.at[where, head].set(jnp.nan)
+                    physical = int(state.cache.table[row, page])
+                    keys, values = (
+                        keys.at[physical, head].set(jnp.nan),
+                        values.at[physical, head].set(jnp.nan),
+                    )
         layers.append(layer._replace(keys=keys, values=values))
     poisoned = poisoned._replace(cache=poisoned.cache._replace(layers=tuple(layers)))
     np.testing.assert_array_equal(surprisal(poisoned), surprisal(state))
@@ -260,10 +263,10 @@ def test_pruning_after_compression_after_sparse_prefill():
     out, state = run(started(both, controller=control), control)
     assert [len(x) for x in out] == [39, 39]
     pool_of.check(state.cache)
-    whole = Method(
+    complete = Method(
         dataclasses.replace(sparse, base=1024), dataclasses.replace(KINDS["latent"], budget=128), fine
     )
-    assert run(started(whole))[0] == run(started())[0]
+    assert run(started(complete))[0] == run(started())[0]
 
 
 def test_methods_by_name():

@@ -25,9 +25,11 @@ def test_expected_entropy_and_varentropy(alpha):
     x = draws(alpha)
     each = -(x * np.log(x)).sum(-1)
     spread = (x * np.log(x) ** 2).sum(-1) - each**2
-    found = jnp.asarray(alpha, jnp.float32)
-    np.testing.assert_allclose(dslider.expected_entropy(found), each.mean(), atol=5 * each.std() / 600)
-    np.testing.assert_allclose(dslider.expected_varentropy(found), spread.mean(), atol=5 * spread.std() / 600)
+    fitted = jnp.asarray(alpha, jnp.float32)
+    np.testing.assert_allclose(dslider.expected_entropy(fitted), each.mean(), atol=5 * each.std() / 600)
+    np.testing.assert_allclose(
+        dslider.expected_varentropy(fitted), spread.mean(), atol=5 * spread.std() / 600
+    )
 
 
 @pytest.mark.parametrize("alpha", ALPHAS[1:])
@@ -71,20 +73,20 @@ def test_the_fit_solves_its_equations_and_finds_what_was_drawn_from(size):
     alpha = rng.gamma(1.0, 2.0, (2, size)) + 0.2
     log_mean = np.stack([np.log(np.maximum(rng.dirichlet(a, 50_000), 1e-30)).mean(0) for a in alpha])
     target = jnp.asarray(log_mean, jnp.float32)
-    found = dslider.fit(target, jnp.ones((2, size)), iterations=60)
-    residual = digamma(found) - digamma(found.sum(-1, keepdims=True)) - target
+    fitted = dslider.fit(target, jnp.ones((2, size)), iterations=60)
+    residual = digamma(fitted) - digamma(fitted.sum(-1, keepdims=True)) - target
     np.testing.assert_allclose(residual, 0, atol=1e-3)
-    np.testing.assert_allclose(found, alpha, rtol=0.1)
+    np.testing.assert_allclose(fitted, alpha, rtol=0.1)
     # From close by, as from step to step, three iterations are enough.
-    near = dslider.fit(target, found * 1.1)
-    np.testing.assert_allclose(near, found, rtol=2e-2)
+    near = dslider.fit(target, fitted * 1.1)
+    np.testing.assert_allclose(near, fitted, rtol=2e-2)
 
 
 def test_a_single_distribution_is_fitted_by_a_finite_alpha():
     log_p = jax.nn.log_softmax(jnp.asarray([[3.0, 1.0, 0.0, -20.0]]))
-    found = dslider.fit(log_p, jnp.ones((1, 4)), iterations=100)
-    assert np.isfinite(found).all() and (found > 0).all()
-    np.testing.assert_allclose((found / found.sum())[0, :2], jnp.exp(log_p[0, :2]), rtol=0.1)
+    fitted = dslider.fit(log_p, jnp.ones((1, 4)), iterations=100)
+    assert np.isfinite(fitted).all() and (fitted > 0).all()
+    np.testing.assert_allclose((fitted / fitted.sum())[0, :2], jnp.exp(log_p[0, :2]), rtol=0.1)
 
 
 def signal(logits: np.ndarray, step: int = 0):

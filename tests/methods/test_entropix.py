@@ -73,12 +73,12 @@ def test_quadrants_and_their_settings(values):
     assert int(entropix.quadrant(arrays.entropy, arrays.varentropy, BITS)[0]) == region(
         *(float(np.float32(v)) for v in values[:2]), Thresholds(*map(np.float32, BITS))
     )
-    found = entropix.quadrant_settings(jnp.full(1, quadrants, jnp.int32), arrays, entropix.Constants())
+    chosen = entropix.quadrant_settings(jnp.full(1, quadrants, jnp.int32), arrays, entropix.Constants())
     t, p, k, least = formulas(quadrants, m)
-    np.testing.assert_allclose(found.temperature[0], t, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found.top_p[0], p, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found.min_p[0], least, rtol=1e-5)
-    assert abs(float(found.top_k[0]) - k) <= 1  # where a product rounds to the other side
+    np.testing.assert_allclose(chosen.temperature[0], t, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(chosen.top_p[0], p, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(chosen.min_p[0], least, rtol=1e-5)
+    assert abs(float(chosen.top_k[0]) - k) <= 1  # where a product rounds to the other side
     weights = (0.1, 0.3, 0.2, 0.4)
     certain = sum(w * (1 - x) for w, x in zip(weights, m[:4], strict=True))
     want = certain + 0.5 * m.agreement + 0.6 * m.interaction
@@ -131,16 +131,16 @@ def forcing(quadrants: int) -> Thresholds:
 
 
 def test_thresholds_are_quantiles_of_the_calibration():
-    found = load_calibration("models/embedded")
+    record = load_calibration("models/embedded")
     t = law().thresholds
     assert (t.low_entropy, t.high_entropy, t.unsure_entropy) == (
-        found.quantiles[2],
-        found.quantiles[4],
-        found.quantiles[5],
+        record.quantiles[2],
+        record.quantiles[4],
+        record.quantiles[5],
     )
     assert (t.low_varentropy, t.high_varentropy) == (
-        found.varentropy_quantiles[3],
-        found.varentropy_quantiles[5],
+        record.varentropy_quantiles[3],
+        record.varentropy_quantiles[5],
     )
 
 
@@ -177,8 +177,8 @@ def test_each_quadrant_draws_as_it_should(quadrants):
     kept[order[(before < p) & (np.arange(12) < k)]] = True
     kept &= share >= least * share.max()
     share = np.where(kept, share, 0) / share[kept].sum()
-    found = np.bincount(token, minlength=12) / rows
-    np.testing.assert_allclose(found, share, atol=4 * np.sqrt(0.25 / rows))
+    frequency = np.bincount(token, minlength=12) / rows
+    np.testing.assert_allclose(frequency, share, atol=4 * np.sqrt(0.25 / rows))
     candidates = np.asarray(law_state.candidates)
     assert (candidates[:, 0] == token).all()
     for row in candidates[:50]:
@@ -186,21 +186,21 @@ def test_each_quadrant_draws_as_it_should(quadrants):
         assert len(set(real)) == len(real) == min(4, kept.sum()) and kept[real].all()
     log_p = np.log(np.exp(np.float64(logits[0])) / np.exp(np.float64(logits[0])).sum())
     real = candidates[0] >= 0
-    found = np.asarray(law_state.log_probability[0])
-    np.testing.assert_allclose(found[real], log_p[candidates[0][real]], atol=1e-5)
+    reported = np.asarray(law_state.log_probability[0])
+    np.testing.assert_allclose(reported[real], log_p[candidates[0][real]], atol=1e-5)
 
 
 def test_rows_decide_and_draw_for_themselves():
     logits = spread(1.0, 6)
     controller = law()
-    whole, _ = controller.update(at(logits), undecided(6), controller.init(undecided(6)))
+    batched, _ = controller.update(at(logits), undecided(6), controller.init(undecided(6)))
     signal = at(logits)
     for row in range(6):
         alone = jax.tree.map(lambda x: x[row : row + 1], signal)
-        one, _ = controller.update(alone, undecided(1), controller.init(undecided(1)))
-        assert int(one.token[0]) == int(whole.token[row])
+        single, _ = controller.update(alone, undecided(1), controller.init(undecided(1)))
+        assert int(single.token[0]) == int(batched.token[row])
     other, _ = controller.update(at(logits, seed=1), undecided(6), controller.init(undecided(6)))
-    assert (np.asarray(other.token) != np.asarray(whole.token)).any()
+    assert (np.asarray(other.token) != np.asarray(batched.token)).any()
 
 
 def test_the_clarification_is_said_in_full_and_then_not_again_at_once():

@@ -23,10 +23,12 @@ PLAN = SearchPlan(branches=3, length=4, rest=2, worth=0.5)  # one, with two sequ
 ALONE = SearchPlan(branches=1, window=16)
 
 
-def begin(texts, plan: SearchPlan, controller, *, pages: int | None = None, page_size: int = 4, **given: Any):
+def begin(
+    texts, plan: SearchPlan, controller, *, pages: int | None = None, page_size: int = 4, **options: Any
+):
     m, rows = tiny.model(), len(texts) * plan.branches
     pool = allocate(m.decoder.shape, rows, 64, page_size=page_size, pages=pages)
-    sample = parameters(rows, temperature=given.pop("temperature", 1.0), **given.pop("sampling", {}))
+    sample = parameters(rows, temperature=options.pop("temperature", 1.0), **options.pop("sampling", {}))
     return entropix_search.start(
         m.decoder,
         m.params,
@@ -36,7 +38,7 @@ def begin(texts, plan: SearchPlan, controller, *, pages: int | None = None, page
         plan,
         key=jax.random.key(7),
         sample=sample,
-        **{"max_tokens": TOKENS, "stop": [(-1, -1)], **given},
+        **{"max_tokens": TOKENS, "stop": [(-1, -1)], **options},
     )
 
 
@@ -73,11 +75,11 @@ def assert_true_to_the_model(prompt: list[int], trace) -> None:
 
 def test_without_branches_it_is_the_loop():
     plan, controller, texts = ALONE, law(thresholds=forcing(ADAPT)), tiny.prompts(9, 14)
-    found = tokens(finish(begin(texts, plan, controller), plan, controller), plan)
+    actual = tokens(finish(begin(texts, plan, controller), plan, controller), plan)
     plain, _, _ = tiny.finish(
         tiny.begin(texts, controller=controller, max_tokens=TOKENS), controller=controller
     )
-    assert found == plain
+    assert actual == plain
 
 
 def alone(prompt, branch_of: int, slot: int, steps: int, controller):
@@ -258,8 +260,8 @@ def test_what_cannot_be_searched():
         begin(tiny.prompts(5), plan, chain())
     m = tiny.model()
     pool = allocate(m.decoder.shape, 3, 16, page_size=4)
-    given = dict(key=jax.random.key(0), max_tokens=4)
+    options = dict(key=jax.random.key(0), max_tokens=4)
     with pytest.raises(ValueError, match="cache must have 2 rows, 2 for each prompt; got 3"):
-        entropix_search.start(m.decoder, m.params, law(), pool, [[1]], plan, **given)
+        entropix_search.start(m.decoder, m.params, law(), pool, [[1]], plan, **options)
     with pytest.raises(ValueError, match="none empty"):
-        entropix_search.start(m.decoder, m.params, law(), pool, [[]], plan, **given)
+        entropix_search.start(m.decoder, m.params, law(), pool, [[]], plan, **options)

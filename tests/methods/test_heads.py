@@ -36,8 +36,8 @@ def test_what_the_base_budget_leaves_unread():
     }
     plain = profile_heads(model.decoder, model.params, tokens, EntropyPrefill(segment=16, page_size=4))
     np.testing.assert_allclose(profile[16].entropy, plain.entropy, atol=1e-6)
-    none, some, all_ = (np.nan_to_num(profile[base].unread) for base in (0, 16, 64))
-    assert (all_ == 0).all() and (some <= none).all() and some.sum() < none.sum() and (none <= 1).all()
+    none, partial, all_ = (np.nan_to_num(profile[base].unread) for base in (0, 16, 64))
+    assert (all_ == 0).all() and (partial <= none).all() and partial.sum() < none.sum() and (none <= 1).all()
     # In the second segment, 16 queries attend to 16 earlier positions and to themselves.
     assert (none[..., 1] > 0.1).all()
 

@@ -111,12 +111,12 @@ def test_entropy_is_that_of_the_distribution():
 def budgets(entropies: list[float], policy: EntropyPrefill) -> list[float]:
     """The recurrence in words: the budget of every segment."""
     budget, before, rigid, out = float(policy.base), None, True, []
-    for now in entropies:
-        rigid = rigid and now < policy.rigid_below
-        change = 0.0 if before is None else min(max((now - before) / before, 0.0), 1 + policy.tolerance)
-        wanted = budget + policy.growth * policy.base * (change - policy.tolerance)
-        budget = policy.base if rigid else min(max(wanted, policy.base), policy.most * policy.base)
-        before = now
+    for entropy in entropies:
+        rigid = rigid and entropy < policy.rigid_below
+        change = 0.0 if before is None else min(max((entropy - before) / before, 0.0), 1 + policy.tolerance)
+        target = budget + policy.growth * policy.base * (change - policy.tolerance)
+        budget = policy.base if rigid else min(max(target, policy.base), policy.most * policy.base)
+        before = entropy
         out.append(budget)
     return out
 
@@ -133,8 +133,8 @@ def test_budgets_follow_the_recurrence(entropies, policy):
         jnp.zeros((1, 1), jnp.int32),
     )
     result = []
-    for now in entropies:
-        state = policy.update_budgets(state, jnp.full((1, 1), now, jnp.float32))
+    for entropy in entropies:
+        state = policy.update_budgets(state, jnp.full((1, 1), entropy, jnp.float32))
         result.append(float(state.budget[0, 0]))
     np.testing.assert_allclose(result, budgets(entropies, policy), rtol=2e-4)
     assert all(policy.base <= b <= 3 * policy.base for b in result)
@@ -163,9 +163,9 @@ def test_criticality_is_passed_on_from_the_second_layer_on():
     expected = [share[0], share[1], 0.25 * share[1] + 0.75 * share[2]]
     expected.append(0.25 * expected[2] + 0.75 * share[3])
     below = None
-    for x, wanted in zip(s, expected, strict=True):
+    for x, target in zip(s, expected, strict=True):
         verdict, _, below = policy.score_pages(x, (), below)
-        np.testing.assert_allclose(verdict.scores, wanted, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(verdict.scores, target, rtol=1e-5, atol=1e-7)
 
 
 def test_the_oracle_knows_the_attention():
@@ -229,8 +229,8 @@ def test_what_is_spent_is_counted():
         for layer in range(2):
             for begin in range(0, length, SEGMENT):
                 count = min(SEGMENT, length - begin)
-                whole = layer == 0 or begin < 2 * SEGMENT or begin + count == length
-                earlier = begin if whole else 8
+                full = layer == 0 or begin < 2 * SEGMENT or begin + count == length
+                earlier = begin if full else 8
                 looked = begin // PAGE  # two KV heads of two query heads each
                 products += 4 * (count * earlier + count * (count + 1) // 2 + looked)
                 positions += 2 * (earlier + count + looked)

@@ -42,9 +42,9 @@ def bits(leaf) -> bytes:
     return np.asarray(leaf).tobytes()
 
 
-def assert_identical(found, expected) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_identical(actual, expected) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape
         assert bits(left) == bits(right)
 
@@ -52,9 +52,9 @@ def assert_identical(found, expected) -> None:
 def test_a_state_comes_back_bit_for_bit(tmp_path):
     expected = state(7)
     checkpoint.save(tmp_path / "state", expected)
-    found = checkpoint.restore(tmp_path / "state", state(0))
-    assert_identical(found, expected)
-    assert jax.random.bits(found.key) == jax.random.bits(expected.key)
+    actual = checkpoint.restore(tmp_path / "state", state(0))
+    assert_identical(actual, expected)
+    assert jax.random.bits(actual.key) == jax.random.bits(expected.key)
 
 
 def test_the_target_may_be_abstract(tmp_path):

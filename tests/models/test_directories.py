@@ -75,11 +75,11 @@ def same(left, right) -> None:
 def test_round_trip(name, tmp_path):
     model = models.initialise(CONFIGS[name], seed=1)
     models.save(model, tmp_path)
-    found = models.load(tmp_path)
-    assert found.config == model.config
-    same(found.params, model.params)
-    assert isinstance(found.params["layers"], tuple)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found.params))
+    actual = models.load(tmp_path)
+    assert actual.config == model.config
+    same(actual.params, model.params)
+    assert isinstance(actual.params["layers"], tuple)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(actual.params))
 
 
 def test_tied_head_is_a_transposed_copy_and_is_not_saved(tmp_path):
@@ -88,8 +88,8 @@ def test_tied_head_is_a_transposed_copy_and_is_not_saved(tmp_path):
     models.save(model, tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
-    found = models.load(tmp_path)
-    same(found.params["lm_head"]["kernel"], found.params["embed_tokens"]["weight"].T)
+    actual = models.load(tmp_path)
+    same(actual.params["lm_head"]["kernel"], actual.params["embed_tokens"]["weight"].T)
 
 
 def test_shards_load_alike(directory):
@@ -105,16 +105,16 @@ def test_precisions(directory, on_disk, in_memory):
     models.save(models.load(directory), directory, dtype=on_disk)
     kinds = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
     assert all(t.dtype == kinds[on_disk] for t in load_file(directory / "model.safetensors").values())
-    found = models.load(directory, dtype=in_memory).params
-    same(found, jax.tree.map(lambda leaf: leaf.astype(on_disk).astype(in_memory), exact))
+    actual = models.load(directory, dtype=in_memory).params
+    same(actual, jax.tree.map(lambda leaf: leaf.astype(on_disk).astype(in_memory), exact))
 
 
 def test_half_precision_computes_in_it(directory):
     exact, half = models.load(directory), models.load(directory, dtype="bfloat16")
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
-    expected, found = (run(m.decoder, m.params, tokens, 4) for m in (exact, half))
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, atol=0.1)
+    expected, actual = (run(m.decoder, m.params, tokens, 4) for m in (exact, half))
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, atol=0.1)
 
 
 def test_initialise_repeats_itself():
@@ -299,5 +299,5 @@ def test_matrices_stay_as_narrow_as_they_are_stored(tmp_path):
     same(jax.tree.map(lambda x: x.astype(jnp.float32), narrow.params), wide.params)
     for length in (2, 48):  # of few rows alone, and with more than the kernel takes
         tokens = jnp.arange(2 * length, dtype=jnp.int32).reshape(2, length)
-        found, expected = (run(m.decoder, m.params, tokens, length - 1) for m in (narrow, wide))
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        actual, expected = (run(m.decoder, m.params, tokens, length - 1) for m in (narrow, wide))
+        np.testing.assert_allclose(actual, expected, atol=1e-4)

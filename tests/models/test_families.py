@@ -73,12 +73,12 @@ def oracle(family: str, changes: dict, seed: int):
 def greedy(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens after greedy decoding, and the logits that chose each of them or stood in the prompt."""
     cache, tokens, seen = None, torch.tensor(prompt), []
-    given = tokens
+    fed = tokens
     for _ in range(STEPS + 1):
-        out = model(input_ids=given, past_key_values=cache, use_cache=True)
-        cache, given = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        out = model(input_ids=fed, past_key_values=cache, use_cache=True)
+        cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
         seen.append(out.logits)
-        tokens = torch.cat([tokens, given], dim=1)
+        tokens = torch.cat([tokens, fed], dim=1)
     return tokens.numpy(), torch.cat(seen, dim=1).numpy()
 
 
@@ -91,11 +91,11 @@ def test_agrees_with_transformers(family, changes, tmp_path: Path):
     tokens, expected = greedy(reference, prompt)
 
     model = models.load(tmp_path / "theirs")
-    found = np.asarray(run(model.decoder, model.params, tokens[:, :-1].astype(np.int32), PROMPT))
-    assert found.dtype == np.float32
+    actual = np.asarray(run(model.decoder, model.params, tokens[:, :-1].astype(np.int32), PROMPT))
+    assert actual.dtype == np.float32
     assert np.abs(expected).max() > 1, "the oracle's logits say nothing"
-    assert np.abs(found - expected).max() <= TOLERANCE
-    np.testing.assert_array_equal(found[:, PROMPT - 1 :].argmax(-1), tokens[:, PROMPT:])
+    assert np.abs(actual - expected).max() <= TOLERANCE
+    np.testing.assert_array_equal(actual[:, PROMPT - 1 :].argmax(-1), tokens[:, PROMPT:])
 
     models.save(model, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")

@@ -40,10 +40,10 @@ def test_rotation_by_definition():
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 6)).astype(np.float32)
     angle = np.float32(positions[..., None, None] * frequency).astype(np.float64)
     pairs = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angle)
-    found = jax.jit(lambda x, p: apply_rope(x, rope_rotation(p, frequency)))(
+    actual = jax.jit(lambda x, p: apply_rope(x, rope_rotation(p, frequency)))(
         x, jnp.asarray(positions, jnp.int32)
     )
-    np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-6)
+    np.testing.assert_allclose(actual, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-6)
 
 
 def test_the_loop_on_the_cpu_changes_nothing():

@@ -121,8 +121,8 @@ def test_special_tokens_are_kept_on_request():
         ({"add_bos_token": True}, []),
     ],
 )
-def test_beginning_of_text(asked, expected):
-    tokenizer = Tokenizer(byte_level(), asked)
+def test_beginning_of_text(text, expected):
+    tokenizer = Tokenizer(byte_level(), text)
     bare = tokenizer.encode("cat", special=False)
     assert tokenizer.encode("cat") == [tokenizer.token_id(t) for t in expected] + bare
 
@@ -181,9 +181,9 @@ def test_chat_refusals(chatty):
 
 def test_saved_tokenizers_come_back(chatty, tmp_path):
     chatty.save(tmp_path)
-    found = Tokenizer.from_directory(tmp_path)
-    assert found.encode("größer") == chatty.encode("größer")
-    assert found.chat_template == TEMPLATE and found.bos_token == "<s>"
+    actual = Tokenizer.from_directory(tmp_path)
+    assert actual.encode("größer") == chatty.encode("größer")
+    assert actual.chat_template == TEMPLATE and actual.bos_token == "<s>"
     (tmp_path / "chat_template.jinja").write_text("other")
     assert Tokenizer.from_directory(tmp_path).chat_template == "other"
     (tmp_path / "chat_template.jinja").unlink()

@@ -54,10 +54,10 @@ def sample(cases: Sequence[Any], *kept: int) -> list:
 def _need(*modules: str) -> None:
     for name in modules:
         try:
-            found = importlib.util.find_spec(name) is not None
+            installed = importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:  # of the package around it
-            found = False
-        if not found:
+            installed = False
+        if not installed:
             pytest.skip(f"{name} is not installed: pip install -e '.[kernels]'")
 
 
@@ -92,8 +92,8 @@ def _without_cache() -> Iterator[None]:
 
 
 def _compile(function: Callable, arguments: tuple, device: jax.Device, **options: Any):
-    here = SingleDeviceSharding(device)
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+    sharding = SingleDeviceSharding(device)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     # What depends on the chip while it is traced asks the default device, which never runs anything here.
     with _without_cache(), jax.default_device(device):
         return jax.jit(function, **options).lower(*jax.tree.map(place, arguments)).compile()
@@ -126,7 +126,7 @@ class GpuProgram(NamedTuple):
 
 def _report(text: str) -> Iterator[GpuKernel]:
     for part in text.split("Compiling entry function")[1:]:
-        number = lambda pattern, part=part: sum(int(found) for found in re.findall(pattern, part))
+        number = lambda pattern, part=part: sum(int(match) for match in re.findall(pattern, part))
         yield GpuKernel(
             name=part.split("'")[1],
             registers=number(r"Used (\d+) registers"),

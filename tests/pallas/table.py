@@ -109,17 +109,17 @@ def interpreted() -> Iterator[Trial]:
 
 
 def _decode_on_tpu(case, mode: str) -> None:
-    given, arguments = paged_tests.arguments_of(case)
+    inputs, arguments = paged_tests.arguments_of(case)
     with pytest.MonkeyPatch.context() as patch:
         paged_tests.shrink(patch)
-        paged_tests.check(paged_tests.on_tpu(case, arguments, mode), case, given)
+        paged_tests.check(paged_tests.on_tpu(case, arguments, mode), case, inputs)
 
 
 def _decode_on_gpu(case) -> None:
-    given, arguments = paged_tests.arguments_of(case)
+    inputs, arguments = paged_tests.arguments_of(case)
     with pytest.MonkeyPatch.context() as patch:
         paged_tests.shrink(patch)
-        paged_tests.check(paged_tests.on_gpu(case, arguments, detect_races=True), case, given)
+        paged_tests.check(paged_tests.on_gpu(case, arguments, detect_races=True), case, inputs)
 
 
 def _prefill(case, mode: str) -> None:
@@ -155,15 +155,15 @@ def attempt(call: Callable[[], Any]) -> str:
     return YES
 
 
-def measure(found: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def measure(results: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Try everything that is not among what was found; the results by operation, case and column."""
     for operation, case, column, call in trials():
-        cells = found.setdefault(operation, {}).setdefault(case, {})
+        cells = results.setdefault(operation, {}).setdefault(case, {})
         if column not in cells:
             cells[column] = attempt(call)
             say(f"{operation} {case} {column}: {cells[column]}")
-            RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return found
+            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return results
 
 
 def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
@@ -177,12 +177,12 @@ def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
     return {case: f"{YES}: {', '.join(devices)}" for case, devices in ran.items()}
 
 
-def table(found: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
+def table(results: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
     """The table and its notes, as a section of the document."""
     reasons: list[str] = []
     header = ["operation", "case", *COLUMNS]
     lines = [header, ["---"] * len(header)]
-    for operation, cases in found.items():
+    for operation, cases in results.items():
         for case, cells in cases.items():
             row = [operation, case]
             for column in COLUMNS[:-1]:
@@ -216,10 +216,10 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="from the stored results; tries nothing")
     parser.add_argument("--resume", action="store_true", help="tries what is not among the stored results")
     options = parser.parse_args()
-    found = json.loads(RESULTS.read_text("utf-8")) if options.show or options.resume else {}
+    results = json.loads(RESULTS.read_text("utf-8")) if options.show or options.resume else {}
     if not options.show:
-        found = measure(found, lambda line: print(line, flush=True))
-    write(table(found, on_hardware()))
+        results = measure(results, lambda line: print(line, flush=True))
+    write(table(results, on_hardware()))
 
 
 if __name__ == "__main__":

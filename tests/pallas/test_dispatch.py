@@ -103,8 +103,8 @@ def test_every_operation_has_a_reference_and_the_kernels_decline_on_a_cpu(operat
 
 def test_the_interpreter_by_name(monkeypatch):
     expected = topk_entropy.topk_entropy(LOGITS, 3)
-    found = topk_entropy.topk_entropy(LOGITS, 3, backend="interpret")
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual = topk_entropy.topk_entropy(LOGITS, 3, backend="interpret")
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     monkeypatch.setenv("ENTROPIC_KERNELS", "interpret")
     with pytest.raises(ExceptionGroup, match="no back end supports topk_entropy") as caught:

@@ -31,8 +31,8 @@ def test_against_float64(vocabulary, spread):
     if vocabulary > 4:
         z[1, rng.permutation(vocabulary)[: vocabulary // 2]] = -np.inf
     inverse = np.array([1.0, 0.5, 3.0], np.float32)
-    for found, expected in zip(jax.jit(on_cpu)(z, inverse), exact(z, inverse), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    for actual, expected in zip(jax.jit(on_cpu)(z, inverse), exact(z, inverse), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_extremes_are_those_of_the_reference():
@@ -48,14 +48,14 @@ def test_extremes_are_those_of_the_reference():
     ]
     z = jnp.array(rows, jnp.float32)
     inverse = jnp.array([1, 1, 1, 1, 1, 1e9, jnp.nan], jnp.float32)
-    for found, expected in zip(on_cpu(z, inverse), reference.entropy_moments(z, inverse), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for actual, expected in zip(on_cpu(z, inverse), reference.entropy_moments(z, inverse), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_derivatives_are_those_of_the_reference():
     z = jnp.asarray(np.random.default_rng(0).standard_normal((2, 40)), jnp.float32)
     inverse = jnp.array([0.7, 2.0], jnp.float32)
     loss = lambda function: lambda *x: sum((y * y).sum() for y in function(*x))
-    found = jax.grad(loss(entropy_moments), (0, 1))(z, inverse)
+    actual = jax.grad(loss(entropy_moments), (0, 1))(z, inverse)
     expected = jax.grad(loss(reference.entropy_moments), (0, 1))(z, inverse)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)

@@ -29,8 +29,8 @@ def test_what_is_read_is_what_float64_says(shape, kind):
     case = shape._replace(pages=kind)
     for seed in range(3):
         arguments = cases.build(case, seed)
-        found = jax.jit(cpu.decode)(*arguments)
-        for x, expected in zip(found, cases.exact(case, arguments), strict=True):
+        actual = jax.jit(cpu.decode)(*arguments)
+        for x, expected in zip(actual, cases.exact(case, arguments), strict=True):
             np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
@@ -50,10 +50,10 @@ def written(kind, poison=False):
             k[2, 1, 7] = np.nan
         page = np.arange(rows) + rows * (position // size)
         slot = np.full(rows, position % size)
-        where = (jnp.asarray(page, jnp.int32), jnp.asarray(slot, jnp.int32))
+        location = (jnp.asarray(page, jnp.int32), jnp.asarray(slot, jnp.int32))
         vectors = (jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32))
         makers = (cpu_write.write, reference.write)
-        ways = [jax.jit(m)(*way, *vectors, *where) for m, way in zip(makers, ways, strict=True)]
+        ways = [jax.jit(m)(*way, *vectors, *location) for m, way in zip(makers, ways, strict=True)]
     return ways
 
 
@@ -93,12 +93,12 @@ def test_the_nearest_number_of_16_bits_and_the_even_one_of_two():
 @pytest.mark.parametrize("kinds", [("float8_e4m3fn",) * 2, ("float16",) * 2, ("float32", "bfloat16")])
 def test_other_pages_are_declined_and_served_by_plain_jax(kinds):
     shape = cases.Case(2, 1, 2, 32, 16, 3)
-    q, keys, values, *where = cases.build(shape)
+    q, keys, values, *places = cases.build(shape)
     keys, values = (
         cases.poisoned(kind, np.nan_to_num(x, nan=1.0), np.ones(x.shape[:3], bool))
         for kind, x in zip(kinds, (keys, values), strict=True)
     )
     with pytest.raises(NotImplementedError, match="float32, bfloat16 and int8 are supported"):
-        cpu.decode(q, keys, values, *where)
+        cpu.decode(q, keys, values, *places)
     keys, values = jax.tree.map(jnp.asarray, (keys, values))
-    assert np.isfinite(paged_attention.decode(q, keys, values, *where).out).all()
+    assert np.isfinite(paged_attention.decode(q, keys, values, *places).out).all()

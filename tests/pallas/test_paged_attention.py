@@ -53,12 +53,13 @@ def exact(q, keys, values, table, index, count, first, last):
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
             listed = range(table.shape[1]) if index is None else index[row, head, : count[row, head]]
-            where = [p for entry in listed for p in range(entry * page, (entry + 1) * page)]
-            where = [p for p in where if first[row] <= p < last[row]]
-            if not where:
+            positions = [p for entry in listed for p in range(entry * page, (entry + 1) * page)]
+            positions = [p for p in positions if first[row] <= p < last[row]]
+            if not positions:
                 continue
             k, v = (
-                np.stack([x[table[row, p // page], head, p % page] for p in where]) for x in (keys, values)
+                np.stack([x[table[row, p // page], head, p % page] for p in positions])
+                for x in (keys, values)
             )
             score = q[row, head].astype(float) @ k.astype(float).T
             weight = np.exp(score - score.max(-1, keepdims=True))
@@ -73,10 +74,10 @@ def test_back_ends_agree_with_float64(name, sizes):
     for seed in range(4):
         arguments = case(seed, *sizes)
         try:
-            found = jax.jit(paged_attention.DECODE.backends[name])(*arguments)
+            actual = jax.jit(paged_attention.DECODE.backends[name])(*arguments)
         except NotImplementedError as declined:
             pytest.skip(str(declined))
-        for x, expected in zip(found, exact(*arguments), strict=True):
+        for x, expected in zip(actual, exact(*arguments), strict=True):
             np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
@@ -94,10 +95,10 @@ def test_the_share_of_each_page(seed, backend):
     arguments = case(seed, 3, 2, 2, 16, 8, 5)
     q, keys, values, table, index, count, first, last = arguments
     by_page = jax.jit(paged_attention.decode_by_page, static_argnames="backend")
-    whole, share = by_page(*arguments, backend=backend)
+    full, share = by_page(*arguments, backend=backend)
     out, log_sum_exp = exact(*arguments)
-    np.testing.assert_allclose(whole.out, out, atol=2e-5)
-    np.testing.assert_allclose(whole.log_sum_exp, log_sum_exp, atol=2e-5)
+    np.testing.assert_allclose(full.out, out, atol=2e-5)
+    np.testing.assert_allclose(full.log_sum_exp, log_sum_exp, atol=2e-5)
     for page in range(5):  # one page of all that are read, by itself
         low, high = np.maximum(first, 8 * page), np.minimum(last, 8 * (page + 1))
         alone = exact(q, keys, values, table, index, count, low, high)[1]
@@ -144,12 +145,12 @@ def test_lists_out_of_order_or_with_repeats_are_refused(listed, said):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_are_those_of_the_gathered_form(seed):
-    q, keys, values, *where = case(seed, 2, 2, 2, 16, 4, 3)
+    q, keys, values, *places = case(seed, 2, 2, 2, 16, 4, 3)
     keys, values = np.nan_to_num(keys), np.nan_to_num(values)
 
     def loss(attend):
         def total(*x):
-            out, log_sum_exp = attend(*x, *where)
+            out, log_sum_exp = attend(*x, *places)
             return jnp.square(out).sum() + jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0).sum()
 
         return jax.grad(total, (0, 1, 2))(q, keys, values)
@@ -166,19 +167,19 @@ def test_gradients_of_prefill_are_those_of_the_gathered_form(seed):
     q = np.repeat(q[:, :, :, None], 5, 3) * np.arange(1, 6, dtype=np.float32)[:, None]
     last = np.maximum(last, 5)
     query = last - 5
-    where = jax.tree.map(jnp.asarray, (table, index, count, np.zeros((2, 5), np.int32), query, last))
+    places = jax.tree.map(jnp.asarray, (table, index, count, np.zeros((2, 5), np.int32), query, last))
     q, keys, values = map(jnp.asarray, (q, keys, values))
 
     def gradients(attend):
-        return jax.grad(lambda *x: jnp.square(attend(*x, *where)).sum(), (0, 1, 2))(q, keys, values)
+        return jax.grad(lambda *x: jnp.square(attend(*x, *places)).sum(), (0, 1, 2))(q, keys, values)
 
-    found = gradients(paged_attention.prefill)
+    actual = gradients(paged_attention.prefill)
     expected = gradients(lambda *x: paged_attention.reference.prefill_gathered(*x).out)
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
-    assert all(np.abs(x).max() > 0 for x in found)
-    exact_forward = paged_attention.prefill(q, keys, values, *where)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+    assert all(np.abs(x).max() > 0 for x in actual)
+    exact_forward = paged_attention.prefill(q, keys, values, *places)
     chex.assert_trees_all_close(
-        exact_forward, paged_attention.reference.prefill_gathered(q, keys, values, *where).out, atol=1e-5
+        exact_forward, paged_attention.reference.prefill_gathered(q, keys, values, *places).out, atol=1e-5
     )
 
 
@@ -194,9 +195,9 @@ def test_gradients_of_write_are_those_of_the_reference():
         total = lambda *x: sum(jnp.square(y).sum() for part in write(*x, page, slot) for y in part)
         return jax.grad(total, (0, 1, 2, 3))(tiles, summaries, k, v)
 
-    found = gradients(paged_attention.write)
-    chex.assert_trees_all_close(found, gradients(paged_attention.reference.write), rtol=1e-6)
-    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(found))
+    actual = gradients(paged_attention.write)
+    chex.assert_trees_all_close(actual, gradients(paged_attention.reference.write), rtol=1e-6)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(actual))
 
 
 def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
@@ -209,13 +210,13 @@ def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, p
             keys[table[row, entry], :, max(0, np.clip(last[row] - entry * page, 0, page)) :] = np.nan
     keys[-1] = np.nan
     with np.errstate(invalid="ignore"), jax.debug_nans(False):
-        some = ~np.isnan(keys)
+        written = ~np.isnan(keys)
         summary = PageSummary(
-            np.where(some, keys, np.inf).min(2),
-            np.where(some, keys, -np.inf).max(2),
-            np.where(some, keys, 0).sum(2),
+            np.where(written, keys, np.inf).min(2),
+            np.where(written, keys, -np.inf).max(2),
+            np.where(written, keys, 0).sum(2),
         )
-    empty = ~some.any((1, 2, 3))
+    empty = ~written.any((1, 2, 3))
     for x in summary:
         x[empty] = np.nan
     information = np.random.default_rng(seed).uniform(0.5, 2, keys.shape[:2]).astype(np.float32)

@@ -25,12 +25,12 @@ GPU_CASES = (
 
 
 def arguments_of(case, seed=0):
-    given = cases.build(case, seed)
-    return given, jax.tree.map(jnp.asarray, given)
+    inputs = cases.build(case, seed)
+    return inputs, jax.tree.map(jnp.asarray, inputs)
 
 
-def check(result, case, given):
-    out, log_sum_exp = cases.exact(case, given)
+def check(result, case, inputs):
+    out, log_sum_exp = cases.exact(case, inputs)
     # The weights of bfloat16 values are rounded to bfloat16, as the reference does.
     tolerance = 2e-6 if case.dtype == "float32" else 2e-2
     np.testing.assert_allclose(np.asarray(result.out, np.float64), out, atol=tolerance)
@@ -67,33 +67,33 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
 def test_the_reference_on_the_cases(case):
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     if case.soft_cap is None:
-        check(reference.decode(*arguments), case, given)
+        check(reference.decode(*arguments), case, inputs)
 
 
 @pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
 def test_tpu_in_the_interpreter(case, mode, small_chunks):
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     try:
         result = on_tpu(case, arguments, mode)
     except NotImplementedError as declined:
         pytest.skip(str(declined))
-    check(result, case, given)
+    check(result, case, inputs)
 
 
 @pytest.mark.parametrize("scalars", [tpu.SCALARS, 300])
 def test_tpu_with_the_chunks_of_a_real_one_and_in_several_calls(scalars, monkeypatch):
     monkeypatch.setattr(tpu, "SCALARS", scalars)
-    given, arguments = arguments_of(TILE_32)
-    check(on_tpu(TILE_32, arguments, "late"), TILE_32, given)
+    inputs, arguments = arguments_of(TILE_32)
+    check(on_tpu(TILE_32, arguments, "late"), TILE_32, inputs)
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_gpu_in_the_interpreter(case, small_chunks):
-    given, arguments = arguments_of(case)
-    check(on_gpu(case, arguments, detect_races=True), case, given)
+    inputs, arguments = arguments_of(case)
+    check(on_gpu(case, arguments, detect_races=True), case, inputs)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(run, small_chunks):
 @contextmanager
 def copies_recorded(platform):
     """The `(page, heads)` of every tile of 32 positions that is copied; each is copied as K and as V."""
-    where = {"tpu": ("mosaic", "interpret_pallas_call", "DMA", "execute_read"),
+    interpreter = {"tpu": ("mosaic", "interpret_pallas_call", "DMA", "execute_read"),
              "gpu": ("mosaic_gpu", "gpu_callbacks", "DeviceLocalMemoryTransfer", "execute")}  # fmt: skip
-    package, module, owner, method = where[platform]
+    package, module, owner, method = interpreter[platform]
     module = pytest.importorskip(f"jax._src.pallas.{package}.interpret.{module}")
     owner = getattr(module, owner, None) or pytest.skip(f"JAX {jax.__version__} has no {owner}")
     run, seen = getattr(owner, method), []
@@ -133,26 +133,26 @@ def copies_recorded(platform):
         yield seen
 
 
-def listed(case, given):
-    read = cases.seen(case, *given[3:])
+def listed(case, inputs):
+    read = cases.seen(case, *inputs[3:])
     return {(int(page), int(head)) for page, head in zip(*np.nonzero(read.any(-1)), strict=True)}
 
 
 @pytest.mark.parametrize("kept", [None, 0.6])
 def test_tpu_copies_each_listed_tile_once_and_no_other(kept, small_chunks):
     case = TILE_32._replace(kept=kept)
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     with copies_recorded("tpu") as seen:
         on_tpu(case, arguments, "eager")
-    assert sorted(seen) == sorted(2 * list(listed(case, given)))
+    assert sorted(seen) == sorted(2 * list(listed(case, inputs)))
 
 
 def test_gpu_copies_listed_tiles_and_no_other(small_chunks):
     case = cases.Case(2, 2, 2, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     with copies_recorded("gpu") as seen:
         on_gpu(case, arguments)
-    assert set(seen) == listed(case, given)
+    assert set(seen) == listed(case, inputs)
 
 
 # Faults that must be found.
@@ -184,9 +184,9 @@ def beyond_the_pool(*arguments):
 )
 def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, monkeypatch):
     monkeypatch.setattr(tpu, name, fault)
-    given, arguments = arguments_of(TILE_32)
+    inputs, arguments = arguments_of(TILE_32)
     with pytest.raises(FOUND):
-        check(on_tpu(TILE_32, arguments, mode), TILE_32, given)
+        check(on_tpu(TILE_32, arguments, mode), TILE_32, inputs)
 
 
 def test_a_page_out_of_range_is_found(small_chunks):
@@ -198,18 +198,18 @@ def test_a_page_out_of_range_is_found(small_chunks):
 def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):
     case = TILE_32._replace(kept=None)
     monkeypatch.setattr(tpu, "work_lists", fetches_what_is_masked)
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     with copies_recorded("tpu") as seen:
-        check(on_tpu(case, arguments, "eager"), case, given)  # the result does not tell
-    assert set(seen) > listed(case, given)
+        check(on_tpu(case, arguments, "eager"), case, inputs)  # the result does not tell
+    assert set(seen) > listed(case, inputs)
 
 
 def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
     monkeypatch.setattr(gpu, "_wait", lambda arrival: None)
     case = GPU_CASES[0]
-    given, arguments = arguments_of(case)
+    inputs, arguments = arguments_of(case)
     with pytest.raises(FOUND):
-        check(on_gpu(case, arguments, detect_races=True), case, given)
+        check(on_gpu(case, arguments, detect_races=True), case, inputs)
 
 
 # What is declined, and parts.
@@ -243,12 +243,12 @@ def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():
     part = np.einsum("pgs,psd->pgd", weight / weight.sum(-1, keepdims=True), value)
     log_sum_exp = np.log(weight.sum(-1))
     held = np.array([True, True, False, True, False])
-    whole = np.einsum("pgs,psd->gd", weight[held], value[held]) / weight[held].sum((0, 2))[:, None]
+    full = np.einsum("pgs,psd->gd", weight[held], value[held]) / weight[held].sum((0, 2))[:, None]
     part[~held], log_sum_exp[~held] = np.nan, np.nan
     merged = split_kv.merge_partials(
         *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.asarray(held)
     )
-    np.testing.assert_allclose(merged.out, whole, atol=1e-6)
+    np.testing.assert_allclose(merged.out, full, atol=1e-6)
     np.testing.assert_allclose(merged.log_sum_exp, np.log(weight[held].sum((0, 2))), atol=1e-6)
     nothing = split_kv.merge_partials(
         *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.zeros(5, bool)

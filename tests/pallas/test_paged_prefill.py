@@ -20,9 +20,9 @@ def case(seed: int):
     table = rng.permutation(ROWS * PAGES + 1)[: ROWS * PAGES].reshape(ROWS, PAGES)
     listed = np.zeros((ROWS, KV_HEADS, PAGES), bool)
     for row in range(ROWS):
-        own = np.arange(PAGES) * SIZE + SIZE > last[row] - count[row]
+        position = np.arange(PAGES) * SIZE + SIZE > last[row] - count[row]
         for head in range(KV_HEADS):
-            listed[row, head] = own | (rng.random(PAGES) < 0.4)
+            listed[row, head] = position | (rng.random(PAGES) < 0.4)
     return q, k, v, table, listed, last - count, last
 
 
@@ -40,11 +40,11 @@ def pool(x, table, kept, last):
 def plain(q, k, v, listed, query, last, window=None):
     out = np.zeros(q.shape)
     for row, head, group, i in np.ndindex(q.shape[:4]):
-        own = query[row] + i
+        position = query[row] + i
         seen = np.repeat(listed[row, head], SIZE)
-        seen &= (np.arange(PAGES * SIZE) <= own) & (np.arange(PAGES * SIZE) < last[row])
+        seen &= (np.arange(PAGES * SIZE) <= position) & (np.arange(PAGES * SIZE) < last[row])
         if window is not None:
-            seen &= np.arange(PAGES * SIZE) > own - window
+            seen &= np.arange(PAGES * SIZE) > position - window
         score = k[row, head].astype(np.float64) @ q[row, head, group, i]
         weight = np.where(seen, np.exp(score - score.max()), 0)
         out[row, head, group, i] = weight @ v[row, head] / weight.sum()
@@ -56,14 +56,14 @@ def plain(q, k, v, listed, query, last, window=None):
 def test_each_head_reads_its_list_and_nothing_else(seed, window):
     q, k, v, table, listed, query, last = case(seed)
     index = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
-    own = query[:, None] + np.arange(QUERIES)
-    first = np.zeros_like(own) if window is None else np.maximum(own - window + 1, 0)
+    position = query[:, None] + np.arange(QUERIES)
+    first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
     keys, values = (pool(x, table, listed, last) for x in (k, v))
     integers = lambda *arrays: [jnp.asarray(x, jnp.int32) for x in arrays]
     out = prefill(jnp.asarray(q), keys, values, *integers(table, index, listed.sum(-1), first, query, last))
-    wanted = plain(q, k, v, listed, query, last, window)
+    expected = plain(q, k, v, listed, query, last, window)
     for row, count in enumerate((8, 3)):
-        np.testing.assert_allclose(out[row, :, :, :count], wanted[row, :, :, :count], rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(out[row, :, :, :count], expected[row, :, :, :count], rtol=2e-4, atol=2e-5)
 
 
 def test_all_pages_listed_is_dense():
@@ -74,9 +74,9 @@ def test_all_pages_listed_is_dense():
     integers = lambda *arrays: [jnp.asarray(x, jnp.int32) for x in arrays]
     count = -(-last // SIZE)[:, None].repeat(KV_HEADS, 1)
     index = np.broadcast_to(np.arange(PAGES), listed.shape)
-    where = integers(query, last)
+    places = integers(query, last)
     table = jnp.asarray(table, jnp.int32)
-    dense = prefill(jnp.asarray(q), keys, values, table, None, None, first, *where)
-    full = prefill(jnp.asarray(q), keys, values, table, *integers(index, count), first, *where)
-    for row, asked in enumerate((8, 3)):
-        np.testing.assert_allclose(full[row, :, :, :asked], dense[row, :, :, :asked], atol=1e-5)
+    dense = prefill(jnp.asarray(q), keys, values, table, None, None, first, *places)
+    full = prefill(jnp.asarray(q), keys, values, table, *integers(index, count), first, *places)
+    for row, number in enumerate((8, 3)):
+        np.testing.assert_allclose(full[row, :, :, :number], dense[row, :, :, :number], atol=1e-5)

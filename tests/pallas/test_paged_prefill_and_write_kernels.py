@@ -52,14 +52,16 @@ def run(function, mode, *arguments):
 
 
 def prefill_case(case):
-    given = cases.build(case._replace(window=False))  # earlier queries see what the window of the last leaves
+    inputs = cases.build(
+        case._replace(window=False)
+    )  # earlier queries see what the window of the last leaves
     rng = np.random.default_rng(1)
     q = rng.standard_normal((case.rows, case.kv_heads, case.group, QUERIES, case.head_dim))
-    q = (q * case.head_dim**-0.5).astype(given.q.dtype)
-    query = np.maximum(given.context_length - QUERIES, 0).astype(np.int32)
-    own = query[:, None] + np.arange(QUERIES, dtype=np.int32)
-    first = np.maximum(own - 24, 0) if case.window else np.zeros_like(own)
-    return (q, *given[1:6], first, query, given.context_length)
+    q = (q * case.head_dim**-0.5).astype(inputs.q.dtype)
+    query = np.maximum(inputs.context_length - QUERIES, 0).astype(np.int32)
+    position = query[:, None] + np.arange(QUERIES, dtype=np.int32)
+    first = np.maximum(position - 24, 0) if case.window else np.zeros_like(position)
+    return (q, *inputs[1:6], first, query, inputs.context_length)
 
 
 def exact(q, keys, values, table, index, count, first, query, last, soft_cap=None):
@@ -214,10 +216,10 @@ def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(sto
     tiles, summaries, k, v, page, slot = arguments
     every = np.ones(tiles[0].shape[:3], bool)
     tiles = tuple(cases.poisoned(stored, np.nan_to_num(x, nan=1.0), every) for x in tiles)
-    given = jax.tree.map(jnp.asarray, (tiles, summaries, k, v, page, slot))
-    expected = reference.write(*given)
+    inputs = jax.tree.map(jnp.asarray, (tiles, summaries, k, v, page, slot))
+    expected = reference.write(*inputs)
     monkeypatch.setattr(reference, "default_device", lambda: SimpleNamespace(platform="tpu"))
-    for ours, theirs in zip(*map(jax.tree.leaves, (reference.write(*given), expected)), strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (reference.write(*inputs), expected)), strict=True):
         np.testing.assert_array_equal(ours[:-1], theirs[:-1])
 
 

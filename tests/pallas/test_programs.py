@@ -34,13 +34,13 @@ REGISTERS = {"topk_entropy": 65536 // 5 // 128 // 8 * 8}  # of float32 segments 
 
 
 def parameters(platform: str, *always) -> list:
-    found = []
+    faults = []
     for operation, group in groupby(programs(platform), lambda program: program.operation):
         for place, program in enumerate(group):
             kept = any(place in places.get(operation, ()) for places in always)
             marks = () if kept else pytest.mark.exhaustive
-            found.append(pytest.param(program, marks=marks, id=f"{operation}-{program.case}"))
-    return found
+            faults.append(pytest.param(program, marks=marks, id=f"{operation}-{program.case}"))
+    return faults
 
 
 def on_tpu(program, generation):

@@ -33,8 +33,8 @@ def test_rows_are_divided_by_their_root_mean_square(size, backend):
 def test_a_row_does_not_depend_on_how_many_there_are(size):
     x, weight = case(300, size)
     together = rms_norm(x, weight, EPSILON)
-    for some in (slice(0, 1), slice(1, 3), slice(7, 22), slice(0, 16), slice(130, 263)):
-        np.testing.assert_array_equal(rms_norm(x[some], weight, EPSILON), together[some])
+    for part in (slice(0, 1), slice(1, 3), slice(7, 22), slice(0, 16), slice(130, 263)):
+        np.testing.assert_array_equal(rms_norm(x[part], weight, EPSILON), together[part])
     poisoned = rms_norm(x.at[4].set(jnp.nan), weight, EPSILON)
     np.testing.assert_array_equal(jnp.delete(poisoned, 4, 0), jnp.delete(together, 4, 0))
     assert np.isnan(poisoned[4]).all()

@@ -33,9 +33,9 @@ def test_products_are_those_of_the_widened_weights(rows, kind):
 def test_a_row_does_not_depend_on_how_many_there_are(kind):
     x, weights = case(MAX_ROWS, kind)
     together = skinny_matmul(x, *weights)
-    for some in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18)):
-        for part, all_ in zip(skinny_matmul(x[some], *weights), together, strict=True):
-            np.testing.assert_array_equal(part, all_[some])
+    for rows in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18)):
+        for part, all_ in zip(skinny_matmul(x[rows], *weights), together, strict=True):
+            np.testing.assert_array_equal(part, all_[rows])
 
 
 @ON_CPU
@@ -56,9 +56,9 @@ def test_leading_axes_are_kept():
 def test_gradients_are_those_of_the_plain_product():
     x, weights = case(3, "float32")
     loss = lambda product: lambda x, weights: sum((y * y).sum() for y in product(x, weights))
-    found = jax.grad(loss(lambda x, w: skinny_matmul(x, *w)), (0, 1))(x, weights)
+    actual = jax.grad(loss(lambda x, w: skinny_matmul(x, *w)), (0, 1))(x, weights)
     expected = jax.grad(loss(reference.skinny_matmul), (0, 1))(x, weights)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2), actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ def test_the_document_says_what_was_found():
 
 def test_every_case_was_tried():
     expected = {(operation, case, column) for operation, case, column, _ in table.trials()}
-    found = {
+    results = {
         (operation, case, column)
         for operation, cases in stored().items()
         for case, cells in cases.items()
         for column in cells
     }
-    assert found == expected
+    assert results == expected
 
 
 def test_what_became_of_a_trial():
@@ -37,8 +37,8 @@ def test_what_became_of_a_trial():
 
     verdicts = [table.attempt(x) for x in (lambda: None, declines, fails)]
     assert verdicts == ["yes", "declines: not today", "fails: ValueError: no"]
-    found = dict(zip(("v4", "v5e", "sm_90a"), verdicts, strict=True))
-    text = table.table({"sum": {"small": found, "other": {}}}, {("sum", "other"): "yes: a chip"})
+    verdict_of = dict(zip(("v4", "v5e", "sm_90a"), verdicts, strict=True))
+    text = table.table({"sum": {"small": verdict_of, "other": {}}}, {("sum", "other"): "yes: a chip"})
     assert "| sum | small | – | yes | [1] | – | – | – | – | fails [2] | no |" in text
     assert "| sum | other | – | – | – | – | – | – | – | – | yes: a chip |" in text
     assert "- [1] declines: not today\n- [2] fails: ValueError: no\n" in text

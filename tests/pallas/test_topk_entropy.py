@@ -25,13 +25,13 @@ PROJECTED = ((3, 64, 700, 5), (72, 128, 640, 40))  # rows, hidden, vocabulary, k
 close = partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 
 
-def check(found, expected):
+def check(actual, expected):
     """What is chosen is exact, with the order of ties; the moments are, up to the rounding of float32."""
-    np.testing.assert_array_equal(found.indices, expected.indices)
-    np.testing.assert_array_equal(found.values, expected.values.astype(np.float32))
+    np.testing.assert_array_equal(actual.indices, expected.indices)
+    np.testing.assert_array_equal(actual.values, expected.values.astype(np.float32))
     for group in ("calibrated", "tempered", "head"):
         for name, value in getattr(expected, group)._asdict().items():
-            close(getattr(getattr(found, group), name), value, err_msg=f"{group}.{name}")
+            close(getattr(getattr(actual, group), name), value, err_msg=f"{group}.{name}")
 
 
 def run(function, case):
@@ -51,14 +51,14 @@ def test_the_reference_is_exact(case):
 @pytest.mark.parametrize("k", [1, 7, 67])
 def test_the_head_is_that_of_entropy(k):
     logits = 3 * np.random.default_rng(0).standard_normal((4, 67)).astype(np.float32)
-    found = topk_entropy.topk_entropy(logits, k, 0.5)
+    actual = topk_entropy.topk_entropy(logits, k, 0.5)
     for name, value in entropy.top_k_summary(jnp.asarray(logits), k)._asdict().items():
-        close(getattr(found.head, name), value)
-    for part, at in ((found.calibrated, 1.0), (found.tempered, 0.5)):
+        close(getattr(actual.head, name), value)
+    for part, at in ((actual.calibrated, 1.0), (actual.tempered, 0.5)):
         for name, value in entropy.at_temperature(jnp.asarray(logits), at)._asdict().items():
             close(getattr(part, name), value)
-    assert (entropy.lower_bound(found.head) <= found.calibrated.entropy + 1e-5).all()
-    assert (entropy.upper_bound(found.head) >= found.calibrated.entropy - 1e-5).all()
+    assert (entropy.lower_bound(actual.head) <= actual.calibrated.entropy + 1e-5).all()
+    assert (entropy.upper_bound(actual.head) >= actual.calibrated.entropy - 1e-5).all()
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
@@ -89,11 +89,11 @@ def test_gradients_are_those_of_the_reference():
 
     ours = lambda logits, at: topk_entropy.topk_entropy(logits, 5, at, 1.3)
     theirs = lambda logits, at: reference.topk_entropy(logits, 5, at, jnp.full(at.shape, 1.3))
-    found = jax.jit(jax.grad(partial(loss, ours), (0, 1)))(logits, temperature)
+    actual = jax.jit(jax.grad(partial(loss, ours), (0, 1)))(logits, temperature)
     chex.assert_trees_all_close(
-        found, jax.grad(partial(loss, theirs), (0, 1))(logits, temperature), rtol=1e-5, atol=1e-7
+        actual, jax.grad(partial(loss, theirs), (0, 1))(logits, temperature), rtol=1e-5, atol=1e-7
     )
-    chex.assert_tree_all_finite(found)
+    chex.assert_tree_all_finite(actual)
     finite = jnp.asarray(np.where(np.isinf(logits), 0.0, logits)[:2])
     chex.assert_numerical_grads(lambda z: theirs(z, temperature[:2]).tempered, (finite,), order=1, atol=2e-2)
     hidden, weights = jnp.asarray(rng.standard_normal((3, 8))), jnp.asarray(rng.standard_normal((8, 29)))
@@ -203,24 +203,24 @@ def summed(blocks, fault: str):
 
 def faults_found(call, expected) -> set[str]:
     """The modes in which a call races, raises or is wrong."""
-    found = set()
+    faults = set()
     for mode in compilers.TPU_MODES:
         try:
             with compilers.interpreted_on_tpu(mode):
                 result = jax.block_until_ready(call())
             np.testing.assert_allclose(result, expected, rtol=1e-5)
         except (AssertionError, jax.errors.JaxRuntimeError, IndexError):
-            found.add(mode)
-    return found
+            faults.add(mode)
+    return faults
 
 
 @pytest.mark.parametrize("fault", ["none", "missing wait", "shared slot", "out of range"])
 def test_seeded_faults_are_found(fault):
     blocks = np.random.default_rng(4).standard_normal((4, 8, 128)).astype(np.float32)
-    found = faults_found(lambda: jax.jit(partial(summed, fault=fault))(blocks), blocks.sum(0))
-    assert bool(found) == (fault != "none"), found
+    faults = faults_found(lambda: jax.jit(partial(summed, fault=fault))(blocks), blocks.sum(0))
+    assert bool(faults) == (fault != "none"), faults
     if fault == "missing wait":
-        assert found == set(compilers.TPU_MODES)
+        assert faults == set(compilers.TPU_MODES)
 
 
 def test_a_block_out_of_range_is_found_in_the_kernel():

@@ -70,23 +70,23 @@ def test_all_filters_in_a_chain(temperature):
         processors.MinPLogitsWarper(0.01),
         processors.TypicalLogitsWarper(0.8),
     )
-    asked = parameters(ROWS, top_k=30, top_p=0.95, min_p=0.01, typical_p=0.8)
-    np.testing.assert_allclose(truncate(logits / np.float32(temperature), asked), expected, rtol=1e-6)
+    params = parameters(ROWS, top_k=30, top_p=0.95, min_p=0.01, typical_p=0.8)
+    np.testing.assert_allclose(truncate(logits / np.float32(temperature), params), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 4.0])
 def test_temperature(temperature):
-    logits, asked = random_logits(6), parameters(ROWS)
+    logits, params = random_logits(6), parameters(ROWS)
     warped = processed(logits, processors.TemperatureLogitsWarper(temperature))
-    assert (sample(logits, asked, temperature) == sample(warped, asked, 1.0)).all()
+    assert (sample(logits, params, temperature) == sample(warped, params, 1.0)).all()
 
 
 @jax.jit
-def sample(logits, asked, temperature):
+def sample(logits, params, temperature):
     """The tokens `[32, rows]` of as many positions."""
     seed, temperature = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, temperature)
     draw = lambda position: sampling.sample(
-        jnp.asarray(logits), asked, temperature, jax.random.key(0), seed, jnp.full(ROWS, position)
+        jnp.asarray(logits), params, temperature, jax.random.key(0), seed, jnp.full(ROWS, position)
     )
     return jax.lax.map(draw, jnp.arange(32))
 
@@ -101,5 +101,5 @@ def test_repetition_penalty(penalty):
     history = sampling.record_prompt(history, jnp.asarray(prompt, jnp.int32), jnp.ones((ROWS, 9), bool))
     for tokens in generated.T:
         history = sampling.record(history, jnp.asarray(tokens, jnp.int32), jnp.ones(ROWS, bool))
-    found = sampling.penalise(jnp.asarray(logits), parameters(ROWS, repetition_penalty=penalty), history)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual = sampling.penalise(jnp.asarray(logits), parameters(ROWS, repetition_penalty=penalty), history)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)

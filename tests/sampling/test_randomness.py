@@ -15,10 +15,12 @@ SEEDS, POSITIONS = jnp.array([0, 7, -1, 2**31 - 1], jnp.int32), jnp.array([0, 1,
 def test_bits_are_those_of_jax(kind, count):
     key = jax.random.key(11, impl=kind)
     keys = row_keys(key, SEEDS, POSITIONS)
-    own = [jax.random.fold_in(jax.random.fold_in(key, s), p) for s, p in zip(SEEDS, POSITIONS, strict=True)]
-    assert (keys == jnp.stack(own)).all()
+    separate = [
+        jax.random.fold_in(jax.random.fold_in(key, s), p) for s, p in zip(SEEDS, POSITIONS, strict=True)
+    ]
+    assert (keys == jnp.stack(separate)).all()
     if kind == "threefry2x32":  # the others depend on the batch
-        expected = [jax.random.bits(k, (count,), jnp.uint32) for k in own]
+        expected = [jax.random.bits(k, (count,), jnp.uint32) for k in separate]
         np.testing.assert_array_equal(random_bits(keys, count), jnp.stack(expected))
     assert random_bits(keys, count).shape == (4, count)
 

@@ -30,7 +30,7 @@ def kept(logits: np.ndarray, **filters) -> np.ndarray:
     return np.isfinite(truncate(jnp.asarray(logits), sampling.parameters(len(logits), **filters)))
 
 
-def draw(logits, asked, temperature, seed=None, position=None, key=KEY) -> np.ndarray:
+def draw(logits, params, temperature, seed=None, position=None, key=KEY) -> np.ndarray:
     rows = len(logits)
     seed = np.arange(rows) if seed is None else seed
     position = np.zeros(rows) if position is None else position
@@ -38,7 +38,7 @@ def draw(logits, asked, temperature, seed=None, position=None, key=KEY) -> np.nd
     return np.asarray(
         sample(
             jnp.asarray(logits),
-            asked,
+            params,
             temperature,
             key,
             jnp.asarray(seed, jnp.int32),
@@ -93,7 +93,7 @@ def test_penalties_and_bias_follow_their_formula():
         [[1.0, 1.2, 1.0, 0.9], [0.5, 0.0, 0, -1], [0.0, 0.3, 0, 0.1]], np.float32
     )
     bias = [{3: 5.0, 60: -2.0}, None, {}, {0: -np.inf}]
-    asked = sampling.parameters(
+    params = sampling.parameters(
         ROWS,
         repetition_penalty=repetition,
         presence_penalty=presence,
@@ -107,15 +107,15 @@ def test_penalties_and_bias_follow_their_formula():
     expected[0, 3] += 5
     expected[0, 60] -= 2
     expected[3, 0] = -np.inf
-    found = np.asarray(penalise(logits, asked, sampling.History(jnp.asarray(prompt), jnp.asarray(count))))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found[2], logits[2])
+    actual = np.asarray(penalise(logits, params, sampling.History(jnp.asarray(prompt), jnp.asarray(count))))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(actual[2], logits[2])
 
 
 def test_a_biased_token_outside_the_vocabulary_has_no_effect():
     logits = random_logits(9)
-    asked = sampling.parameters(ROWS, logit_bias={VOCABULARY: 3.0})
-    np.testing.assert_array_equal(penalise(logits, asked, sampling.history(ROWS, VOCABULARY)), logits)
+    params = sampling.parameters(ROWS, logit_bias={VOCABULARY: 3.0})
+    np.testing.assert_array_equal(penalise(logits, params, sampling.history(ROWS, VOCABULARY)), logits)
 
 
 def test_record_counts_active_rows_and_forget_clears():
@@ -155,10 +155,10 @@ def expected_top_p(logits: np.ndarray, p: float, slack: float) -> np.ndarray:
 @settings(max_examples=60)
 @given(rows_of_logits, probability)
 def test_top_p_keeps_the_smallest_set_with_all_its_ties(logits, p):
-    found = kept(logits, top_p=p)
+    actual = kept(logits, top_p=p)
     most = logits == logits.max(1, keepdims=True)
-    assert (found <= (expected_top_p(logits, p, 1e-5) | most)).all()
-    assert (found >= (expected_top_p(logits, p, -1e-5) | most)).all()
+    assert (actual <= (expected_top_p(logits, p, 1e-5) | most)).all()
+    assert (actual >= (expected_top_p(logits, p, -1e-5) | most)).all()
 
 
 @settings(max_examples=60)
@@ -183,10 +183,10 @@ def test_top_n_sigma_keeps_the_same_tokens_at_every_temperature(n, temperature):
 @settings(max_examples=60)
 @given(rows_of_logits, st.integers(0, VOCABULARY), probability, unit, probability)
 def test_filters_keep_a_token_and_do_not_touch_what_they_keep(logits, k, top_p, min_p, typical_p):
-    asked = sampling.parameters(ROWS, top_k=k, top_p=top_p, min_p=min_p, typical_p=typical_p)
-    found = np.asarray(truncate(logits, asked))
-    assert np.isfinite(found).any(1).all()
-    assert ((found == logits) | np.isneginf(found)).all()
+    params = sampling.parameters(ROWS, top_k=k, top_p=top_p, min_p=min_p, typical_p=typical_p)
+    actual = np.asarray(truncate(logits, params))
+    assert np.isfinite(actual).any(1).all()
+    assert ((actual == logits) | np.isneginf(actual)).all()
 
 
 @settings(max_examples=40)
@@ -198,11 +198,11 @@ def test_a_masked_token_is_never_drawn(logits, temperature, top_p, seed):
 
 def test_temperature_zero_is_argmax_whatever_the_filters():
     logits = np.round(random_logits(10))  # with ties: the first one is taken
-    asked = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
+    params = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
     for temperature in (np.zeros(ROWS), np.array([0, 1, 0, 1])):
         greedy = temperature == 0
-        found = draw(logits, asked, temperature)
-        np.testing.assert_array_equal(found[greedy], np.argmax(logits, -1)[greedy])
+        actual = draw(logits, params, temperature)
+        np.testing.assert_array_equal(actual[greedy], np.argmax(logits, -1)[greedy])
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6])
@@ -243,26 +243,28 @@ def test_a_row_does_not_depend_on_its_neighbours(row):
     poisoned[:, ::7] = np.nan
     count = jnp.asarray(np.random.default_rng(2).poisson(0.3, (ROWS, VOCABULARY)), jnp.int32)
     history = sampling.History(count > 1, count)
-    found = []
+    actual = []
     for neighbours, beside in (({}, logits), (quiet, logits), ({}, other), ({}, poisoned)):
-        asked = sampling.parameters(ROWS, **row_at(row, neighbours))
+        params = sampling.parameters(ROWS, **row_at(row, neighbours))
         mixed = np.where(np.arange(ROWS)[:, None] == row, logits, beside)
-        adjusted = penalise(mixed, asked, history)
-        cut = truncate(adjusted, asked)
-        tokens = [draw(adjusted, asked, asked.temperature, position=np.full(ROWS, p))[row] for p in range(16)]
-        found.append((np.asarray(adjusted[row]), np.asarray(cut[row]), tokens))
-    for case in found[1:]:
-        for a, b in zip(case, found[0], strict=True):
+        adjusted = penalise(mixed, params, history)
+        truncated = truncate(adjusted, params)
+        tokens = [
+            draw(adjusted, params, params.temperature, position=np.full(ROWS, p))[row] for p in range(16)
+        ]
+        actual.append((np.asarray(adjusted[row]), np.asarray(truncated[row]), tokens))
+    for case in actual[1:]:
+        for a, b in zip(case, actual[0], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 def test_a_row_does_not_depend_on_its_place_nor_on_the_number_of_rows():
     logits = random_logits(14)
-    asked = sampling.parameters(ROWS, **VARIED)
+    params = sampling.parameters(ROWS, **VARIED)
     position = np.array([3, 0, 9, 4])
-    together = draw(logits, asked, asked.temperature, seed=np.arange(ROWS), position=position)
+    together = draw(logits, params, params.temperature, seed=np.arange(ROWS), position=position)
     for row in range(ROWS):
-        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], asked)
+        alone = jax.tree.map(lambda x, row=row: x[row : row + 1], params)
         token = draw(
             logits[row : row + 1], alone, alone.temperature, seed=[row], position=position[row : row + 1]
         )
@@ -271,13 +273,13 @@ def test_a_row_does_not_depend_on_its_place_nor_on_the_number_of_rows():
 
 def test_seed_and_position_and_key_each_change_the_draw():
     logits = np.zeros((ROWS, VOCABULARY), np.float32)
-    asked, base = sampling.parameters(ROWS), np.arange(ROWS)
-    first = draw(logits, asked, 1.0, seed=base)
-    np.testing.assert_array_equal(first, draw(logits, asked, 1.0, seed=base))
+    params, base = sampling.parameters(ROWS), np.arange(ROWS)
+    first = draw(logits, params, 1.0, seed=base)
+    np.testing.assert_array_equal(first, draw(logits, params, 1.0, seed=base))
     for other in (
-        draw(logits, asked, 1.0, seed=base - 100),
-        draw(logits, asked, 1.0, seed=base, position=np.ones(ROWS)),
-        draw(logits, asked, 1.0, seed=base, key=jax.random.key(8)),
+        draw(logits, params, 1.0, seed=base - 100),
+        draw(logits, params, 1.0, seed=base, position=np.ones(ROWS)),
+        draw(logits, params, 1.0, seed=base, key=jax.random.key(8)),
     ):
         assert (first != other).any()
 
@@ -285,11 +287,11 @@ def test_seed_and_position_and_key_each_change_the_draw():
 def test_nan_does_not_hang_and_gives_a_valid_token():
     logits = np.full((ROWS, VOCABULARY), np.nan, np.float32)
     logits[1, 1:], logits[2] = 1.0, -np.inf
-    asked = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
+    params = sampling.parameters(ROWS, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.2)
     for temperature in (1.0, 0.0, np.nan):
-        tokens = draw(logits, asked, temperature)
+        tokens = draw(logits, params, temperature)
         assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
-    assert np.isnan(truncate(logits, asked)[0]).all()
+    assert np.isnan(truncate(logits, params)[0]).all()
 
 
 # What is compiled.
@@ -299,26 +301,26 @@ def test_new_parameters_do_not_retrace():
     chex.clear_trace_counter()
     traced = jax.jit(chex.assert_max_traces(sampling.sample, n=1))
     zeros = jnp.zeros(ROWS, jnp.int32)
-    for asked in (
+    for params in (
         sampling.parameters(ROWS, temperature=0.0),
         sampling.parameters(ROWS, top_k=4, logit_bias={1: 2.0}),
         sampling.parameters(ROWS, top_p=0.5, min_p=0.1),
         sampling.parameters(ROWS, **VARIED),
     ):
-        traced(jnp.asarray(random_logits(0)), asked, asked.temperature, KEY, zeros, zeros)
+        traced(jnp.asarray(random_logits(0)), params, params.temperature, KEY, zeros, zeros)
 
 
 @partial(jax.jit, donate_argnums=(2,))
-def decode(logits, asked, history, temperature, steps):
+def decode(logits, params, history, temperature, steps):
     """A loop as generation has it."""
     rows = logits.shape[0]
     seed = jnp.arange(rows, dtype=jnp.int32)
 
     def body(carry):
         step, history, _ = carry
-        adjusted = sampling.penalise(logits, asked, history)
+        adjusted = sampling.penalise(logits, params, history)
         position = jnp.full(rows, step, jnp.int32)
-        token = sampling.sample(adjusted, asked, temperature, KEY, seed, position)
+        token = sampling.sample(adjusted, params, temperature, KEY, seed, position)
         return step + 1, sampling.record(history, token, jnp.ones(rows, bool)), token
 
     return jax.lax.while_loop(
@@ -327,15 +329,15 @@ def decode(logits, asked, history, temperature, steps):
 
 
 def test_in_a_loop_the_history_is_never_copied():
-    asked = sampling.parameters(ROWS)._replace(frequency_penalty=jnp.full(ROWS, 100.0))
+    params = sampling.parameters(ROWS)._replace(frequency_penalty=jnp.full(ROWS, 100.0))
     temperature, history = jnp.zeros(ROWS, jnp.float32), sampling.history(ROWS, VOCABULARY)
-    text = decode.lower(jnp.asarray(random_logits(0)), asked, history, temperature, 5).compile().as_text()
+    text = decode.lower(jnp.asarray(random_logits(0)), params, history, temperature, 5).compile().as_text()
     assert text
     counts = f"s32[{ROWS},{VOCABULARY}]"
     assert counts in text
     assert not [line for line in text.splitlines() if " copy(" in line and counts in line]
     logits = random_logits(15)
-    _, history, _ = decode(jnp.asarray(logits), asked, history, temperature, 5)
+    _, history, _ = decode(jnp.asarray(logits), params, history, temperature, 5)
     best = np.argsort(-logits, axis=-1)[:, :5]  # so large a penalty lets greedy decoding take each token once
     np.testing.assert_array_equal(np.take_along_axis(np.asarray(history.generated), best, -1), 1)
 
@@ -352,23 +354,25 @@ def primitives(jaxpr, *, branches: bool) -> set[str]:
 
 def test_what_no_row_asks_for_is_behind_a_cond():
     zeros = jnp.zeros(ROWS, jnp.int32)
-    asked, logits = sampling.parameters(ROWS), jnp.asarray(random_logits(0))
+    params, logits = sampling.parameters(ROWS), jnp.asarray(random_logits(0))
     history = sampling.history(ROWS, VOCABULARY)
     for costly, function, arguments in (
-        ({"shift_left", "log1p", "exp", "div"}, sampling.sample, (asked.temperature, KEY, zeros, zeros)),
+        ({"shift_left", "log1p", "exp", "div"}, sampling.sample, (params.temperature, KEY, zeros, zeros)),
         ({"scatter-add", "div", "mul"}, sampling.penalise, (history,)),
         ({"exp", "scan"}, sampling.truncate, ()),
     ):
-        trace = jax.make_jaxpr(function)(logits, asked, *arguments).jaxpr
+        trace = jax.make_jaxpr(function)(logits, params, *arguments).jaxpr
         assert costly <= primitives(trace, branches=True)
         assert not costly & primitives(trace, branches=False)
 
 
 def test_kept_logits_have_unit_gradient():
     logits = jnp.asarray(random_logits(16))
-    asked = sampling.parameters(ROWS, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9)
-    inside = np.isfinite(truncate(logits, asked))
-    slope = jax.grad(lambda logits: jnp.sum(jnp.where(inside, sampling.truncate(logits, asked), 0.0)))(logits)
+    params = sampling.parameters(ROWS, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9)
+    inside = np.isfinite(truncate(logits, params))
+    slope = jax.grad(lambda logits: jnp.sum(jnp.where(inside, sampling.truncate(logits, params), 0.0)))(
+        logits
+    )
     np.testing.assert_array_equal(slope, inside)
 
 

@@ -118,10 +118,10 @@ class Page:
     def until(self, expression: str, seconds: float = 30):
         """Wait until an expression is true; its value."""
         deadline = time.monotonic() + seconds
-        while not (found := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} is still {found!r}; {self.errors}"
+        while not (value := self.value(expression)):
+            assert time.monotonic() < deadline, f"{expression} is still {value!r}; {self.errors}"
             time.sleep(0.05)
-        return found
+        return value
 
     def look(self, width: int, height: int, scheme: str = "light", motion: str = "no-preference") -> None:
         """The size of the window, in CSS pixels, and what its user prefers."""

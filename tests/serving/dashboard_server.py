@@ -42,7 +42,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/"
         self.requests: list[dict] = []
         self.refuse, self.key, self.gap, self.broken_off = None, None, 0.0, 0
-        self.cut = False
+        self.cut_off = False
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
                 {"text": token, "logprobs": logprobs, "entropic": {"trace": trace}, "finish_reason": None}
             )
             time.sleep(self.server.gap)
-        if self.server.cut:
+        if self.server.cut_off:
             return
         self._event({"text": "", "logprobs": None, "finish_reason": "length"})
         self.wfile.write(b"data: [DONE]\n\n")

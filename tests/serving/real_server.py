@@ -19,11 +19,11 @@ def real_server(settings: Settings | None = None, **options: Any) -> Iterator[Li
     from entropic_jax.serving.engine.options import EngineOptions
 
     small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "warmup": "none"}
-    made = engine.start(EMBEDDED, EngineOptions(**{**small, **options}))
+    llm_engine = engine.start(EMBEDDED, EngineOptions(**{**small, **options}))
     try:
-        model = served_model.describe(made.model, str(EMBEDDED), ("embedded",), made.context)
-        with serving(Frontend(made, model, settings or Settings(port=0))) as live:
-            live.engine, live.model = made, model
+        model = served_model.describe(llm_engine.model, str(EMBEDDED), ("embedded",), llm_engine.context)
+        with serving(Frontend(llm_engine, model, settings or Settings(port=0))) as live:
+            live.engine, live.model = llm_engine, model
             yield live
     finally:
-        made.close()
+        llm_engine.close()

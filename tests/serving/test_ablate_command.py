@@ -15,7 +15,7 @@ def text(tmp_path) -> str:
 
 @pytest.mark.slow
 def test_presets_are_compared(entropic, directory, text):
-    given = (
+    arguments = (
         "--model",
         directory,
         "--text",
@@ -27,15 +27,15 @@ def test_presets_are_compared(entropic, directory, text):
         "--presets",
         "full,micro",
     )
-    status, out, err = entropic("ablate", *given, "--studies", "quality,speed,writing", "--json")
+    status, out, err = entropic("ablate", *arguments, "--studies", "quality,speed,writing", "--json")
     assert status == 0, err
-    found = json.loads(out)
-    presets = {study: {r["preset"] for r in rows} for study, rows in found.items()}
+    results = json.loads(out)
+    presets = {study: {r["preset"] for r in rows} for study, rows in results.items()}
     assert presets.pop("quality") == {"off", "meso"}  # what reads differently under teacher forcing
     assert presets == {key: {"off", "full", "micro"} for key in ("speed", "writing")}
-    assert {r["seed"] for r in found["quality"]} == {0, 1}
+    assert {r["seed"] for r in results["quality"]} == {0, 1}
 
-    status, out, err = entropic("ablate", *given, "--studies", "quality")
+    status, out, err = entropic("ablate", *arguments, "--studies", "quality")
     assert status == 0 and "Quality under teacher forcing" in out and "Free generation" not in out
 
 

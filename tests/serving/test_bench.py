@@ -60,15 +60,15 @@ def test_what_is_measured_is_what_the_server_did(server, per_chunk, usage):
         assert outcome.ended >= outcome.chunks[-1][0]
     assert min(delays) >= 0
     assert statistics.median(delays) < 0.01
-    found = summary(outcomes)
-    assert 80 <= found["ttft"]["p50"] < 80 + 1000 * LATE
-    assert 29.9 < found["itl"]["p50"] < 30 + 1000 * LATE
-    assert found["tokens_per_chunk"] == per_chunk
+    figures = summary(outcomes)
+    assert 80 <= figures["ttft"]["p50"] < 80 + 1000 * LATE
+    assert 29.9 < figures["itl"]["p50"] < 30 + 1000 * LATE
+    assert figures["tokens_per_chunk"] == per_chunk
     chunks = 8 / per_chunk
-    expected = found["itl"]["mean"] * (chunks - 1) / (8 - per_chunk)
-    assert found["tpot"]["mean"] == pytest.approx(expected)
-    assert found["output_tokens"] == 64
-    assert found["output_tokens_per_second"] == pytest.approx(64 / found["seconds"])
+    expected = figures["itl"]["mean"] * (chunks - 1) / (8 - per_chunk)
+    assert figures["tpot"]["mean"] == pytest.approx(expected)
+    assert figures["output_tokens"] == 64
+    assert figures["output_tokens_per_second"] == pytest.approx(64 / figures["seconds"])
 
 
 def test_open_loop_sends_on_time_and_counts_the_wait():
@@ -78,11 +78,11 @@ def test_open_loop_sends_on_time_and_counts_the_wait():
     assert server.most_in_flight > 5
     begun = [entry["begun"] for entry in server.log]
     assert begun[-1] - begun[0] < 0.1 + LATE
-    found = summary(outcomes)
-    assert found["e2e"]["max"] >= 10 * 50 - 9 * 10 - 5
+    figures = summary(outcomes)
+    assert figures["e2e"]["max"] >= 10 * 50 - 9 * 10 - 5
     waits = [1000 * (o.chunks[0][0] - o.due) for o in outcomes]
     assert waits[-1] > waits[0] + 300
-    assert found["late"]["p50"] < 50
+    assert figures["late"]["p50"] < 50
 
 
 def test_a_late_client_does_not_flatter_the_server(server):
@@ -94,9 +94,9 @@ def test_a_late_client_does_not_flatter_the_server(server):
         pool.close()
         return outcome
 
-    found = summary([asyncio.run(main())])
-    assert found["ttft"]["p50"] > 2000
-    assert found["late"]["p50"] > 2000
+    figures = summary([asyncio.run(main())])
+    assert figures["ttft"]["p50"] > 2000
+    assert figures["late"]["p50"] > 2000
 
 
 def test_closed_loop_keeps_so_many_under_way(server):
@@ -128,10 +128,10 @@ def test_headers_and_body(server):
 )
 def test_errors_by_kind(server, fake, kind):
     outcomes = send(server, evenly(3), timeout=0.4, **fake)
-    found = summary(outcomes, {"ttft": 1e9})
-    assert found["errors"] == {kind: 3}
-    assert found["error_examples"][kind]
-    assert (found["completed"], found["goodput"], found["ttft"]) == (0, 0, None)
+    figures = summary(outcomes, {"ttft": 1e9})
+    assert figures["errors"] == {kind: 3}
+    assert figures["error_examples"][kind]
+    assert (figures["completed"], figures["goodput"], figures["ttft"]) == (0, 0, None)
 
 
 def test_a_server_that_is_not_there():
@@ -160,9 +160,9 @@ def test_goodput_counts_requests_within_every_bound(server):
     slo = {"ttft": 1000 * LATE, "itl": 300.0}
     assert [meets(o, slo) for o in fast + slow] == [True] * 3 + [False] * 3
     assert meets(slow[0], {"ttft": 1000 * LATE})
-    found = summary(fast + slow, slo)
-    assert found["within_slo"] == 0.5
-    assert found["goodput"] == pytest.approx(3 / found["seconds"])
+    figures = summary(fast + slow, slo)
+    assert figures["within_slo"] == 0.5
+    assert figures["goodput"] == pytest.approx(3 / figures["seconds"])
     assert per_token(slow[0]) == pytest.approx(400, abs=1000 * LATE)
 
 
@@ -185,9 +185,9 @@ def test_command(server, entropic, tmp_path):
     assert (status, err) == (0, "")
     assert "20 of 20 requests" in text and "goodput under ttft:5000 e2e:5000" in text
     tree = json.loads(out.read_text())
-    (found,) = tree["servers"][0]["runs"]
-    assert found["completed"] == len(found["outcomes"]) == 20
-    assert all(len(outcome["chunks"]) == 3 for outcome in found["outcomes"])
+    (figures,) = tree["servers"][0]["runs"]
+    assert figures["completed"] == len(figures["outcomes"]) == 20
+    assert all(len(outcome["chunks"]) == 3 for outcome in figures["outcomes"])
     assert {len(entry["body"]["prompt"]) for entry in server.log} <= set(range(4, 10))
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "secret" not in out.read_text()

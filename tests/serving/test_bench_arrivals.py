@@ -23,9 +23,9 @@ from entropic_jax.serving.request import RequestError
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
 def test_gaps_have_their_mean_and_variation(cv):
-    found = times(100_000, 5.0, cv, np.random.default_rng(0))
-    gaps = np.diff(found)
-    assert found[0] == 0
+    seconds = times(100_000, 5.0, cv, np.random.default_rng(0))
+    gaps = np.diff(seconds)
+    assert seconds[0] == 0
     assert gaps.mean() == pytest.approx(1 / 5, rel=0.01)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
     assert gaps.min() >= 0
@@ -45,12 +45,12 @@ def test_a_clock():
 @pytest.mark.parametrize("which", ["prompt", "output"])
 def test_drawn_lengths_have_the_published_statistics(name, which):
     law = getattr(PUBLISHED[name], which)
-    found = draw_lengths(law, 200_000, np.random.default_rng(0))
-    assert found.min() >= 1
+    lengths = draw_lengths(law, 200_000, np.random.default_rng(0))
+    assert lengths.min() >= 1
     # Where κ is small, few lengths are near the median, and a sample has it less exactly.
-    assert np.median(found) == pytest.approx(law.median, rel=0.08)
-    assert found.mean() == pytest.approx(law.mean, rel=0.03)
-    assert np.quantile(found, 0.99) == pytest.approx(law.p99, rel=0.03)
+    assert np.median(lengths) == pytest.approx(law.median, rel=0.08)
+    assert lengths.mean() == pytest.approx(law.mean, rel=0.03)
+    assert np.quantile(lengths, 0.99) == pytest.approx(law.p99, rel=0.03)
 
 
 def test_statistics_that_contradict_each_other():
@@ -59,8 +59,8 @@ def test_statistics_that_contradict_each_other():
 
 
 def test_like_a_trace():
-    found = drawn_like("azure-conversation", 20_000, None, None, 0)
-    gaps = np.diff([arrival.time for arrival in found])
+    arrivals = drawn_like("azure-conversation", 20_000, None, None, 0)
+    gaps = np.diff([arrival.time for arrival in arrivals])
     assert 1 / gaps.mean() == pytest.approx(5.5, rel=0.01)
     assert gaps.std() / gaps.mean() == pytest.approx(1.1, rel=0.05)
     assert drawn_like("azure-code", 50, 3.0, None, 0)[-1].time <= 50 / 3
@@ -68,9 +68,9 @@ def test_like_a_trace():
 
 
 def test_lengths_between_bounds():
-    found = drawn(2000, 1.0, 1.0, (3, 5), (7, 7), 0)
-    assert {a.prompt_tokens for a in found} == {3, 4, 5}
-    assert {a.output_tokens for a in found} == {7}
+    arrivals = drawn(2000, 1.0, 1.0, (3, 5), (7, 7), 0)
+    assert {a.prompt_tokens for a in arrivals} == {3, 4, 5}
+    assert {a.output_tokens for a in arrivals} == {7}
 
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -83,9 +83,9 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 def test_azure_trace(tmp_path):
     file = tmp_path / "conv.csv"
     file.write_text(AZURE)
-    found = read_trace(file)
-    assert [a.time for a in found] == pytest.approx([0, 4, 4.314579], abs=1e-5)
-    assert [a[1:3] for a in found] == [(374, 44), (879, 1), (396, 109)]
+    arrivals = read_trace(file)
+    assert [a.time for a in arrivals] == pytest.approx([0, 4, 4.314579], abs=1e-5)
+    assert [a[1:3] for a in arrivals] == [(374, 44), (879, 1), (396, 109)]
     assert len(read_trace(file, count=2)) == 2
     assert read_trace(file, rate=1.0)[-1].time == pytest.approx(2)
 
@@ -98,15 +98,15 @@ def test_mooncake_trace_shares_prefixes(tmp_path):
         {"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [4, 1]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    found = read_trace(file)
-    assert [(a.time, a.prompt_tokens, a.output_tokens) for a in found] == [
+    arrivals = read_trace(file)
+    assert [(a.time, a.prompt_tokens, a.output_tokens) for a in arrivals] == [
         (0, 1100, 52),
         (1, 1300, 5),
         (1, 600, 5),
     ]
     for factor, shared in ((1.0, 1024), (0.25, 256)):
         prompts = Prompts(random_tokens(1000, 0), 0, factor)
-        a, b, c = (prompts(i, arrival) for i, arrival in enumerate(scaled(found, factor, None)))
+        a, b, c = (prompts(i, arrival) for i, arrival in enumerate(scaled(arrivals, factor, None)))
         assert [len(a), len(b), len(c)] == [round(n * factor) for n in (1100, 1300, 600)]
         assert a[:shared] == b[:shared]
         assert a[shared:] != b[shared : len(a)]
@@ -144,9 +144,9 @@ def test_a_wrong_trace_names_its_line(tmp_path, text, said):
 def test_what_is_scaled_fits():
     arrivals = [Arrival(0, 1000 * (i + 1), 100) for i in range(100)]
     factor = fitting_factor(arrivals, 2048)
-    found = scaled(arrivals, factor, 2048)
+    fitted = scaled(arrivals, factor, 2048)
     assert 0.01 < factor < 0.03
-    assert max(a.prompt_tokens + a.output_tokens for a in found) <= 2048
+    assert max(a.prompt_tokens + a.output_tokens for a in fitted) <= 2048
     assert scaled(arrivals, 1e-9, None)[0][1:3] == (1, 1)
     assert scaled([Arrival(0, 50, 5000)], 1.0, 100)[0][1:3] == (1, 99)
     assert fitting_factor(arrivals, 10**9) == 1

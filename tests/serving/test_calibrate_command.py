@@ -27,11 +27,11 @@ def test_the_calibration_lies_in_the_model(entropic, model, text, tmp_path):
     """The model's context is 128: the 270 tokens of a file are read in pieces."""
     status, out, err = entropic("calibrate", "--model", str(model), "--text", text, text)
     assert (status, err) == (0, "")
-    found = load_calibration(model)
-    assert found.tokens == 2 * len(TEXT)
-    assert found.calibrated_loss < found.loss
-    assert 0 < found.temperature <= 16
-    assert f"{found.temperature:.3f}" in out and f"{found.loss:.4f} → {found.calibrated_loss:.4f}" in out
+    record = load_calibration(model)
+    assert record.tokens == 2 * len(TEXT)
+    assert record.calibrated_loss < record.loss
+    assert 0 < record.temperature <= 16
+    assert f"{record.temperature:.3f}" in out and f"{record.loss:.4f} → {record.calibrated_loss:.4f}" in out
     assert f"stored in {model / 'calibration.json'}" in out
     assert json.loads((model / "calibration.json").read_text())["version"] == 2
 
@@ -39,7 +39,7 @@ def test_the_calibration_lies_in_the_model(entropic, model, text, tmp_path):
     limit = ("--tokens", "100", "--out", str(elsewhere))
     assert entropic("calibrate", "--model", str(model), "--text", text, *limit)[0] == 0
     assert load_calibration(elsewhere).tokens == 100
-    assert load_calibration(model) == found
+    assert load_calibration(model) == record
 
 
 @pytest.mark.parametrize("reason", ["Read-only file system", "Permission denied"])

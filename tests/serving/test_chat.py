@@ -53,15 +53,15 @@ def test_max_completion_tokens_takes_the_place_of_max_tokens(live):
 
 def test_a_stream(live):
     events = stream(live, PATH, messages=HELLO, seed=1, n=2, max_tokens=5, logprobs=True, top_logprobs=2)
-    whole = chat(live, seed=1, n=2, max_tokens=5, logprobs=True, top_logprobs=2)
+    full = chat(live, seed=1, n=2, max_tokens=5, logprobs=True, top_logprobs=2)
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    for choice in whole["choices"]:
-        mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
-        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        assert "".join(piece["delta"].get("content", "") for piece in mine) == choice["message"]["content"]
-        said = joined(piece["logprobs"]["content"] for piece in mine if piece["logprobs"])
+    for choice in full["choices"]:
+        pieces = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(piece["delta"].get("content", "") for piece in pieces) == choice["message"]["content"]
+        said = joined(piece["logprobs"]["content"] for piece in pieces if piece["logprobs"])
         assert said == choice["logprobs"]["content"]
-        assert mine[-1]["finish_reason"] == "length"
+        assert pieces[-1]["finish_reason"] == "length"
 
 
 def test_logprobs(live):
@@ -94,14 +94,14 @@ def test_what_is_wrong_is_refused(live, wrong):
 
 def test_there_and_back(live):
     text = "def f(x):\n    return 'é'"
-    cut = httpx2.post(f"{live.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert cut["tokens"] == live.model.tokenizer.encode(text)
-    assert (cut["count"], cut["max_model_len"]) == (len(cut["tokens"]), live.model.context)
-    assert len(cut["token_strs"]) == cut["count"]
-    back = httpx2.post(f"{live.url}/detokenize", json={"tokens": cut["tokens"]}).json()
+    tokenized = httpx2.post(f"{live.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert tokenized["tokens"] == live.model.tokenizer.encode(text)
+    assert (tokenized["count"], tokenized["max_model_len"]) == (len(tokenized["tokens"]), live.model.context)
+    assert len(tokenized["token_strs"]) == tokenized["count"]
+    back = httpx2.post(f"{live.url}/detokenize", json={"tokens": tokenized["tokens"]}).json()
     assert back == {"prompt": live.model.tokenizer.bos_token + text}
     bare = httpx2.post(f"{live.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
-    assert bare["tokens"] == cut["tokens"][1:]
+    assert bare["tokens"] == tokenized["tokens"][1:]
     eos = live.model.tokenizer.eos_token
     assert httpx2.post(f"{live.url}/tokenize", json={"prompt": eos, "add_special_tokens": False}).json()[
         "tokens"
@@ -109,9 +109,9 @@ def test_there_and_back(live):
 
 
 def test_tokens_of_a_conversation(live):
-    cut = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()
+    tokenized = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()
     chat(live)
-    assert tuple(cut["tokens"]) == live.engine.engine_requests[-1].request.prompt
+    assert tuple(tokenized["tokens"]) == live.engine.engine_requests[-1].request.prompt
 
 
 def test_tokenizer_info(live):

@@ -12,34 +12,34 @@ ASKED = [{"role": "user", "content": "import json"}]
 @pytest.fixture
 def client(real):
     openai = pytest.importorskip("openai", reason="the extra `clients` is not installed")
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_openai_completions(client):
-    given = {"model": "embedded", "prompt": CODE, "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    whole = client.completions.create(**given)
-    (choice,) = whole.choices
-    assert whole.usage.completion_tokens == 12 and choice.finish_reason == "length"
+    options = {"model": "embedded", "prompt": CODE, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    full = client.completions.create(**options)
+    (choice,) = full.choices
+    assert full.usage.completion_tokens == 12 and choice.finish_reason == "length"
     assert len(choice.logprobs.tokens) == 12
     assert "".join(choice.logprobs.tokens) == choice.text
     for logprob, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
         assert logprob in top.values() and len(top) in (2, 3)
-    pieces = list(client.completions.create(**given, stream=True))
+    pieces = list(client.completions.create(**options, stream=True))
     assert "".join(piece.choices[0].text for piece in pieces) == choice.text
 
 
 def test_openai_chat_and_streams(client):
-    given = {"model": "embedded", "messages": ASKED, "max_completion_tokens": 8, "seed": 7}
+    fields = {"model": "embedded", "messages": ASKED, "max_completion_tokens": 8, "seed": 7}
     choice = {"extra_body": {"structured_outputs": {"choice": ["import os", "import re"]}}}  # it has an end
-    said = client.chat.completions.create(**given, **choice).choices[0].message.content
-    with client.chat.completions.stream(**given, **choice) as stream:
+    said = client.chat.completions.create(**fields, **choice).choices[0].message.content
+    with client.chat.completions.stream(**fields, **choice) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert "content.delta" in kinds
     assert final.choices[0].message.content == said
     options = {"include_usage": True}
-    *_, last = client.chat.completions.create(**given, stream=True, stream_options=options)
+    *_, last = client.chat.completions.create(**fields, stream=True, stream_options=options)
     assert last.choices == [] and last.usage.completion_tokens == 8
 
 
@@ -48,10 +48,10 @@ def test_openai_async(real):
 
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none") as client:
-            one = lambda seed: client.chat.completions.create(
+            chosen = lambda seed: client.chat.completions.create(
                 model="embedded", messages=ASKED, max_tokens=6, seed=seed
             )
-            answers = await asyncio.gather(*(one(seed) for seed in (1, 2, 1, 3, 1, 4)))
+            answers = await asyncio.gather(*(chosen(seed) for seed in (1, 2, 1, 3, 1, 4)))
         return [answer.choices[0].message.content for answer in answers]
 
     said = asyncio.run(run())
@@ -94,22 +94,28 @@ def test_the_extension_through_openai(client, preset):
     answer = client.completions.create(
         model="embedded", prompt=CODE, max_tokens=20, seed=3, extra_body=extra, logprobs=0
     )
-    found = answer.choices[0].entropic
-    assert found["entropic_time"] >= 0 and found["mean_entropy"] > 0
-    assert len(found["trace"]["entropy"]) == answer.usage.completion_tokens
-    temperatures = [t for t in found["trace"]["temperature"] if t is not None]
+    summary = answer.choices[0].entropic
+    assert summary["entropic_time"] >= 0 and summary["mean_entropy"] > 0
+    assert len(summary["trace"]["entropy"]) == answer.usage.completion_tokens
+    temperatures = [t for t in summary["trace"]["temperature"] if t is not None]
     assert len(set(temperatures)) > 3  # the law moves it
-    assert answer.choices[0].logprobs.entropy == found["trace"]["entropy"]
+    assert answer.choices[0].logprobs.entropy == summary["trace"]["entropy"]
 
 
 def test_langchain(real):
     chat = pytest.importorskip("langchain_openai", reason="the extra `clients` is not installed")
-    given = {"base_url": f"{real.url}/v1", "api_key": "none", "model": "embedded", "max_tokens": 8, "seed": 5}
-    model = chat.ChatOpenAI(**given)
+    options = {
+        "base_url": f"{real.url}/v1",
+        "api_key": "none",
+        "model": "embedded",
+        "max_tokens": 8,
+        "seed": 5,
+    }
+    model = chat.ChatOpenAI(**options)
     said = model.invoke("import json")
     assert said.usage_metadata["output_tokens"] == 8
     assert "".join(piece.text for piece in model.stream("import json")) == said.text
-    assert len(chat.OpenAI(**given).batch(["import json", "import os"])) == 2
+    assert len(chat.OpenAI(**options).batch(["import json", "import os"])) == 2
 
 
 def test_litellm(real, monkeypatch):
@@ -118,9 +124,9 @@ def test_litellm(real, monkeypatch):
     litellm.telemetry = False
     base = {"api_base": f"{real.url}/v1", "api_key": "none", "max_tokens": 8, "seed": 5}
     for provider in ("openai", "hosted_vllm"):
-        given = {"model": f"{provider}/embedded", "messages": ASKED, **base}
-        said = litellm.completion(**given).choices[0].message.content
-        pieces = litellm.completion(**given, stream=True)
+        options = {"model": f"{provider}/embedded", "messages": ASKED, **base}
+        said = litellm.completion(**options).choices[0].message.content
+        pieces = litellm.completion(**options, stream=True)
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said
     text = litellm.text_completion(model="text-completion-openai/embedded", prompt=CODE, **base)
     assert text.choices[0].text

@@ -13,7 +13,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 
 def joined(lists) -> list:
-    return [item for one in lists for item in one]
+    return [item for part in lists for item in part]
 
 
 def complete(live, **body) -> dict:
@@ -23,16 +23,16 @@ def complete(live, **body) -> dict:
 
 
 def stream(live, path="/v1/completions", **body) -> list[dict]:
-    found = []
+    events = []
     with httpx2.stream("POST", live.url + path, json={"stream": True, **body}) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line:
                 assert line.startswith("data: ")
-                found.append(line.removeprefix("data: "))
-    assert found.pop() == "[DONE]"
-    return [json.loads(event) for event in found]
+                events.append(line.removeprefix("data: "))
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def test_a_text(live):
@@ -128,15 +128,15 @@ def test_prompts_of_every_form(live, prompt, count):
 
 
 def test_a_stream_says_what_the_whole_says(live):
-    whole = complete(live, seed=4, n=2, max_tokens=12, logprobs=2)
+    full = complete(live, seed=4, n=2, max_tokens=12, logprobs=2)
     events = stream(live, prompt="x = ", seed=4, n=2, max_tokens=12, logprobs=2)
-    for choice in whole["choices"]:
-        mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
-        assert "".join(piece["text"] for piece in mine) == choice["text"]
-        assert [piece["finish_reason"] for piece in mine][-1] == choice["finish_reason"] == "length"
+    for choice in full["choices"]:
+        pieces = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces][-1] == choice["finish_reason"] == "length"
         for name, values in choice["logprobs"].items():
-            assert joined(piece["logprobs"][name] for piece in mine) == values
-        assert mine[-1]["entropic"] == choice["entropic"]
+            assert joined(piece["logprobs"][name] for piece in pieces) == values
+        assert pieces[-1]["entropic"] == choice["entropic"]
     assert all("usage" not in event for event in events)
     assert len({event["id"] for event in events}) == 1
 

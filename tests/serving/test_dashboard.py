@@ -107,9 +107,9 @@ def test_keys_alone_are_enough(page, server):
 def test_side_by_side_asks_for_the_same_text_twice(page, server):
     page.point("#compare", click=True)
     page.until(ENDED)
-    one, two = sorted(server.requests, key=lambda body: body["entropic"]["preset"])
-    assert (one["entropic"]["preset"], two["entropic"]["preset"]) == ("full", "off")
-    assert {**one, "entropic": 0} == {**two, "entropic": 0}
+    full, off = sorted(server.requests, key=lambda body: body["entropic"]["preset"])
+    assert (full["entropic"]["preset"], off["entropic"]["preset"]) == ("full", "off")
+    assert {**full, "entropic": 0} == {**off, "entropic": 0}
     assert page.value(
         "[...document.querySelectorAll('.pane h3')].map(h => h.firstChild.nextSibling.data)"
     ) == [
@@ -184,7 +184,7 @@ def test_a_server_that_wants_a_key(page, server):
 
 
 def test_a_stream_that_breaks_off(page, server):
-    server.cut = True
+    server.cut_off = True
     page.point("#run", click=True)
     page.until("document.querySelector('#alert').innerText.includes('broke off')")
     assert page.value("document.querySelectorAll('.t').length") == 160
@@ -228,8 +228,8 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 

@@ -113,13 +113,13 @@ def test_no_device_is_a_problem(monkeypatch, capsys):
 
 
 def test_differences():
-    found = (np.array([1.0, -np.inf]), np.array([1, 2]))
-    assert self_test.difference(found, found) == 0
+    actual = (np.array([1.0, -np.inf]), np.array([1, 2]))
+    assert self_test.difference(actual, actual) == 0
     for other in (
         (np.array([1.0, 0.0]), np.array([1, 2])),
         (np.array([np.nan, -np.inf]), np.array([1, 2])),
         (np.array([1.0, -np.inf]), np.array([1, 3])),
         (np.array([1.0]), np.array([1, 2])),
     ):
-        assert self_test.difference(other, found) == np.inf
-    assert self_test.difference((np.array([1.5, -np.inf]), np.array([1, 2])), found) == 0.5
+        assert self_test.difference(other, actual) == np.inf
+    assert self_test.difference((np.array([1.5, -np.inf]), np.array([1, 2])), actual) == 0.5

@@ -50,12 +50,12 @@ def test_stop_string_ends_the_text(entropic, directory):
         "20",
         "--json",
     )
-    whole = json.loads(entropic(*common)[1])
-    stop = whole["text"][5:7]
-    cut = json.loads(entropic(*common, "--stop", stop)[1])
-    assert cut["finish_reason"] == "stop"
-    assert cut["text"] == whole["text"].split(stop, 1)[0]
-    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    full = json.loads(entropic(*common)[1])
+    stop = full["text"][5:7]
+    stopped = json.loads(entropic(*common, "--stop", stop)[1])
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == full["text"].split(stop, 1)[0]
+    assert stopped["token_ids"] == full["token_ids"][: len(stopped["token_ids"])]
 
 
 def test_a_prompt_that_does_not_fit(entropic, directory):

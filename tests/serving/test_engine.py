@@ -72,9 +72,9 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(2, 200, length).tolist())
 
 
-def engine_request(name: str, ids, control: Control | None = None, **given) -> EngineRequest:
-    outside = {k: given.pop(k) for k in list(given) if k in EngineRequest.__dataclass_fields__}
-    fields = {"max_tokens": 12, "ignore_eos": True, **given}
+def engine_request(name: str, ids, control: Control | None = None, **fields) -> EngineRequest:
+    outside = {k: fields.pop(k) for k in list(fields) if k in EngineRequest.__dataclass_fields__}
+    fields = {"max_tokens": 12, "ignore_eos": True, **fields}
     return EngineRequest(
         id=name, request=Request(prompt=ids, **fields), control=control or Control(), **outside
     )
@@ -109,24 +109,24 @@ def copies_no_pool(engine: LLMEngine, *kinds: str) -> None:
 
 
 def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
-    mine = engine_request("mine", prompt(37, 99), seed=5, **WARM)
-    ((alone, last),) = run(exact, mine)
+    single = engine_request("mine", prompt(37, 99), seed=5, **WARM)
+    ((alone, last),) = run(exact, single)
     assert last.finish_reason == "length" and last.usage == (37, 12)
-    results = run(exact, *crowd(), mine, *crowd(20))
+    results = run(exact, *crowd(), single, *crowd(20))
     assert results[7][0] == alone
-    again = run(exact, *reversed([*crowd(), mine, *crowd(20)]))
+    again = run(exact, *reversed([*crowd(), single, *crowd(20)]))
     assert [tokens for tokens, _ in reversed(again)] == [tokens for tokens, _ in results]
 
 
 def test_a_prefix_is_found_and_changes_nothing(exact, plain):
     ids = prompt(100, 1007)
     first = engine_request("first", ids, seed=3, **WARM)
-    (cold, told), (warm, again) = run(exact, first)[0], run(exact, first)[0]
+    (cold, computed), (warm, again) = run(exact, first)[0], run(exact, first)[0]
     assert cold == warm
-    assert told.cached_tokens == 0 and again.cached_tokens == 64  # one piece
+    assert computed.cached_tokens == 0 and again.cached_tokens == 64  # one piece
     longer = engine_request("longer", ids[:70] + prompt(9, 8), seed=3, **WARM)
-    ((after, found),) = run(exact, longer)
-    assert found.cached_tokens == 64
+    ((after, cached),) = run(exact, longer)
+    assert cached.cached_tokens == 64
     assert after == run(plain, longer)[0][0]
     scored = dataclasses.replace(first, prompt_logprobs=1)
     assert run(exact, scored)[0][1].cached_tokens == 0  # what is scored is read
@@ -153,9 +153,9 @@ def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch
     for engine in engine_of(model, num_pages=40, batch_invariant=batch_invariant):
         results = run(engine, *engine_requests)
         assert [tokens for tokens, _ in results] == [tokens for tokens, _ in reference]
-        found = engine.snapshot()
-        assert found["preemptions"] > 0
-        assert 0 < found["longest_wait"] <= found["longest_wait_allowed"]
+        snapshot = engine.snapshot()
+        assert snapshot["preemptions"] > 0
+        assert 0 < snapshot["longest_wait"] <= snapshot["longest_wait_allowed"]
         for (_, last), (_, expected) in zip(results, reference, strict=True):
             assert last.summary["entropic_time"] == pytest.approx(expected.summary["entropic_time"], rel=1e-3)
 
@@ -203,12 +203,13 @@ def test_a_pruned_job_survives_preemption(model, exact):
 
 def test_ends(exact):
     free, _ = run(exact, engine_request("free", prompt(9), temperature=0.0, max_tokens=20))[0]
-    cut = next(i for i in range(2, 20) if free[i] not in free[:i])
+    place = next(i for i in range(2, 20) if free[i] not in free[:i])
     stopped, last = run(
-        exact, engine_request("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[cut],))
+        exact,
+        engine_request("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[place],)),
     )[0]
-    assert stopped == free[: cut + 1]
-    assert (last.finish_reason, last.stop_reason) == ("stop", free[cut])
+    assert stopped == free[: place + 1]
+    assert (last.finish_reason, last.stop_reason) == ("stop", free[place])
     late, _ = run(
         exact,
         engine_request(
@@ -339,7 +340,7 @@ def test_the_queue_is_bounded_and_drains(model):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         (dict(ids=()), "prompt must have between 1 and 127 tokens, .*; got 0"),
         (dict(ids=(1,) * 200), "prompt must have .*; got 200"),
@@ -360,9 +361,9 @@ def test_the_queue_is_bounded_and_drains(model):
         ),
     ],
 )
-def test_jobs_that_cannot_be_served(exact, given, message):
+def test_jobs_that_cannot_be_served(exact, fields, message):
     with pytest.raises(RequestError, match=message):
-        exact.submit(engine_request("wrong", **given))
+        exact.submit(engine_request("wrong", **fields))
 
 
 def test_a_failure_ends_every_job(model, monkeypatch):
@@ -380,7 +381,7 @@ def test_a_failure_ends_every_job(model, monkeypatch):
 
 def test_a_sequence_alone_that_finds_no_page_is_an_error_and_no_endless_loop(model, monkeypatch):
     engine = LLMEngine(model, EngineOptions(**EXACT))
-    monkeypatch.setattr(engine.scheduler.block_manager, "reserve", lambda *given: False)
+    monkeypatch.setattr(engine.scheduler.block_manager, "reserve", lambda *arguments: False)
     _, last = collect(engine.submit(engine_request("one", prompt(5))))
     assert last.finish_reason == "error" and "a sequence alone in the pool finds no page" in last.error
     assert isinstance(engine.failure(), RuntimeError)

@@ -67,11 +67,11 @@ def exact(model, calibration):
     yield from engine_of(model, calibration)
 
 
-def searching(seed: int = 1, **given):
+def searching(seed: int = 1, **fields):
     lengths = (5, 31, 1, 17, 40)
-    given = {"max_tokens": 30, **WARM, **given}
+    fields = {"max_tokens": 30, **WARM, **fields}
     return [
-        engine_request(f"s{seed}-{i}", prompt(n, seed + i), THREE, seed=i, **given)
+        engine_request(f"s{seed}-{i}", prompt(n, seed + i), THREE, seed=i, **fields)
         for i, n in enumerate(lengths)
     ]
 
@@ -82,7 +82,7 @@ def offline(model, calibration, control, *engine_requests):
 
 
 def plain(engine_requests):
-    return [dataclasses.replace(one, control=Control()) for one in engine_requests]
+    return [dataclasses.replace(request, control=Control()) for request in engine_requests]
 
 
 def tokens_of(results):
@@ -110,21 +110,21 @@ def reference(model, calibration):
 
 def test_as_offline_alone_and_in_a_crowd(reference, exact):
     engine_requests, expected = searching(), reference[:5]
-    assert [run(exact, one)[0][0] for one in engine_requests] == expected
+    assert [run(exact, request)[0][0] for request in engine_requests] == expected
     tally = exact.snapshot()
     assert all(tally[name] > 0 for name in ("explored", "looked", "returned", "discarded")), tally
-    alone = [run(exact, one)[0][0] for one in plain(engine_requests)]
+    alone = [run(exact, request)[0][0] for request in plain(engine_requests)]
     mixed = run(exact, *searching(50), *engine_requests, *plain(engine_requests), *searching(70))
     assert tokens_of(mixed[5:15]) == expected + alone
 
 
 def test_ends_of_every_kind(reference, exact):
     """A stop token, in branches too; the end of the context; a stop string; a greedy row."""
-    for (name, mine), expected in zip(ENDS.items(), reference[5:], strict=True):
-        found, last = run(exact, mine)[0]
-        assert found == expected
+    for (name, single), expected in zip(ENDS.items(), reference[5:], strict=True):
+        tokens, last = run(exact, single)[0]
+        assert tokens == expected
         assert last.finish_reason == ("length" if name == "context" else "stop"), name
-    assert exact.context == 110 + len(found) - 1
+    assert exact.context == 110 + len(tokens) - 1
     text = "".join(t.text for d in exact.submit(searching()[1]) for t in d.tokens)
     deltas = list(exact.submit(searching(stop=(text[9:12],))[1]))
     assert "".join(t.text for d in deltas for t in d.tokens) == text[: text.index(text[9:12])]
@@ -132,27 +132,27 @@ def test_ends_of_every_kind(reference, exact):
     assert run(exact, greedy)[0][0] == run(exact, *plain([greedy]))[0][0]
 
 
-def test_what_was_told_is_what_the_model_says(exact):
+def test_logprobs_emitted_are_those_of_the_model(exact):
     """Log-probabilities, and those of the likeliest, of tokens that were drawn as a branch's first, too."""
-    mine = searching(logprobs=5)[4]
-    told = [t for d in exact.submit(mine) for t in d.tokens]
-    text = (*mine.request.prompt, *(t.id for t in told), 5)
+    branching = searching(logprobs=5)[4]
+    emitted = [t for d in exact.submit(branching) for t in d.tokens]
+    text = (*branching.request.prompt, *(t.id for t in emitted), 5)
     scored = engine_request("scored", text, prompt_logprobs=5, max_tokens=1)
-    again = [p for d in exact.submit(scored) for p in d.prompt][len(mine.request.prompt) :]
-    for token, expected in zip(told, again, strict=False):
+    again = [p for d in exact.submit(scored) for p in d.prompt][len(branching.request.prompt) :]
+    for token, expected in zip(emitted, again, strict=False):
         assert token.logprob == pytest.approx(expected.logprob, abs=1e-3)
         assert [a.id for a in token.top] == [a.id for a in expected.top]
 
 
 def test_a_prompt_that_is_known_changes_nothing(exact):
-    mine = engine_request("mine", prompt(100, 1007), THREE, seed=3, max_tokens=20, **WARM)
-    (cold, told), (warm, again) = run(exact, mine)[0], run(exact, mine)[0]
-    assert (told.cached_tokens, again.cached_tokens) == (0, 64) and cold == warm
+    branching = engine_request("mine", prompt(100, 1007), THREE, seed=3, max_tokens=20, **WARM)
+    (cold, computed), (warm, again) = run(exact, branching)[0], run(exact, branching)[0]
+    assert (computed.cached_tokens, again.cached_tokens) == (0, 64) and cold == warm
 
 
 def test_the_ledger_has_what_branches_cost(exact):
-    for one in searching()[:3]:
-        deltas = list(exact.submit(one))
+    for request in searching()[:3]:
+        deltas = list(exact.submit(request))
         kept = sum(t.metrics["cost"] for d in deltas for t in d.tokens)
         assert deltas[-1].summary["cost"] > 1.2 * kept
 
@@ -175,11 +175,11 @@ def test_cancelling_within_a_branch(exact, monkeypatch):
     monkeypatch.setattr(scheduler.batch, "vacate", looked)
     expected = tokens_of(run(exact, *searching()))
     for attempt in range(12):
-        output_streams = [exact.submit(one) for one in searching(30 + attempt)[:4]]
+        output_streams = [exact.submit(request) for request in searching(30 + attempt)[:4]]
         next(iter(output_streams[attempt % 4]))
         for output_stream in output_streams:
             output_stream.cancel()
-        after = [exact.submit(one) for one in searching()]
+        after = [exact.submit(request) for request in searching()]
         assert {collect(t)[1].finish_reason for t in output_streams} <= {"abort", "length"}
         if attempt % 4 == 3:
             assert tokens_of(map(collect, after)) == expected
@@ -226,11 +226,11 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
     kinds = [
         *searching(),
         *plain(searching(9, max_tokens=60)),
-        *(dataclasses.replace(one, control=TWO) for one in searching(20)),
+        *(dataclasses.replace(request, control=TWO) for request in searching(20)),
         *searching(30, stop=("a", "e"), max_tokens=50),
         *searching(60, stop_token_ids=(*range(40, 56),), logprobs=2),
     ]
-    expected = [run(exact, one)[0][0] for one in kinds]
+    expected = [run(exact, request)[0][0] for request in kinds]
     monkeypatch.setattr(scarce.scheduler, "overlapped", overlapped)
     before, draw = scarce.snapshot(), np.random.default_rng(overlapped)
     output_streams = []
@@ -244,9 +244,9 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
         if leaves:
             output_stream.cancel()
         output_streams.append((None if leaves or grammar else expected[number], output_stream))
-    for wanted, output_stream in output_streams:
-        found, last = collect(output_stream)
-        assert wanted is None or found == wanted
+    for tokens_expected, output_stream in output_streams:
+        tokens, last = collect(output_stream)
+        assert tokens_expected is None or tokens == tokens_expected
         assert last.finish_reason in ("stop", "length", "abort")
     after = scarce.snapshot()
     assert after["pages_free"] + after["prefix_pages"] == after["pages"]
@@ -256,7 +256,7 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
 
 @pytest.mark.exhaustive
 def test_a_job_may_have_fewer_branches(model, calibration, exact):
-    engine_requests = [dataclasses.replace(one, control=TWO) for one in searching()[:2]]
+    engine_requests = [dataclasses.replace(request, control=TWO) for request in searching()[:2]]
     assert tokens_of(run(exact, *engine_requests, *searching(50))[:2]) == offline(
         model, calibration, TWO, *engine_requests
     )
@@ -281,10 +281,10 @@ def test_no_program_copies_the_pool(exact):
 def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibration, reference):
     """Steps of leaders alone, too, which a server that promises the same bits does not have."""
     small = dict(max_num_seqs=2, max_num_batched_tokens=16)  # few programs
-    given = dict(batch_invariant=False, pruning=False, warmup="min", **small)
-    for engine in engine_of(model, calibration, **given):
+    options = dict(batch_invariant=False, pruning=False, warmup="min", **small)
+    for engine in engine_of(model, calibration, **options):
         assert engine._ready.wait(600)
-        assert [run(engine, one)[0][0] for one in searching()[:3]] == reference[:3]
+        assert [run(engine, request)[0][0] for request in searching()[:3]] == reference[:3]
         mixed = run(engine, *searching(50), *searching(), *searching(70))
         assert tokens_of(mixed[5:10]) == reference[:5]
         assert engine.compilations == 0
@@ -293,11 +293,11 @@ def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibra
 def test_what_cannot_be(model, calibration, exact):
     with pytest.raises(RequestError, match="branches must be between 1 and 3; got 4"):
         exact.submit(engine_request("x", (1,), Control("entropix", (("branches", 4),))))
-    for given, said in (
+    for options, said in (
         (dict(preset="off"), "branches must be 1 with the preset off; got 3"),
         (dict(method="snapkv"), "method must be dense where sequences branch; got 'snapkv'"),
         (dict(num_pages=6), "num_pages must be at least 7 with .*; got 6"),
         (dict(branches=0), "branches must be an integer of at least 1; got 0"),
     ):
         with pytest.raises(ValueError, match=said):
-            LLMEngine(model, EngineOptions(**{**OPTIONS, **given}), calibration)
+            LLMEngine(model, EngineOptions(**{**OPTIONS, **options}), calibration)

@@ -72,19 +72,19 @@ RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
 
 @pytest.mark.parametrize("name", ["entropyinfer", *RARELY])
 def test_as_offline_alone_and_in_a_crowd(model, name):
-    mine = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
+    single = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()
     for engine in engine_of(model, name, budgets=budgets, block_size=16 if name == "quest" else 4):
-        ((alone, last),) = run(engine, mine)
+        ((alone, last),) = run(engine, single)
         assert last.finish_reason == "length"
         left = engine.submit(engine_request("leaves", prompt(90, 3), max_tokens=30, **WARM))
         next(iter(left))
         left.cancel()
-        results = run(engine, *crowd(), mine, *crowd(20))
+        results = run(engine, *crowd(), single, *crowd(20))
         assert results[6][0] == alone
-    given = registry.add_method(name, preset("off"), **dict(budgets))
-    reference = offline.Engine(model, given)
-    request = Request(prompt=mine.request.prompt, seed=5, max_tokens=30, ignore_eos=True, **WARM)
+    method = registry.add_method(name, preset("off"), **dict(budgets))
+    reference = offline.Engine(model, method)
+    request = Request(prompt=single.request.prompt, seed=5, max_tokens=30, ignore_eos=True, **WARM)
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
@@ -118,9 +118,9 @@ def test_pages_emptied_serve_others(model, name, together):
 def test_what_a_method_made_is_not_shared(model):
     for engine in engine_of(model, "entropyinfer"):
         long, short = prompt(90, 7), prompt(16, 8)
-        for ids, found in ((long, 0), (short, 12)):
+        for ids, cached in ((long, 0), (short, 12)):
             run(engine, engine_request("first", ids))
-            assert run(engine, engine_request("again", ids))[0][1].cached_tokens == found
+            assert run(engine, engine_request("again", ids))[0][1].cached_tokens == cached
         cache.check(
             engine.scheduler.device_state.state.cache, engine.scheduler.block_manager.prefix_cache.pages()
         )
@@ -130,12 +130,12 @@ def test_preemption_tells_a_compressed_row_its_tokens_again(model):
     engine_requests = [
         engine_request(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)
     ]
-    found = []
+    kept = []
     for pages in (400, 34):
         for engine in engine_of(model, "snapkv", num_pages=pages):
-            found.append([tokens for tokens, _ in run(engine, *engine_requests)])
+            kept.append([tokens for tokens, _ in run(engine, *engine_requests)])
             assert (engine.snapshot()["preemptions"] > 0) == (pages == 34)
-    assert found[0] == found[1]
+    assert kept[0] == kept[1]
 
 
 def test_no_program_copies_the_pool(model):

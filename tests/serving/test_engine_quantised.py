@@ -29,11 +29,11 @@ def test_with_a_narrow_cache_a_job_still_gets_the_same_whatever_befalls_it(model
 def test_a_cache_of_eight_bits_holds_more_pages(model):
     room = dict(kv_cache_bytes=1 << 20, max_num_seqs=1000)
     names = ("auto", "bfloat16", "fp8", "fp8_per_token_head", "int8_per_token_head")
-    made = {name: EngineOptions(kv_cache_dtype=name, **room) for name in names}
+    engine_options = {name: EngineOptions(kv_cache_dtype=name, **room) for name in names}
     head_dim = model.decoder.shape.head_dim
     pages = {
         name: sizes(model, it, bytes_per_number(stored_as(name, "float32"), head_dim)).pages
-        for name, it in made.items()
+        for name, it in engine_options.items()
     }
     assert pages["bfloat16"] == pytest.approx(2 * pages["auto"], rel=0.02)
     assert pages["fp8"] == pages["fp8_per_token_head"] == pages["int8_per_token_head"]

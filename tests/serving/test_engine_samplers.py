@@ -34,8 +34,8 @@ def calibration():
 
 
 def engine_of(model, calibration, name: str, **options):
-    given = {**EXACT, "preset": name, "branches": 1, **options}
-    engine = LLMEngine(model, EngineOptions(**given), calibration)
+    fields = {**EXACT, "preset": name, "branches": 1, **options}
+    engine = LLMEngine(model, EngineOptions(**fields), calibration)
     yield engine
     engine.close()
     nothing_is_left(engine)
@@ -53,26 +53,26 @@ def sampled(control: Control, seed: int = 1):
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
     for engine in engine_of(model, calibration, name, block_size=64):  # as offline: agreement is over pages
-        mine = engine_request("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
-        plain = dataclasses.replace(mine, control=Control())
-        ((alone, last),) = run(engine, mine)
+        single = engine_request("mine", prompt(37, 99), control, seed=5, max_tokens=24, **WARM)
+        plain = dataclasses.replace(single, control=Control())
+        ((alone, last),) = run(engine, single)
         ((other, _),) = run(engine, plain)
         assert last.finish_reason == "length" and alone != other
         left = engine.submit(engine_request("leaves", prompt(9, 3), control, max_tokens=60, **WARM))
         next(iter(left))
         left.cancel()
-        mixed = run(engine, *sampled(control), mine, plain, *sampled(Control("micro"), 20))
+        mixed = run(engine, *sampled(control), single, plain, *sampled(Control("micro"), 20))
         assert (mixed[5][0], mixed[6][0]) == (alone, other)
-        greedy = dataclasses.replace(mine.request, temperature=0.0)
+        greedy = dataclasses.replace(single.request, temperature=0.0)
         answers = [
-            run(engine, dataclasses.replace(mine, request=greedy, control=c))[0][0]
+            run(engine, dataclasses.replace(single, request=greedy, control=c))[0][0]
             for c in (control, Control())
         ]
         assert answers[0] == answers[1]
     reference = offline_engine(
         Control(name, (("branches", 1),) if name == "entropix" else ()), calibration, model
     )
-    request = Request(prompt=mine.request.prompt, seed=5, max_tokens=24, ignore_eos=True, **WARM)
+    request = Request(prompt=single.request.prompt, seed=5, max_tokens=24, ignore_eos=True, **WARM)
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
@@ -81,17 +81,17 @@ def test_preemption_keeps_what_a_law_remembers(model, calibration):
     engine_requests = [
         engine_request(f"j{i}", prompt(30, i), control, seed=i, max_tokens=40, **WARM) for i in range(6)
     ]
-    found = []
+    results = []
     for pages in (200, 40):
         for engine in engine_of(model, calibration, "dslider", num_pages=pages):
-            found.append([tokens for tokens, _ in run(engine, *engine_requests)])
+            results.append([tokens for tokens, _ in run(engine, *engine_requests)])
             assert (engine.snapshot()["preemptions"] > 0) == (pages == 40)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_steps_without_it_do_not_pay_for_it(model, calibration):
-    given = dict(batch_invariant=False, max_num_seqs=2)
-    for engine in engine_of(model, calibration, "entropix", **given):
+    options = dict(batch_invariant=False, max_num_seqs=2)
+    for engine in engine_of(model, calibration, "entropix", **options):
         run(
             engine,
             engine_request("plain", prompt(9)),
@@ -106,10 +106,10 @@ def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
     always = calibration._replace(quantiles=(0.0,) * 7, varentropy_quantiles=(90.0,) * 7)
     for engine in engine_of(model, always, "entropix", clarification="hm"):
         words = engine.tokenizer.encode("hm", special=False)
-        mine = engine_request("mine", prompt(7), Control("entropix"), **WARM)
-        assert run(engine, mine)[0][0][: len(words)] == words
-        never = dataclasses.replace(mine.request, logit_bias={words[0]: -np.inf})
-        assert words[0] not in run(engine, dataclasses.replace(mine, request=never))[0][0]
+        single = engine_request("mine", prompt(7), Control("entropix"), **WARM)
+        assert run(engine, single)[0][0][: len(words)] == words
+        never = dataclasses.replace(single.request, logit_bias={words[0]: -np.inf})
+        assert words[0] not in run(engine, dataclasses.replace(single, request=never))[0][0]
 
 
 def test_what_a_server_refuses(model, calibration):

@@ -7,22 +7,22 @@ import pytest
 
 from tests.serving.dashboard_server import FOLDER
 
-BOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
-QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
+DASHBOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 METRIC = re.compile(r"\b(?:vllm:|entropic_)\w+")
 
 
-def overlaps(one: dict, other: dict) -> bool:
+def overlaps(first: dict, other: dict) -> bool:
     return (
-        one["x"] < other["x"] + other["w"]
-        and other["x"] < one["x"] + one["w"]
-        and one["y"] < other["y"] + other["h"]
-        and other["y"] < one["y"] + one["h"]
+        first["x"] < other["x"] + other["w"]
+        and other["x"] < first["x"] + first["w"]
+        and first["y"] < other["y"] + other["h"]
+        and other["y"] < first["y"] + first["h"]
     )
 
 
 def test_panels_are_sound():
-    panels = BOARD["panels"]
+    panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15
     places = [panel["gridPos"] for panel in panels]
     assert all(place["x"] + place["w"] <= 24 for place in places)
@@ -31,9 +31,11 @@ def test_panels_are_sound():
         references = [target["refId"] for target in panel.get("targets", ())]
         assert len(set(references)) == len(references)
         assert bool(references) == (panel["type"] != "row")
-    variables = {variable["name"] for variable in BOARD["templating"]["list"]}
-    own = {name for query in QUERIES for name in re.findall(r"\$\{?(\w+)", query)} - {"__rate_interval"}
-    assert own <= variables
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    referenced = {name for query in QUERIES for name in re.findall(r"\$\{?(\w+)", query)} - {
+        "__rate_interval"
+    }
+    assert referenced <= variables
 
 
 @pytest.mark.parametrize("query", QUERIES)
@@ -56,6 +58,6 @@ def test_every_metric_exists():
 
     text = metrics.Metrics(Engine(), "model").text().decode()
     known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
-    asked = {name for query in QUERIES for name in METRIC.findall(query)}
-    assert len(asked) > 20
-    assert asked - known == set()
+    queried = {name for query in QUERIES for name in METRIC.findall(query)}
+    assert len(queried) > 20
+    assert queried - known == set()

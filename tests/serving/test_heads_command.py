@@ -2,7 +2,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (["--segment", "500"], "--segment must be a power of two; got 500"),
         (
@@ -13,10 +13,10 @@ import pytest
         (["--tokens", "0"], "argument --tokens: must be an integer between 1 and 2147483647; got 0"),
     ],
 )
-def test_what_is_wrong_is_said(entropic, given, said):
-    status, out, errors = entropic("heads", "--text", "x.txt", "--out", "heads.png", *given)
+def test_what_is_wrong_is_said(entropic, arguments, message):
+    status, out, errors = entropic("heads", "--text", "x.txt", "--out", "heads.png", *arguments)
     assert (status, out) == (2, "")
-    assert said in errors
+    assert message in errors
 
 
 @pytest.mark.slow

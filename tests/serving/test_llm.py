@@ -39,10 +39,10 @@ def test_a_batch_larger_than_the_engine_comes_back_in_order(llm):
     params = [SamplingParams(max_tokens=4 + 3 * i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     outputs = llm.generate(PROMPTS, params)
     assert [output.prompt for output in outputs] == PROMPTS
-    for output, given in zip(outputs, params, strict=True):
+    for output, requested in zip(outputs, params, strict=True):
         (completion,) = output.outputs
         assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
-        assert (len(completion.token_ids), completion.finish_reason) == (given.max_tokens, "length")
+        assert (len(completion.token_ids), completion.finish_reason) == (requested.max_tokens, "length")
         assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
         assert completion.error is None and completion.logprobs is None
     alone = [llm.generate(p, s)[0] for p, s in zip(PROMPTS[:3], params[:3], strict=True)]

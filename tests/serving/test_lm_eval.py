@@ -57,10 +57,10 @@ def results(real, tmp_path_factory):
         documents = [{"text": text} for text in TEXTS] if name == "rolling" else QUESTIONS
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-        given = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
-        source = {"dataset_path": "json", "dataset_kwargs": given}
-        whole = {"task": name, "test_split": "test", **source, **task}
-        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+        options = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+        source = {"dataset_path": "json", "dataset_kwargs": options}
+        config = {"task": name, "test_split": "test", **source, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
     arguments = {
         "model": "embedded",
         "base_url": f"{real.url}/v1/completions",
@@ -83,14 +83,14 @@ def results(real, tmp_path_factory):
 
 def likelihoods(model, sequences) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each sequence, the log-probability of every token but the first, and if it is the likeliest."""
-    found = [([], []) for _ in sequences]
-    for number, logits, wanted in teacher_forced(model.decoder, model.params, sequences):
+    scores = [([], []) for _ in sequences]
+    for number, logits, targets in teacher_forced(model.decoder, model.params, sequences):
         table = np.asarray(jax.nn.log_softmax(logits))
-        for row, token in enumerate(wanted):
+        for row, token in enumerate(targets):
             if token >= 0:
-                found[number][0].append(table[row, token])
-                found[number][1].append(token == table[row].argmax())
-    return [(np.array(logprobs), np.array(greedy)) for logprobs, greedy in found]
+                scores[number][0].append(table[row, token])
+                scores[number][1].append(token == table[row].argmax())
+    return [(np.array(logprobs), np.array(greedy)) for logprobs, greedy in scores]
 
 
 def test_multiple_choice(results, real):
@@ -101,10 +101,10 @@ def test_multiple_choice(results, real):
         context = encode(question["text"])
         wholes = [encode(question["text"] + choice) for choice in question["choices"]]
         reference = likelihoods(model, wholes)
-        given = [(float(value), greedy in (True, "True")) for value, greedy in sample["filtered_resps"]]
+        options = [(float(value), greedy in (True, "True")) for value, greedy in sample["filtered_resps"]]
         sums = [logprobs[len(context) - 1 :].sum() for logprobs, _ in reference]
-        assert [value for value, _ in given] == pytest.approx(sums, abs=1e-5)
-        assert [greedy for _, greedy in given] == [g[len(context) - 1 :].all() for _, g in reference]
+        assert [value for value, _ in options] == pytest.approx(sums, abs=1e-5)
+        assert [greedy for _, greedy in options] == [g[len(context) - 1 :].all() for _, g in reference]
         right += int(np.argmax(sums) == question["gold"])
     assert results["results"]["choice"]["acc,none"] == pytest.approx(right / len(QUESTIONS), abs=1e-6)
 

@@ -55,8 +55,8 @@ def started(*options: str) -> Iterator[Process]:
 
 
 def complete(url: str, **body) -> str:
-    given = {"prompt": "def add(", "temperature": 0, "max_tokens": 12, **body}
-    answer = httpx2.post(f"{url}/v1/completions", json=given, timeout=300)
+    fields = {"prompt": "def add(", "temperature": 0, "max_tokens": 12, **body}
+    answer = httpx2.post(f"{url}/v1/completions", json=fields, timeout=300)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 

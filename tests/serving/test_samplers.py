@@ -21,9 +21,9 @@ SAMPLERS = {
 def exploring(directory, tmp_path):
     """The untrained model with a calibration under which all it writes is worth exploring."""
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    found = load_calibration(EMBEDDED)
+    record = load_calibration(EMBEDDED)
     entropy, little = (0.01, 0.02, 0.05, 0.1, 9.0, 10.0, 11.0), tuple(1e-6 * n for n in range(7))
-    save_calibration(found._replace(quantiles=entropy, varentropy_quantiles=little), tmp_path)
+    save_calibration(record._replace(quantiles=entropy, varentropy_quantiles=little), tmp_path)
     return str(tmp_path)
 
 
@@ -50,12 +50,14 @@ def test_streamed_and_returned_alone_and_in_company(entropic, exploring, tmp_pat
     assert first["token_ids"] == tree["token_ids"]
     assert second["finish_reason"] == "error" and len(third["token_ids"]) <= 9
     stop = tree["text"][5:7]
-    cut = json.loads(entropic(*common, *SAME, "--json", "--stop", stop)[1])
-    assert cut["finish_reason"] == "stop" and cut["text"] == tree["text"].split(stop, 1)[0]
+    stopped = json.loads(entropic(*common, *SAME, "--json", "--stop", stop)[1])
+    assert stopped["finish_reason"] == "stop" and stopped["text"] == tree["text"].split(stop, 1)[0]
 
 
 def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
-    run = lambda *given: json.loads(entropic("generate", "--model", exploring, *given, *SAME, "--json")[1])
+    run = lambda *arguments: json.loads(
+        entropic("generate", "--model", exploring, *arguments, *SAME, "--json")[1]
+    )
     texts = {branches: run("--preset", "entropix", "--branches", branches)["token_ids"] for branches in "13"}
     assert texts["1"] != texts["3"]
     greedy = run("--preset", "entropix", "--temperature", "0")["token_ids"]
@@ -63,7 +65,7 @@ def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (
             ("--preset", "micro", "--branches", "2"),
@@ -80,6 +82,6 @@ def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
         ),
     ],
 )
-def test_what_cannot_be(entropic, directory, given, said):
-    status, _, err = entropic("generate", "--model", directory, *given, *SAME)
-    assert status == 2 and said in err
+def test_what_cannot_be(entropic, directory, arguments, message):
+    status, _, err = entropic("generate", "--model", directory, *arguments, *SAME)
+    assert status == 2 and message in err

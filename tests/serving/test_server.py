@@ -261,9 +261,9 @@ def test_a_body_that_is_too_large(other, chunked):
 
 
 def test_other_sites_only_where_allowed(other, live):
-    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    assert "access-control-allow-origin" not in httpx2.options(live.url + PATH, headers=asked).headers
-    answer = httpx2.options(other.url + PATH, headers=asked)
+    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in httpx2.options(live.url + PATH, headers=preflight).headers
+    answer = httpx2.options(other.url + PATH, headers=preflight)
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
 
 

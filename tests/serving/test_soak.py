@@ -50,7 +50,7 @@ def test_every_kind_accepts_what_is_right(live, known, kind):
     "kind", ["greedy", "sampled", "streamed", "stop strings", "token ids", "several", "logprobs"]
 )
 def test_another_text_is_found(live, known, kind):
-    wrong = [one._replace(greedy=one.greedy[::-1], sampled=one.sampled + "!") for one in known]
+    wrong = [answer._replace(greedy=answer.greedy[::-1], sampled=answer.sampled + "!") for answer in known]
     with pytest.raises(WrongAnswerError, match="another text from character"):
         ask(live, wrong, kind)
 

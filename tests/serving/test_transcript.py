@@ -36,8 +36,8 @@ def run(text, eos=(), **fields):
 
 def test_without_stop_strings_every_token_is_settled_at_once():
     transcript, tokens = run("abc", max_tokens=3)
-    assert [[t.text for t in now] for now in tokens] == [["a"], ["b"], ["c"]]
-    assert [t.finish_reason for now in tokens for t in now] == [None, None, "length"]
+    assert [[t.text for t in settled] for settled in tokens] == [["a"], ["b"], ["c"]]
+    assert [t.finish_reason for settled in tokens for t in settled] == [None, None, "length"]
     completion = transcript.completion()
     assert completion.text == "abc"
     assert completion.usage == (3, 3)
@@ -88,12 +88,12 @@ def test_end_of_text_can_be_ignored():
 
 def test_text_that_may_become_a_stop_string_is_held_back():
     _, tokens = run("xENx", stop=("END",))
-    assert [[t.text for t in now] for now in tokens] == [["x"], [], [], ["E", "N", "x"]]
+    assert [[t.text for t in settled] for settled in tokens] == [["x"], [], [], ["E", "N", "x"]]
 
 
 def test_text_ends_before_the_stop_string_and_every_token_is_handed_out():
     transcript, tokens = run("aENDb", stop=("END",))
-    assert [[t.text for t in now] for now in tokens] == [["a"], [], [], ["", "", ""]]
+    assert [[t.text for t in settled] for settled in tokens] == [["a"], [], [], ["", "", ""]]
     assert tokens[-1][-1].finish_reason == "stop"
     completion = transcript.completion()
     assert (completion.text, completion.finish_reason) == ("a", "stop")
@@ -150,7 +150,7 @@ def test_text_is_what_stands_before_the_first_stop_string(text, stops):
     transcript, tokens = run(text + ".", eos=".", stop=tuple(stops))
     expected = min((text.split(stop, 1)[0] for stop in stops), key=len, default=text)
     completion = transcript.completion()
-    handed_out = [token for now in tokens for token in now]
+    handed_out = [token for settled in tokens for token in settled]
     assert completion.text == expected == "".join(token.text for token in handed_out)
     assert [token.id for token in handed_out] == completion.token_ids
     assert [token.finish_reason for token in handed_out[:-1]] == [None] * (len(handed_out) - 1)

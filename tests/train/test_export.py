@@ -27,10 +27,10 @@ def test_newest_checkpoint_without_the_state_of_the_optimiser(tmp_path: Path, pa
             scaled = jax.tree.map(lambda x, by=factor: x * np.float32(by), params)
             saved = {"params": scaled, "state": {"count": np.zeros((), np.int32)}}
             manager.save(step, args=ocp.args.StandardSave(saved))
-    found, step = export.newest(tmp_path)
+    path, step = export.newest(tmp_path)
     assert step == 3
-    assert isinstance(found["norm"], np.ndarray)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert isinstance(path["norm"], np.ndarray)
+    jax.tree.map(np.testing.assert_array_equal, path, params)
 
 
 def test_no_checkpoint_is_an_error(tmp_path: Path):

@@ -46,11 +46,11 @@ def test_scores_are_the_loss_of_training(scorer: scoring.Scorer, params: dict[st
 
 @pytest.mark.standard_promotion
 def test_neighbours_and_padding_do_not_matter(scorer: scoring.Scorer):
-    few = windows(1024, 100, 256, 700)
-    told: list[tuple[int, int]] = []
-    together = scorer(few, lambda done, total: told.append((done, total)))
-    assert told[-1] == (len(few), len(few))
-    for window, scores in zip(few, together, strict=True):
+    short = windows(1024, 100, 256, 700)
+    progress: list[tuple[int, int]] = []
+    together = scorer(short, lambda done, total: progress.append((done, total)))
+    assert progress[-1] == (len(short), len(short))
+    for window, scores in zip(short, together, strict=True):
         (alone,) = scorer([window])
         assert len(scores.nats) == len(scores.hit) == len(window) - 1
         np.testing.assert_allclose(scores.nats, alone.nats, atol=1e-5)

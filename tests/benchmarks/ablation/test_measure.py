@@ -32,7 +32,7 @@ def shallow(tmp_path) -> Path:
     config = json.loads((EMBEDDED / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
     weights = load_file(EMBEDDED / "model.safetensors")
-    layer = lambda name: int(found[1]) if (found := re.search(r"layers\.(\d+)\.", name)) else 0
+    layer = lambda name: int(match[1]) if (match := re.search(r"layers\.(\d+)\.", name)) else 0
     kept = {name: np.ascontiguousarray(x) for name, x in weights.items() if layer(name) < LAYERS}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -51,9 +51,9 @@ def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
 
     first = run("--studies", "speed")
     assert [entry.get("study") for entry in first] == [None, "speed"]
-    whole = run()
-    assert whole[:2] == first and {e["study"] for e in whole[1:]} == set(STUDIES)
-    assert run() == whole  # everything is there: nothing is measured again
+    uninterrupted = run()
+    assert uninterrupted[:2] == first and {e["study"] for e in uninterrupted[1:]} == set(STUDIES)
+    assert run() == uninterrupted  # everything is there: nothing is measured again
 
     results = report.load(file)
     titles = [title for title, _, lines in report.tables(results) if lines]

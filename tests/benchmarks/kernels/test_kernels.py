@@ -65,9 +65,9 @@ def test_tables_and_notes():
 
 
 def test_the_cases_of_hardware_are_right_in_plain_jax():
-    some = list(checks.calls("xla"))[::4]
-    found = {name: checks.verdict(call) for _, name, call in some}
-    assert set(found.values()) == {"yes"}, found
+    sampled = list(checks.calls("xla"))[::4]
+    verdicts = {name: checks.verdict(call) for _, name, call in sampled}
+    assert set(verdicts.values()) == {"yes"}, verdicts
 
 
 def test_what_a_case_may_come_to():

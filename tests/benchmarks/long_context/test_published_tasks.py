@@ -107,13 +107,13 @@ def test_a_long_context_loses_its_middle(tmp_path):
         ("math_calc", ["1", "2", "3", "4"], None, "[1, 2, 9, 4]", 0.5),
     ],
 )
-def test_scores(tmp_path, task, answers, options, said, wanted):
+def test_scores(tmp_path, task, answers, options, said, expected):
     kind = dict(answers=answers, all_classes=options, dataset=task)
     if options and task not in ("trec",):
         kind = dict(answer=answers, options=options)
     record = dict(context="c", input="q", **kind)
     (item,) = read_items(written(tmp_path / f"{task}.jsonl", record))
-    assert score(item, said) == pytest.approx(wanted)
+    assert score(item, said) == pytest.approx(expected)
 
 
 def test_every_task_has_an_answer_that_is_right(tmp_path):

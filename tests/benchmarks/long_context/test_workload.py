@@ -28,14 +28,14 @@ def test_a_task_states_what_it_asks_for(name):
 
 
 def test_counted_words_are_the_most_frequent_ones():
-    for name, asked in (("common words", 3), ("frequent words", 1)):
+    for name, number in (("common words", 3), ("frequent words", 1)):
         for seed in range(5):
             task = TASKS[name](np.random.default_rng(seed))
             words = [line.split('"')[1] for line in task.statements]
             counts = sorted(((words.count(w), w) for w in set(words)), reverse=True)
             answer = task.answer.strip().rstrip("]").replace('"', "").split(", ")
-            assert {w for _, w in counts[:asked]} == set(answer)
-            assert counts[asked - 1][0] > counts[asked][0]
+            assert {w for _, w in counts[:number]} == set(answer)
+            assert counts[number - 1][0] > counts[number][0]
 
 
 @pytest.mark.parametrize("first", ["needle", "multi-hop"])

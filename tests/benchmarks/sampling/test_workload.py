@@ -12,11 +12,11 @@ from entropic_jax.models.train import tasks
 
 @pytest.mark.parametrize("kind", workload.KINDS)
 def test_right_answers_pass_and_others_do_not(kind):
-    made = workload.generated(kind, 12, 3, "import json\n")
+    tasks = workload.generated(kind, 12, 3, "import json\n")
     again = workload.generated(kind, 12, 3, "import json\n")
-    assert [t.prompt for t in made] == [t.prompt for t in again]
-    assert len({t.prompt for t in made}) == 12
-    for task in made:
+    assert [t.prompt for t in tasks] == [t.prompt for t in again]
+    assert len({t.prompt for t in tasks}) == 12
+    for task in tasks:
         for wrong in ("", " 5 + None", "\n", "x" * 50, " __import__('os')", "((((", '"'):
             assert not task.check(wrong), wrong
         assert task.check(answer(kind, task.prompt) + "\nand more")
@@ -141,9 +141,9 @@ part = "hello"[1:-1:2] if total else None
 def test_the_interpreter_agrees_with_python_on_what_it_knows():
     names: dict = {}
     exec(PROGRAM, names)  # our own text
-    found = interpreter.run(PROGRAM)
+    interpreted = interpreter.run(PROGRAM)
     for name in ("total", "words", "table", "a", "b", "c", "chain", "part"):
-        assert found[name] == names[name], name
+        assert interpreted[name] == names[name], name
     for text in ("2 ** 10 - 7 // 2 % 3", "sum([x * x for x in range(9)]) / 3", "[*map]", "max('ab', 'c')"):
         try:
             want = eval(text)
@@ -179,7 +179,7 @@ def test_what_reaches_out_or_runs_away_is_refused(text):
 
 def test_random_bytes_never_raise_out_of_a_check():
     rng = np.random.default_rng(0)
-    made = [workload.generated(kind, 1, 0, "")[0] for kind in workload.KINDS]
+    tasks = [workload.generated(kind, 1, 0, "")[0] for kind in workload.KINDS]
     for _ in range(300):
         text = "".join(chr(c) for c in rng.integers(0, 128, 20))
-        assert not any(task.check(text) for task in made)
+        assert not any(task.check(text) for task in tasks)

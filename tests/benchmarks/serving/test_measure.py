@@ -54,9 +54,9 @@ def test_the_model_in_float32_is_the_same(work):
     import numpy as np
     from safetensors.numpy import load_file
 
-    mine, theirs = (load_file(path / "model.safetensors") for path in (work / "huggingface", EMBEDDED))
-    assert mine.keys() == theirs.keys()
-    assert all(np.array_equal(mine[name], theirs[name].astype(np.float32)) for name in mine)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (work / "huggingface", EMBEDDED))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name].astype(np.float32)) for name in ours)
 
 
 @pytest.mark.parametrize("study", STUDIES)
