@@ -26,7 +26,7 @@ def test_a_change_is_paired_and_symmetric():
     assert compared(base, more, "x", "seed").mean == pytest.approx(-20)
 
 
-@pytest.mark.parametrize(("whole", "sign"), [(1.3, 1), (1.1 * 1.1 * 1.0, 0), (1.05, -1)])
+@pytest.mark.parametrize(("combined", "sign"), [(1.3, 1), (1.1 * 1.1 * 1.0, 0), (1.05, -1)])
 def test_more_than_the_product_of_the_parts(combined, sign):
     gains = {"off": 1.0, "micro": 1.1, "meso": 1.1, "macro": 1.0, "full": combined}
     rng = np.random.default_rng(0)

@@ -112,7 +112,7 @@ def test_special_tokens_are_kept_on_request():
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("text", "expected"),
     [
         ({}, ["<s>"]),
         ({"add_bos_token": False}, []),

@@ -84,7 +84,7 @@ def test_a_long_context_loses_its_middle(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "answers", "options", "said", "wanted"),
+    ("task", "answers", "options", "said", "expected"),
     [
         ("hotpotqa", ["the Red house"], None, "A red House!", 1.0),
         ("hotpotqa", ["red house", "blue"], None, "blue sky", 2 / 3),
