@@ -6,7 +6,10 @@ The server, `LLM` and the command line share it, so that a conversation has the 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.models.tokenizer import compiled
 from entropic_jax.parameter_table import short
 
 from .request import RequestError
@@ -22,6 +25,16 @@ DEFAULT_TEMPLATE = """\
 {% endif %}"""
 RESERVED_VARIABLES = frozenset({"chat_template", "messages", "self"})
 """Arguments of the template call that a caller may not set."""
+
+
+def check_template(template: str, name: str) -> None:
+    """Raise RequestError, which names the argument `name`, for text that is no Jinja template."""
+    try:
+        compiled(template)
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"{name} must be a Jinja template; got an error in line {error.lineno}: {error.message}"
+        ) from None
 
 
 def set_template(tokenizer: Tokenizer, template: str | None = None) -> None:

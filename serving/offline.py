@@ -10,10 +10,11 @@ import numpy as np
 from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
 from entropic_jax.methods import cache_compression
+from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
-from . import chat_template
+from . import chat_template, memory
 from .kv_cache import KvCacheDtype, pages_of
 from .request import Request, RequestError
 from .transcript import TRACE_FIELDS, Completion, Token, Transcript
@@ -43,6 +44,9 @@ class Engine:
         self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
         self.pages = pages_of(kv_cache_dtype, model.params)
+        shape = model.decoder.shape
+        itemsize = bytes_per_number(self.pages, shape.head_dim)
+        self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -57,6 +61,7 @@ class Engine:
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of one request as they become certain."""
         prompt = self.prompt_tokens(request)
+        self._check_memory(request, prompt)
         for _, transcript, tokens in self._decode([request], [prompt], STREAM_LAUNCH):
             yield from tokens
             if transcript.error:
@@ -67,23 +72,48 @@ class Engine:
         together = MOST_ROWS if self.preset.width is None else MOST_HELD
         for first in range(0, len(requests), together):
             group = requests[first : first + together]
-            prompts: list[list[int]] = []
-            errors: dict[int, str] = {}
+            prompts: dict[int, list[int]] = {}
+            transcripts: dict[int, Transcript] = {}
             for index, request in enumerate(group):
                 try:
-                    prompts.append(self.prompt_tokens(request))
+                    prompts[index] = self.prompt_tokens(request)
+                    self._check_memory(request, prompts[index])
                 except RequestError as error:
-                    prompts.append([])
-                    errors[index] = str(error)
-            transcripts: dict[int, Transcript] = {}
-            for row, transcript, _ in self._decode(group, prompts, LAUNCH):
-                transcripts[row] = transcript
-            for row, request in enumerate(group):
-                if row in errors:
-                    transcript = Transcript(request, self.tokenizer.stream(), len(prompts[row]))
-                    transcript.finish("error", errors[row])
-                    transcripts[row] = transcript
-                yield transcripts[row].completion()
+                    prompt = prompts.pop(index, [])
+                    transcripts[index] = Transcript(request, self.tokenizer.stream(), len(prompt))
+                    transcripts[index].finish("error", str(error))
+            for part in self._parts(group, prompts):
+                members, texts = [group[i] for i in part], [prompts[i] for i in part]
+                for row, transcript, _ in self._decode(members, texts, LAUNCH):
+                    transcripts[part[row]] = transcript
+            for index in range(len(group)):
+                yield transcripts[index].completion()
+
+    def _parts(self, requests: Sequence[Request], prompts: Mapping[int, list[int]]) -> Iterator[list[int]]:
+        """Indices of the requests with a prompt, in parts whose KV caches fit into the memory."""
+        parts = [sorted(prompts)] if prompts else []
+        while parts:
+            part = parts.pop(0)
+            needed = max(positions(requests[i], prompts[i]) for i in part)
+            if len(part) == 1 or self._fits(power_of_two(len(part)), min(needed, self.context)):
+                yield part
+            else:
+                parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+
+    def _fits(self, rows: int, context: int) -> bool:
+        available = memory.available_memory()
+        return available is None or rows * context * self.position_bytes <= available
+
+    def _check_memory(self, request: Request, prompt: Sequence[int]) -> None:
+        """Raise RequestError for a request that has not enough memory for itself alone."""
+        if not self._fits(1, min(positions(request, prompt), self.context)):
+            available = memory.available_memory() or 0
+            most = max(0, int(available / self.position_bytes) - len(prompt))
+            raise RequestError(
+                f"max_tokens must be at most {most} after {len(prompt)} tokens of prompt, with "
+                f"{memory.gibibytes(available)} of memory available; got {request.max_tokens}",
+                "max_tokens",
+            )
 
     def prompt_tokens(self, request: Request) -> list[int]:
         """The request's prompt as token ids; RequestError if the model cannot take it."""
@@ -127,7 +157,7 @@ class Engine:
                 width=self.preset.width,
             )
             host: Trace = jax.device_get(trace)
-            status = np.asarray(state.status)
+            status, ended = np.asarray(state.status), False
             for row in sorted(open_rows):
                 settled = self._record(transcripts[row], host, row)
                 if transcripts[row].finish_reason is None and status[row] != RUNNING:
@@ -137,11 +167,12 @@ class Engine:
                     settled += transcripts[row].finish(FINISH_REASONS[int(status[row])], error)
                 if transcripts[row].finish_reason is not None:
                     open_rows.discard(row)
+                    ended = True
                 yield row, transcripts[row], settled
             closed = [row for row in transcripts if row not in open_rows and status[row] == RUNNING]
             if closed:  # ended by a stop string, which only the host sees
                 state = state._replace(status=state.status.at[jnp.array(closed)].set(FAILED))
-            if not host.emitted.any():
+            if open_rows and not (ended or host.emitted.any()):
                 raise RuntimeError("no sequence could advance: the cache has no free page")
             steps = launch
 
@@ -158,8 +189,10 @@ class Engine:
     def _start(self, requests: Sequence[Request], prompts: list[list[int]]) -> State:
         rows = power_of_two(len(requests))
         padding = rows - len(requests)
-        needed = max(len(p) + r.max_tokens for p, r in zip(prompts, requests, strict=True))
+        needed = max(positions(r, p) for p, r in zip(prompts, requests, strict=True))
         context = min(power_of_two(max(needed, SMALLEST_CONTEXT)), self.context)
+        if not self._fits(rows, context):
+            context = min(needed, self.context)
         sample = drawing([*requests, *[Request(prompt="")] * padding])
         decoder, page_policy = self.model.decoder, self.preset.page_policy
         page_size = page_policy.page_size if page_policy else None
@@ -185,6 +218,11 @@ def drawing(requests: Sequence[Request]) -> sampling.Sampling:
     biases = [r.logit_bias for r in requests]
     slots = power_of_two(max(8, *(len(b) for b in biases), 8))
     return sampling.parameters(len(requests), **fields, logit_bias=biases, bias_slots=slots)
+
+
+def positions(request: Request, prompt: Sequence[int]) -> int:
+    """Positions of a prompt and its continuation, at most."""
+    return len(prompt) + request.max_tokens
 
 
 def power_of_two(value: int) -> int:

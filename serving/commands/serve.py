@@ -7,12 +7,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from entropic_jax.parameter_table import Number
 
-from .. import control_options, kv_cache
+from .. import control_options, generation_config, kv_cache
 from ..generation import EMBEDDED
 from ..http.settings import Limits, Settings
 from ..option_types import number, positive
@@ -51,9 +52,16 @@ def _model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
     group.add_argument(
         "--generation-config",
-        choices=("auto", "vllm"),
         default="auto",
-        help="sampling defaults: the model's generation_config.json, or none (default: auto)",
+        metavar="FOLDER",
+        help="sampling defaults: auto for the model's generation_config.json, vllm for none, or a folder "
+        "with another one (default: auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        default="{}",
+        metavar="JSON",
+        help='sampling parameters that take precedence over it, as {"temperature": 0.6}',
     )
     group.add_argument(
         "--seed",
@@ -120,6 +128,13 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     kv_cache.add_argument(group)
     group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
     group.add_argument(
+        "--gpu-memory-utilization",
+        type=number(Number(float, 0, 1, above_low=True)),
+        metavar="FLOAT",
+        help="share of the device's memory that may be in use, from which the size of the KV cache follows "
+        "unless it is set (default: 0.9; on a CPU, the KV cache has 1 GiB)",
+    )
+    group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -166,6 +181,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         ("sequences", "texts of a request, over all its prompts"),
         ("stops", "stop strings of a request"),
         ("grammar", "characters of a schema or grammar"),
+        ("tokenize", "characters or tokens of a text for the paths /tokenize and /detokenize"),
     ):
         value = getattr(default, name)
         group.add_argument(
@@ -185,10 +201,10 @@ def run(options: argparse.Namespace) -> int:
     form = options.log_format or ("text" if sys.stderr.isatty() else "json")
     log.configure(form, options.uvicorn_log_level)
     traces = tracing.exporter(options.otlp_traces_endpoint)
-    settings = settings_of(options)
-    listener = process.bind(settings)
+    settings, text_side = settings_of(options), text_side_of(options)
+    listener = process.bind(settings)  # whatever can be wrong so far is said before anything is loaded
     remember_compilations()
-    return process.run(load(options, settings), listener, traces)
+    return process.run(load(options, settings, text_side), listener, traces)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -214,11 +230,29 @@ def settings_of(options: argparse.Namespace) -> Settings:
             sequences=options.max_sequences,
             stops=options.max_stops,
             grammar=options.max_grammar,
+            tokenize=options.max_tokenize,
         ),
     )
 
 
-def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
+class TextSide(NamedTuple):
+    """What the command line says of the model's text side; None is as in the model's directory."""
+
+    template: str | None = None  # chat template
+    generation_config: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] = {}  # of the generation config
+
+
+def text_side_of(options: argparse.Namespace) -> TextSide:
+    """The text side that parsed options describe. Raises RequestError."""
+    return TextSide(
+        _template(options.chat_template),
+        generation_config.read(options.generation_config),
+        generation_config.override(options.override_generation_config),
+    )
+
+
+def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -> "Frontend":
     """Start the engine, which compiles its programs in the background, and the front end around it."""
     from ..engine import engine
     from ..engine.options import EngineOptions
@@ -235,6 +269,7 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
         "block_size": options.block_size,
         "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_bytes": options.kv_cache_bytes,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
         "scheduling_policy": "fcfs" if options.scheduling_policy == "priority" else options.scheduling_policy,
         "law": dict(settings.control.gains).get("law"),
     }
@@ -263,19 +298,26 @@ def load(options: argparse.Namespace, settings: Settings) -> "Frontend":
         str(options.model),
         names=options.served_model_name or (options.model.resolve().name,),
         context=made.context,
-        template=_template(options.chat_template),
-        recommended=options.generation_config == "auto",
+        template=text_side.template,
+        defaults=generation_config.sampling_defaults(
+            made.model.generation if text_side.generation_config is None else text_side.generation_config,
+            text_side.overrides,
+        ),
     )
     return Frontend(made, model, settings)
 
 
 def _template(template: str | None) -> str | None:
-    """The text of a chat template, from a file unless it contains braces."""
-    if template is None or "{" in template:
-        return template
-    from .text_input import read_text
+    """The text of a chat template, from a file unless it contains braces. Raises RequestError."""
+    if template is not None and "{" not in template:
+        from .text_input import read_text
 
-    return read_text(template, "--chat-template")
+        template = read_text(template, "--chat-template")
+    if template is not None:
+        from ..chat_template import check_template
+
+        check_template(template, "--chat-template")
+    return template
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
 from ..generation import default_dtype
 from ..kv_cache import pages_of
+from ..memory import gibibytes, page_bytes
 from ..request import Request, RequestError
 from ..transcript import Transcript
 from . import warmup
@@ -87,6 +88,7 @@ class LLMEngine:
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.method = self.sizes.shapes.method
+        log.info("KV cache", extra=self._cache_size(itemsize, cache_dtype))
         self.row_controllers = self._row_controllers(calibration)
         if control is not None:
             self.row_controllers.row_gains(control)  # refused now rather than at each request
@@ -111,6 +113,17 @@ class LLMEngine:
         self._warmup_compilations = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _cache_size(self, itemsize: float, dtype: Any) -> dict[str, Any]:
+        """What was chosen for the page pool, for the log."""
+        sizes = self.sizes
+        of_page = page_bytes(self.model.decoder.shape, sizes.page_size, itemsize)
+        return {
+            "pages": sizes.pages,
+            "tokens": sizes.pages * sizes.page_size,
+            "gibibytes": gibibytes(sizes.pages * of_page),
+            "dtype": str(dtype),
+        }
 
     def _row_controllers(self, calibration: Any) -> RowControllers:
         options, sampler, sampler_law = self.options, None, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..control_options import Control
-from ..request import Request
+from ..request import Request, RequestError
 from ..transcript import Alternative, Token, Usage
 
 
@@ -28,6 +28,9 @@ class PromptToken(NamedTuple):
 
 class Grammar(Protocol):
     """A constraint on the text of one sequence, which follows its tokens."""
+
+    failure: RequestError | None
+    """Why no text can satisfy the constraint any more, once `mask` or `accept` has raised it."""
 
     def mask(self) -> Any:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens allowed next (as llguidance fills them)."""

@@ -14,8 +14,9 @@ from entropic_jax.control_gains import MACRO, SCALES
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
-from entropic_jax.parameter_table import Choice, Flag, ParameterError, short
+from entropic_jax.parameter_table import Choice, Flag, Number, ParameterError, short
 
+from .. import memory
 from ..control_options import BUDGETS, METHODS, SAMPLERS
 from ..kv_cache import KvCacheDtype
 from .programs import Shapes
@@ -25,11 +26,9 @@ from .programs import Shapes
 SELECTION = dataclasses.replace(FINE_PAGES, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "fcfs"]
-GIB = 2**30
-CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless `kv_cache_bytes` or `num_pages` is set
+UTILIZATIONS = Number(float, 0, 1, above_low=True)
 EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
 MOST_ROWS = 4096  # bound on `max_num_seqs`, far beyond what a device serves well
-MEMORY_FRACTION = 0.9  # of an accelerator's memory that may be in use, KV cache included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,7 @@ class EngineOptions:
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
     max_num_batched_tokens: int | None = None  # token budget: prompt tokens of one prefill chunk
     block_size: int | None = None  # positions of a page
+    gpu_memory_utilization: float | None = None  # share of the device's memory in use, KV cache included
     kv_cache_bytes: int | None = None  # of the page pool
     num_pages: int | None = None  # of the page pool, instead of bytes
     enable_prefix_caching: bool = True
@@ -73,12 +73,16 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Check every field."""
         optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
-        for name in (*optional, "max_num_seqs", "max_queue", "max_steps", "branches", "compile_workers"):
+        for name in (*optional, "branches", "compile_workers"):
             _check_integer(name, getattr(self, name), 1)
+        for name in ("max_num_seqs", "max_queue", "max_steps"):
+            _check_integer(name, getattr(self, name), 1, optional=False)
         if self.max_num_seqs > MOST_ROWS:
             raise ParameterError(
                 f"max_num_seqs must be at most {MOST_ROWS}; got {short(self.max_num_seqs)}", "max_num_seqs"
             )
+        if self.gpu_memory_utilization is not None:
+            UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
         for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
             Flag().check(name, getattr(self, name))
         Choice(METHODS).check("method", self.method)
@@ -102,8 +106,10 @@ class EngineOptions:
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
 
 
-def _check_integer(name: str, value: Any, low: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> None:
+    if not (optional and value is None) and (
+        not isinstance(value, int) or isinstance(value, bool) or value < low
+    ):
         raise ParameterError(f"{name} must be an integer of at least {low}; got {short(value)}", name)
 
 
@@ -236,18 +242,34 @@ def _num_pages(
     plan: SearchPlan | None,
 ) -> int:
     """Pages of the pool: as many as all rows can use, or as fit into the memory."""
-    shape, on_cpu = model.decoder.shape, jax.default_backend() == "cpu"
     spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
-    pages = options.num_pages
+    of_page, pages = memory.page_bytes(model.decoder.shape, page_size, itemsize), options.num_pages
     if pages is None:
-        page_bytes = int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize) * page_size
-        room = options.kv_cache_bytes or (CPU_CACHE if on_cpu else accelerator_room())
-        pages = min(options.max_num_seqs * (context // page_size + spare), room // page_bytes)
+        room = options.kv_cache_bytes or memory.cache_room(options.gpu_memory_utilization)
+        pages = min(options.max_num_seqs * (context // page_size + spare), room // of_page)
         if pages < 1:
-            raise ValueError(f"kv_cache_bytes must be at least {page_bytes}, for one page; got {room}")
+            raise ValueError(f"kv_cache_bytes must be at least {of_page}, for one page; got {room}")
     if pages <= spare:
         raise ValueError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}")
+    _check_room(options, pages, of_page)
     return pages
+
+
+def _check_room(options: EngineOptions, pages: int, of_page: int) -> None:
+    """Raise ParameterError where pages of `of_page` bytes each are more than the memory has room for."""
+    available = memory.available_memory()
+    if available is None or pages * of_page <= available:
+        return
+    why = f"with {memory.gibibytes(available)} of memory available"
+    if options.num_pages is not None:
+        raise ParameterError(
+            f"num_pages must be at most {available // of_page} {why}, at {of_page} bytes a page; "
+            f"got {options.num_pages}",
+            "num_pages",
+        )
+    raise ParameterError(
+        f"kv_cache_bytes must be at most {available} {why}; got {options.kv_cache_bytes}", "kv_cache_bytes"
+    )
 
 
 def _shapes(
@@ -344,13 +366,6 @@ def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
     lengths = steps_up(min(16, chunk), chunk, 2)
     many = {(max(1, min(16, budget // length)), length) for length in lengths}
     return tuple(sorted({(1, length) for length in lengths} | many))
-
-
-def accelerator_room() -> int:
-    """Bytes that the accelerator has left for the KV cache."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit", 8 * GIB)
-    return max(0, int(MEMORY_FRACTION * limit) - stats.get("bytes_in_use", 0))
 
 
 def cores() -> int:

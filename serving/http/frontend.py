@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from entropic_jax.parameter_table import AUTO, ParameterError
 
@@ -16,8 +16,10 @@ from .grammar import Grammars
 from .metrics import Metrics
 from .served_model import ServedModel
 from .settings import Settings
+from .worker_pools import WorkerPool, worker_pools
 
 RETRY = 5.0  # seconds after which to come back to a server that is shutting down
+T = TypeVar("T")
 
 
 class FrontendError(Exception):
@@ -48,6 +50,7 @@ class Frontend:
         self.engine, self.model, self.settings = engine, model, settings
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
         self.grammars = Grammars(model, settings.limits.grammar)
+        self.pools = worker_pools()
         self.started = int(time.time())
         self.draining = False
         self.output_streams: set[OutputStream] = set()
@@ -71,6 +74,17 @@ class Frontend:
         if self.draining:
             raise FrontendError(503, "the server is shutting down", retry_after=RETRY)
 
+    async def run_in(self, pool: WorkerPool, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread of a pool; FrontendError where its queue is full."""
+        try:
+            return await pool.run(function, *arguments)
+        except QueueFullError as error:
+            raise self._too_many(error) from None
+
+    def _too_many(self, error: QueueFullError) -> FrontendError:
+        self.metrics.refused()
+        return FrontendError(429, str(error), retry_after=error.retry_after)
+
     def submit(self, engine_requests: Sequence[EngineRequest]) -> list[OutputStream]:
         """Hand all jobs to the engine, or none of them."""
         self.check_able()
@@ -82,8 +96,7 @@ class Frontend:
             for output_stream in output_streams:
                 output_stream.cancel()
             if isinstance(error, QueueFullError):
-                self.metrics.refused()
-                raise FrontendError(429, str(error), retry_after=error.retry_after) from None
+                raise self._too_many(error) from None
             if isinstance(error, RuntimeError):  # the engine has stopped
                 raise FrontendError(503, f"the engine is not able: {error}", retry_after=RETRY) from error
             raise

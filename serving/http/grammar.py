@@ -18,26 +18,53 @@ CACHED_GRAMMARS = 64
 # Allowed between the parts of JSON unless a schema says otherwise (`x-guidance`): a line break and indent.
 # Without a bound, some models write line breaks until max_tokens.
 WHITESPACE = r"\n? {0,16}"
+NO_TOKEN = "no token may come next, although the text is not complete"
 LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_lexer_states=50_000, max_grammar_size=100_000
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
 )
 
 
 class TextGrammar:
     """The state of one text in a grammar (an `engine.interface.Grammar`)."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self.matcher, self.vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any, vocabulary: int, name: str) -> None:
+        """`name`: the field of the request that states the grammar, for errors."""
+        self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
+        self.failure: RequestError | None = None
 
     def mask(self) -> np.ndarray:
-        """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next."""
+        """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next.
+
+        Raises:
+            RequestError: No token may come next although the text is not complete, or the grammar has become
+                too complex.
+        """
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
+        self._check()
         words = -(-self.vocabulary // 32)
         return np.pad(bits, (0, max(0, words - len(bits))))[:words]
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; False once nothing may follow."""
-        return bool(self.matcher.consume_token(token)) and not self.matcher.is_stopped()
+        """Advance by a token; False once nothing may follow. Raises as `mask`."""
+        consumed = self.matcher.consume_token(token)
+        self._check()
+        if not consumed:
+            raise self._failed(f"token {token} may not come next")
+        return not self.matcher.is_stopped()
+
+    def _check(self) -> None:
+        """Raise RequestError if the matcher has failed, which it says in no other way."""
+        if self.matcher.is_error():
+            raise self._failed(error_of(self.matcher))
+
+    def _failed(self, reason: str) -> RequestError:
+        self.failure = refused(self.name, f"must be a grammar that a text can satisfy: {reason}")
+        return self.failure
 
 
 class Grammars:
@@ -47,6 +74,11 @@ class Grammars:
         self.model, self.max_characters = model, max_characters
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def is_hard(self, grammar: str) -> bool:
+        """Whether compiling it may take long: it is not cached, and needs a trial."""
+        with self._lock:
+            return grammar not in self._compiled and grammar_check.needs_trial(grammar)
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -65,26 +97,36 @@ class Grammars:
         Raises:
             RequestError: The grammar is invalid, too long or too complex.
         """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(name, grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return TextGrammar(matcher.deep_copy(), self.model.vocabulary, name)
+
+    def _compile(self, name: str, grammar: str) -> Any:
+        """The matcher of a grammar that some token can begin."""
         if len(grammar) > self.max_characters:
             raise refused(
                 name, f"must have at most {self.max_characters} characters as a grammar; got {len(grammar)}"
             )
-        with self._lock:
-            cached = grammar in self._compiled
-        if not cached and (reason := grammar_check.reason(grammar)) is not None:
+        if (reason := grammar_check.reason(grammar)) is not None:
             raise refused(name, f"must be a grammar that can be compiled: {reason.splitlines()[0]}")
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-                if matcher.is_error():
-                    reason = matcher.get_error().strip().splitlines()[0]
-                    raise refused(name, f"must be a grammar that can be compiled: {reason[:300]}")
-                self._compiled[grammar] = matcher
-                while len(self._compiled) > CACHED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return TextGrammar(matcher.deep_copy(), self.model.vocabulary)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise refused(name, f"must be a grammar that can be compiled: {error_of(matcher)}")
+        TextGrammar(matcher.deep_copy(), self.model.vocabulary, name).mask()
+        return matcher
+
+
+def error_of(matcher: Any) -> str:
+    """What is wrong with a matcher that has failed, in one line."""
+    lines = matcher.get_error().strip().splitlines() or ["unknown error"]
+    return NO_TOKEN if lines[0].startswith("NoExtensionBias") else lines[0][:300]
 
 
 def refused(name: str, message: str) -> RequestError:

@@ -20,6 +20,7 @@ from .settings import Settings
 logger = logging.getLogger("entropic_jax.serving.server")
 GRACEFUL_SHUTDOWN = 5  # seconds for the last bytes, once every request has ended
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
+BACKLOG = 2048  # connections that wait to be accepted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -79,12 +80,17 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The listening socket, bound before a model is loaded. Raises RequestError if it cannot be."""
+    """The listening socket, open before a model is loaded: connections wait until the server starts.
+
+    Raises:
+        RequestError: The address is not this machine's, or the port is taken.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
+        listener.listen(BACKLOG)  # two sockets may be bound to one port, but only one of them may listen
     except OSError as error:
         listener.close()
         raise RequestError(
@@ -100,10 +106,10 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     server = Server(frontend, tracer_provider)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    listener.listen(server.config.backlog)  # connections from here on wait for the server to start
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     server.run(sockets=[listener])
     left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())
+    frontend.pools.close()
     frontend.engine.close(drain=left if frontend.output_streams else 0.0)
     if tracer_provider is not None:
         tracer_provider.shutdown()  # sends what is left

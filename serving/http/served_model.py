@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from entropic_jax import models, sampling_params
+from entropic_jax import models
 
 from .. import chat_template
+from ..generation_config import sampling_defaults
 from ..request import RequestError
 
 
@@ -101,7 +102,7 @@ def describe(
     names: Sequence[str],
     context: int,
     template: str | None = None,
-    recommended: bool = True,
+    defaults: Mapping[str, Any] | None = None,
 ) -> ServedModel:
     """The text side of a loaded model.
 
@@ -111,7 +112,7 @@ def describe(
         names: Names under which requests may ask for it.
         context: Most tokens of a prompt and its continuation together.
         template: Chat template in place of the model's; without either, the plain one.
-        recommended: Whether sampling defaults come from the model's generation_config.json.
+        defaults: Sampling parameters by name; None is those of the model's generation_config.json.
 
     Raises:
         RequestError: The model has no tokenizer.
@@ -127,5 +128,5 @@ def describe(
         context=context,
         vocabulary=model.config.vocab_size,
         stop_tokens=model.stop_tokens,
-        defaults=sampling_params.recommended(model.generation) if recommended else {},
+        defaults=sampling_defaults(model.generation) if defaults is None else defaults,
     )

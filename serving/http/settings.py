@@ -12,6 +12,7 @@ class Limits(NamedTuple):
     sequences: int = 1024  # prompts times texts for each
     stops: int = 16  # stop strings
     grammar: int = 64 * 1024  # characters of a schema, expression or grammar
+    tokenize: int = 2**20  # characters or tokens of a text at /tokenize and /detokenize
 
 
 class Settings(NamedTuple):

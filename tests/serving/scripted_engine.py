@@ -9,6 +9,7 @@ from entropic_jax.control_gains import GAINS, check_order
 from entropic_jax.parameter_table import AUTO
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, PromptToken, QueueFullError
 from entropic_jax.serving.http.served_model import ServedModel
+from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.transcript import Alternative, Transcript, Usage
 
 SCRIPT = "def add(a, b):\n    return a + b\n"
@@ -47,7 +48,11 @@ class ScriptedOutputStream:
                     return
                 token = script[count % len(script)]
                 if self.engine_request.grammar is not None:
-                    bits = self.engine_request.grammar.mask()
+                    try:
+                        bits = self.engine_request.grammar.mask()
+                    except RequestError as error:
+                        yield self._last(transcript, "error", f"the grammar failed: {error}")
+                        return
                     token = next(t for t in range(model.vocabulary) if bits[t // 32] >> (t % 32) & 1)
                 top = ()
                 if self.engine_request.logprobs is not None:

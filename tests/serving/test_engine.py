@@ -261,6 +261,8 @@ def test_bias_and_logprobs(exact):
 class Alternating:
     """Allows even tokens, then odd ones, in turn; ends after six."""
 
+    failure = None
+
     def __init__(self) -> None:
         self.count = 0
 

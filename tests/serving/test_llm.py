@@ -252,6 +252,8 @@ def test_options_that_are_refused(options, error, message):
     ("options", "message"),
     [
         ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1; got True"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1"),
+        ({"num_pages": 10**12}, "num_pages must be at most [0-9]+ with .* available, at [0-9]+ bytes a page"),
         ({"block_size": True}, "block_size must be an integer of at least 1; got True"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 4096; got 1000000000"),
         ({"max_num_seqs": 10**5000}, "max_num_seqs must be at most 4096; got a very large integer"),

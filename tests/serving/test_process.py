@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from entropic_jax.serving.http.process import bind
+from entropic_jax.serving.http.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
@@ -104,9 +107,45 @@ def test_it_comes_back_and_drains():
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
         (("--max-model-len", "0"), "--max-model-len"),
+        (("--chat-template", "nowhere.jinja"), "--chat-template is nowhere.jinja: No such file"),
+        (
+            ("--chat-template", "{% for m in messages %}"),
+            "--chat-template must be a Jinja template; got an error in line 1: Unexpected end of template",
+        ),
+        (("--preset", "entropix", "--target-entropy", "1"), "target-entropy must not be set with the preset"),
+        (("--preset", "micro", "--law", "edt", "--target-entropy", "1"), "must not be set with the law edt"),
+        (("--generation-config", "nowhere"), "--generation-config must be auto, vllm or a folder with"),
+        (("--override-generation-config", "[]"), "must be a JSON object"),
+        (
+            ("--override-generation-config", '{"temprature": 1}'),
+            "--override-generation-config has no parameter temprature; did you mean temperature?",
+        ),
+        (
+            ("--override-generation-config", '{"top_p": 0}'),
+            "--override-generation-config: top_p must be a number above 0 and at most 1; got 0",
+        ),
     ],
 )
 def test_wrong_use_is_one_line(entropic, options, said):
     status, _, errors = entropic("serve", "--port", "0", "--warmup", "none", *options)
     assert status == 2
     assert said in errors.splitlines()[-1]
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(entropic, monkeypatch):
+    monkeypatch.setattr("entropic_jax.models.load", lambda *_: pytest.fail("a model was loaded"))
+    with bind(Settings(port=0)) as other:
+        port = other.getsockname()[1]
+        status, _, errors = entropic("serve", "--port", str(port), "--warmup", "none")
+    assert status == 2
+    assert f"a free port; got 127.0.0.1:{port} (Address already in use)" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--chat-template", "{{"), ("--override-generation-config", "{"), ("--generation-config", "no")],
+)
+def test_wrong_text_options_are_said_before_a_model_is_loaded(entropic, monkeypatch, options):
+    monkeypatch.setattr("entropic_jax.models.load", lambda *_: pytest.fail("a model was loaded"))
+    status, _, errors = entropic("serve", "--port", "0", *options)
+    assert status == 2 and options[0] in errors.splitlines()[-1]

@@ -127,6 +127,11 @@ class SamplingBody(SamplingFields):
         return self
 
     @property
+    def constrains(self) -> bool:
+        """Whether a grammar may constrain the text."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    @property
     def choices(self) -> int:
         """Number of texts for each prompt."""
         return self.n or 1

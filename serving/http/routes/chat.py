@@ -35,7 +35,7 @@ def router(frontend: Frontend) -> APIRouter:
         model = frontend.check_model(body.model)
         name = generation.identifier("chatcmpl", body.request_id)
         silent = limit(body) == 0
-        choices = await generation.start(frontend, lambda: prepare(frontend, body, name))
+        choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
         if body.stream:
             head = generation.head_of(name, "chat.completion.chunk", model)
             render = lambda choice, delta: pieces(frontend, body, choice, delta)

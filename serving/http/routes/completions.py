@@ -30,7 +30,7 @@ def router(frontend: Frontend) -> APIRouter:
         model = frontend.check_model(body.model)
         name = generation.identifier("cmpl", body.request_id)
         silent = body.max_tokens == 0
-        choices = await generation.start(frontend, lambda: prepare(frontend, body, name))
+        choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
         head = generation.head_of(name, "text_completion", model)
         render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
         if body.stream:

@@ -21,6 +21,7 @@ from ..frontend import Frontend, FrontendError, collected, merged, refusals
 from ..protocol.entropic import TRACED
 from ..protocol.fields import usage
 from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
+from ..worker_pools import LONG
 from . import errors
 
 SUMMARY = ("entropic_time", "mean_entropy", "kept_fraction", "certificate")
@@ -42,6 +43,10 @@ class Choice:
         self.tokens += len(delta.tokens)
         self.cached = max(self.cached, delta.cached_tokens)
         if delta.finish_reason == "error":
+            stream = self.output_stream
+            grammar = None if stream is None else stream.engine_request.grammar
+            if grammar is not None and grammar.failure is not None:
+                raise FrontendError(400, str(grammar.failure), grammar.failure.param)
             status = 408 if delta.timed_out else 500
             raise FrontendError(status, delta.error or "the request took longer than the server allows")
 
@@ -128,12 +133,27 @@ def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
 
 async def start(
     frontend: Frontend,
+    http: HttpRequest,
+    body: SamplingBody,
     prepare: Callable[[], tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]],
 ) -> list[Choice]:
-    """Prepare jobs in a thread, since long prompts and grammars take their time, and hand them in."""
+    """Prepare jobs and hand them in.
+
+    Args:
+        frontend: Takes the jobs.
+        http: The request, whose size decides which threads prepare it.
+        body: Of the request.
+        prepare: Returns the jobs, and for every text its prompt and its job. Runs in a thread, since long
+            prompts take their time.
+    """
     frontend.check_able()
+    pools = frontend.pools
     with refusals():
-        engine_requests, plan = await asyncio.to_thread(prepare)
+        if body.constrains:
+            constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, body)
+            if constraint is not None and frontend.grammars.is_hard(constraint[1]):
+                await frontend.run_in(pools.grammars, frontend.grammars.compile, *constraint)
+        engine_requests, plan = await frontend.run_in(pools.for_text(size_of(http)), prepare)
         output_streams = dict(
             zip(
                 (engine_request.id for engine_request in engine_requests),
@@ -145,6 +165,12 @@ async def start(
         Choice(index, prompt, None if engine_request is None else output_streams[engine_request.id])
         for index, (prompt, engine_request) in enumerate(plan)
     ]
+
+
+def size_of(http: HttpRequest) -> int:
+    """Bytes of the body; that of a body which does not say counts as long."""
+    stated = http.headers.get("content-length", "")
+    return int(stated) if stated.isdecimal() else LONG
 
 
 async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIterator[Delta]:

@@ -1,10 +1,12 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
-import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
+from ...request import RequestError
 from ..frontend import Frontend, refusals
 from ..protocol.tokens import (
     DetokenizeBody,
@@ -15,16 +17,17 @@ from ..protocol.tokens import (
     TokenizerInfo,
 )
 from .errors import documented
-from .generation import answered
+from .generation import answered, size_of
 
 
 def router(frontend: Frontend) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["tokens"])
-    model = frontend.model
+    model, most = frontend.model, frontend.settings.limits.tokenize
 
     def prompt_tokens(body: TokenizeBody | TokenizeChatBody) -> list[int]:
         if isinstance(body, TokenizeBody):
+            check_length("prompt", body.prompt)
             return model.encode(body.prompt, body.add_special_tokens)
         text = model.chat(
             [message.for_template() for message in body.messages],
@@ -32,40 +35,53 @@ def router(frontend: Frontend) -> APIRouter:
             variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
         )
+        check_length("messages", text)
         return model.encode(text, body.add_special_tokens)
 
-    @routes.post(
-        "/tokenize",
-        summary="Text to tokens",
-        response_model=Tokenized,
-        responses=documented(400, 401, 404, 413),
-    )
-    async def tokenize(body: TokenizeBody | TokenizeChatBody) -> Any:
-        frontend.check_model(body.model)
-        with refusals():
-            tokens = await asyncio.to_thread(prompt_tokens, body)
-        strings = [model.tokenizer.backend.id_to_token(token) or "" for token in tokens]
+    def check_length(name: str, text: Sequence[Any]) -> None:
+        unit = "characters" if isinstance(text, str) else "tokens"
+        if len(text) > most:
+            raise RequestError(f"{name} must have at most {most} {unit}; got {len(text)}", name)
+
+    def tokenized(body: TokenizeBody | TokenizeChatBody) -> Response:
+        tokens = prompt_tokens(body)
+        name = model.tokenizer.backend.id_to_token
         return answered(
             {
                 "count": len(tokens),
                 "max_model_len": model.context,
                 "tokens": tokens,
-                "token_strs": strings if body.return_token_strs else None,
+                "token_strs": [name(token) or "" for token in tokens] if body.return_token_strs else None,
             }
         )
+
+    def detokenized(body: DetokenizeBody) -> Response:
+        check_length("tokens", body.tokens)
+        tokens = model.encode(body.tokens, name="tokens")
+        return answered({"prompt": model.tokenizer.decode(tokens, False)})
+
+    async def work(http: Request, function: Callable[[Any], Response], body: Any) -> Response:
+        frontend.check_model(body.model)
+        with refusals():
+            return await frontend.run_in(frontend.pools.for_text(size_of(http)), function, body)
+
+    @routes.post(
+        "/tokenize",
+        summary="Text to tokens",
+        response_model=Tokenized,
+        responses=documented(400, 401, 404, 413, 429),
+    )
+    async def tokenize(body: TokenizeBody | TokenizeChatBody, http: Request) -> Any:
+        return await work(http, tokenized, body)
 
     @routes.post(
         "/detokenize",
         summary="Tokens to text",
         response_model=Detokenized,
-        responses=documented(400, 401, 404, 413),
+        responses=documented(400, 401, 404, 413, 429),
     )
-    async def detokenize(body: DetokenizeBody) -> Any:
-        frontend.check_model(body.model)
-        with refusals():
-            tokens = model.encode(body.tokens, name="tokens")
-        text = await asyncio.to_thread(model.tokenizer.decode, tokens, False)
-        return answered({"prompt": text})
+    async def detokenize(body: DetokenizeBody, http: Request) -> Any:
+        return await work(http, detokenized, body)
 
     @routes.get(
         "/tokenizer_info",

@@ -1,0 +1,106 @@
+"""Bounded thread pools for the host's work on requests: short texts, long texts, grammars.
+
+Each kind has threads of its own, so that a short prompt never waits behind long texts or hard grammars. A
+pool whose queue is full refuses.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from ..engine.interface import QueueFullError
+
+LONG = 32 * 1024  # bytes of a body from which its text counts as long
+LONGEST_RETRY = 60.0  # seconds
+NICE = 10  # added to the niceness of threads that must not slow the others down
+T = TypeVar("T")
+
+
+class WorkerPool:
+    """A few threads with a bounded queue. For one event loop."""
+
+    def __init__(self, name: str, threads: int, queue: int, nice: int = 0) -> None:
+        """A pool without work.
+
+        Args:
+            name: Of its threads.
+            threads: How many.
+            queue: Calls that may wait for a thread.
+            nice: Added to the niceness of the threads, where the system allows that.
+        """
+        self.threads, self.queue = threads, queue
+        self.pending = 0  # calls that wait or run
+        self.seconds = 0.1  # that a call takes, smoothed
+        self._executor = ThreadPoolExecutor(threads, f"{name} worker", _be_nice, (nice,))
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread of the pool. Raises QueueFullError, or what the function raises."""
+        if self.pending >= self.threads + self.queue:
+            raise QueueFullError(min(LONGEST_RETRY, max(1.0, self.pending * self.seconds / self.threads)))
+        self.pending += 1
+        work = asyncio.get_running_loop().run_in_executor(
+            self._executor, contextvars.copy_context().run, self._timed, function, arguments
+        )
+        work.add_done_callback(self._done)  # also when the caller has gone
+        return await asyncio.shield(work)
+
+    def _timed(self, function: Callable[..., T], arguments: tuple) -> T:
+        start = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self.seconds += 0.2 * (time.perf_counter() - start - self.seconds)
+
+    def _done(self, work: "asyncio.Future[Any]") -> None:
+        self.pending -= 1
+        if not work.cancelled():
+            work.exception()  # retrieved, should nobody wait for it any more
+
+    def close(self) -> None:
+        """Drop the queue; calls that run end by themselves."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerPools(NamedTuple):
+    """The pools of a server."""
+
+    short_texts: WorkerPool
+    long_texts: WorkerPool
+    grammars: WorkerPool
+
+    def for_text(self, size: int) -> WorkerPool:
+        """The pool for the text of a body of so many bytes."""
+        return self.long_texts if size >= LONG else self.short_texts
+
+    @property
+    def pending(self) -> int:
+        """Calls that wait or run, in all pools."""
+        return sum(pool.pending for pool in self)
+
+    def close(self) -> None:
+        """Close every pool."""
+        for pool in self:
+            pool.close()
+
+
+def worker_pools() -> WorkerPools:
+    """The pools of one server, without work."""
+    return WorkerPools(
+        short_texts=WorkerPool("short text", threads=2, queue=1024),
+        long_texts=WorkerPool("long text", threads=1, queue=16, nice=NICE),
+        grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
+    )
+
+
+def _be_nice(increment: int) -> None:
+    """Lower the priority of this thread; Linux has one for each."""
+    if increment and hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + increment)

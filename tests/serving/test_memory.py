@@ -1,0 +1,72 @@
+"""Sizes planned from memory: what does not fit is refused by name, before anything is allocated."""
+
+import pytest
+
+from entropic_jax import models
+from entropic_jax.serving import memory
+from entropic_jax.serving.engine.options import EngineOptions, sizes
+from entropic_jax.serving.offline import Engine
+from entropic_jax.serving.request import Request, RequestError
+
+POSITION = 2 * 2 * 2 * 8 * 4  # bytes of keys and values: layers, KV heads, head_dim, float32
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> models.Model:
+    return models.load(directory, "float32")
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """`available(n)`: the device has room for n positions."""
+    return lambda positions: monkeypatch.setattr(memory, "available_memory", lambda: positions * POSITION)
+
+
+def test_pages_that_do_not_fit_are_refused_by_name(model, available):
+    available(1000)
+    with pytest.raises(ValueError, match=r"num_pages must be at most 62 with .*, at 4096 bytes a .* got 63"):
+        sizes(model, EngineOptions(num_pages=63, block_size=16), 4)
+    assert sizes(model, EngineOptions(num_pages=62, block_size=16), 4).pages == 62
+    with pytest.raises(ValueError, match=r"kv_cache_bytes must be at most 256000 with .*; got 1000000000"):
+        sizes(model, EngineOptions(kv_cache_bytes=10**9, max_num_seqs=64), 4)
+    assert (
+        sizes(model, EngineOptions(kv_cache_bytes=10**9, max_num_seqs=2), 4).pages == 16
+    )  # all rows may fill
+
+
+def test_the_cache_follows_from_the_share_of_memory(monkeypatch):
+    gibibyte = 2**30
+    monkeypatch.setattr(memory, "available_memory", lambda: gibibyte)
+    monkeypatch.setattr(memory.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.get)  # 4 GiB
+    assert memory.cache_room(None) == gibibyte // 2
+    assert memory.cache_room(0.9) == pytest.approx(0.6 * gibibyte)
+    assert memory.cache_room(0.5) == 0
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_queue", "max_steps"])
+def test_none_is_refused_where_it_means_nothing(name):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1; got None"):
+        EngineOptions(**{name: None})
+
+
+def test_requests_that_do_not_fit_together_run_one_after_the_other(model, available):
+    engine = Engine(model)
+    requests = [Request(prompt="abc" * n, max_tokens=8, temperature=0.0) for n in range(1, 4)]
+    together = [completion.token_ids for completion in engine.batch(requests)]
+    available(40)
+    parts = [completion.token_ids for completion in engine.batch(requests)]
+    assert parts == together and all(len(tokens) > 0 for tokens in parts)
+
+
+def test_a_request_that_fits_nowhere_ends_alone(model, available):
+    engine = Engine(model)
+    available(40)
+    large = Request(prompt="abc", max_tokens=60, temperature=0.0)
+    small = Request(prompt="abc", max_tokens=8, temperature=0.0)
+    first, second = engine.batch([large, small])
+    assert first.finish_reason == "error" and second.finish_reason in ("length", "stop")
+    assert "max_tokens must be at most 36 after 4 tokens of prompt, with 0.00 GiB of memory" in (
+        first.error or ""
+    )
+    with pytest.raises(RequestError, match=r"max_tokens must be at most 36 .*; got 60"):
+        next(engine.stream(large))
