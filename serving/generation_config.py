@@ -83,9 +83,9 @@ def sampling_defaults(
     return {**_checked(recommended(config), FILE), **(overrides or {})}
 
 
-def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values in their normal form; an error begins with `where`."""
+def _checked(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The values in their normal form; an error begins with `place`."""
     try:
         return {name: OVERRIDABLE[name].accepts.check(name, value) for name, value in values.items()}
     except ParameterError as error:
-        raise RequestError(f"{where}: {error}") from None
+        raise RequestError(f"{place}: {error}") from None

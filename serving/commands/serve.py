@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from entropic_jax.parameter_table import Number
 
 from .. import control_options, generation_config, kv_cache
 from ..generation import EMBEDDED
-from ..http.settings import Limits, Settings
+from ..http.settings import Limits, OnEngineFailure, Settings
 from ..option_types import number, positive
 from ..request import RequestError
 from . import model_options
@@ -96,6 +96,14 @@ def _http(group: argparse._ArgumentGroup) -> None:
         metavar="JSON",
         help="other sites whose pages may call the server (default: none)",
     )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="names that the header Host may have beside this machine's, * for any (default: on a loopback "
+        "address this machine's only, else any)",
+    )
     group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")
     group.add_argument(
         "--log-format", choices=("json", "text"), help="default: text on a terminal, else json"
@@ -115,7 +123,14 @@ def _http(group: argparse._ArgumentGroup) -> None:
         type=number(SECONDS),
         default=default.drain,
         metavar="SECONDS",
-        help="for requests in flight after SIGTERM (default: 30)",
+        help="in which requests in flight may end after SIGTERM, and the process ends (default: 30)",
+    )
+    group.add_argument(
+        "--on-engine-failure",
+        choices=get_args(OnEngineFailure),
+        default=default.on_engine_failure,
+        help="exit with status 1, for a supervisor to restart the server, or stay and answer 503 (default: "
+        "exit)",
     )
 
 
@@ -181,6 +196,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         ("sequences", "texts of a request, over all its prompts"),
         ("stops", "stop strings of a request"),
         ("grammar", "characters of a schema or grammar"),
+        ("connections", "connections that may be open"),
         ("tokenize", "characters or tokens of a text for the paths /tokenize and /detokenize"),
     ):
         value = getattr(default, name)
@@ -219,10 +235,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
         port=options.port,
         api_keys=tuple(key for key in keys if key),
         root_path=options.root_path.rstrip("/"),
+        allowed_hosts=tuple(options.allowed_hosts),
         allowed_origins=options.allowed_origins,
         log_requests=not options.disable_log_requests,
         request_timeout=options.request_timeout or None,
         drain=options.shutdown_timeout,
+        on_engine_failure=options.on_engine_failure,
         metrics_prefix=options.metrics_prefix,
         control=control_options.read(options),
         limits=Limits(
@@ -230,6 +248,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
             sequences=options.max_sequences,
             stops=options.max_stops,
             grammar=options.max_grammar,
+            connections=options.max_connections,
             tokenize=options.max_tokenize,
         ),
     )

@@ -21,14 +21,12 @@ from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.sampling.constraints import MAX_LOGPROBS
 
 from .. import samplers
 from ..control_options import SAMPLERS, Control, calibration_of
 from ..generation import default_dtype
 from ..kv_cache import pages_of
 from ..memory import gibibytes, page_bytes
-from ..request import Request, RequestError
 from ..transcript import Transcript
 from . import warmup
 from .block_manager import BlockManager
@@ -41,10 +39,11 @@ from .output_stream import QueuedOutputStream, wake
 from .prefix_cache import ROOT_HASH, PrefixCache, page_hashes
 from .priority import Ranking
 from .programs import Programs
+from .request_check import check_prompt, check_request
 from .row_controllers import RowControllers, num_gains
 from .scheduler import Scheduler
-from .sequence import DECODE, ENDED, PREFILL, Sequence
-from .state_updates import BIASES, STOPS, StateUpdates
+from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence
+from .state_updates import StateUpdates
 
 log = logging.getLogger(__name__)
 IDLE_POLL, BUSY_POLL = 0.2, 0.02  # seconds between checks for timeouts, when idle and when busy
@@ -209,7 +208,7 @@ class LLMEngine:
         prefix_cache = block_manager.prefix_cache
         return {
             "running": len(running),
-            "waiting": len(sequences) - len(running),
+            "waiting": self._queued + sum(s.stage == WAITING and s.preemptions > 0 for s in sequences),
             "rows": self.sizes.rows,
             "kv_usage": block_manager.usage,
             "pages": self.sizes.pages,
@@ -227,8 +226,8 @@ class LLMEngine:
             "sequences": [s.describe(timestamp) for s in sequences],
         }
 
-    def close(self, drain: float | None = None) -> None:
-        """Accept no more requests, let those in flight run for up to `drain` seconds, then end them."""
+    def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
+        """Accept no more requests and end those in flight, see `Engine.close`."""
         self._open = False
         if drain:
             end = time.perf_counter() + drain
@@ -236,7 +235,8 @@ class LLMEngine:
                 time.sleep(0.01)
         self._stopping.set()
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # From a request to a sequence.
 
@@ -245,7 +245,7 @@ class LLMEngine:
         prompt = self.prompt_tokens(request.prompt)
         eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
         stop_tokens = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
-        self._check(engine_request, request, len(stop_tokens))
+        check_request(engine_request, len(stop_tokens), self.model.decoder.shape.vocabulary)
         row_gains = self.row_controllers.row_gains(engine_request.control)
         detokenizer, eos = self.new_detokenizer(), self.model.stop_tokens
         transcript = Transcript(request, detokenizer, len(prompt), eos, keep=False)
@@ -257,46 +257,22 @@ class LLMEngine:
             sequence.page_hashes = list(page_hashes(ROOT_HASH, prompt, self.sizes.page_size))
         return sequence
 
-    def _check(self, engine_request: EngineRequest, request: Request, stop_tokens: int) -> None:
-        """Raise RequestError for what the programs have no room for, or the model no token."""
-        for name, number, most in (
-            ("stop_token_ids", stop_tokens, STOPS),
-            ("logit_bias", len(request.logit_bias), BIASES),
-        ):
-            if number > most:
-                raise RequestError(f"{name} must have at most {most} entries; got {number}", name)
-        for name, number in (
-            ("logprobs", engine_request.logprobs),
-            ("prompt_logprobs", engine_request.prompt_logprobs),
-        ):
-            if (number or 0) > MAX_LOGPROBS:
-                raise RequestError(f"{name} must be at most {MAX_LOGPROBS}; got {number}", name)
-        last = self.model.decoder.shape.vocabulary - 1
-        for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
-            if (largest := max(tokens, default=0)) > last:
-                raise RequestError(f"{name} must hold tokens between 0 and {last}; got {largest}", name)
-
     def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
         """A prompt as token ids; RequestError if the model cannot take it."""
         ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if not 0 < len(ids) < self.context:
-            raise RequestError(
-                f"prompt must have between 1 and {self.context - 1} tokens, so that one can be generated; "
-                f"got {len(ids)}",
-                "prompt",
-            )
-        last = self.model.decoder.shape.vocabulary - 1
-        if max(ids) > last:
-            raise RequestError(f"prompt must hold tokens between 0 and {last}; got {max(ids)}", "prompt")
+        check_prompt(ids, self.context, self.model.decoder.shape.vocabulary)
         return ids
 
     # The engine's thread.
 
     def _run(self) -> None:
         try:
-            warmup.compile_ahead(self.programs, self.scheduler, self.options, self._progress)
+            warmup.compile_ahead(
+                self.programs, self.scheduler, self.options, self._progress, self._stopping.is_set
+            )
             self._warmup_compilations = self.programs.compilations
-            self._ready.set()
+            if not self._stopping.is_set():
+                self._ready.set()
             busy = False
             while not self._stopping.is_set():
                 self._receive(wait=not busy)

@@ -108,5 +108,13 @@ class Engine(Protocol):
         `entropic_time` and `waited` (seconds).
         """
 
-    def close(self, drain: float | None = None) -> None:
-        """Accept no more requests, let those in flight run for up to `drain` seconds, then end them."""
+    def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
+        """Accept no more requests, let those in flight run for up to `drain` seconds, then end them.
+
+        Args:
+            drain: None ends them at once.
+            timeout: Seconds to wait for the engine's thread, which may be compiling; None waits for its end.
+
+        Returns:
+            Whether the thread has ended.
+        """

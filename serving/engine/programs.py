@@ -152,7 +152,11 @@ class Programs:
         raise ValueError(f"key must name a program; got {key!r}")
 
     def compile_ahead(
-        self, examples: list[tuple], workers: int, progress: Callable[[int, int], None]
+        self,
+        examples: list[tuple],
+        workers: int,
+        progress: Callable[[int, int], None],
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Compile programs in parallel.
 
@@ -160,9 +164,10 @@ class Programs:
             examples: `(key, arguments)` of each; those that are compiled already are left out.
             workers: Threads.
             progress: `progress(done, total)` is called after each.
+            stopped: Whether to leave out the rest; asked before each.
         """
         examples = [example for example in examples if example[0] not in self._compiled]
         with ThreadPoolExecutor(workers) as pool:
-            compiled = pool.map(lambda example: self._compile(*example), examples)
+            compiled = pool.map(lambda example: stopped() or self._compile(*example), examples)
             for number, _ in enumerate(compiled, 1):
                 progress(number, len(examples))

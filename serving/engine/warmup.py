@@ -17,7 +17,11 @@ from .scheduler import Scheduler
 
 
 def compile_ahead(
-    programs: Programs, scheduler: Scheduler, options: EngineOptions, progress: Callable[[int, int], None]
+    programs: Programs,
+    scheduler: Scheduler,
+    options: EngineOptions,
+    progress: Callable[[int, int], None],
+    stopped: Callable[[], bool],
 ) -> None:
     """Compile all programs (`warmup` "full"), those that every request needs ("min"), or none.
 
@@ -30,15 +34,16 @@ def compile_ahead(
         scheduler: Whose device state and planner have the shapes of the arguments.
         options: Of the engine.
         progress: As in `Programs.compile_ahead`.
+        stopped: As there.
     """
     if options.warmup == "none":
         return
     workers = options.compile_workers or cores()
-    programs.compile_ahead(_examples(programs, scheduler, options), workers, progress)
-    if options.warmup == "full":
+    programs.compile_ahead(_examples(programs, scheduler, options), workers, progress, stopped)
+    if options.warmup == "full" and not stopped():
         row, device_state = np.int32(0), scheduler.device_state
         saved = programs.save_row(device_state, 0)
-        programs.compile_ahead([(("restore",), (device_state, row, saved))], 1, progress)
+        programs.compile_ahead([(("restore",), (device_state, row, saved))], 1, progress, stopped)
     trim_memory()
 
 

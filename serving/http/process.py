@@ -1,8 +1,10 @@
 """Server process: its listening socket, signals and shutdown."""
 
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +15,14 @@ from typing import Any
 import uvicorn
 
 from ..request import RequestError
+from .connection import limited
 from .frontend import Frontend
 from .routes.app import create
 from .settings import Settings
 
 logger = logging.getLogger("entropic_jax.serving.server")
-GRACEFUL_SHUTDOWN = 5  # seconds for the last bytes, once every request has ended
+LAST_SECONDS = 2.0  # of the shutdown timeout at most: for the last bytes, and for the engine to end
+ENGINE_FAILED = 1  # exit status
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
 BACKLOG = 2048  # connections that wait to be accepted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -40,11 +44,13 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN,
+                timeout_graceful_shutdown=max(1, int(LAST_SECONDS)),
+                http=limited(settings.limits.connections, settings.limits.head),
             )
         )
         self.frontend = frontend
-        self.deadline: float | None = None
+        self.deadline: float | None = None  # after a signal: when the process must have ended
+        self.status = 0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,10 +75,15 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to stop; called ten times a second."""
+        failure = self.frontend.engine.failure()
+        if failure is not None and self.frontend.settings.on_engine_failure == "exit" and not self.status:
+            logger.error("the engine has failed: stopping", extra={"error": str(failure)})
+            self.frontend.draining = self.should_exit = True
+            self.status = ENGINE_FAILED
         if self.deadline is not None and not self.should_exit:
             if not self.frontend.busy:
                 self.should_exit = True
-            elif time.monotonic() >= self.deadline:
+            elif time.monotonic() >= self.deadline - min(LAST_SECONDS, self.frontend.settings.drain / 4):
                 logger.warning("drain timed out", extra={"ended": len(self.frontend.output_streams)})
                 self.frontend.abandon()
                 self.should_exit = True
@@ -108,10 +119,20 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     server.run(sockets=[listener])
-    left = 0.0 if server.deadline is None else max(0.0, server.deadline - time.monotonic())
+    left = LAST_SECONDS if server.deadline is None else max(0.0, server.deadline - time.monotonic())
     frontend.pools.close()
-    frontend.engine.close(drain=left if frontend.output_streams else 0.0)
+    ended = frontend.engine.close(timeout=min(left, LAST_SECONDS))
     if tracer_provider is not None:
         tracer_provider.shutdown()  # sends what is left
-    logger.info("stopped")
-    return 0
+    logger.info("stopped", extra={} if ended else {"compiling": True})
+    if not ended or frontend.pools.pending:
+        leave(server.status)
+    return server.status
+
+
+def leave(status: int) -> None:
+    """End the process although threads of it compile or tokenize, which nothing can interrupt."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,17 +1,21 @@
 """Settings of a server: its address, API keys, limits and default control."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..control_options import Control
 
+OnEngineFailure = Literal["exit", "stay"]
+
 
 class Limits(NamedTuple):
-    """Limits of one request."""
+    """Limits of one request, and of connections."""
 
     body: int = 16 * 2**20  # bytes
     sequences: int = 1024  # prompts times texts for each
     stops: int = 16  # stop strings
     grammar: int = 64 * 1024  # characters of a schema, expression or grammar
+    connections: int = 2048  # open at once
+    head: float = 20.0  # seconds that the headers of a request may take
     tokenize: int = 2**20  # characters or tokens of a text at /tokenize and /detokenize
 
 
@@ -21,11 +25,13 @@ class Settings(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # of the header Host; on a loopback address, beside its own
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()
     log_requests: bool = True
     request_timeout: float | None = 600.0  # seconds
-    drain: float = 30.0  # seconds that requests in flight have after SIGTERM
+    drain: float = 30.0  # seconds after SIGTERM in which requests may end, and the process does
+    on_engine_failure: OnEngineFailure = "exit"
     metrics_prefix: str = "vllm"
     control: Control = Control()
     limits: Limits = Limits()

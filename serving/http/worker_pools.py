@@ -44,8 +44,9 @@ class WorkerPool:
         if self.pending >= self.threads + self.queue:
             raise QueueFullError(min(LONGEST_RETRY, max(1.0, self.pending * self.seconds / self.threads)))
         self.pending += 1
+        context = contextvars.copy_context()  # of the caller, for the log
         work = asyncio.get_running_loop().run_in_executor(
-            self._executor, contextvars.copy_context().run, self._timed, function, arguments
+            self._executor, lambda: context.run(self._timed, function, arguments)
         )
         work.add_done_callback(self._done)  # also when the caller has gone
         return await asyncio.shield(work)

@@ -171,7 +171,8 @@ def scripted_server(served):
     from .scripted_engine import ScriptedEngine
 
     engine = ScriptedEngine(served)
-    frontend = Frontend(engine, served, Settings(port=0, request_timeout=30.0))
+    settings = Settings(port=0, request_timeout=30.0, on_engine_failure="stay")
+    frontend = Frontend(engine, served, settings)
     with serving(frontend) as running:
         running.engine, running.model = engine, served
         yield running

@@ -67,9 +67,13 @@ class ScriptedOutputStream:
                     "surprisal": 0.25,
                 }
                 settled = transcript.add(token, metrics, logprob, top)
-                ended = self.engine_request.grammar is not None and not self.engine_request.grammar.accept(
-                    token
-                )
+                try:
+                    ended = self.engine_request.grammar is not None and not (
+                        self.engine_request.grammar.accept(token)
+                    )
+                except RequestError as error:
+                    yield self._last(transcript, "error", f"the grammar failed: {error}")
+                    return
                 if ended:
                     settled += transcript.finish("stop")
                 if transcript.finish_reason is not None:
@@ -174,5 +178,6 @@ class ScriptedEngine:
             "sequences": [],
         }
 
-    def close(self, drain: float | None = None) -> None:
+    def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         self.closed = drain
+        return True

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ... import version
 from .. import tracing
 from ..frontend import Frontend
+from ..host_names import accepted_hosts
 from . import chat, completions, dashboard, errors, openapi, service, tokens
 from .gate import Gate
 
@@ -43,6 +44,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         "api_keys": settings.api_keys,
         "max_bytes": limits.body,
         "log_requests": settings.log_requests,
+        "hosts": accepted_hosts(settings.host, settings.allowed_hosts),
     }
     app.add_middleware(Gate, **gate)
     return app

@@ -1,5 +1,6 @@
-"""ASGI middleware before every route: request ids, API keys, body size, request log."""
+"""ASGI middleware before every route: request ids, host names, API keys, body size and time, request log."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -11,7 +12,10 @@ from collections.abc import Sequence
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from entropic_jax.parameter_table import short
+
 from .. import log
+from ..host_names import HostNames
 from .errors import answer
 
 logger = logging.getLogger("entropic_jax.serving.requests")
@@ -20,11 +24,22 @@ QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # polled, hence no
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
+BODY_SECONDS, BODY_RATE = 30.0, 16384  # that a body may take, and what it must bring a second from then on
+
+
 class Gate:
     """Middleware that admits requests or refuses them."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_bytes: int, log_requests: bool) -> None:
-        self.app, self.max_bytes, self.log_requests = app, max_bytes, log_requests
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        max_bytes: int,
+        log_requests: bool,
+        hosts: HostNames | None = None,
+    ) -> None:
+        """`hosts`: that Host may name; None is any."""
+        self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts
         self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,6 +75,8 @@ class Gate:
             log.request_id.reset(token)
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple | None:
+        if self.hosts is not None and not self.hosts.accept(host := headers.get("host", "")):
+            return 403, f"the header Host must be {self.hosts}; got {short(host)}", None
         if self.digests and path not in OPEN and not path.startswith("/dashboard/") and method != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(key.strip().encode()).digest()
@@ -79,12 +96,22 @@ class Gate:
         return f"the body must have at most {self.max_bytes} bytes; got {size}"
 
     def _limited(self, receive: Receive) -> Receive:
-        size = 0
+        """`receive` with a limit on the size of the body, and on the time that it takes to arrive."""
+        size, complete, start = 0, False, time.monotonic()
 
         async def counted() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:
+                return await receive()  # which waits for the client to leave
+            allowed = BODY_SECONDS + size / BODY_RATE
+            try:
+                async with asyncio.timeout(start + allowed - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body must arrive within {BODY_SECONDS:g} s and {BODY_RATE} bytes a second after"
+                raise HTTPException(408, f"{text}; got {size} bytes", {"Connection": "close"}) from None
             size += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if size > self.max_bytes:
                 raise HTTPException(413, self._too_large(f"at least {size}"))
             return message

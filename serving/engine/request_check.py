@@ -1,0 +1,55 @@
+"""Checks of a request against its model and the engine's programs, before it is queued."""
+
+from collections.abc import Sequence
+
+from entropic_jax.sampling.constraints import MAX_LOGPROBS
+
+from ..request import RequestError
+from .interface import EngineRequest
+from .state_updates import BIASES, STOPS
+
+
+def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabulary: int) -> None:
+    """Raise RequestError for what the programs have no room for, or the model no token.
+
+    Args:
+        engine_request: To be queued.
+        num_stop_tokens: Tokens that end its text, the model's included.
+        vocabulary: Tokens of the model.
+    """
+    request = engine_request.request
+    for name, number, most in (
+        ("stop_token_ids", num_stop_tokens, STOPS),
+        ("logit_bias", len(request.logit_bias), BIASES),
+    ):
+        if number > most:
+            raise RequestError(f"{name} must have at most {most} entries; got {number}", name)
+    for name, number in (
+        ("logprobs", engine_request.logprobs),
+        ("prompt_logprobs", engine_request.prompt_logprobs),
+    ):
+        if (number or 0) > MAX_LOGPROBS:
+            raise RequestError(f"{name} must be at most {MAX_LOGPROBS}; got {number}", name)
+    last = vocabulary - 1
+    for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+        if (largest := max(tokens, default=0)) > last:
+            raise RequestError(f"{name} must hold tokens between 0 and {last}; got {largest}", name)
+
+
+def check_prompt(tokens: Sequence[int], context: int, vocabulary: int) -> None:
+    """Raise RequestError for a prompt that is empty, fills the context, or holds an unknown token.
+
+    Args:
+        tokens: Of the prompt.
+        context: Positions of a sequence, at most.
+        vocabulary: Tokens of the model.
+    """
+    if not 0 < len(tokens) < context:
+        raise RequestError(
+            f"prompt must have between 1 and {context - 1} tokens, so that one can be generated; "
+            f"got {len(tokens)}",
+            "prompt",
+        )
+    if max(tokens) >= vocabulary:
+        message = f"prompt must hold tokens between 0 and {vocabulary - 1}; got {max(tokens)}"
+        raise RequestError(message, "prompt")

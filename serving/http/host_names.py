@@ -1,0 +1,61 @@
+"""Host names that requests may have, so that a page of another site cannot reach a local server by its name.
+
+A name that an attacker controls may resolve to this machine (DNS rebinding). A browser then takes the server
+for a part of the attacker's site. The header Host still says the attacker's name. Names without a dot are local:
+public name servers resolve none of them.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class HostNames(NamedTuple):
+    """This machine's names, if `loopback`, and others."""
+
+    loopback: bool
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " or ".join([*(["a name of this machine"] if self.loopback else []), *self.names])
+
+    def accept(self, host: str) -> bool:
+        """Whether a header Host, with or without a port, is one of the names; browsers always send one.
+
+        >>> hosts = HostNames(True, ("example.org",))
+        >>> [hosts.accept(host) for host in ("localhost:8000", "127.0.0.9", "[::1]:80", "Example.org", "")]
+        [True, True, True, True, True]
+        >>> hosts.accept("evil.com"), hosts.accept("127.0.0.1.evil.com")
+        (False, False)
+        """
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        name = name.lower().rstrip(".")
+        return not host or name in self.names or (self.loopback and is_local(name))
+
+
+def accepted_hosts(listens_on: str, allowed: Sequence[str]) -> HostNames | None:
+    """The names that requests to a server may have; None where any will do.
+
+    Args:
+        listens_on: The address that the server listens on.
+        allowed: Names stated by its operator; "*" allows any. Without, only a loopback address is checked.
+    """
+    loopback = is_loopback(listens_on)
+    if "*" in allowed or not (loopback or allowed):
+        return None
+    return HostNames(loopback, tuple(name.lower() for name in allowed))
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is this machine's own, or has no dot."""
+    return is_loopback(name) or not {".", ":"} & set(name)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address is this machine's own."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,133 @@
+"""Connections: host names, heads and bodies that do not arrive, too many of them; an engine that failed."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from entropic_jax.serving.http import connection
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.host_names import accepted_hosts
+from entropic_jax.serving.http.process import ENGINE_FAILED
+from entropic_jax.serving.http.routes import gate
+from entropic_jax.serving.http.settings import Limits, Settings
+
+from .live import Live, refused, serving
+from .scripted_engine import ScriptedEngine
+
+
+@contextlib.contextmanager
+def server(served, **settings: Any) -> Iterator[Live]:
+    engine = ScriptedEngine(served)
+    with serving(Frontend(engine, served, Settings(port=0, **settings))) as live:
+        live.engine = engine
+        yield live
+
+
+def opened(live: Live, text: bytes = b"") -> socket.socket:
+    """A connection on which `text` was sent."""
+    made = socket.create_connection(("127.0.0.1", live.port), timeout=20)
+    made.sendall(text)
+    return made
+
+
+def answered(made: socket.socket) -> tuple[int, dict]:
+    """Status and body of what a server says before it closes the connection."""
+    text = b"".join(iter(lambda: made.recv(65536), b""))
+    head, _, content = text.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "192.168.1.4", "[fe80::1]"])
+def test_a_foreign_host_is_refused_on_a_loopback_address(live, host):
+    error = refused(httpx2.get(f"{live.url}/v1/models", headers={"Host": host}), 403)
+    assert error["message"] == f"the header Host must be a name of this machine; got {host!r}"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "model.localhost"]
+)
+def test_names_of_this_machine_are_accepted(live, host):
+    assert httpx2.get(f"{live.url}/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_names_that_the_operator_allows(served):
+    with server(served, allowed_hosts=("models.example.org",)) as live:
+        get = lambda host: httpx2.get(f"{live.url}/health", headers={"Host": host})
+        assert get("Models.Example.org:443").status_code == 200 and get("localhost").status_code == 200
+        assert "this machine or models.example.org; got" in refused(get("evil.example"), 403)["message"]
+    assert accepted_hosts("0.0.0.0", ()) is None and accepted_hosts("127.0.0.1", ("*",)) is None
+    stated = accepted_hosts("0.0.0.0", ("a.example",))
+    assert stated is not None and not stated.accept("localhost") and stated.accept("a.example")
+
+
+def test_a_head_that_does_not_arrive_is_ended(served):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    with server(served, limits=Limits(head=0.3)) as live:
+        half = [opened(live, head) for _ in range(20)] + [opened(live)]
+        start = time.monotonic()
+        for made in half:
+            assert answered(made)[0] == 408
+        assert time.monotonic() - start < 10
+        with opened(live, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as kept:
+            assert b"200 OK" in kept.recv(65536)
+            time.sleep(0.5)  # an idle connection stays open
+            kept.sendall(b"GET /health HTTP/1.1\r\n")
+            assert answered(kept)[0] == 408  # but a second head must arrive, too
+
+
+def test_a_head_that_drips_is_ended(served):
+    with server(served, limits=Limits(head=0.4)) as live, opened(live, b"GET /health HTTP/1.1\r\n") as made:
+        with contextlib.suppress(OSError):
+            for number in range(40):
+                made.sendall(b"X-%d: y\r\n" % number)
+                time.sleep(0.05)
+                if not live.server.server_state.connections:
+                    break
+        assert number < 30
+
+
+def test_a_body_that_does_not_arrive_is_ended(live, monkeypatch):
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with opened(live, head + b'Content-Length: 100\r\n\r\n{"prompt":') as made:
+        status, tree = answered(made)
+    assert status == 408 and "the body must arrive within 0.3 s" in tree["error"]["message"]
+    live.engine.pace = 0.2  # a request whose body is complete may take longer
+    answer = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    assert answer.status_code == 200
+
+
+def test_connections_beyond_the_limit_are_refused(served):
+    with server(served, limits=Limits(connections=3)) as live:
+        first = [opened(live) for _ in range(3)]
+        with opened(live) as late:
+            status, tree = answered(late)
+        assert status == 503 and "3 connections open" in tree["error"]["message"]
+        first.pop().close()
+        time.sleep(0.2)
+        assert httpx2.get(f"{live.url}/health").status_code == 200
+        for made in first:
+            made.close()
+
+
+def test_the_head_limit_is_that_of_the_settings():
+    made = connection.limited(7, 1.5)
+    assert (made.most, made.head_seconds) == (7, 1.5)
+
+
+def test_a_failed_engine_ends_the_server_or_not(served):
+    with server(served) as live:
+        live.engine.failed = "out of memory"
+        live.thread.join(10)
+        assert not live.thread.is_alive() and live.server.status == ENGINE_FAILED
+    with server(served, on_engine_failure="stay") as live:
+        live.engine.failed = "out of memory"
+        time.sleep(0.5)
+        refused(httpx2.get(f"{live.url}/health"), 503)
+        assert live.server.status == 0

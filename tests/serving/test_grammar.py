@@ -1,0 +1,57 @@
+"""Grammars that no text satisfies, or that break on the way: never a finished answer."""
+
+import json
+
+import httpx2
+import pytest
+
+from .live import refused
+
+PATH = "/v1/completions"
+NO_TEXT = "no token may come next"
+HOPELESS = {
+    "a schema that is itself": {"json": {"$ref": "#"}},
+    "a rule that is itself": {"grammar": "start: start"},
+    "an empty intersection": {"grammar": "start: A\nA: /a+/ & /b+/"},
+}
+BROKEN_LATER = {
+    "a property that is itself": {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/b"}},
+            "required": ["a"],
+            "$defs": {"b": {"$ref": "#/$defs/b"}},
+        }
+    },
+    "an empty intersection": {"grammar": 'start: "ab" A\nA: /a+/ & /b+/'},
+    "too many ways to go on": {"grammar": 'start: "a" start'},
+}
+
+
+def body(constraint: dict, **more) -> dict:
+    return {"prompt": "x", "max_tokens": 40, "structured_outputs": constraint, **more}
+
+
+@pytest.mark.parametrize("constraint", HOPELESS.values(), ids=HOPELESS)
+def test_a_grammar_of_no_text_is_refused_before_it_starts(live, constraint):
+    jobs = len(live.engine.engine_requests)
+    for stream in (False, True):
+        error = refused(httpx2.post(live.url + PATH, json=body(constraint, stream=stream), timeout=60), 400)
+        assert NO_TEXT in error["message"] and error["param"] == "structured_outputs"
+    assert len(live.engine.engine_requests) == jobs
+
+
+@pytest.mark.parametrize("constraint", BROKEN_LATER.values(), ids=BROKEN_LATER)
+def test_a_grammar_that_breaks_on_the_way_is_the_error_of_the_request(live, constraint):
+    error = refused(httpx2.post(live.url + PATH, json=body(constraint), timeout=60), 400)
+    assert "must be a grammar that a text can satisfy: " in error["message"]
+    assert error["param"] == "structured_outputs"
+    text = httpx2.post(live.url + PATH, json=body(constraint, stream=True), timeout=60).text
+    *pieces, last, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert done == "[DONE]" and json.loads(last)["error"]["code"] == 400
+    assert all(json.loads(piece)["choices"][0]["finish_reason"] is None for piece in pieces)
+
+
+def test_a_grammar_that_can_be_satisfied_is_finished(live):
+    answer = httpx2.post(live.url + PATH, json=body({"grammar": 'start: "abc"'}), timeout=60).json()
+    assert answer["choices"][0]["text"] == "abc" and answer["choices"][0]["finish_reason"] == "stop"

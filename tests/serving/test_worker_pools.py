@@ -1,0 +1,112 @@
+"""Worker pools: hard grammars and long texts delay nobody else, and a full queue refuses."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+
+from entropic_jax.serving.engine.interface import QueueFullError
+from entropic_jax.serving.http import grammar_check
+from entropic_jax.serving.http.worker_pools import LONG, WorkerPool
+
+from .live import refused
+
+
+def small(live) -> httpx2.Response:
+    return httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=20)
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_full_pool_refuses_and_counts_those_who_left():
+    async def main():
+        pool, gate = WorkerPool("test", threads=1, queue=2), threading.Event()
+        first, second, third = (asyncio.ensure_future(pool.run(gate.wait, 20)) for _ in range(3))
+        await asyncio.sleep(0.01)
+        with pytest.raises(QueueFullError) as full:
+            await pool.run(gate.wait)
+        assert full.value.retry_after >= 1
+        second.cancel()  # the caller leaves, the call stays in the queue
+        await asyncio.sleep(0.01)
+        assert pool.pending == 3
+        gate.set()
+        assert [await first, await third] == [True, True] and second.cancelled()
+        while pool.pending:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(lambda: 1 / 0)
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_hard_schemas_delay_no_other_request(live, monkeypatch):
+    gate, pools = threading.Event(), live.frontend.pools
+
+    def too_hard(grammar: str) -> str | None:
+        return str(gate.wait(30) and "too hard") if grammar_check.needs_trial(grammar) else None
+
+    monkeypatch.setattr(grammar_check, "reason", too_hard)
+    monkeypatch.setattr(pools.grammars, "queue", 4)
+    schema = lambda number: {"allOf": [{"type": "string", "pattern": f"a{number}"}]}
+    ask = lambda number: httpx2.post(
+        f"{live.url}/v1/completions",
+        json={"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema(number)}},
+        timeout=60,
+    )
+    with ThreadPoolExecutor(8) as clients:
+        try:
+            answers = [clients.submit(ask, number) for number in range(8)]
+            wait_until(lambda: sum(answer.done() for answer in answers) == 3)  # 5 fit
+            assert small(live).status_code == 200
+            easy = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"choice": ["a", "b"]}}
+            assert httpx2.post(f"{live.url}/v1/completions", json=easy).status_code == 200
+            assert pools.grammars.pending == 5
+        finally:
+            gate.set()
+        replies = [answer.result() for answer in answers]
+    assert sorted(reply.status_code for reply in replies) == [400] * 5 + [429] * 3
+    assert all(int(reply.headers["Retry-After"]) >= 1 for reply in replies if reply.status_code == 429)
+
+
+def test_long_texts_delay_no_short_one(live, monkeypatch):
+    gate, pools = threading.Event(), live.frontend.pools
+    encode = type(live.model).encode
+
+    def slow(model, prompt, *rest, **options):
+        if isinstance(prompt, str) and len(prompt) > LONG:
+            gate.wait(30)
+        return encode(model, prompt, *rest, **options)
+
+    monkeypatch.setattr(type(live.model), "encode", slow)
+    ask = lambda: httpx2.post(f"{live.url}/tokenize", json={"prompt": "a" * 2 * LONG}, timeout=60)
+    with ThreadPoolExecutor(3) as clients:
+        try:
+            answers = [clients.submit(ask) for _ in range(3)]
+            wait_until(lambda: pools.long_texts.pending == 3)
+            assert small(live).status_code == 200
+            assert httpx2.post(f"{live.url}/tokenize", json={"prompt": "a"}).json()["count"] == 2
+            assert not any(answer.done() for answer in answers)
+        finally:
+            gate.set()
+        assert all(answer.result().json()["count"] > LONG // 100 for answer in answers)
+
+
+def test_the_length_of_a_text_is_bounded(live, monkeypatch):
+    most = live.frontend.settings.limits.tokenize
+    for path, body, name in (
+        ("/tokenize", {"prompt": "a" * (most + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (most + 1)}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * (most + 1)}, "tokens"),
+    ):
+        error = refused(httpx2.post(live.url + path, json=body, timeout=60), 400)
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name} must have at most {most} ")
