@@ -1,8 +1,8 @@
 """Host names that requests may have, so that a page of another site cannot reach a local server by its name.
 
 A name that an attacker controls may resolve to this machine (DNS rebinding). A browser then takes the server
-for a part of the attacker's site. The header Host still says the attacker's name. Names without a dot are local:
-public name servers resolve none of them.
+for a part of the attacker's site. The header Host still says the attacker's name. Names without a dot are
+local: public name servers resolve none of them.
 """
 
 import ipaddress
