@@ -47,7 +47,13 @@ def restore(path: str | Path, like: Tree) -> Tree:
 
 
 def check(directory: Path, stored_arrays: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raise ModelError, naming the first leaf that differs, unless a checkpoint holds the expected leaves."""
+    """Raise ModelError, naming the first leaf that differs, unless a checkpoint holds the expected leaves.
+
+    Args:
+        directory: of the checkpoint, for the message.
+        stored_arrays: shape and dtype of each leaf of the checkpoint, by name.
+        expected: those of `like`.
+    """
     for name in sorted({*stored_arrays, *expected}):
         stored_form = stored_arrays.get(name)
         expected_form = (expected[name].shape, expected[name].dtype) if name in expected else None

@@ -58,36 +58,36 @@ class Config:
         for name in POSITIVE_INTEGERS:
             low = 0 if name in unset else 1
             value = getattr(self, name)
-            require(is_integer(value) and value >= low, self, name, f"an integer of at least {low}")
+            _require(is_integer(value) and value >= low, self, name, f"an integer of at least {low}")
         heads = self.num_attention_heads
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
         for name in ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
             value = getattr(self, name)
-            require(is_integer(value) and value >= 0, self, name, "an integer of at least 0")
+            _require(is_integer(value) and value >= 0, self, name, "an integer of at least 0")
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            require(is_number(value) and 0 < value < float("inf"), self, name, "a positive number")
+            _require(is_number(value) and 0 < value < float("inf"), self, name, "a positive number")
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"):
-            require(isinstance(getattr(self, name), bool), self, name, "true or false")
+            _require(isinstance(getattr(self, name), bool), self, name, "true or false")
         groups = heads % self.num_key_value_heads == 0
-        require(groups, self, "num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        require(self.head_dim % 2 == 0, self, "head_dim", "an even number (positions rotate pairs)")
-        require(self.hidden_act == "silu", self, "hidden_act", "'silu'")
+        _require(groups, self, "num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+        _require(self.head_dim % 2 == 0, self, "head_dim", "an even number (positions rotate pairs)")
+        _require(self.hidden_act == "silu", self, "hidden_act", "'silu'")
         window = self.sliding_window
         valid = window is None or (is_integer(window) and window > 0)
-        require(valid, self, "sliding_window", "null or an integer of at least 1")
+        _require(valid, self, "sliding_window", "null or an integer of at least 1")
         kinds, layers = self.layer_types, self.num_hidden_layers
         known = kinds is None or (len(kinds) == layers and {*kinds} <= {FULL, SLIDING})
-        require(known, self, "layer_types", f"{layers} entries, each {FULL!r} or {SLIDING!r}")
+        _require(known, self, "layer_types", f"{layers} entries, each {FULL!r} or {SLIDING!r}")
         experts = self.num_local_experts
         limit = f"at most num_local_experts, {experts}"
-        require(self.num_experts_per_tok <= experts, self, "num_experts_per_tok", limit)
+        _require(self.num_experts_per_tok <= experts, self, "num_experts_per_tok", limit)
         scaling = self.rope_scaling
         known = scaling is None or (scaling.rope_type in ("linear", "llama3") and scaling.factor > 0)
-        require(known, self, "rope_scaling", "None, or a RopeScaling of type 'linear' or 'llama3'")
+        _require(known, self, "rope_scaling", "None, or a RopeScaling of type 'linear' or 'llama3'")
         tokens = (*self.eos_token_id, *(() if self.bos_token_id is None else (self.bos_token_id,)))
-        require(all(map(is_integer, tokens)), self, "eos_token_id", "integers, as for bos_token_id")
+        _require(all(map(is_integer, tokens)), self, "eos_token_id", "integers, as for bos_token_id")
 
     def window(self, layer: int) -> int | None:
         """How many positions a query of this layer sees, its own included; None for all before it."""
@@ -126,7 +126,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def require(condition: bool, config: Config, name: str, requirement: str) -> None:
+def _require(condition: bool, config: Config, name: str, requirement: str) -> None:
     if not condition:
         raise ModelError(f"{name} must be {requirement}; got {getattr(config, name)!r}")
 
@@ -208,7 +208,13 @@ def rope_parameters(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
-    """The config.json that describes a Config, for transformers 4 and 5 alike."""
+    """The config.json that describes a Config, for transformers 4 and 5 alike.
+
+    Args:
+        config: of the model.
+        family: its family, which names the architecture.
+        dtype: of the weights on disk.
+    """
     known = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     stops = config.eos_token_id
     extra = {

@@ -19,14 +19,26 @@ LARGEST_BLOCK = 128  # pairs; a larger one gains nothing on a CPU
 
 
 class StackedLinear(nnx.Module):
-    """One matrix per expert, `kernel` [experts, in, out]."""
+    """One matrix per expert, `kernel` [experts, in, out].
+
+    Args:
+        experts: how many.
+        inputs: width of the input.
+        outputs: width of the output.
+    """
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         self.kernel = nnx.Param(jnp.zeros((experts, inputs, outputs)))
 
 
 class Experts(nnx.Module):
-    """The gated feed-forward blocks of all experts."""
+    """The gated feed-forward blocks of all experts.
+
+    Args:
+        experts: how many.
+        hidden: width of input and output.
+        inner: width between the two products.
+    """
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
         self.gate_proj = StackedLinear(experts, hidden, inner)
@@ -49,7 +61,15 @@ class Experts(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Router and experts in the place of a feed-forward block."""
+    """Router and experts in the place of a feed-forward block.
+
+    Args:
+        hidden: width of input and output.
+        inner: width of an expert between its two products.
+        experts: how many.
+        experts_per_token: that each token is routed to.
+        normalise: whether the weights of a token's experts sum to 1.
+    """
 
     def __init__(
         self, hidden: int, inner: int, experts: int, experts_per_token: int, normalise: bool
@@ -72,20 +92,41 @@ class SparseMLP(nnx.Module):
         return self.experts(flat, expert_ids, weights.astype(x.dtype)).reshape(x.shape)
 
 
-def grouped(x, expert_ids, weights, gate, up, down) -> jax.Array:
-    """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable."""
-    rows, sizes, order = sort_by_expert(x, expert_ids, gate.shape[0])
+def grouped(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable.
+
+    Args:
+        x: token rows `[tokens, hidden]`.
+        expert_ids: int32 `[tokens, experts per token]`.
+        weights: `[tokens, experts per token]`, of the experts' outputs.
+        gate: `[experts, hidden, inner]`.
+        up: `[experts, hidden, inner]`.
+        down: `[experts, inner, hidden]`.
+    """
+    rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
     inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    return combine(jax.lax.ragged_dot(inner, down, sizes), order, weights)
+    return _combine(jax.lax.ragged_dot(inner, down, sizes), order, weights)
 
 
-def in_blocks(x, expert_ids, weights, gate, up, down) -> jax.Array:
+def in_blocks(
+    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
     """Blocks of at most `LARGEST_BLOCK` pairs of one expert, one after the other.
 
     The number of blocks depends on the routing, so this has no reverse-mode derivative.
+
+    Args:
+        x: token rows `[tokens, hidden]`.
+        expert_ids: int32 `[tokens, experts per token]`.
+        weights: `[tokens, experts per token]`, of the experts' outputs.
+        gate: `[experts, hidden, inner]`.
+        up: `[experts, hidden, inner]`.
+        down: `[experts, inner, hidden]`.
     """
     experts = gate.shape[0]
-    rows, sizes, order = sort_by_expert(x, expert_ids, experts)
+    rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
     mean = -(-expert_ids.size // experts)
     block = min(1 << (mean - 1).bit_length(), LARGEST_BLOCK)
     rows = jnp.pad(rows, ((0, block), (0, 0)))
@@ -102,10 +143,10 @@ def in_blocks(x, expert_ids, weights, gate, up, down) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0)
 
     out = jax.lax.fori_loop(0, ends[-1], advance, jnp.zeros_like(rows))
-    return combine(out[: expert_ids.size], order, weights)
+    return _combine(out[: expert_ids.size], order, weights)
 
 
-def sort_by_expert(
+def _sort_by_expert(
     x: jax.Array, expert_ids: jax.Array, experts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Token rows `[pairs, hidden]` sorted by expert, the number of pairs per expert, and the permutation."""
@@ -115,7 +156,7 @@ def sort_by_expert(
     return x[order // expert_ids.shape[1]], sizes, order
 
 
-def combine(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+def _combine(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
     """Undoes the sort and sums over each token's experts in a fixed order, so the result is deterministic."""
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     return jnp.einsum("tch,tc->th", rows[place].reshape(*weights.shape, -1), weights)

@@ -42,7 +42,13 @@ class Attend(Protocol):
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias."""
+    """x @ kernel + bias.
+
+    Args:
+        inputs: width of the input.
+        outputs: width of the output.
+        bias: whether there is one.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
@@ -82,7 +88,13 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block, down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
+    """The gated feed-forward block, down(silu(gate(x)) · up(x)) (arXiv 2002.05202).
+
+    Args:
+        hidden: width of input and output.
+        inner: width between the two products.
+        bias: whether the projections have one.
+    """
 
     def __init__(self, hidden: int, inner: int, bias: bool = False) -> None:
         self.gate_proj = Linear(hidden, inner, bias)
@@ -95,7 +107,15 @@ class MLP(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and rotary embedding around an `Attend`, which owns the KV cache."""
+    """Projections, head norms and rotary embedding around an `Attend`, which owns the KV cache.
+
+    Args:
+        config: of the model.
+        bias: whether the projections of q, k and v have one.
+        output_bias: whether the output projection has one.
+        head_norm: whether queries and keys are normalised per head.
+        window: positions that a query sees at most, its own included; None for all.
+    """
 
     def __init__(
         self,
@@ -130,7 +150,13 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        config: of the model.
+        attention: an `Attention`.
+        mlp: an `MLP`, or a `SparseMLP`.
+    """
 
     def __init__(self, config: Config, attention: nnx.Module, mlp: nnx.Module) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -46,10 +46,16 @@ class Model:
 def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_stored: bool = True) -> Model:
     """Read a Hugging Face model directory.
 
-    `dtype` is what the weights become and the model computes in: "float32", "bfloat16" or "float16", whatever
-    is on disk. With `as_stored`, matrices that are bfloat16 on disk stay so in a float32 model where the
-    CPU's products widen them as they read: the same numbers, in half of the time. `progress` shows a bar on
-    stderr where that is a terminal. Raises ModelError, a ValueError, for a directory that cannot be used.
+    Args:
+        path: of the directory.
+        dtype: that the weights become and the model computes in, whatever is on disk: "float32", "bfloat16"
+            or "float16".
+        progress: whether to show a bar on stderr where that is a terminal.
+        as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
+            products widen them as they read: the same numbers, in half of the time.
+
+    Raises:
+        ModelError: the directory cannot be used; a ValueError.
     """
     directory, dtype = Path(path), checked(dtype)
     if not directory.is_dir():
@@ -76,8 +82,12 @@ def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_sto
 def save(model: Model, path: str | Path, dtype: Any = None) -> None:
     """Write a directory that `load` and transformers read.
 
-    `dtype` of the weights on disk, by default that of the parameters. The output projection is left out where
-    the embeddings are tied.
+    The output projection is left out where the embeddings are tied.
+
+    Args:
+        model: to be written.
+        path: of the directory, which is made.
+        dtype: of the weights on disk, by default that of the parameters.
     """
     directory = Path(path)
     dtype = checked(jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype)
@@ -95,6 +105,11 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
     """A model with random weights, the same for the same seed: for tests and benchmarks, not for training.
 
     Kernels are normal with variance 1 / fan-in, so activations keep their scale; norms are one.
+
+    Args:
+        config: of the model.
+        seed: of the weights.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
     """
     dtype = checked(dtype)
     arrays = []

@@ -23,8 +23,11 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 class Tokenizer:
     """The tokenizer of a model directory.
 
-    `settings` is tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where stated, overrule what
-    tokenizer.json adds around a text, as in transformers.
+    Args:
+        backend: what tokenizer.json describes.
+        settings: tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where stated, overrule what
+            tokenizer.json adds around a text, as in transformers.
+        chat_template: in Jinja; None where the model has none.
     """
 
     def __init__(
@@ -118,9 +121,16 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation after the model's template; encode it with `special=False`.
 
-        `messages` hold "role" and "content", `variables` whatever else the template reads. The template
-        comes with the model and is not trusted: it runs in jinja's immutable sandbox. Raises ModelError where
-        there is no template or it rejects the messages.
+        The template comes with the model and is not trusted: it runs in Jinja's immutable sandbox.
+
+        Args:
+            messages: each with "role" and "content".
+            add_generation_prompt: whether the text ends where the answer begins.
+            tools: that the model may call, in OpenAI's form.
+            **variables: whatever else the template reads.
+
+        Raises:
+            ModelError: there is no template, or it rejects the messages.
         """
         if self.chat_template is None:
             raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")

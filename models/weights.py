@@ -148,9 +148,14 @@ def abbreviated(names: list[str]) -> str:
 def read(
     directory: Path, config: Config, dtype: np.dtype, advance: Callable[[int], None], as_stored: bool = False
 ) -> Params:
-    """Params of a model directory in `dtype`; `advance` hears of every tensor's bytes. Raises ModelError.
+    """The parameters of a model directory.
 
-    With `as_stored`, a matrix that is bfloat16 on disk stays so where products widen it at no cost.
+    Args:
+        directory: of the model.
+        config: says which tensors there are.
+        dtype: of the result.
+        advance: called with the bytes of every tensor read.
+        as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
     """
     tensors, expected = SafetensorsFiles(directory), entries(config)
     tensors.check(expected, config)
@@ -177,7 +182,13 @@ def stays_narrow(entry: ParameterSource, tensors: SafetensorsFiles) -> bool:
 
 
 def copy(tensor: Any, out: np.ndarray, transposed: bool) -> None:
-    """Fill `out` from a tensor on disk, strip by strip."""
+    """Fill an array from a tensor on disk, strip by strip.
+
+    Args:
+        tensor: slice of a safetensors file.
+        out: is filled.
+        transposed: whether the tensor on disk is the transpose of `out`.
+    """
     for rows in strips(tensor.get_shape()[0]):
         strip = tensor[rows].astype(out.dtype, copy=False)
         out[(slice(None), rows) if transposed else rows] = strip.T if transposed else strip
@@ -200,7 +211,14 @@ def disk_tensors(params: Params, config: Config) -> Iterator[tuple[str, np.ndarr
 
 
 def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
-    """One safetensors file, a tensor at a time; it appears under its name only when it is complete."""
+    """One safetensors file, a tensor at a time; it appears under its name only when it is complete.
+
+    Args:
+        path: of the file.
+        params: to be written.
+        config: says which tensors there are.
+        dtype: of the tensors on disk.
+    """
     code = {name: code for code, name in DTYPES.items()}[dtype.name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -44,11 +44,15 @@ def load(
     control: Control | None = None,
     kv_cache_dtype: "KvCacheDtype" = "auto",
 ) -> Generator:
-    """The model of a directory, in float32 on a CPU and bfloat16 elsewhere unless a dtype is given.
-
-    `control` names a preset; without, sampling is plain. The calibration that the model has is used.
+    """The model of a directory, with the calibration that it has.
 
     Raises ValueError, or OSError, which say what in the directory is at fault.
+
+    Args:
+        path: Of the directory.
+        dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
+        control: Names the preset and its gains; None samples plainly.
+        kv_cache_dtype: Of the KV cache.
     """
     from entropic_jax import models
 

@@ -27,7 +27,14 @@ SMALLEST_CONTEXT = 256  # positions; contexts are rounded up to powers of two, s
 
 
 class Engine:
-    """A loaded model that continues prompts, in batches, under a preset of control."""
+    """A loaded model that continues prompts, in batches, under a preset of control.
+
+    Args:
+        model: With a tokenizer.
+        preset: Of control; None for `off`.
+        belief_temperature: T_cal, by which logits are divided before H₁ is measured.
+        kv_cache_dtype: Of the KV cache.
+    """
 
     def __init__(
         self,

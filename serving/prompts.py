@@ -80,7 +80,13 @@ def tokenize_conversation(
 
 
 def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> TokenizedPrompt:
-    """The checked item; an error names its place in the argument."""
+    """The checked item; an error names its place in the argument.
+
+    Args:
+        place: Of the item in the argument, such as `prompts[3]`.
+        check: Makes a prompt of an item, or raises RequestError.
+        item: To be checked.
+    """
     try:
         return check(item)
     except RequestError as error:

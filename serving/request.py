@@ -32,7 +32,13 @@ class Request(SamplingParams):
 
     @classmethod
     def of(cls, prompt: str | Sequence[int], params: SamplingParams, seed: int = 0) -> "Request":
-        """The request of a prompt; `seed` is for params without one."""
+        """The request of a prompt.
+
+        Args:
+            prompt: Text or token ids.
+            params: Of sampling.
+            seed: For params without one.
+        """
         values: dict[str, Any] = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
         values["seed"] = seed if params.seed is None else params.seed
         return cls(prompt=prompt, **values)

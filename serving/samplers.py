@@ -32,7 +32,14 @@ def engine(
     model: models.Model,
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Engine:
-    """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be."""
+    """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be.
+
+    Args:
+        control: Names the sampler and its options.
+        calibration: Of the model, or None.
+        model: To sample from.
+        kv_cache_dtype: Of the KV cache.
+    """
     setting = Preset(chain(law(control, calibration, model)), None, None)
     belief = 1.0 if calibration is None else calibration.temperature
     branches = dict(control.gains).get("branches", SearchPlan().branches)
@@ -46,7 +53,11 @@ def law(
 ) -> entropix.Entropix | AsReleased | DSlider:
     """The law of what `control.preset` names. RequestError where it cannot be.
 
-    Of `together` see `AsReleased`, whose rows decide as one unless they must not depend on each other.
+    Args:
+        control: Names the sampler and its options.
+        calibration: Of the model, or None.
+        model: Whose vocabulary and tokenizer the laws need.
+        together: Whether the rows of a batch decide as one, as in the released code; see `AsReleased`.
     """
     check_sampler(control)
     if control.method != "dense":
@@ -68,7 +79,15 @@ def law(
 
 
 class Searching(Engine):
-    """An engine whose sequences branch and go back; a token is handed out once nothing can change it."""
+    """An engine whose sequences branch and go back; a token is handed out once nothing can change it.
+
+    Args:
+        model: With a tokenizer.
+        preset: Whose controller has an `Entropix`.
+        belief_temperature: T_cal, by which logits are divided before H₁ is measured.
+        kv_cache_dtype: Of the KV cache.
+        plan: Of the search.
+    """
 
     def __init__(
         self,

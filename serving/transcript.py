@@ -106,9 +106,15 @@ class Transcript:
         eos: Collection[int] = (),
         keep: bool = True,
     ) -> None:
-        """`eos` are the tokens that end a text; they count as tokens but have no text.
+        """Start without a token.
 
-        Unless they are to `keep`, measures are handed out and forgotten, and the completion has no trace.
+        Args:
+            request: Whose completion it records.
+            detokenizer: Turns tokens into text as they come.
+            prompt_tokens: Length of the prompt.
+            eos: Tokens that end a text; they count as tokens but have no text.
+            keep: Whether measures are kept for the trace of the completion; else they are handed out and
+                forgotten.
         """
         self.stop_reason: str | int | None = None  # the string or token of the request that ended it
         self.request = request
@@ -130,7 +136,14 @@ class Transcript:
         logprob: float | None = None,
         top: tuple[Alternative, ...] = (),
     ) -> list[Token]:
-        """Record a sampled token; returns the tokens that are settled now, none or several."""
+        """Record a sampled token; returns the tokens that are settled now, none or several.
+
+        Args:
+            token: Sampled.
+            metrics: Measures of the token, by name.
+            logprob: Of the token, if reported.
+            top: The likeliest tokens, if reported.
+        """
         if self.finish_reason is not None:
             raise ValueError(f"no token can follow finish_reason {self.finish_reason!r}; got {token}")
         self._token_ids.append(token)

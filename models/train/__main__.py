@@ -88,7 +88,7 @@ def optimiser(name: str, schedule: optax.Schedule) -> optax.GradientTransformati
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
-def make_step(shape: Shape, rule: optax.GradientTransformation, mesh: jax.sharding.Mesh):
+def _make_step(shape: Shape, rule: optax.GradientTransformation, mesh: jax.sharding.Mesh):
     """One update from tokens `[micro, device rows, time + 1]`: accumulate over `micro`, then average."""
 
     def gradients(params, tokens, weights):
@@ -184,7 +184,7 @@ def main() -> None:
         restored = manager.restore(first, args=ocp.args.StandardRestore(target))
         params, state = restored["params"], restored["state"]
 
-    step = make_step(shape, rule, mesh)
+    step = _make_step(shape, rule, mesh)
     log = work / "log.csv"
     rows = log.read_text().splitlines()[1:] if log.exists() else []
     rows = [row for row in rows if int(row.split(",")[0]) <= first]  # what was not saved is done again

@@ -32,7 +32,13 @@ LIMITS = """## Limits
 
 
 def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
-    """A Markdown table whose first `words` columns are text, to the left, and the rest numbers."""
+    """A Markdown table: text to the left, numbers to the right.
+
+    Args:
+        head: titles of the columns.
+        rows: cells.
+        words: columns of text, the first ones.
+    """
     rule = ["---" if i < words else "---:" for i in range(len(head))]
     lines = [head, rule, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

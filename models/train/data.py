@@ -16,7 +16,13 @@ CHARACTERS_PER_TOKEN = 2.8  # a little less than measured, so that a generated d
 
 
 def train_tokenizer(documents: list[corpus.Document], vocabulary: int, sample: int = 60_000_000) -> Tokenizer:
-    """Byte-level BPE; digits in groups of three, indentation in runs."""
+    """Byte-level BPE; digits in groups of three, indentation in runs.
+
+    Args:
+        documents: sources to learn from.
+        vocabulary: tokens of the result.
+        sample: characters that are read at most.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,7 +61,13 @@ class Streams(NamedTuple):
 
 
 def prepare(folder: Path, vocabulary: int, tokenizer: Tokenizer | None = None) -> Streams:
-    """Download, deduplicate, train a tokenizer unless one is given, encode; unless `folder` holds it all."""
+    """Download, deduplicate, train a tokenizer, encode; each step only where `folder` lacks its result.
+
+    Args:
+        folder: where the corpus is, or is made.
+        vocabulary: tokens of a new tokenizer.
+        tokenizer: to encode with; None trains one.
+    """
     tokenizer_file, stream_file = folder / "tokenizer.json", folder / "training.npy"
     if not (folder / "filler.json").exists():
         documents, held_out, packages = corpus.collect(folder / "wheels")
@@ -104,7 +116,7 @@ def encode_task(tokenizer: Tokenizer, pieces: list[tasks.Piece]) -> tuple[np.nda
     return np.array(encoding.ids, np.int32), weights[piece]
 
 
-def code_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _code_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
     """`length + 1` tokens of source: every second window starts where a document does."""
     stream = streams.training
     if rng.random() < 0.5:
@@ -114,7 +126,7 @@ def code_window(streams: Streams, rng: np.random.Generator, length: int) -> tupl
     return np.asarray(stream[start : start + length + 1], np.int32), np.ones(length, np.float32)
 
 
-def task_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _task_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
     """`length + 1` tokens of a generated document; what is missing at its end has no weight."""
     num_characters = int(length * CHARACTERS_PER_TOKEN)
     filler = ""
@@ -133,12 +145,20 @@ def batches(
     """Batches number `first`, `first + 1`, …: tokens `[batch, length + 1]` and weights `[batch, length]`.
 
     Batch i depends on `seed` and i alone, so a resumed run sees what an uninterrupted one would.
+
+    Args:
+        streams: encoded corpus.
+        seed: of the choice of windows.
+        first: number of the first batch.
+        batch: windows of a batch.
+        length: targets of a window.
+        task_share: share of windows of generated documents, in [0, 1].
     """
     step = first
     while True:
         rng = np.random.default_rng((seed, length, step))
         rows = [
-            (task_window if rng.random() < task_share else code_window)(streams, rng, length)
+            (_task_window if rng.random() < task_share else _code_window)(streams, rng, length)
             for _ in range(batch)
         ]
         yield np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows])

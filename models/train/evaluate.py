@@ -51,7 +51,13 @@ class File(NamedTuple):
 
 
 def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
-    """The held-out files of 8 to 64 kB, in an order fixed by `seed`."""
+    """The held-out files of 8 to 64 kB, in a random order.
+
+    Args:
+        work: folder of the run.
+        tokenizer: to encode with.
+        seed: of the order.
+    """
     documents = json.loads((work / "held_out.json").read_text())
     chosen = [d for d in documents if SMALLEST <= len(d["text"].encode()) <= LARGEST]
     chosen = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
@@ -68,7 +74,14 @@ def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
 def cost(
     score: scoring.Score, jobs: list[tuple[File, int, int, int]], advance: scoring.Advance
 ) -> list[np.ndarray]:
-    """Bits of each target, for jobs `(file, first, stop, context)`."""
+    """Bits of each target of each job.
+
+    Args:
+        score: of windows.
+        jobs: `(file, first, stop, context)`: targets `first … stop − 1` of a file, each with at most
+            `context` tokens before it.
+        advance: called with the number of windows done, and of all.
+    """
     pieces = [
         (number, window)
         for number, (file, first, stop, context) in enumerate(jobs)
@@ -82,7 +95,13 @@ def cost(
 
 
 def compression(score: scoring.Score, files: list[File], advance: scoring.Advance) -> dict[str, Any]:
-    """Total bits over total bytes, each file on its own, `end` included; xz as the command writes it."""
+    """Total bits over total bytes, each file on its own, `end` included; xz as the command writes it.
+
+    Args:
+        score: of windows.
+        files: held out.
+        advance: called with the number of windows done, and of all.
+    """
     model = [
         bits.sum() for bits in cost(score, [(f, 1, len(f.tokens), CONTEXTS[-1]) for f in files], advance)
     ]
@@ -104,7 +123,9 @@ def compression(score: scoring.Score, files: list[File], advance: scoring.Advanc
     return {**row("all", list(range(len(files)))), **limits, "by_package": by_package}
 
 
-def context_gain(score: scoring.Score, files: list[File], advance: scoring.Advance) -> list[dict[str, float]]:
+def _context_gain(
+    score: scoring.Score, files: list[File], advance: scoring.Advance
+) -> list[dict[str, float]]:
     """Bits per byte of the same tokens, each file's second half of the context, with less and more allowed.
 
     With context c a token sees between c / 2 and c earlier ones. `change` is against the row before,
@@ -127,7 +148,16 @@ def context_gain(score: scoring.Score, files: list[File], advance: scoring.Advan
 
 
 def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: list[File], seed: int) -> list:
-    """Continuations of three held-out passages; the seed chooses file, place and tokens."""
+    """Continuations of three held-out passages.
+
+    Args:
+        model: folder with the generation defaults.
+        params: weights.
+        shape: of the model.
+        tokenizer: of the model.
+        files: held out.
+        seed: of the choice of file, place and tokens.
+    """
     rng = np.random.default_rng(seed)
     chosen = [files[i] for i in rng.choice(len(files), 3, replace=False)]
     places = [int(rng.integers(1, len(f.tokens) - PROMPT - CONTINUATION)) for f in chosen]
@@ -201,7 +231,7 @@ def main() -> None:
             return lambda done, total: progress.update(task, completed=done, total=total)
 
         report["compression"] = compression(scorer, files[: arguments.files], stage("bits per byte"))
-        report["context"] = context_gain(scorer, long, stage("context"))
+        report["context"] = _context_gain(scorer, long, stage("context"))
         filler = recall.Filler([f.text for f in files], tokenizer)
         report["recall"] = recall.measure_recall(
             scorer, filler, arguments.cases, arguments.seed, stage("recall")

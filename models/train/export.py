@@ -63,7 +63,13 @@ def _tensor_name(layer: int, name: str) -> str:
 
 
 def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
-    """`config.json`: `rope_theta` is what transformers 4 reads, `rope_parameters` what 5 reads."""
+    """`config.json`: `rope_theta` is what transformers 4 reads, `rope_parameters` what 5 reads.
+
+    Args:
+        shape: of the model.
+        begin: id of the token that begins a text.
+        end: id of the token that ends it.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,7 +89,13 @@ def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
 
 
 def check(params: Params, shape: Shape, vocabulary: int) -> None:
-    """Raise ValueError when the arrays are not those of `shape`, or the tokenizer does not fit."""
+    """Raise ValueError when the arrays are not those of `shape`, or the tokenizer does not fit.
+
+    Args:
+        params: weights.
+        shape: that they should have.
+        vocabulary: tokens of the tokenizer.
+    """
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     widths = (
         params["embed_tokens"].shape,
@@ -106,7 +118,12 @@ def check(params: Params, shape: Shape, vocabulary: int) -> None:
 def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: int = 0) -> None:
     """Write config, weights, tokenizer and generation defaults into the folder `out`.
 
-    `step`, the number of updates behind the weights, goes into the metadata of the safetensors file.
+    Args:
+        params: weights.
+        shape: of the model.
+        tokenizer: of the model.
+        out: folder, which is made.
+        step: updates behind the weights, noted in the metadata of the safetensors file.
     """
     check(params, shape, tokenizer.get_vocab_size())
     begin, end = tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)

@@ -50,7 +50,13 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 @jax.custom_vjp
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention; q `[n, group, time, dim]`, k and v `[n, time, dim]`, n = batch × KV heads."""
+    """Causal attention, `[n, group, time, dim]`.
+
+    Args:
+        q: `[n, group, time, dim]`, unscaled, where n = batch × KV heads.
+        k: `[n, time, dim]`.
+        v: `[n, time, dim]`.
+    """
     return _attention_forward(q, k, v)[0]
 
 
@@ -130,8 +136,17 @@ causal_attention.defvjp(_attention_forward, _attention_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def cross_entropy(hidden, embedding, targets_weights, chunk=1024):
-    """Weighted sums of −log p(target): `(Σ w·nll, Σ nll)`; the gradient flows through the first only."""
+def cross_entropy(
+    hidden: jax.Array, embedding: jax.Array, targets_weights: tuple[jax.Array, jax.Array], chunk: int = 1024
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted sums of −log p(target): `(Σ w·nll, Σ nll)`; the gradient flows through the first only.
+
+    Args:
+        hidden: `[tokens, hidden]`.
+        embedding: `[vocabulary, hidden]`.
+        targets_weights: int32 `[tokens]` and float32 `[tokens]`.
+        chunk: tokens whose logits exist at a time; static.
+    """
     return _cross_entropy_forward(hidden, embedding, targets_weights, chunk)[0]
 
 
@@ -173,18 +188,36 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Root-mean-square normalisation of the last axis.
+
+    Args:
+        x: `[..., hidden]`.
+        scale: `[hidden]`.
+        epsilon: added to the mean square.
+    """
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon) * scale
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding; the pairs are the two halves of the last axis.
+
+    Args:
+        x: `[..., time, dim]`.
+        cos: `[time, dim / 2]`.
+        sin: `[time, dim / 2]`.
+    """
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def loss(params: Params, tokens: jax.Array, weights: jax.Array, config) -> tuple[jax.Array, jax.Array]:
+def loss(params: Params, tokens: jax.Array, weights: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
     """Summed weighted and plain loss of next-token prediction, in nats.
 
-    tokens `[batch, time + 1]`; weights `[batch, time]`, of each target.
+    Args:
+        params: weights.
+        tokens: `[batch, time + 1]`.
+        weights: `[batch, time]`, of each target.
+        config: shape of the model.
     """
     batch, length = weights.shape
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim

@@ -22,7 +22,13 @@ def rounds(model: Path) -> list[dict[str, Any]]:
 
 
 def record_run(work: Path, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Keep what was asked for, and the rounds before, in the work folder."""
+    """Keep what was asked for, and the rounds before, in the work folder.
+
+    Args:
+        work: folder of the run.
+        parser: of the command line, with the defaults.
+        arguments: of this run.
+    """
     changed_options = [
         f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"--{name} {value}"
         for name, value in vars(arguments).items()

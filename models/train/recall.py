@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 class Filler:
     """Held-out source as lines, each with the number of tokens that end in it."""
 
-    def __init__(self, texts: list[str], tokenizer: Tokenizer):
+    def __init__(self, texts: list[str], tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.lines: list[str] = []
         sizes = []
@@ -73,6 +73,11 @@ def make_window(
 
     Facts and questions come in the same order, so that each pair is about `distance` tokens apart. A line
     of filler follows every answer: how an answer's last token ends depends on what comes next.
+
+    Args:
+        rng: of facts and filler.
+        distance: tokens between a fact and its question.
+        filler: lines between them.
     """
     length = next(n for n in scoring.LENGTHS if n >= min(distance + ROOM, scoring.LENGTHS[-1]))
     kinds = [str(kind) for kind in rng.permutation(list(tasks.KINDS))]
@@ -110,7 +115,13 @@ def make_window(
 
 
 def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval for a share of `right` out of `cases`; 95 % at z = 1.96."""
+    """Wilson's interval for a share.
+
+    Args:
+        right: cases that were right.
+        cases: cases in all, at least 1.
+        z: quantile of the normal distribution; 1.96 for 95 %.
+    """
     share, weight = right / cases, z * z / cases
     middle = (share + weight / 2) / (1 + weight)
     reach = z * sqrt(share * (1 - share) / cases + weight / (4 * cases)) / (1 + weight)
@@ -120,7 +131,15 @@ def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
 def measure_recall(
     score: scoring.Score, filler: Filler, cases: int, seed: int, advance: scoring.Advance
 ) -> dict[str, list[dict[str, float]]]:
-    """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met."""
+    """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met.
+
+    Args:
+        score: of windows.
+        filler: lines between facts and questions.
+        cases: per kind and distance.
+        seed: of the windows.
+        advance: called with the number of windows done, and of all.
+    """
     windows = [
         make_window(np.random.default_rng((seed, distance, number)), distance, filler)
         for distance in DISTANCES

@@ -32,7 +32,13 @@ class Scores(NamedTuple):
 
 
 def hidden(params: forward.Params, tokens: jax.Array, shape: Shape) -> jax.Array:
-    """What the output projection reads, `[batch, time, hidden]`, for tokens `[batch, time]`."""
+    """The input of the output projection, `[batch, time, hidden]`.
+
+    Args:
+        params: weights.
+        tokens: `[batch, time]`.
+        shape: of the model.
+    """
     batch, length = tokens.shape
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     frequency = shape.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
@@ -56,7 +62,13 @@ def hidden(params: forward.Params, tokens: jax.Array, shape: Shape) -> jax.Array
 
 
 def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Cost in nats and hit of every target, both `[batch, time]`, for tokens `[batch, time + 1]`."""
+    """Cost in nats and hit of every target, both `[batch, time]`.
+
+    Args:
+        params: weights.
+        tokens: `[batch, time + 1]`.
+        shape: of the model.
+    """
     head = forward.flip(params["embed_tokens"])
 
     def chunk(pair):
@@ -78,7 +90,7 @@ Score = Callable[[Sequence[np.ndarray], Advance], list[Scores]]  # what a Scorer
 class Scorer:
     """Scores windows of up to 8192 targets, on all devices at once."""
 
-    def __init__(self, params: forward.Params, shape: Shape):
+    def __init__(self, params: forward.Params, shape: Shape) -> None:
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         self.devices = mesh.size
         self.params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
@@ -123,6 +135,11 @@ def windows(first: int, stop: int, context: int) -> Iterator[tuple[int, int, int
 
     The window is `tokens[start:stop]`, at most `context + 1` tokens; its own `first … stop − 1` are the
     targets it scores. Each sees more than `context / 2` earlier tokens, or all there are.
+
+    Args:
+        first: the first target.
+        stop: end of the targets.
+        context: tokens that a target sees at most.
     """
     while first < stop:
         start = max(0, first - 1 - context // 2)
@@ -141,9 +158,17 @@ def sample(
     penalty: float,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """`count` tokens `[row, count]` after prompts `[row, time]`, each by a dense pass over all before it.
+    """Continuations `[row, count]` of prompts, each token by a dense pass over all before it.
 
-    `penalty` divides the positive logits of tokens that have occurred, and multiplies the negative ones.
+    Args:
+        params: weights.
+        shape: of the model.
+        prompts: token ids `[row, time]`.
+        count: tokens to generate.
+        temperature: of sampling, above 0.
+        top_p: mass of the likeliest tokens that are sampled from, in (0, 1].
+        penalty: divides the positive logits of tokens that have occurred, and multiplies the negative ones.
+        rng: of the draws.
     """
     rows, time = prompts.shape
     length = next(n for n in LENGTHS if time + count <= n)

@@ -82,7 +82,13 @@ KINDS: dict[str, Callable[[np.random.Generator], Fact]] = {
 
 
 def document(rng: np.random.Generator, filler: str, characters: int) -> list[Piece]:
-    """Pieces of a document of about `characters` characters: filler, facts, and questions after them."""
+    """Pieces of a document: filler, facts, and questions after them.
+
+    Args:
+        rng: of facts and places.
+        filler: text of at least so many characters.
+        characters: length of the document, about.
+    """
     kinds = list(KINDS) if rng.random() < 0.3 else [rng.choice(list(KINDS))]
     dense = rng.random() < 0.35
     most = max(2.0, characters / (90 if dense else 400))

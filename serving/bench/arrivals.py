@@ -48,11 +48,17 @@ PUBLISHED = {
 
 
 def times(count: int, rate: float, cv: float, random: np.random.Generator) -> np.ndarray:
-    """Times of `count` arrivals, seconds, the first at 0.
+    """Times of arrivals, seconds, float64 `[count]`, the first at 0.
 
     The gaps are drawn from a Gamma law with coefficient of variation `cv` (1: Poisson arrivals; 0: a clock)
     and scaled so that the run lasts `count / rate` seconds: a bursty law would otherwise give runs of very
     different rates.
+
+    Args:
+        count: How many arrivals.
+        rate: Their mean rate, 1/s.
+        cv: Coefficient of variation of the gaps: 1 for Poisson arrivals, 0 for a clock.
+        random: Source of the gaps.
     """
     if cv == 0:
         return np.arange(count) / rate
@@ -67,6 +73,11 @@ def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.nd
     The logarithm is symmetric about its median, ln q(u) = ln p50 ± (ln p99 − ln p50)·min(s^κ, 1.2) with
     s = |2u − 1| / 0.98, where 1.2 keeps the last hundredth from running away. The one free number, κ, is
     found from the mean. Raises ValueError where no κ gives that mean.
+
+    Args:
+        law: Median, mean and 99th percentile.
+        count: How many lengths.
+        random: Source of the draws.
     """
     spread = math.log(law.p99 / law.median)
 
@@ -87,7 +98,15 @@ def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.nd
 
 
 def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed: int) -> list[Arrival]:
-    """Arrivals with a published trace's statistics; `rate` and `cv` replace its own."""
+    """Arrivals with a published trace's statistics.
+
+    Args:
+        name: Of a published trace.
+        count: How many arrivals.
+        rate: Mean rate in 1/s, None for that of the trace.
+        cv: Coefficient of variation of the gaps, None for that of the trace.
+        seed: Of times and lengths.
+    """
     law = PUBLISHED[name]
     rate = rate or law.rate
     if rate is None:
@@ -103,7 +122,16 @@ def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed
 def drawn(
     count: int, rate: float, cv: float, prompt: tuple[int, int], output: tuple[int, int], seed: int
 ) -> list[Arrival]:
-    """Arrivals with lengths drawn evenly between two bounds, both included."""
+    """Arrivals with lengths drawn evenly between two bounds, both included.
+
+    Args:
+        count: How many arrivals.
+        rate: Their mean rate, 1/s.
+        cv: Coefficient of variation of the gaps.
+        prompt: Bounds of a prompt's tokens.
+        output: Bounds of an answer's tokens.
+        seed: Of times and lengths.
+    """
     random = np.random.default_rng(seed)
     between = lambda bounds: random.integers(bounds[0], bounds[1] + 1, count)
     return _together(times(count, rate, cv, random), between(prompt), between(output))
@@ -115,11 +143,15 @@ def _together(seconds: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> 
 
 
 def read_trace(path: Path, count: int | None = None, rate: float | None = None) -> list[Arrival]:
-    """The first `count` requests of a trace, the first at time 0; `rate` stretches time to that mean rate.
+    """The requests of a trace, the first at time 0.
 
-    The file is Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL
-    (timestamp in milliseconds, input_length, output_length, hash_ids). Raises RequestError, which names the
-    line.
+    Raises RequestError, which names the line.
+
+    Args:
+        path: Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp
+            in milliseconds, input_length, output_length, hash_ids).
+        count: How many requests, from the first; None for all.
+        rate: Mean rate in 1/s to which time is stretched; None leaves it.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -188,7 +220,13 @@ def fitting_factor(arrivals: list[Arrival], context: int) -> float:
 
 
 def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[Arrival]:
-    """Lengths times a factor, at least 1 token; what does not fit into `context` is cut, the prompt first."""
+    """Lengths times a factor, at least 1 token; what does not fit is cut, the prompt first.
+
+    Args:
+        arrivals: To be scaled.
+        factor: Of all lengths.
+        context: Tokens that prompt and answer have room for; None for any number.
+    """
     result = []
     for arrival in arrivals:
         prompt = max(1, round(arrival.prompt_tokens * factor))

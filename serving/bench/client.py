@@ -48,7 +48,14 @@ class Target:
     async def complete(
         self, prompt: list[int] | str, prompt_tokens: int, output_tokens: int, due: float | None = None
     ) -> Outcome:
-        """Stream one completion. Whatever goes wrong is in the outcome."""
+        """Stream one completion. Whatever goes wrong is in the outcome.
+
+        Args:
+            prompt: Token ids or text.
+            prompt_tokens: Length of the prompt.
+            output_tokens: Tokens to generate, neither more nor fewer.
+            due: When the request should have gone out, seconds of `time.perf_counter`; None for now.
+        """
         sent = time.perf_counter()
         outcome = Outcome(sent if due is None else due, sent, prompt_tokens, output_tokens)
         body = {
@@ -100,7 +107,13 @@ class Target:
 
 
 def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
-    """Add an event of the stream to the outcome."""
+    """Add an event of the stream to the outcome.
+
+    Args:
+        event: As parsed from the stream.
+        outcome: That it is added to.
+        timestamp: Of the event, seconds of `time.perf_counter`.
+    """
     if event.get("error"):
         error = event["error"]
         outcome.error = "error in the stream"

@@ -22,7 +22,14 @@ class BrokenOffError(ConnectionError):
 
 
 class Response:
-    """Status and headers (names in lower case); the body is still to be read."""
+    """Status and headers (names in lower case); the body is still to be read.
+
+    Args:
+        pool: Takes the connection back.
+        streams: Reader and writer of the connection.
+        status: HTTP status.
+        headers: By name in lower case.
+    """
 
     def __init__(self, pool: "Pool", streams: Any, status: int, headers: dict[str, str]) -> None:
         self.status, self.headers = status, headers
@@ -94,7 +101,13 @@ class Pool:
         self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(self, method: str, path: str, body: Any = None) -> Response:
-        """Send a request, with `body` as JSON; returns once the headers are there. OSError if that fails."""
+        """Send a request; returns once the headers are there. OSError if that fails.
+
+        Args:
+            method: Such as GET.
+            path: Below the base address.
+            body: Sent as JSON; None sends none.
+        """
         payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = f"{method} {self.base}{path} HTTP/1.1\r\n{self.head}"
         if body is not None:

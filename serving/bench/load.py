@@ -18,6 +18,12 @@ async def open_loop(
 
     Latencies count from the time a request was due, so that a client or a listen queue that falls behind
     does not flatter the server.
+
+    Args:
+        target: Server and model.
+        arrivals: Times and lengths.
+        prompts: Makes the prompt of each arrival.
+        progress: Called with every outcome.
     """
     bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
     start = time.perf_counter() + 0.05
@@ -45,7 +51,15 @@ async def closed_loop(
     concurrency: int,
     progress: Progress = lambda outcome: None,
 ) -> list[Outcome]:
-    """`concurrency` requests are always under way, until all have been sent; their times do not matter."""
+    """Keep a number of requests under way until all have been sent.
+
+    Args:
+        target: Server and model.
+        arrivals: Lengths; the times do not matter.
+        prompts: Makes the prompt of each arrival.
+        concurrency: Requests under way.
+        progress: Called with every outcome.
+    """
     bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
     outcomes: dict[int, Outcome] = {}
     queue = iter(range(len(arrivals)))
@@ -64,7 +78,14 @@ async def closed_loop(
 
 
 async def warm_up(target: Target, arrivals: list[Arrival], prompts: Prompts, count: int) -> Outcome | None:
-    """Send `count` requests one after another, with prompts of their own; returns the last outcome."""
+    """Send requests one after another, with prompts of their own; returns the last outcome.
+
+    Args:
+        target: Server and model.
+        arrivals: Lengths, from the first on.
+        prompts: Makes prompts of other numbers than the arrivals'.
+        count: How many requests.
+    """
     outcome = None
     for index in range(count):
         arrival = arrivals[index % len(arrivals)]._replace(blocks=())

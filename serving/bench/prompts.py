@@ -10,9 +10,12 @@ from .arrivals import BLOCK, Arrival
 class Prompts:
     """Makes the prompt of each arrival; the same seed makes the same prompts.
 
-    `source` is what they are cut from: token ids, or pieces of text of about a token each, which are joined.
-    Each prompt begins at a place of its own. Where a trace names blocks, a block begins where its name says,
-    and `factor` is what the lengths were multiplied by, so that prompts still share what they shared.
+    Each prompt begins at a place of its own. Where a trace names blocks, a block begins where its name says.
+
+    Args:
+        source: What prompts are cut from: token ids, or pieces of text of about a token each, to be joined.
+        seed: Of the places.
+        factor: What the lengths were multiplied by, so that prompts still share what they shared.
     """
 
     def __init__(self, source: Sequence[int] | Sequence[str], seed: int, factor: float = 1.0) -> None:
@@ -39,7 +42,13 @@ class Prompts:
 
 
 def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]:
-    """Token ids drawn evenly from `vocabulary`, without the lowest sixteenth, where special tokens live."""
+    """Token ids drawn evenly, without the lowest sixteenth, where special tokens live.
+
+    Args:
+        vocabulary: Tokens of the model.
+        seed: Of the draws.
+        count: How many.
+    """
     low = min(vocabulary // 16, 256)
     return np.random.default_rng(seed).integers(low, vocabulary, count).tolist()
 

@@ -14,7 +14,13 @@ from .measures import LATENCIES, LEVELS, end_to_end, first_token, pauses
 
 
 def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
-    """Print the figures of one run."""
+    """Print the figures of one run.
+
+    Args:
+        figures: Of the run.
+        console: To print to.
+        title: Above the table.
+    """
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("milliseconds", style="bold")
     names = ("mean", *(f"p{level}" for level in LEVELS), "max")
@@ -46,7 +52,13 @@ def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
 
 
 def show_comparison(rows: list[dict[str, Any]], names: tuple[str, str], console: Console) -> None:
-    """Print both servers' medians, and the ratio of the paired runs with its range."""
+    """Print both servers' medians, and the ratio of the paired runs with its range.
+
+    Args:
+        rows: Medians and ratios, one row per figure.
+        names: Of the two servers.
+        console: To print to.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("median of the runs", style="bold")
     for name in (*names, "ratio", "lowest–highest", ""):

@@ -51,6 +51,12 @@ def requests_of(
     """The request of every record: what the line says, else `overrides`, else the model's defaults.
 
     Line i (from 0) draws with the given seed plus i, so that equal lines have different continuations.
+
+    Args:
+        records: Number and values of each line.
+        generator: Model and its defaults.
+        overrides: From the command line; a line's own values go before.
+        chat: Whether a line's prompt is the message of a user in the model's chat template.
     """
     for index, (line, values) in enumerate(records):
         fields = {**generator.defaults, **overrides, "seed": (overrides["seed"] + index) % 2**31}
@@ -76,7 +82,13 @@ def _checked(messages: Any) -> list[dict[str, str]]:
 
 
 def run_batch(records: Sequence[Record], requests: Sequence[Request], generator: Generator) -> int:
-    """Print one line per request, in order, with a progress bar on a terminal; returns how many failed."""
+    """Print one line per request, in order, with a progress bar on a terminal; returns how many failed.
+
+    Args:
+        records: Number and values of each line.
+        requests: Of the records.
+        generator: Continues the prompts.
+    """
     failed = tokens = 0
     console = Console(stderr=True)
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))

@@ -123,7 +123,14 @@ def _measure(options: argparse.Namespace) -> "tuple[HeadProfile, int]":
 
 
 def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:
-    """Write the heat map; returns the figure."""
+    """Draw the entropy of all heads as a heat map, and write it; returns the figure.
+
+    Args:
+        profile: To be drawn.
+        segment: Tokens of a segment.
+        file: To write, a PNG or what Matplotlib makes of the ending.
+        title: Of the figure.
+    """
     import matplotlib.pyplot as plt
 
     layers, heads, segments = profile.entropy.shape

@@ -127,7 +127,14 @@ def console_for_text() -> Console | None:
 
 
 def show(prompt: str, tokens: Iterable[Token], console: Console, note: str = "") -> FinishReason | None:
-    """Stream a prompt and its continuation to a terminal; returns why the text ended."""
+    """Stream a prompt and its continuation to a terminal; returns why the text ended.
+
+    Args:
+        prompt: Of which the last lines are shown.
+        tokens: Of the continuation, as they come.
+        console: To print to.
+        note: Beside the figures of the run.
+    """
     screen = Screen(console, note)
     reason = None
     with screen.live:

@@ -14,7 +14,14 @@ from .state_updates import StateUpdates
 
 
 class BlockManager:
-    """Reserves pages for rows and shares cached prefixes among them."""
+    """Reserves pages for rows and shares cached prefixes among them.
+
+    Args:
+        rows: Rows of the batch.
+        num_pages: Pages of the pool.
+        page_size: Positions per page.
+        prefix_cache: Cached prefixes, None to share none.
+    """
 
     def __init__(self, rows: int, num_pages: int, page_size: int, prefix_cache: PrefixCache | None) -> None:
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache

@@ -96,7 +96,13 @@ class DecodeOutput(NamedTuple):
 
 
 def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
-    """Apply a batch of host-side changes; `blank` is the state of one empty row."""
+    """Apply a batch of host-side changes.
+
+    Args:
+        blank: The state of one empty row.
+        device_state: Consumed.
+        batch: The changes, of fixed size.
+    """
     state, group = device_state.state, device_state.rows_per_slot
     slot = batch.int_params[:, ROW]
     row, slot_rows = slot * group, (slot[:, None] * group + jnp.arange(group)).reshape(-1)
@@ -166,7 +172,13 @@ def save_row(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
 
 
 def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]) -> DeviceState:
-    """Give a slot, in which its sequence was placed again, what `save_row` has saved."""
+    """Give a slot, in which its sequence was placed again, what `save_row` has saved.
+
+    Args:
+        device_state: Consumed.
+        row: int32 `[]`, the slot.
+        saved: From `save_row`.
+    """
     row, state = row * device_state.rows_per_slot, device_state.state
 
     def put(values, saved_value):
@@ -211,6 +223,11 @@ def compress(
     """Evict from a slot's KV cache what the method does not keep.
 
     Returns the new device state, and int32 `[2]`: pages that the slot holds now, and positions evicted.
+
+    Args:
+        device_state: Consumed.
+        row: int32 `[]`, the slot.
+        method: Whose compression applies; static.
     """
     assert method is not None  # the scheduler compresses only where there is a method
     row = row * device_state.rows_per_slot
@@ -221,7 +238,7 @@ def compress(
 
 
 def decode(
-    decoder,
+    decoder: Any,
     params: Any,
     device_state: DeviceState,
     steps: jax.Array,

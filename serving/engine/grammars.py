@@ -32,7 +32,15 @@ def token_masks(running: Iterable[Sequence], end: Callable[..., Any]) -> dict[in
 
 
 def accept(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
-    """Advance a grammar by a token; returns the tokens held back so far if nothing may follow it."""
+    """Advance a grammar by a token.
+
+    Returns the tokens held back so far if nothing may follow it.
+
+    Args:
+        sequence: The sequence that the token belongs to.
+        grammar: Of the sequence; it is advanced.
+        token: Sampled last.
+    """
     try:
         can_continue = grammar.accept(token)
     except Exception as error:

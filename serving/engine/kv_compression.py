@@ -46,7 +46,14 @@ class KVCompression:
         sequences: Seq[Sequence | None],
         block_manager: BlockManager,
     ) -> DeviceState:
-        """Compress the sequences that are due, none of which may be in flight, and free their pages."""
+        """Compress the sequences that are due and free their pages.
+
+        Args:
+            programs: Compiled programs.
+            device_state: Consumed.
+            sequences: By row, None for a free one; none that is due may be in flight.
+            block_manager: Told of the pages that become free.
+        """
         for sequence in self.due(sequences):
             sequence.compression_pending = False
             device_state, counts = programs.compress(device_state, sequence.row)

@@ -55,7 +55,13 @@ class LaunchPlanner:
     """Chooses the size of each launch, from a running estimate of the time that a step takes."""
 
     def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool) -> None:
-        """`overlapped` as in `Scheduler`."""
+        """Start without an estimate of the time of a step.
+
+        Args:
+            programs: Compiled programs.
+            sizes: Of rows, pages and programs.
+            overlapped: As in `Scheduler`.
+        """
         self.sizes = sizes
         factor = 1 if overlapped else SHARED_PROCESSORS
         self.seconds_while_waiting = SECONDS_WHILE_WAITING * factor
@@ -141,6 +147,11 @@ class LaunchPlanner:
         """Whether decoding rows should wait for those in prefill, which will soon share their steps.
 
         With all rows taken, a step costs the same however few rows decode, so it pays to wait for more.
+
+        Args:
+            running: How many rows decode.
+            prefilling: How many rows are in prefill.
+            waiting: Whether a sequence waits for a row.
         """
         timestamp = time.perf_counter()
         full = waiting or running + prefilling == self.sizes.rows
@@ -151,11 +162,17 @@ class LaunchPlanner:
         return False
 
     def record_launch(self, width: int, steps: int, seconds: float) -> None:
-        """Update the estimate of the seconds that a step of this width takes."""
+        """Update the estimate of the seconds that a step of this width takes.
+
+        Args:
+            width: Rows that the launch computed.
+            steps: Steps that it ran.
+            seconds: That it took.
+        """
         previous = self._step_seconds.get(width, seconds / steps)
         self._step_seconds[width] = previous + 0.2 * (seconds / steps - previous)
 
-    def forced_tokens(self, running: list[Sequence], steps: int):
+    def forced_tokens(self, running: list[Sequence], steps: int) -> Any:
         """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere."""
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
             return self.nothing_forced
@@ -184,7 +201,13 @@ class LaunchPlanner:
 
 
 def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
-    """A chunk of no prompt, of the shape (prompts, size)."""
+    """A chunk without a prompt, of the shape of others.
+
+    Args:
+        prompts: How many the chunk has room for.
+        size: Tokens of a prompt that it has room for.
+        rows: Of the batch; a chunk's row with this number stands for none.
+    """
     return PrefillChunk(
         rows=np.full(prompts, rows, np.int32),
         tokens=np.zeros((prompts, size + 1), np.int32),

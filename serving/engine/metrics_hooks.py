@@ -19,7 +19,13 @@ class MetricsHooks:
         """A sequence left the queue for the first time, between `arrival_time` and `admitted_time`."""
 
     def emitted(self, sequence: "Sequence", tokens: int, timestamp: float) -> None:
-        """A sequence has new tokens. Its `last_token_time` is that of those before, None at first."""
+        """A sequence has new tokens.
+
+        Args:
+            sequence: Its `last_token_time` is that of the tokens before, None at first.
+            tokens: How many are new.
+            timestamp: Of these tokens, seconds of `time.perf_counter`.
+        """
 
     def preempted(self, sequence: "Sequence") -> None:
         """A sequence lost its row and will come back."""

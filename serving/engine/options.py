@@ -150,11 +150,16 @@ class Sizes(NamedTuple):
     shapes: Shapes
 
     def spare(self, branches: int, length: int, limit: int) -> int:
-        """Pages to reserve beyond those of a sequence's first `length` positions, of `limit`.
+        """Pages to reserve beyond those of a sequence's first positions.
 
         0 for a sequence without branches, which reserves pages as it grows. One with branches reserves all
         that it may come to need at its admission: preempted, it could not be recomputed, as tokens that were
         not delivered yet are known on the device alone.
+
+        Args:
+            branches: That the sequence may have; 0 if it does not branch.
+            length: Positions for which pages are reserved anyway.
+            limit: Positions of the sequence at most.
         """
         plan = self.shapes.plan
         if not branches or plan is None:
@@ -341,13 +346,13 @@ def widths(rows: int) -> tuple[int, ...]:
     >>> widths(8), widths(64)
     ((1, 4, 8), (1, 4, 16, 32, 64))
     """
-    return tuple(sorted({*steps_up(1, rows), *((rows // 2,) if rows >= 32 else ())}))
+    return tuple(sorted({*_steps_up(1, rows), *((rows // 2,) if rows >= 32 else ())}))
 
 
-def steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
+def _steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
     """`low`, `factor` times that, and so on, up to and including `high`.
 
-    >>> steps_up(1, 48)
+    >>> _steps_up(1, 48)
     (1, 4, 16, 48)
     """
     steps = []
@@ -363,7 +368,7 @@ def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
     >>> chunk_shapes(128, 512)
     ((1, 16), (1, 32), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
     """
-    lengths = steps_up(min(16, chunk), chunk, 2)
+    lengths = _steps_up(min(16, chunk), chunk, 2)
     many = {(max(1, min(16, budget // length)), length) for length in lengths}
     return tuple(sorted({(1, length) for length in lengths} | many))
 

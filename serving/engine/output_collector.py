@@ -24,7 +24,14 @@ class OutputCollector:
     """Collects launches, in the order in which they were given to the device."""
 
     def __init__(self, batch: RunningBatch, page_size: int, tokenizer: Any, exact: bool) -> None:
-        """`exact` as in `Scheduler`."""
+        """Start with nothing collected.
+
+        Args:
+            batch: Sequences that have a row.
+            page_size: Positions per page.
+            tokenizer: Turns tokens into text.
+            exact: As in `Scheduler`.
+        """
         self.batch, self.page_size, self.tokenizer, self.exact = batch, page_size, tokenizer, exact
         self.tally = np.zeros(len(SearchCounts._fields), np.int64)  # counts of the branching sampler
         self.last_collected = time.perf_counter()

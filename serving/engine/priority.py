@@ -57,7 +57,13 @@ class Ranking:
         return sorted(ordered, key=lambda s: (stated(s), -s.priority, s.arrival_time))
 
     def note_first_row(self, sequence: Sequence, rounds: float, num_waiting: int) -> None:
-        """Record how long a sequence, one of `num_waiting`, has waited for its first row."""
+        """Record how long a sequence has waited for its first row.
+
+        Args:
+            sequence: That gets its first row.
+            rounds: Of the scheduler so far.
+            num_waiting: Sequences that waited, this one included.
+        """
         self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
         self.most_waiting = max(self.most_waiting, num_waiting)
 
@@ -66,7 +72,13 @@ class Ranking:
         return self.law.bound / self.law.ageing + math.ceil(self.most_waiting / rows)
 
     def priorities(self, sequences: list[Sequence], rounds: float, expected_drop: np.ndarray) -> np.ndarray:
-        """π of each sequence, float64, in nats per unit of load; arguments as in `rank`."""
+        """π of each sequence, float64, in nats per unit of load.
+
+        Args:
+            sequences: To be ranked.
+            rounds: Of the scheduler so far.
+            expected_drop: E[ΔH⁺] of each row, nats.
+        """
         timestamp = time.perf_counter()
         columns = (
             (s.remaining_work, s.max_length, s.slack(timestamp), s.rounds_waited(rounds), s.row)

@@ -70,7 +70,15 @@ class Programs:
     def __init__(
         self, decoder: Any, params: Any, device_state: DeviceState, prior: AR1, shapes: Shapes
     ) -> None:
-        """`prior`: of H₁ along a sequence. `device_state` has the shapes, and no sequence."""
+        """Start without a compiled program.
+
+        Args:
+            decoder: The model's pure functions.
+            params: Its parameters.
+            device_state: Of the shapes to come, without a sequence.
+            prior: Model of H₁ along a sequence.
+            shapes: What the programs are compiled for.
+        """
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
         # One empty row, to clear others with. Copied, since the device state will be consumed.
         no_cache: Any = None
@@ -90,7 +98,13 @@ class Programs:
     def prefill(
         self, device_state: DeviceState, chunk: PrefillChunk, scored: bool
     ) -> tuple[DeviceState, PrefillOutput]:
-        """Run `prefill`."""
+        """Run `prefill`.
+
+        Args:
+            device_state: Consumed.
+            chunk: Tokens, and the slots they belong to.
+            scored: Whether to compute the log-probability of the token that follows each position.
+        """
         key = ("prefill", *chunk.tokens.shape, scored)
         return self._program(key, self.params, device_state, chunk)(self.params, device_state, chunk)
 
@@ -106,7 +120,15 @@ class Programs:
         forced: Any,
         program: tuple[int, PagePolicy | None, bool],
     ) -> tuple[DeviceState, DecodeOutput]:
-        """Run `decode`; `program` is width, page policy, and whether the sampler is on."""
+        """Run `decode`.
+
+        Args:
+            device_state: Consumed.
+            steps: At most so many.
+            constraints: Of the rows.
+            forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
+            program: Width, page policy, and whether the sampler is on.
+        """
         arguments = (self.params, device_state, np.int32(steps), constraints, forced, self.prior)
         return self._program(("decode", *program), *arguments)(*arguments)
 
@@ -115,7 +137,13 @@ class Programs:
         return self._program(("save",), device_state, np.int32(row))(device_state, np.int32(row))
 
     def restore_row(self, device_state: DeviceState, row: int, saved: dict[str, Any]) -> DeviceState:
-        """Run `restore_row`."""
+        """Run `restore_row`.
+
+        Args:
+            device_state: Consumed.
+            row: The slot.
+            saved: From `save_row`.
+        """
         arguments = (device_state, np.int32(row), saved)
         return self._program(("restore",), *arguments)(*arguments)
 

@@ -29,7 +29,17 @@ class RunningBatch:
         metrics_hooks: MetricsHooks,
         expected_drop: float,
     ) -> None:
-        """`expected_drop`: E[ΔH⁺] of a sequence without a token, nats."""
+        """Start without a sequence.
+
+        Args:
+            rows: Of the batch.
+            block_manager: Reserves pages.
+            updates: Collects the changes to the device state.
+            planner: Told of constraints of the rows.
+            kv_compression: Told of sequences admitted.
+            metrics_hooks: Told of what happens.
+            expected_drop: E[ΔH⁺] of a sequence without a token, nats.
+        """
         self.block_manager, self.updates, self.planner = block_manager, updates, planner
         self.kv_compression, self.metrics_hooks = kv_compression, metrics_hooks
         self.sequences: list[Sequence | None] = [None] * rows
@@ -72,7 +82,13 @@ class RunningBatch:
         return sum(bool(reserved[s.row] < self.limit[s.row]) for s in self.occupied)
 
     def place(self, sequence: Sequence, row: int, limit: int) -> None:
-        """Give a row to a sequence, whose `prefill_tokens` are set."""
+        """Give a row to a sequence.
+
+        Args:
+            sequence: Its `prefill_tokens` are set.
+            row: That it gets.
+            limit: Positions at which the row is full.
+        """
         sequence.row, sequence.epoch = row, sequence.epoch + 1
         self.sequences[row], self.limit[row] = sequence, limit
         self.length[row], self.steps_in_flight[row] = len(sequence.prefill_tokens) - 1, 0
@@ -106,7 +122,13 @@ class RunningBatch:
         self.finish(sequence, tokens, timed_out)
 
     def finish(self, sequence: Sequence, tokens: list[Token], timed_out: bool = False) -> None:
-        """Send the last delta of a sequence, which has no row any more."""
+        """Send the last delta of a sequence.
+
+        Args:
+            sequence: That has no row any more.
+            tokens: Not sent yet.
+            timed_out: Whether its time was up.
+        """
         sequence.stage = ENDED
         delta = sequence.delta(tokens, timed_out=timed_out)
         self.on_finish(sequence)

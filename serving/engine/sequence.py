@@ -45,7 +45,15 @@ class TokenMetrics(Mapping[str, float]):
 
 
 class Sequence:
-    """A request in the engine. Only the engine's thread changes it."""
+    """A request in the engine. Only the engine's thread changes it.
+
+    Args:
+        engine_request: What the client asked for.
+        output_stream: Takes the deltas.
+        prompt: Token ids.
+        transcript: Turns sampled tokens into the completion.
+        row_gains: Control of its row.
+    """
 
     def __init__(
         self,
@@ -230,5 +238,11 @@ class Sequence:
 
 
 def alternatives(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[Alternative, ...]:
-    """The first `count` of the likeliest tokens."""
+    """The likeliest tokens with their log-probabilities.
+
+    Args:
+        tokens: int32 `[k]`, the likeliest first.
+        logprobs: float32 `[k]`, their log-probabilities.
+        count: How many are reported, at most k.
+    """
     return tuple(map(Alternative, tokens[:count].tolist(), logprobs[:count].tolist()))

@@ -47,7 +47,15 @@ class Placement(NamedTuple):
 
 
 class StateUpdates:
-    """Changes to be applied: pages are retained before rows are freed, rows freed before placements."""
+    """Changes to be applied: pages are retained before rows are freed, rows freed before placements.
+
+    Args:
+        rows: Of the batch.
+        pages: Of the pool.
+        pages_per_row: Pages of a row at most.
+        gains: Gains and switches of a row.
+        vocabulary: Tokens of the model.
+    """
 
     def __init__(self, rows: int, pages: int, pages_per_row: int, gains: int, vocabulary: int) -> None:
         self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row
