@@ -121,7 +121,13 @@ def calibration_of(model: Path) -> "Calibration | None":
 
 
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
-    """The preset with its gains: those given, else those of the calibration, else the defaults."""
+    """The preset with its gains: those given, else those of the calibration, else the defaults.
+
+    Args:
+        control: Names the preset, its gains and the method.
+        calibration: Of the model, or None.
+        width: Rows that a step advances; None for all.
+    """
     from entropic_jax.control.presets import preset
     from entropic_jax.methods.registry import add_method
 

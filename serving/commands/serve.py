@@ -272,7 +272,13 @@ def text_side_of(options: argparse.Namespace) -> TextSide:
 
 
 def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -> "Frontend":
-    """Start the engine, which compiles its programs in the background, and the front end around it."""
+    """Start the engine, which compiles its programs in the background, and the front end around it.
+
+    Args:
+        options: Of the command line.
+        settings: Of the front end.
+        text_side: Tokenizer and template of the model.
+    """
     from ..engine import engine
     from ..engine.options import EngineOptions
     from ..http import served_model
