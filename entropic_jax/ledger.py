@@ -126,6 +126,41 @@ def step_cost(
     return Cost(flops, bytes_read, held, seconds)
 
 
+def prefill_seconds(
+    shape: ModelShape,
+    length: int,
+    *,
+    bytes_per_weight: int | float,
+    bytes_per_cache: int | float,
+    hardware: Hardware,
+) -> float:
+    """The cost of reading a prompt of n tokens alone with dense attention, in roofline seconds.
+
+        FLOPs = 2 W n + 4 d g · layers · KV heads · n (n + 1) / 2,   bytes = b_W · W(n) + 2 d b_KV · held
+
+    Weights are counted once, and keys and values once, as written: a prompt is bound by its FLOPs on every
+    machine of `HARDWARE`, so what chunks read again does not matter. Symbols as in `step_cost`.
+
+    Args:
+        shape: sizes of the model.
+        length: n ≥ 0, tokens of the prompt.
+        bytes_per_weight: b_W.
+        bytes_per_cache: b_KV, per number of K or V.
+        hardware: peak FLOP/s and memory bandwidth.
+
+    >>> from .cache import ModelShape
+    >>> shape = ModelShape(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2, weights=50)
+    >>> chip = Hardware(peak=100.0, bandwidth=1e9)
+    >>> prefill_seconds(shape, 2, bytes_per_weight=4, bytes_per_cache=4, hardware=chip)  # 200 + 24 FLOPs
+    2.24
+    """
+    positions = shape.layers * shape.kv_heads * length * (length + 1) / 2
+    flops = 2.0 * shape.weights * length + 4.0 * shape.head_dim * shape.heads / shape.kv_heads * positions
+    held = 2.0 * shape.head_dim * bytes_per_cache * shape.layers * shape.kv_heads * length
+    read = bytes_per_weight * float(weights_read(shape, float(length))) if length else 0.0
+    return float(max(flops / hardware.peak, (read + held) / hardware.bandwidth))
+
+
 def dense_positions(shape: ModelShape, length: jax.Array) -> jax.Array:
     """Positions that a dense step reads, summed over layers and KV heads; float32 `[rows]`."""
     return shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)

@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*PRESETS, *SAMPLERS),
         default="off",
         help="scales of control: micro (temperature), meso (pages read), macro (scheduling), full (all "
-        "three), paper (all three as printed); or a sampler of docs/methods.md (default: off)",
+        "three), paper (full, with the paper's temperature law and priority); or a sampler of "
+        "docs/methods.md (default: off)",
     )
     group.add_argument(
         "--branches",

@@ -17,21 +17,23 @@ from entropic_jax.control.presets import FINE_PAGES, preset
 
 from ..baselines.pool import EnginePool
 from ..baselines.reference_model import prepare_weights
+from .guards import guards
 from .kv_precision import kv_precision, kv_precision_speed
 from .larger_model import larger_model
 from .recall import ASKED, LONGEST, filler_of, recall, selectors
-from .stress import estimators, held, stress
+from .stress import estimators, held
 
 STUDIES = (
     "speed",
     "quality",
+    "information",
     "recall",
     "selectors",
     "shape",
     "pages",
     "load",
     "writing",
-    "stress",
+    "guards",
     "held",
     "estimators",
 )
@@ -93,6 +95,8 @@ class Run:
             for context in contexts:
                 make = lambda c=context, s=seed: studies.quality(workload, c, s, **small)
                 yield "quality", {"context": context, "seed": seed}, make
+                make = lambda c=context, s=seed: studies.information(workload, c, s, **small)
+                yield "information", {"context": context, "seed": seed}, make
         filler = filler_of(self.texts, self.options.model)
         for distance in (512,) if quick else (512, 2048, 7500):
             more: dict[str, Any] = dict(drops=(0.01, 0.1), refreshes=(2, 4)) if distance > 512 else {}
@@ -124,7 +128,7 @@ class Run:
             yield "writing", {"seed": seed}, make
         for seed in range(min(3, self.seeds)):
             context = 384 if quick else 1024
-            yield "stress", {"seed": seed}, lambda s=seed, c=context: stress(workload, c, s, quick)
+            yield "guards", {"seed": seed}, lambda s=seed, c=context: guards(workload, c, s, quick)
             yield "held", {"seed": seed}, lambda s=seed: held(workload, s, quick)
             yield "estimators", {"seed": seed}, lambda s=seed, c=context: estimators(workload, c, s, quick)
 

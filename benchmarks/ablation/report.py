@@ -7,16 +7,36 @@ from typing import Any
 
 from entropic_jax.analysis import tables as shared_tables
 
-from ..harness.provenance import stamp
+from ..harness.provenance import stamp, withdraw
 from ..harness.tables import Table
 from . import study_tables, summary_tables
 
 MEASURED_CODE = ("entropic_jax", "models")
+# Commits whose preset `paper` had other pages than `meso`, and a formula of ε that is not the paper's.
+FORMER_PAPER, FORMER_PAPER_COMMITS = "former paper (withdrawn)", ("85e74a1", "1437317")
+WITHDRAWN = {
+    "Stress: wrong logits and a biased entropy": (
+        "the arm `bare` has other pages than `guarded`, without sink pages and with one recent page, so the "
+        "difference says nothing of the guards of ε."
+    ),
+}
 NOTES = (
-    "`off`: plain sampling, dense attention. `paper`: every law as printed.",
+    "`off`: plain sampling, dense attention. `paper`: `full` with temperature law and priority as printed.",
+    (
+        "`former paper (withdrawn)`: the preset `paper` of the commits under the table's title, which had "
+        "pages of another size, another ε_max, and a formula of ε that the paper does not print. Its figures "
+        "say nothing of the paper's laws."
+    ),
     "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
     "Teacher forcing uses no temperature and no schedule: `micro` and `macro` are `off`, `full` is `meso`.",
-    "dτ/dC: nats of entropic time per roofline second (25 GB/s). Kept: fraction of keys and values read.",
+    (
+        "dτ/dC: nats of entropic time per roofline second (25 GB/s, 200 GFLOP/s), of one sequence, prompt "
+        "included. τ is blind to damage: what a damaged prediction loses shows in the bits explained."
+    ),
+    (
+        "Bits explained: by how much the model's code of the text is shorter than an adaptive order-0 code "
+        "that has read the same prompt. Kept: fraction of keys and values read."
+    ),
     "The certificate bounds the change of any head's output; median over tokens.",
     "A question counts as answered when every token of the answer has more than half of the probability.",
     "`meso, every n`: page lists are kept for n steps; the presets select pages at every step.",
@@ -33,7 +53,10 @@ def load(file: Path) -> dict[str, Any]:
     for line in file.read_text("utf-8").splitlines():
         entry = json.loads(line)
         if "study" in entry:
-            results["studies"].setdefault(entry["study"], []).extend(entry["rows"])
+            rows = entry["rows"]
+            if entry.get("recorded_in") in FORMER_PAPER_COMMITS:
+                rows = [{**r, "preset": FORMER_PAPER} if r.get("preset") == "paper" else r for r in rows]
+            results["studies"].setdefault(entry["study"], []).extend(rows)
             results["seconds"] += entry["seconds"]
             run = {key: entry[key] for key in ("date", "commit", "recorded_in") if key in entry}
             runs = results["runs"].setdefault(entry["study"], [])
@@ -45,6 +68,7 @@ def load(file: Path) -> dict[str, Any]:
 
 STUDY_TABLES: dict[str, Callable[[list[dict[str, Any]]], Table]] = {
     "quality": shared_tables.quality,
+    "information": shared_tables.information,
     "recall": study_tables.recalled,
     "selectors": study_tables.selectors,
     "speed": shared_tables.timed("Speed of the embedded model, one sequence"),
@@ -52,6 +76,7 @@ STUDY_TABLES: dict[str, Callable[[list[dict[str, Any]]], Table]] = {
     "pages": study_tables.kv_precision,
     "load": shared_tables.load,
     "writing": shared_tables.writing,
+    "guards": study_tables.guards,
     "stress": study_tables.stress,
     "held": study_tables.held,
     "estimators": study_tables.estimators,
@@ -63,8 +88,8 @@ def tables_with_studies(results: dict[str, Any]) -> list[tuple[Table, tuple[str,
     studies = results["studies"]
     longest = max((r["context"] for r in studies.get("speed", [])), default=0)
     return [
-        (summary_tables.targets(studies), ("speed", "shape", "quality", "recall")),
-        (shared_tables.paper_comparison(studies, longest), ("speed", "load", "quality")),
+        (summary_tables.targets(studies), ("speed", "shape", "quality", "information", "recall")),
+        (shared_tables.paper_comparison(studies, longest), ("speed", "load", "quality", "information")),
         *((make(studies[name]), (name,)) for name, make in STUDY_TABLES.items() if studies.get(name)),
         (summary_tables.super_additivity(studies), ("speed", "load")),
     ]
@@ -78,10 +103,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
 def stamps(results: dict[str, Any]) -> dict[str, str]:
     """Date and commit of each table, by its title: studies are measured in runs of their own."""
     runs = results["runs"]
-    return {
+    lines = {
         table[0]: stamp([run for name in names for run in runs.get(name, [])], MEASURED_CODE)
         for table, names in tables_with_studies(results)
     }
+    return withdraw(lines, WITHDRAWN)
 
 
 def notes(results: dict[str, Any]) -> list[str]:

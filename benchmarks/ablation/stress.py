@@ -1,6 +1,4 @@
-"""Stress tests of the loop: miscalibrated logits, biased entropy, and entropy estimated from top-k."""
-
-from typing import Any
+"""Stress tests of the loop: scaled logits under the temperature laws, and entropy estimated from top-k."""
 
 import jax
 import numpy as np
@@ -8,40 +6,13 @@ import numpy as np
 from entropic_jax import chain, entropy
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Row, Workload, interleave, set_up
-from entropic_jax.attention.page_selection import Selection
 from entropic_jax.calibration import teacher_forced
-from entropic_jax.control.controller import pytree, update_rows
 from entropic_jax.control.estimation import ESTIMATORS, Estimated
-from entropic_jax.control.presets import FINE_PAGES, Preset, preset
-from entropic_jax.control.pruning import Pruning
-from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.control.presets import Preset, preset
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
-BIASES = (-1.0, 1.0)  # nats
 HEAD = 50  # logits that an estimator sees
 SCORED = 192
-# Page selection without guards: no sink, only the newest page always kept, no bound beside the mean key.
-BARE = Selection(
-    "value",
-    SelectionRules(sink_pages=0, recent_pages=1, min_pages=0, bound_weight=0.0),
-    dense_layers=0,
-    page_size=FINE_PAGES.page_size,
-)
-
-
-@pytree
-class Biased:
-    """A controller that receives an entropy with a constant error of `bias` nats."""
-
-    controller: Any
-    bias: Any
-
-    def init(self, action: Any) -> Any:
-        return self.controller.init(action)
-
-    def update(self, signal: Any, action: Any, state: Any) -> tuple[Any, Any]:
-        wrong = signal._replace(entropy=signal.entropy + self.bias)
-        return update_rows(self.controller, wrong, action, state)
 
 
 def scaled(workload: Workload, scale: float) -> ablation.Subject:
@@ -49,45 +20,6 @@ def scaled(workload: Workload, scale: float) -> ablation.Subject:
     params = dict(workload.subject.params)
     params["norm"] = jax.tree.map(lambda x: x * scale, params["norm"])
     return workload.subject._replace(params=params)
-
-
-def stress(workload: Workload, context: int, seed: int, quick: bool) -> list[Row]:
-    """Quality against dense attention and kept fraction, by scale of the logits and bias of the entropy."""
-    gains = workload.gains
-    texts = workload.windows(4, context, 300 + seed)
-    bounds = {
-        name: getattr(gains, name)
-        for name in ("dropped_mass_limit", "lowest_dropped_mass_limit", "low_entropy", "high_entropy")
-    }
-    guarded = Pruning(**bounds)
-    bare = Pruning(**bounds, patience=0, smoothing=1.0, rate=1.0)
-    arms = {
-        "dense": (chain(), None),
-        "guarded": (chain(Biased(guarded, 0.0)), FINE_PAGES),
-        "bare": (chain(Biased(bare, 0.0)), BARE),
-    }
-    rows = []
-    for scale in SCALES[1:3] if quick else SCALES:
-        subject = scaled(workload, scale)
-        state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
-        for bias in (0.0, *BIASES) if scale == 1.0 else (0.0,):
-            for name, (law, page_policy) in arms.items():
-                if law.controllers:
-                    law = chain(Biased(law.controllers[0].controller, bias))
-                resumed = ablation.resume(state, law, page_policy)
-                outcome = ablation.forced(subject, law, resumed, [t[-SCORED:] for t in texts])
-                rows.append(
-                    {
-                        "arm": name,
-                        "scale": scale,
-                        "bias": bias,
-                        "seed": seed,
-                        "bits_per_byte": workload.bits_per_byte(outcome.surprisal),
-                        "kept": float(outcome.kept[:, 1:].mean()),
-                        "unsteady": float(np.abs(np.diff(outcome.dropped_mass_limit, axis=1)).mean()),
-                    }
-                )
-    return rows
 
 
 def held(workload: Workload, seed: int, quick: bool) -> list[Row]:

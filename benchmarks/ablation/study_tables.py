@@ -1,5 +1,6 @@
 """Tables of the single studies of the ablation."""
 
+import math
 from typing import Any
 
 from entropic_jax.analysis.statistics import compared, estimate, mean, middle, split, spread, worded
@@ -116,7 +117,36 @@ def kv_precision(rows: Rows) -> Table:
     return "Keys and values in narrower dtypes", [*head, "ms/token", "÷ the first"], lines
 
 
+def guards(rows: Rows) -> Table:
+    """Every arm over the conditions: what it costs against dense attention, beside `meso` in the same one."""
+    lines = []
+    for (limit,), at_limit in split(rows, "limit"):
+        for (name,), selected in split(at_limit, "arm"):
+            base = [r for r in at_limit if r["arm"] == "meso"]
+            place = lambda r: (r["scale"], r["bias"], r["seed"])
+            loss = lambda r: 100 * math.log(r["bits_per_byte"] / r["dense"])
+            known = {place(r): loss(r) for r in base}
+            saved = {}
+            for (seed,), some in split(selected, "seed"):
+                saved[seed] = sum(loss(r) - known[place(r)] for r in some) / len(some)
+            worst = max(sum(map(loss, some)) / len(some) for _, some in split(selected, "scale", "bias"))
+            lines.append(
+                [
+                    f"{limit:g}",
+                    name,
+                    f"{sum(map(loss, selected)) / len(selected):+.2f}",
+                    f"{worst:+.2f}",
+                    "" if name == "meso" else worded(estimate(list(saved.values())), 2),
+                    f"{mean(selected, 'kept'):.3f}",
+                    f"{mean(selected, 'unsteady'):.4f}",
+                ]
+            )
+    head = ["ε_max", "arm", "bits/byte against dense, %", "worst condition, %", "against meso, points (95 %)"]
+    return "Guards of pruning, one at a time on the same pages", [*head, "kept", "mean |Δε|"], lines
+
+
 def stress(rows: Rows) -> Table:
+    """The former study, whose arm without guards has other pages."""
     lines = []
     for (scale, bias), group in split(rows, "scale", "bias"):
         base = [r for r in group if r["arm"] == "dense"]

@@ -77,14 +77,13 @@ def targets(studies: dict[str, Rows]) -> Table:
         selected, base = (
             of([r for r in quality if r["context"] == longest], name) for name in ("meso", "off")
         )
-        enter(
-            f"{longest} tokens: dτ/dC ÷ off",
-            1.7,
-            mean(selected, "efficiency") / mean(base, "efficiency"),
-            True,
-        )
         change = compared(selected, base, "bits_per_byte", "seed").mean
         enter(f"{longest} tokens: bits per byte, change in %", 1.0, change, False)
+    informed = [r for r in studies.get("information", []) if r["context"] > 4096]
+    if informed:
+        selected, base = of(informed, "meso"), of(informed, "off")
+        gain = mean(selected, "efficiency") / mean(base, "efficiency")
+        enter(f"{informed[0]['context']} tokens, prompt included: dτ/dC ÷ off", 1.7, gain, True)
     questions = studies.get("recall", [])
     for (distance,), group in split(questions, "distance"):
         lost = 100 * (mean(of(group, "off"), "right") - mean(of(group, "meso"), "right"))

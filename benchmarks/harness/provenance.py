@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,19 @@ def stamp(runs: Iterable[dict[str, Any]], measured_code: Sequence[str]) -> str:
     changed = [changed_since(commit, measured_code) for commit in (*exact, *recorded)]
     older = any(changed) or not changed or any(UNCOMMITTED in commit for commit in exact)
     return ", ".join(parts) + "." + (f" {OLDER}" if older else "")
+
+
+def withdraw(stamps: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """The stamps of tables, with the reason on those whose conclusion is withdrawn.
+
+    Args:
+        stamps: the stamp of each table, by its title.
+        reasons: why the tables with these titles are withdrawn.
+    """
+    return {
+        title: f"{line} Withdrawn: {reasons[title]}" if title in reasons else line
+        for title, line in stamps.items()
+    }
 
 
 def _commits(commits: Iterable[str]) -> str:

@@ -166,7 +166,8 @@ class Forced(NamedTuple):
     dropped_mass_limit: np.ndarray
     bytes_read: np.ndarray  # [sequences], per token, weights and cache
     flops: np.ndarray  # [sequences], per token
-    efficiency: np.ndarray  # [sequences], dτ/dC in nats per roofline second
+    entropic_time: np.ndarray  # [sequences], τ in nats
+    seconds: np.ndarray  # [sequences], C of the tail, the prompt not included, in roofline seconds
 
 
 def forced(
@@ -194,7 +195,8 @@ def forced(
         by_row(trace.dropped_mass_limit),
         account.bytes_read / tokens.shape[1],
         account.flops / tokens.shape[1],
-        account.entropic_time / account.seconds,
+        account.entropic_time,
+        account.seconds,
     )
 
 

@@ -56,6 +56,12 @@ def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
     return _percent(found)
 
 
+def differences(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
+    """The difference of a field from the baseline, in its own unit, over pairs that agree in `keys`."""
+    known = {tuple(r[k] for k in keys): r[field] for r in base}
+    return estimate([r[field] - known[tuple(r[k] for k in keys)] for r in rows])
+
+
 def _percent(logarithm: Estimate) -> Estimate:
     """A change in per cent, of one that is a logarithm."""
     mean, low, high, p = logarithm

@@ -9,22 +9,24 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..cache import default_page_size
 from ..control import chain
 from ..control.presets import Gains, Preset, preset
 from ..control.scheduling import FirstComeFirstServed
+from ..ledger import prefill_seconds
 from ..state import State
 from . import ablation
 from .ablation import LN2, Subject
+from .information import information_gained, order_zero_surprisal
 
 Row = dict[str, Any]
 ALL = ("off", "micro", "meso", "macro", "full", "paper")
 # Under teacher forcing, with no sequence waiting, temperature and schedule change nothing.
-DISTINCT_PRESETS = ("off", "meso", "paper")
-EQUIVALENT_PRESETS = {"micro": "off", "macro": "off", "full": "meso"}
-PRINTED_CLIPS = (0.1, 2.0)
+DISTINCT_PRESETS = ("off", "meso")
+EQUIVALENT_PRESETS = {"micro": "off", "macro": "off", "full": "meso", "paper": "meso"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +103,56 @@ def quality(
                 "kept": float(found.kept[:, 1:].mean()),
                 "bytes_read": float(found.bytes_read.mean()),
                 "flops": float(found.flops.mean()),
-                "efficiency": float(found.efficiency.mean()),
                 "certificate": float(np.median(found.certificate)),
             }
         )
+    return rows
+
+
+def information(
+    workload: Workload,
+    context: int,
+    seed: int,
+    *,
+    names: Sequence[str] = DISTINCT_PRESETS,
+    sequences: int = 4,
+    scored: int = 256,
+) -> list[Row]:
+    """Information gained about held-out text and entropic time, per roofline second, prompt included.
+
+    Every window is scored alone, one sequence in a step, as in `speed`: with more rows a step, each would pay
+    a smaller part of the weights.
+    """
+    subject = workload.subject
+    shape = subject.decoder.shape
+    rows = []
+    for index, text in enumerate(workload.windows(sequences, context, 100 + seed)):
+        prompt, tail = text[:-scored], text[-scored:]
+        state = ablation.read(subject, [prompt], scored + 1)
+        reference = order_zero_surprisal(prompt, tail, shape.vocabulary)
+        weight, cache = jax.tree.leaves(subject.params)[0].dtype.itemsize, state.cache.bytes_per_number
+        sizes = {"bytes_per_weight": weight, "bytes_per_cache": cache, "hardware": state.hardware}
+        prefill = prefill_seconds(shape, len(prompt), **sizes)
+        for name in names:
+            setting = workload.preset(name)
+            found = ablation.forced(subject, setting.controller, set_up(state, setting), [tail])
+            tau, decode = float(found.entropic_time[0]), float(found.seconds[0])
+            gained = information_gained(found.surprisal[0], reference, tau, prefill + decode)
+            rows.append(
+                {
+                    "preset": name,
+                    "context": context,
+                    "seed": seed,
+                    "window": index,
+                    "bits_per_token": gained.bits_per_token,
+                    "bits_per_second": gained.bits_per_second,
+                    "efficiency": gained.entropic_efficiency,
+                    "entropic_time": tau / scored,
+                    "decode_efficiency": tau / decode,
+                    "prefill_seconds": prefill,
+                    "decode_seconds": decode,
+                }
+            )
     return rows
 
 
@@ -158,7 +206,6 @@ def interleave(
             states[name], trace, seconds = ablation.launch(subjects[name], presets[name], states[name], steps)
             seen = trace.emitted
             if turn >= 0 and seen.any():
-                time = trace.entropic_time[seen]
                 rows.append(
                     {
                         "preset": name,
@@ -166,8 +213,6 @@ def interleave(
                         "turn": turn,
                         "milliseconds": 1e3 * seconds / int(seen.any(1).sum()),
                         "kept": float(trace.kept_fraction[seen].mean()),
-                        "entropic_time": float(time[-1] - time[0]),
-                        "cost": float(trace.cost[seen][1:].sum()),
                     }
                 )
         if between is not None:
@@ -269,7 +314,7 @@ def writing(
     gains = workload.gains
     rows = []
     for name, setting in presets.items():
-        clips = PRINTED_CLIPS if name == "paper" else (gains.lowest_temperature, gains.highest_temperature)
+        clips = (gains.lowest_temperature, gains.highest_temperature)
         found = ablation.write(
             workload.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
         )

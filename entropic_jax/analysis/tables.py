@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .statistics import Rows, compared, estimate, mean, middle, rate, split, spread, worded
+from .statistics import Rows, compared, differences, estimate, mean, middle, split, spread, worded
 from .studies import EQUIVALENT_PRESETS
 
 Grid = tuple[str, list[str], list[list[str]]]
@@ -25,7 +25,6 @@ def quality(rows: Rows) -> Grid:
         base = of(some, "off")
         for (name,), mine in split(some, "preset"):
             change = worded(compared(mine, base, "bits_per_byte", "seed"), 2)
-            gain = estimate([r["efficiency"] / b["efficiency"] for r, b in zip(mine, base, strict=True)])
             lines.append(
                 [
                     str(context),
@@ -35,13 +34,41 @@ def quality(rows: Rows) -> Grid:
                     f"{mean(mine, 'kept'):.3f}",
                     f"{mean(mine, 'bytes_read') / 1e6:.1f}",
                     f"{mean(mine, 'flops') / 1e6:.1f}",
-                    spread(gain, 2),
                     f"{mean(mine, 'certificate'):.2g}",
                 ]
             )
     head = ["context", "preset", "bits/byte", "change, % (95 %)", "kept", "MB/token", "MFLOP/token"]
-    head += ["dτ/dC ÷ off", "certificate"]
+    head += ["certificate"]
     return "Quality under teacher forcing, held-out text", head, lines
+
+
+def information(rows: Rows) -> Grid:
+    """Information gained about the text and dτ/dC, per roofline second of prompt and text together."""
+    lines = []
+    for (context,), some in split(rows, "context"):
+        base = of(some, "off")
+        for (name,), mine in split(some, "preset"):
+            change = lambda field, digits, mine=mine, base=base: worded(
+                differences(mine, base, field, "seed", "window"), digits
+            )
+            spent = sum(r["prefill_seconds"] + r["decode_seconds"] for r in mine)
+            lines.append(
+                [
+                    str(context),
+                    " = ".join([name, *(k for k, v in EQUIVALENT_PRESETS.items() if v == name)]),
+                    f"{mean(mine, 'bits_per_token'):.3f}",
+                    "" if name == "off" else change("bits_per_token", 3),
+                    f"{mean(mine, 'entropic_time'):.3f}",
+                    f"{100 * sum(r['prefill_seconds'] for r in mine) / spent:.0f}",
+                    f"{mean(mine, 'bits_per_second'):.0f}",
+                    "" if name == "off" else change("bits_per_second", 0),
+                    "" if name == "off" else f"{_over(mean, mine, base, 'efficiency'):.2f}",
+                    "" if name == "off" else f"{_over(mean, mine, base, 'decode_efficiency'):.2f}",
+                ]
+            )
+    head = ["context", "preset", "bits explained/token", "difference", "τ, nats/token", "prompt, % of C"]
+    head += ["bits/s", "difference", "dτ/dC ÷ off", "without the prompt"]
+    return "Information gained about held-out text, one sequence, modelled cost", head, lines
 
 
 def timed(title: str) -> Callable[[Rows], Grid]:
@@ -55,7 +82,6 @@ def timed(title: str) -> Callable[[Rows], Grid]:
                 times = sorted(r["milliseconds"] for r in mine)
                 median = middle(mine, "milliseconds")
                 over = median / middle(base, "milliseconds")
-                spent = [r for r in mine if r.get("cost")]
                 lines.append(
                     [
                         str(context),
@@ -65,12 +91,11 @@ def timed(title: str) -> Callable[[Rows], Grid]:
                         f"{over:.2f}",
                         "" if name == "off" else worded(compared(mine, base, "milliseconds", "turn"), 0),
                         f"{1 / over:.2f}",
-                        f"{mean(spent, 'kept'):.3f}" if spent else "",
-                        f"{rate(spent, 'entropic_time', 'cost'):.0f}" if spent else "",
+                        f"{mean(mine, 'kept'):.3f}" if "kept" in mine[0] else "",
                     ]
                 )
         head = ["context", "preset", "ms/token", "p95", "÷ off", "change, % (95 %)", "throughput ÷ off"]
-        return title, [*head, "kept", "dτ/dC"], lines
+        return title, [*head, "kept"], lines
 
     return grid
 
@@ -106,18 +131,20 @@ def writing(rows: Rows) -> Grid:
 
 def paper_comparison(studies: dict[str, Rows], context: int) -> Grid:
     """The paper's Table 1 and our figures, at one context; no rows where a study is missing."""
-    speeds, loads, qualities = (studies.get(name, []) for name in ("speed", "load", "quality"))
+    names = ("speed", "load", "quality", "information")
+    speeds, loads, qualities, informed = (studies.get(name, []) for name in names)
     speeds = [r for r in speeds if r["context"] == context]
     longest = max((r["context"] for r in qualities), default=0)
-    qualities = [r for r in qualities if r["context"] == longest]
+    qualities, informed = ([r for r in x if r["context"] == longest] for x in (qualities, informed))
     lines = []
     for name, printed in PAPER.items():
-        read = of(qualities, EQUIVALENT_PRESETS.get(name, name))
+        same = EQUIVALENT_PRESETS.get(name, name)
+        read = of(qualities, same)
         plain = of(qualities, "off")
         ours = {
             "latency": _over(middle, of(speeds, name), of(speeds, "off"), "milliseconds"),
             "throughput": _over(mean, of(loads, name), of(loads, "off"), "tokens_per_second"),
-            "dτ/dC": _over(mean, read, plain, "efficiency"),
+            "dτ/dC": _over(mean, of(informed, same), of(informed, "off"), "efficiency"),
             "quality": _over(mean, plain, read, "bits_per_byte"),
         }
         cells = [f"{printed[k]:.2f} · {x:.2f}" if (x := ours[k]) else f"{printed[k]:.2f} ·" for k in printed]

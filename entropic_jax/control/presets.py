@@ -1,7 +1,11 @@
 """Presets of control: which of the scales micro, meso and macro are on, by name.
 
 `off` is plain sampling; `micro` controls temperature, `meso` prunes pages, `macro` schedules sequences;
-`full` does all three; `paper` does all three with every law as printed.
+`full` does all three. `paper` is `full` with the two laws that the paper prints as formulas, the temperature
+law and the priority, as printed. Everything else in it is `full`: pages, ε, the prior and every limit. The
+paper prints no formula for ε, and its guards (a least number of blocks B_min, an entropy floor H_min, rate
+limits) are in `meso` too. To change one law alone, use `micro` with `law="paper"` or `macro` with
+`schedule="paper"`.
 """
 
 from dataclasses import dataclass, fields
@@ -24,7 +28,7 @@ from ..pallas.paged_attention import SelectionRules
 from ..parameter_table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
 from .entropy_drop import AR1, PRIOR
-from .pruning import PaperPruning, Pruning
+from .pruning import Pruning
 from .scheduling import SCHEDULES
 from .temperature import LAWS
 
@@ -86,13 +90,7 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     laws: list[Any] = []
     page_policy, scales = None, SCALES[name]
     if name == "paper":
-        laws += [
-            LAWS["paper"](target_entropy=gains.target_entropy),
-            PaperPruning(entropy_threshold=gains.high_entropy),
-        ]
-        if width:
-            laws.append(SCHEDULES["paper"](width))
-        return Preset(chain(*laws), Selection(dense_layers=0), width)  # as printed: coarse pages, no guards
+        gains = gains.replace(law="paper", schedule="paper")
     if MICRO in scales:
         laws.append(temperature_law(gains))
     if MESO in scales:
@@ -100,7 +98,8 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
         page_policy = FINE_PAGES
     if MACRO in scales and width:
         law = SCHEDULES[gains.schedule]
-        laws.append(law(width, prior=gains.prior) if gains.schedule == "entropic" else law(width))
+        has_prior = "prior" in {field.name for field in fields(law)}
+        laws.append(law(width, prior=gains.prior) if has_prior else law(width))
     return Preset(chain(*laws), page_policy, width if MACRO in scales else None)
 
 

@@ -74,8 +74,10 @@ class Pruning:
         hysteresis: increases of ε up to this size are not made.
         patience: tokens at the start of a sequence for which ε is 0.
 
-    Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning. Differs from the paper: pages are dropped
-    by the *upper* bound Ĥ + ε_H of the entropy, not the lower, so that an error of the estimate reads more.
+    Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning, with its entropy floor H_min and rate
+    limit. Differs from the paper: the formula of ε and its constants are ours, since the paper prints none;
+    pages are dropped by the *upper* bound Ĥ + ε_H of the entropy, not the lower, so that an error of the
+    estimate reads more. Where the entropy is exact, ε_H = 0 and both bounds are the same.
     """
 
     dropped_mass_limit: Any = 0.1
@@ -136,18 +138,20 @@ class FixedPruning:
 
 
 @pytree
-class PaperPruning:
-    """The law as printed: ε grows as the entropy falls below a threshold.
+class LinearPruning:
+    """ε falls linearly from ε_max at no entropy to 0 at a threshold.
 
         ε = ε_max · max(0, 1 − H₁ / H_threshold)
 
-    The entropy is neither bounded from above nor smoothed, and ε is not limited in rate. Kept for comparison.
+    The entropy is neither bounded from above nor smoothed, and ε is not limited in rate: the arm without
+    guards of the ablation.
 
     Args:
         dropped_mass_limit: ε_max, in [0, 1).
         entropy_threshold: H_threshold > 0, nats; at and above it ε is 0.
 
-    Source: Kiruluta 2026 (arXiv 2603.03310), entropy-gated pruning.
+    Source: ours, formula and constants. Kiruluta 2026 (arXiv 2603.03310) prints no formula for ε; its least
+    number of blocks, entropy floor and rate limits are those of `Pruning` and of the page selection.
     """
 
     dropped_mass_limit: Any = 0.3

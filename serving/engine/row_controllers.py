@@ -152,7 +152,7 @@ class RowControllers:
     @property
     def accepted(self) -> tuple[str, ...]:
         """The presets that a request may name."""
-        refused = {"paper"}  # its schedule and page selection are for a loop of its own
+        refused = {"paper"}  # its schedule is for a loop of its own
         if not self.pruning:
             refused |= {name for name, scales in SCALES.items() if MESO in scales}
         if not self.entropic_schedule:

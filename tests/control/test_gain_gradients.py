@@ -93,7 +93,7 @@ CASES = {
         pruning.Pruning, {"entropy_floor": 5.0}, {"low_entropy": 1.0, "high_entropy": 9.0, "rate": 1.0}
     ),
     "fixed": Case(pruning.FixedPruning, {"dropped_mass_limit": 0.3}),
-    "as printed": Case(pruning.PaperPruning, {"dropped_mass_limit": 0.3, "entropy_threshold": 8.0}),
+    "linear": Case(pruning.LinearPruning, {"dropped_mass_limit": 0.3, "entropy_threshold": 8.0}),
     "scheduling": Case(
         scheduling.Scheduling,
         {"cost": 0.5, "memory": 0.25, "slack": 0.25, "ageing": 0.05, **PRIOR},
@@ -154,7 +154,7 @@ def of_law(kind: type, names: tuple[str, ...]) -> Any:
 
 
 def test_no_gain_is_left_out():
-    laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.PaperPruning}
+    laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.LinearPruning}
     for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
         seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
         fields = {field.name for field in dataclasses.fields(law)} - {"width", "max_quota", "prior"} - WITHOUT

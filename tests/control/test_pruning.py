@@ -1,5 +1,7 @@
 """How much may stay unread: never on doubt, never at once."""
 
+from dataclasses import fields
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 
 from entropic_jax.control import chain
+from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.control.presets import PRESETS, Gains, preset
-from entropic_jax.control.pruning import FixedPruning, PaperPruning, Pruning, limit_at_entropy
+from entropic_jax.control.pruning import FixedPruning, LinearPruning, Pruning, limit_at_entropy
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.state import plain_action, quiet_signal
 
@@ -76,7 +79,7 @@ def test_an_uncertain_estimate_never_drops_more():
     assert (doubtful <= certain + 1e-6).all()
 
 
-@pytest.mark.parametrize("law", [LAW, PaperPruning(), FixedPruning()])
+@pytest.mark.parametrize("law", [LAW, LinearPruning(), FixedPruning()])
 def test_what_is_no_number_poisons_nothing(law):
     series = drops(law, [0.1, 0.1, np.nan, np.inf, 0.1, 0.1, 0.1, 0.1])
     assert np.isfinite(series).all() and (series >= 0).all() and (series < 1).all()
@@ -130,3 +133,23 @@ def test_unknown_names_are_refused():
     ):
         with pytest.raises(ValueError, match="must be one of"):
             preset(options["name"], gains=Gains(**options.get("gains", {})))
+
+
+@pytest.mark.parametrize("width", [None, 2])
+def test_the_paper_preset_differs_from_full_in_the_printed_laws_alone(width):
+    gains = Gains(target_entropy=1.4, dropped_mass_limit=0.05, prior=AR1(1.0, 2.0, 0.3))
+    full, paper = preset("full", width, gains), preset("paper", width, gains)
+    assert (paper.page_policy, paper.width) == (full.page_policy, full.width)
+    pairs = list(zip(full.controller.controllers, paper.controller.controllers, strict=True))
+    kinds = [(type(a).__name__, type(b).__name__) for a, b in pairs]
+    assert (
+        kinds
+        == [
+            ("Normalised", "Paper"),
+            ("Pruning", "Pruning"),
+            ("Scheduling", "PaperScheduling"),
+        ][: len(pairs)]
+    )
+    for ours, printed in pairs:
+        for field in {f.name for f in fields(ours)} & {f.name for f in fields(printed)} - {"rate"}:
+            assert getattr(ours, field) == getattr(printed, field), field
