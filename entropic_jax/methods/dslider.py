@@ -1,27 +1,28 @@
-"""The Dirichlet sampler ("dslider"), the last version of Entropix, with its signs and derivatives put right.
+"""The Dirichlet sampler ("dslider"), the last version of Entropix, with its signs and derivatives corrected.
 
-A Dirichlet distribution over next-token distributions is fitted to those of the sequence so far. A token
-whose entropy is nothing unusual is taken from the few likeliest; an unusual one is brought to a target
-entropy and, where the Dirichlet knows such distributions, drawn towards their mean.
+The sampler fits a Dirichlet distribution to the next-token distributions of the sequence so far. If the
+entropy of a step is usual (an inlier), the token is drawn from the few most probable ones. Otherwise (an
+outlier), the distribution is brought to a target entropy; if it is likely under the Dirichlet, it is also
+mixed with the Dirichlet mean.
 
-Source: xjdr-alt/entropix (2024), `dslider.py`, constants as in its default configuration where they can be
-kept. Differs from it:
+Source: xjdr-alt/entropix (2024), `dslider.py`, with the constants of its default configuration except where
+a correction requires others. Differs from the source:
 
-* the density of the Dirichlet has its normaliser with the right sign;
-* `expected_entropy` is the expectation of the entropy of a draw (the release computes the differential
-  entropy of the Dirichlet itself), `expected_varentropy` that of Var[−ln p] (the release drops both shifts
-  and the square of the mean);
-* the fit is by Newton's method with the exact inverse Jacobian (the release adds a second-order term of the
-  wrong sign, in which a square is missing), warm-started, so that a few iterations per step suffice;
-* the temperature of a target entropy is `control.temperature_solver.solve_temperature` (the third central
-  moment in the release's second derivative has a factor 2 too many, see `entropy_slopes`);
-* what is unusual is H above the mean of the running entropies by so many of their deviations: with the
-  release's positive coefficients and offset every token is;
-* the pull towards the Dirichlet mean is in [0, 1] and fades with the KL divergence to it (the release has
-  a base below 1, which makes it negative, and a divergence with the wrong sign); it is drawn from, not
-  maximised;
-* running means begin with the first observation rather than with zeros; the running variances of the plain
-  and the adapted cross-entropy are not exchanged; no logarithm is taken of a logarithm.
+* The log-density of the Dirichlet has its normaliser with the correct sign.
+* `expected_entropy` is the expected entropy of a draw; the release computes the differential entropy of the
+  Dirichlet itself. `expected_varentropy` is the expectation of Var[−ln p]; the release drops both shifts and
+  the square of the mean.
+* The fit uses Newton's method with the exact inverse Jacobian; the release adds a second-order term with the
+  wrong sign, in which a square is missing. A warm start makes a few iterations per step sufficient.
+* The temperature for a target entropy comes from `control.temperature_solver.solve_temperature`. In the
+  release, the third central moment of the second derivative has an extra factor 2 (see `entropy_slopes`).
+* A step is an outlier if H exceeds the mean of the running entropies by a number of their deviations. With
+  the positive coefficients and offset of the release, every step is one.
+* The weight of the Dirichlet mean is in [0, 1] and decreases with the KL divergence to it. In the release, a
+  base below 1 makes it negative, and the divergence has the wrong sign. The token is drawn from the mixture;
+  the release takes its mode.
+* Running means start at the first observation, not at zero. The running variances of the plain and the
+  adapted cross-entropy are not swapped. No logarithm is applied twice.
 """
 
 from typing import Annotated, NamedTuple
@@ -38,7 +39,7 @@ from ..state import Action, Signal
 from .entropix import Gain, step_inputs
 
 SHIFT = 6  # terms of the recurrence before the asymptotic series of the trigamma function
-LEAST_SPREAD = 0.01  # nats of E[ln Σ] by which what is fitted varies at least; without, α is infinite
+LEAST_SPREAD = 0.01  # nats of E[ln Σ]: the least variation assumed in a fit; without any, α is infinite
 LONGEST_STEP = 1.0  # of ln α in one iteration
 LOWEST, HIGHEST = 0.05, 20.0  # temperatures
 
@@ -102,9 +103,9 @@ def entropy_slopes(logits: jax.Array, temperature: jax.Array) -> tuple[jax.Array
 def fit(log_mean: jax.Array, alpha: jax.Array, iterations: int = 3) -> jax.Array:
     """The α of the Dirichlet distribution whose E[ln x] = ψ(α) − ψ(α₀) is `log_mean`, by Newton's method.
 
-    The likelihood of a Dirichlet depends on what it has seen through the mean of ln x alone: this is its
-    maximum. The Jacobian is diag(ψ₁(α)) − ψ₁(α₀) 11ᵀ, inverted by Sherman and Morrison. Steps are taken in
-    ln α. Where Σ exp(log_mean) leaves no room for variation, a little is assumed.
+    This α maximises the likelihood, which depends on the observations through the mean of ln x only. The
+    Jacobian is diag(ψ₁(α)) − ψ₁(α₀) 11ᵀ, inverted by the Sherman–Morrison formula. Steps are taken in ln α.
+    If Σ exp(log_mean) leaves no room for variation, `LEAST_SPREAD` is assumed.
 
     Args:
         log_mean: `[..., n]`, the mean of ln x.
@@ -135,18 +136,18 @@ class Running(NamedTuple):
     temperature: jax.Array
     entropy: jax.Array  # of softmax(z)
     varentropy: jax.Array
-    adapted_entropy: jax.Array  # of what was drawn from
+    adapted_entropy: jax.Array  # of the distribution that the token was drawn from
     adapted_varentropy: jax.Array
     surprisal: jax.Array  # of the token under softmax(z)
     surprisal_variance: jax.Array
-    adapted_surprisal: jax.Array  # and under what was drawn from
+    adapted_surprisal: jax.Array  # of the token under the distribution that it was drawn from
     adapted_variance: jax.Array
     strangeness: jax.Array  # −ln Dir(p | α)
-    head_entropy: jax.Array  # of the few likeliest
+    head_entropy: jax.Array  # of the `head` most probable tokens
 
 
 def _blend(seen: jax.Array, rate: Gain, new: jax.Array, old: jax.Array) -> jax.Array:
-    """A running mean that begins with its first observation."""
+    """A running mean that starts at its first observation."""
     weight = jnp.where(seen == 0, 1.0, rate)
     weight = weight.reshape(weight.shape + (1,) * (new.ndim - weight.ndim))
     return weight * new + (1 - weight) * old
@@ -160,23 +161,23 @@ def divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 @pytree
 class DSlider:
-    """The Dirichlet sampler for a vocabulary; one sequence a row, with keys of its own.
+    """The Dirichlet sampler for a vocabulary; each row is a sequence with its own random keys.
 
-    The Dirichlet is over the `support` lowest token ids (0: all), which in vocabularies made by merging are
-    the most frequent ones; what lies outside keeps its probability. Constants are those of the release's
-    configuration unless the module says otherwise; entropies in nats. Greedy rows are left alone.
+    The Dirichlet is over the `support` lowest token ids (0: all), which are the most frequent ones in a BPE
+    vocabulary. Other tokens keep their probability. Constants are those of the release's configuration unless
+    the module docstring says otherwise; entropies are in nats. Greedy rows are not changed.
     """
 
     vocabulary: Annotated[int, STATIC]
     support: Annotated[int, STATIC] = 0
     head: Annotated[int, STATIC] = 3  # tokens that an inlier is drawn from
-    rate: Gain = 0.15  # of all running means but the next
+    rate: Gain = 0.15  # of all running means except that of ln p (`learning`)
     unusual: Gain = 0.5  # deviations above the running entropies
-    sure: tuple[Gain, Gain] = (1.2, 0.1)  # an inlier is the likeliest token below this · head entropy + this
-    target: tuple[Gain, Gain, Gain] = (0.15, 1.2, 0.1)  # this · Σ running entropies + this / T + this
-    known: tuple[Gain, Gain] = (1.2, 0.1)  # the Dirichlet is used up to this times its running strangeness
-    pull: tuple[Gain, Gain] = (1 / 0.95, 2.5)  # 1 − base^(−this / KL)
-    learning: tuple[Gain, Gain] = (1.5, 2.5)  # base^(−this / KL), the weight of a new ln p
+    sure: tuple[Gain, Gain] = (1.2, 0.1)  # an inlier is greedy below first · head entropy + second
+    target: tuple[Gain, Gain, Gain] = (0.15, 1.2, 0.1)  # first · Σ running entropies + second / T + third
+    known: tuple[Gain, Gain] = (1.2, 0.1)  # mixed below first · running strangeness + second
+    pull: tuple[Gain, Gain] = (1 / 0.95, 2.5)  # 1 − first^(−second / KL)
+    learning: tuple[Gain, Gain] = (1.5, 2.5)  # first^(−second / KL), the weight of a new ln p
 
     @property
     def size(self) -> int:
@@ -204,7 +205,7 @@ class DSlider:
         deviation = sum(jnp.sqrt(x) for x in variances) / 4
         outlier = (state.seen > 0) & (plain.entropy > level + self.unusual * deviation)
 
-        # Inliers: the likeliest token, or one of the few likeliest at their usual entropy.
+        # Inliers: the most probable token, or one of the `head` most probable at their usual entropy.
         top, place = jax.lax.top_k(logits, self.head)
         head_entropy = entropy.entropy_statistics(top).entropy
         usual = jnp.where(state.seen == 0, head_entropy, state.head_entropy)
@@ -215,7 +216,7 @@ class DSlider:
         head_logits = jnp.full_like(logits, -jnp.inf)
         head_logits = head_logits.at[jnp.arange(len(place))[:, None], place].set(top / warmth[:, None])
 
-        # Outliers: at the target entropy, and towards the mean of the Dirichlet where it knows such.
+        # Outliers: at the target entropy, mixed with the Dirichlet mean if likely under the Dirichlet.
         goal = self.target[0] * sum(levels) + self.target[1] / state.temperature + self.target[2]
         heat = solve_temperature(logits, goal, ones, *span)
         tuned = jax.nn.log_softmax(logits / heat[:, None], -1)
@@ -259,7 +260,7 @@ class DSlider:
     def learn(
         self, state: Running, log_p: jax.Array, adapted: jax.Array, part: jax.Array, token: jax.Array
     ) -> Running:
-        """Updates the Dirichlet and the running surprisals by the distributions and the token of a step.
+        """Updates the Dirichlet and the running surprisals with the distributions and the token of a step.
 
         Args:
             state: of the law.

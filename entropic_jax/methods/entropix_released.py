@@ -1,21 +1,23 @@
-"""Entropix as released, for comparison: its constants, in its units, with its faults.
+"""Entropix as released, for comparison: its constants, in its units, with its defects.
 
-Nothing here is recommended. What the published sampler says that it does is in `entropix`; what it does is:
+Use `entropix` instead, which implements what the published sampler describes. The release differs from its
+description:
 
-* the attention measures are taken over the whole zero-padded cache, before the mask: entropies are those of
-  a nearly even distribution, some 12 bits for 4096 positions, whatever the text;
-* "agreement" is the mean distance of the heads from their mean, which is disagreement, and nearly 0;
-* min-p has no effect: the logits it masks are not those that are sampled from;
-* top-p goes through the probabilities in ascending order: where the others hold more, it cuts the likeliest;
-* the random key is the same at every step: the noise of a place among the top-k never changes;
-* one decision is made for the whole batch, from the means of its measures;
-* what is added to a candidate's log-probability is the same for all, so that the likeliest one drawn wins;
-* nothing branches, nothing is resampled; the clarification is one token.
+* Attention statistics cover the entire zero-padded cache, before the mask. The entropies are those of a
+  nearly uniform distribution, about 12 bits for 4096 positions, whatever the text.
+* "Agreement" is the mean distance of the heads from their mean, which is disagreement, and close to 0.
+* Min-p has no effect: the masked logits are not the ones that are sampled from.
+* Top-p accumulates probabilities in ascending order. If the other tokens hold enough mass, it removes the
+  most probable one.
+* The random key is the same at every step, so that the noise of each place among the top-k never changes.
+* One decision, from statistics averaged over the batch, applies to all rows.
+* All candidates get the same bonus on their log-probability, so that the most probable one drawn wins.
+* There is no branching and no resampling; the clarification is a single token.
 
-Source: xjdr-alt/entropix (2024), `entropix/sampler.py`. Differs from it: the noise of a row and place is
-drawn once for 100 places rather than anew for each top-k, so that tokens agree in law and not one by one;
-greedy rows, which the release does not have, are left alone. It has versions in which the pause needs more
-than 5 bits (`unsure_entropy`).
+Source: xjdr-alt/entropix (2024), `entropix/sampler.py`. Differs from the source: the noise of a row and place
+is drawn once for 100 places instead of for each top-k, so that the tokens have the same distribution but are
+not identical; greedy rows, which the release does not have, are not changed. In some versions of the release
+the pause requires more than 5 bits (`unsure_entropy`).
 """
 
 from typing import Annotated, NamedTuple
@@ -51,7 +53,7 @@ KEY = 1337
 
 
 class Last(NamedTuple):
-    """What the release looks back on; each `[rows]`."""
+    """The previous step of each row; each `[rows]`."""
 
     token: jax.Array  # int32, emitted last, −1 before the first
     quadrant: jax.Array  # int32
@@ -78,7 +80,7 @@ def _released_features(signal: Signal, logits: jax.Array, together: bool = True)
 
 
 def clipped(quadrants: jax.Array, settings: SamplerSettings) -> SamplerSettings:
-    """The clips around the quadrants' formulas in the release."""
+    """The quadrants' settings, clipped as in the release."""
     temperature = jnp.select(
         [(quadrants == CLARIFY) | (quadrants == EXPLORE), quadrants == RESAMPLE],
         [jnp.minimum(settings.temperature, 1.5), jnp.maximum(settings.temperature, 2.0)],
@@ -90,7 +92,7 @@ def clipped(quadrants: jax.Array, settings: SamplerSettings) -> SamplerSettings:
 
 
 def shares(logits: jax.Array, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
-    """Tokens `[rows, 100]` from the likeliest on, and what the release draws them with, summing to 1."""
+    """The 100 most probable tokens, `[rows, 100]`, and the probabilities at which the release draws them."""
     probability = jax.nn.softmax(logits / settings.temperature[:, None], -1)
     most = min(MOST, logits.shape[-1])
     share, token = jax.lax.top_k(probability, most)
@@ -116,10 +118,10 @@ def drawn(share: jax.Array, count: int, together: bool = True) -> jax.Array:
 
 @pytree
 class AsReleased:
-    """The sampler of the release. `pause` is its token for a clarification (2564 of Llama 3), −1 for none.
+    """The sampler of the release. `pause` is its clarification token (2564 of Llama 3), or −1 for none.
 
-    Without `together` every row is a batch of its own. The request's temperature says only whether a row is
-    greedy.
+    Without `together`, every row decides as a batch of one. The temperature of a request only says whether
+    its row is greedy.
     """
 
     thresholds: Thresholds = BITS

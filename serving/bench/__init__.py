@@ -1,5 +1,6 @@
-"""Load for any OpenAI-compatible server, and what it did under it: the body of `entropic bench`.
+"""Load generator for OpenAI-compatible servers, behind `entropic bench`.
 
-`arrivals` says when requests come and how long they are, `prompts` what is in them, `client` sends one and
-notes when its tokens came, `load` sends them all, `measures` and `report` say what was seen.
+`arrivals` decides when requests arrive and how long they are, and `prompts` what they contain. `client` sends
+one request and records when its tokens arrive; `load` sends all of them. `measures` computes the figures and
+`report` prints and plots them.
 """

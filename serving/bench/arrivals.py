@@ -1,4 +1,4 @@
-"""When requests arrive and how long they are: drawn from a law, or read from a trace."""
+"""Arrival times and lengths of requests: drawn from a distribution or read from a trace."""
 
 import csv
 import json
@@ -11,11 +11,11 @@ import numpy as np
 
 from ..request import RequestError
 
-BLOCK = 512  # tokens of a block that Mooncake's traces give a name to
+BLOCK = 512  # tokens of a named block in Mooncake's traces
 
 
 class Arrival(NamedTuple):
-    """A request to come."""
+    """A request that is to be sent."""
 
     time: float  # seconds from the start of the run
     prompt_tokens: int
@@ -24,7 +24,7 @@ class Arrival(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """A distribution of lengths in tokens, by what is published of it."""
+    """Published statistics of a distribution of lengths, in tokens."""
 
     median: float
     mean: float
@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What is published of a trace: enough to draw one like it."""
+    """Published statistics of a trace, enough to generate a similar one."""
 
     rate: float | None  # requests per second; None: not given, ask the user
     cv: float  # standard deviation of the gaps between arrivals, over their mean
@@ -50,9 +50,9 @@ PUBLISHED = {
 def times(count: int, rate: float, cv: float, random: np.random.Generator) -> np.ndarray:
     """Times of arrivals, seconds, float64 `[count]`, the first at 0.
 
-    The gaps are drawn from a Gamma law with coefficient of variation `cv` (1: Poisson arrivals; 0: a clock)
-    and scaled so that the run lasts `count / rate` seconds: a bursty law would otherwise give runs of very
-    different rates.
+    The gaps follow a Gamma distribution with coefficient of variation `cv` (1: Poisson arrivals; 0: equal
+    gaps). They are scaled so that the run lasts `count / rate` seconds; otherwise bursty runs would differ
+    widely in rate.
 
     Args:
         count: How many arrivals.
@@ -70,9 +70,9 @@ def times(count: int, rate: float, cv: float, random: np.random.Generator) -> np
 def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.ndarray:
     """Lengths whose median, mean and 99th percentile are those of the law, int64 `[count]`, at least 1.
 
-    The logarithm is symmetric about its median, ln q(u) = ln p50 ± (ln p99 − ln p50)·min(s^κ, 1.2) with
-    s = |2u − 1| / 0.98, where 1.2 keeps the last hundredth from running away. The one free number, κ, is
-    found from the mean. Raises ValueError where no κ gives that mean.
+    The logarithm is symmetric about its median: ln q(u) = ln p50 ± (ln p99 − ln p50)·min(s^κ, 1.2) with
+    s = |2u − 1| / 0.98, where 1.2 bounds the longest hundredth. The only free parameter, κ, is fitted to the
+    mean. Raises ValueError if no κ gives that mean.
 
     Args:
         law: Median, mean and 99th percentile.
@@ -98,7 +98,7 @@ def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.nd
 
 
 def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed: int) -> list[Arrival]:
-    """Arrivals with a published trace's statistics.
+    """Arrivals with the statistics of a published trace; `rate` and `cv` override those of the trace.
 
     Args:
         name: Of a published trace.
@@ -122,7 +122,7 @@ def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed
 def drawn(
     count: int, rate: float, cv: float, prompt: tuple[int, int], output: tuple[int, int], seed: int
 ) -> list[Arrival]:
-    """Arrivals with lengths drawn evenly between two bounds, both included.
+    """Arrivals with lengths drawn uniformly between two bounds, both inclusive.
 
     Args:
         count: How many arrivals.
@@ -143,7 +143,7 @@ def _together(seconds: np.ndarray, prompts: np.ndarray, outputs: np.ndarray) -> 
 
 
 def read_trace(path: Path, count: int | None = None, rate: float | None = None) -> list[Arrival]:
-    """The requests of a trace, the first at time 0.
+    """The requests of a trace, starting at time 0.
 
     Raises RequestError, which names the line.
 
@@ -214,13 +214,13 @@ def _mooncake(file, path):
 
 
 def fitting_factor(arrivals: list[Arrival], context: int) -> float:
-    """The greatest factor, up to 1, at which all but the longest hundredth fit into `context` tokens."""
+    """The largest factor, up to 1, with which all but the longest 1 % fit into `context` tokens."""
     totals = [arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals]
     return min(1.0, context / float(np.quantile(totals, 0.99)))
 
 
 def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[Arrival]:
-    """Lengths times a factor, at least 1 token; what does not fit is cut, the prompt first.
+    """Lengths times a factor, at least 1 token. The prompt, then the output, is cut to fit into `context`.
 
     Args:
         arrivals: To be scaled.

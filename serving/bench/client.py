@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, and when each of its tokens came."""
+"""A streamed request to an OpenAI-compatible server, and the arrival times of its tokens."""
 
 import asyncio
 import json
@@ -11,24 +11,24 @@ from .connection import BrokenOffError, Pool
 
 @dataclass
 class Outcome:
-    """What became of a request. Times are seconds of `time.perf_counter`.
+    """The result of a request. Times are seconds of `time.perf_counter`.
 
-    `chunks` are the times at which text came and how many tokens each brought, by the server's running usage
-    where it gives one, else one a chunk.
+    `chunks` has the time and the number of tokens of each piece of text. The number comes from the server's
+    running usage if it sends one; otherwise each piece counts as one token.
     """
 
-    due: float  # when it was to be sent; what it waited in the client counts
+    due: float  # when it was to be sent; time spent waiting in the client counts
     sent: float
     prompt_tokens: int
-    requested_tokens: int  # output tokens asked for
+    requested_tokens: int  # max_tokens of the request
     ended: float = 0.0
     output_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    error: str | None = None  # its kind; None where all went well
-    detail: str = ""  # the error in the server's words, for a person
+    error: str | None = None  # its kind; None if the request succeeded
+    detail: str = ""  # the server's error message
 
     def as_json(self, start: float) -> dict[str, Any]:
-        """A tree of what JSON can hold, times counted from `start`."""
+        """A JSON object; times are relative to `start`."""
         tree = asdict(self)
         for name in ("due", "sent", "ended"):
             tree[name] = round(tree[name] - start, 6)
@@ -38,17 +38,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and what every request to it says besides its prompt and length."""
+    """A server, and the fields that all requests to it share."""
 
     pool: Pool
     model: str
     timeout: float  # seconds, of one request
-    body: dict[str, Any]  # sent along: sampling, extensions
+    body: dict[str, Any]  # further fields: sampling parameters, extensions
 
     async def complete(
         self, prompt: list[int] | str, prompt_tokens: int, output_tokens: int, due: float | None = None
     ) -> Outcome:
-        """Stream one completion. Whatever goes wrong is in the outcome.
+        """Stream one completion. Errors are recorded in the outcome.
 
         Args:
             prompt: Token ids or text.

@@ -1,8 +1,8 @@
-"""HTTP/1.1 as a load generator needs it: little work per chunk, so that it measures the server, not itself.
+"""A minimal HTTP/1.1 client for the load generator, with little work per chunk.
 
-A client on two cores shared with the server it measures must cost next to nothing. This one reads from
-asyncio's streams directly, keeps connections open between requests, follows no redirects, and knows
-`Content-Length`, chunked bodies and bodies that end with the connection.
+The client often shares its cores with the server that it measures. It reads asyncio streams directly, keeps
+connections open between requests, follows no redirects, and supports `Content-Length`, chunked bodies and
+bodies that end with the connection.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 from ..request import RequestError
 
-LINE = 1 << 22  # most bytes of one line: of a chunk with the log-probabilities of a long prompt
+LINE = 1 << 22  # most bytes of one line; a chunk with the log-probabilities of a long prompt is that long
 
 
 class BrokenOffError(ConnectionError):
-    """The server broke off, or what it sent is not HTTP."""
+    """The server closed the connection early, or its response is not HTTP."""
 
 
 class Response:
-    """Status and headers (names in lower case); the body is still to be read.
+    """Status and headers (names in lower case) of a response whose body has not been read.
 
     Args:
         pool: Takes the connection back.
@@ -37,7 +37,7 @@ class Response:
         self.ended = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body, piece by piece as it arrives."""
         reader, _ = self._streams
         try:
             if "chunked" in self.headers.get("transfer-encoding", "").lower():
@@ -62,7 +62,7 @@ class Response:
             raise BrokenOffError(f"the body broke off: {error}") from None
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The body's lines, as they are completed."""
+        """The lines of the body, as they are completed."""
         rest = b""
         async for piece in self.pieces():
             *lines, rest = (rest + piece).split(b"\n")
@@ -76,13 +76,13 @@ class Response:
         return b"".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
-        """Keep the connection for another request if the body has been read to its end; else break it off."""
+        """Keep the connection for another request if the body has been read to its end; else close it."""
         reusable = self.ended and self.headers.get("connection", "").lower() != "close"
         self._pool.put_back(self._streams, reusable)
 
 
 class Pool:
-    """Connections to one server; `url` may end in a path, in which `/v1` is understood."""
+    """Connections to one server. `url` may end in a path; `/v1` may be left out."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -101,7 +101,7 @@ class Pool:
         self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(self, method: str, path: str, body: Any = None) -> Response:
-        """Send a request; returns once the headers are there. OSError if that fails.
+        """Send a request, with `body` as JSON, and wait for the headers. Raises OSError if that fails.
 
         Args:
             method: Such as GET.
@@ -153,13 +153,13 @@ class Pool:
         return Response(self, streams, status, headers)
 
     def put_back(self, streams: Any, reusable: bool) -> None:
-        """Take a connection back, for another request or to close it."""
+        """Return a connection to the pool."""
         if reusable:
             self.idle.append(streams)
         else:
             streams[1].close()
 
     def close(self) -> None:
-        """Close the connections that wait."""
+        """Close the idle connections."""
         while self.idle:
             self.idle.pop()[1].close()

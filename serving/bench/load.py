@@ -1,4 +1,4 @@
-"""Sends a list of requests: at their times whatever the server does, or a fixed number at once."""
+"""Open-loop and closed-loop load: requests at given times, or a fixed number in flight."""
 
 import asyncio
 import time
@@ -14,10 +14,10 @@ Progress = Callable[[Outcome], object]
 async def open_loop(
     target: Target, arrivals: list[Arrival], prompts: Prompts, progress: Progress = lambda outcome: None
 ) -> list[Outcome]:
-    """Every request goes out at its time, however many are unanswered; outcomes in the order of arrival.
+    """Send every request at its time, however many are unanswered. Returns outcomes in order of arrival.
 
-    Latencies count from the time a request was due, so that a client or a listen queue that falls behind
-    does not flatter the server.
+    Latencies count from the time at which a request was due, so that a client or a listen queue that falls
+    behind does not flatter the server.
 
     Args:
         target: Server and model.
@@ -25,7 +25,8 @@ async def open_loop(
         prompts: Makes the prompt of each arrival.
         progress: Called with every outcome.
     """
-    bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]  # not while it measures
+    # Made before the measurement starts.
+    bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
     start = time.perf_counter() + 0.05
 
     async def send(index: int, due: float) -> Outcome:
@@ -51,13 +52,13 @@ async def closed_loop(
     concurrency: int,
     progress: Progress = lambda outcome: None,
 ) -> list[Outcome]:
-    """Keep a number of requests under way until all have been sent.
+    """Keep `concurrency` requests in flight until all have been sent. Arrival times are ignored.
 
     Args:
         target: Server and model.
-        arrivals: Lengths; the times do not matter.
+        arrivals: Lengths; the times are ignored.
         prompts: Makes the prompt of each arrival.
-        concurrency: Requests under way.
+        concurrency: Requests in flight.
         progress: Called with every outcome.
     """
     bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
@@ -78,7 +79,7 @@ async def closed_loop(
 
 
 async def warm_up(target: Target, arrivals: list[Arrival], prompts: Prompts, count: int) -> Outcome | None:
-    """Send requests one after another, with prompts of their own; returns the last outcome.
+    """Send `count` requests one after another, each with its own prompt. Returns the last outcome.
 
     Args:
         target: Server and model.

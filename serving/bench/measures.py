@@ -1,4 +1,4 @@
-"""From outcomes to figures: latencies, throughput, goodput, errors. Times in milliseconds."""
+"""Figures of a run: latencies, throughput, goodput and errors. Times are in milliseconds."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from ..request import RequestError
 from .client import Outcome
 
 LEVELS = (50, 90, 95, 99)
-# What is measured of each request; the same names bound it in an SLO.
+# Latencies of a request; an SLO uses the same names.
 LATENCIES = {
     "ttft": "time to first token",
     "itl": "inter-token latency",
@@ -26,7 +26,7 @@ def first_token(outcome: Outcome) -> float | None:
 
 
 def pauses(outcome: Outcome) -> list[float]:
-    """Milliseconds between one chunk of text and the next: what a reader sees."""
+    """Milliseconds between one chunk of text and the next, as a reader sees them."""
     times = [when for when, _ in outcome.chunks]
     return [1000 * (b - a) for a, b in pairwise(times)]
 
@@ -43,7 +43,7 @@ def end_to_end(outcome: Outcome) -> float:
 
 
 def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Count, mean, p50, p90, p95, p99, least and greatest; None of nothing."""
+    """Count, mean, p50, p90, p95, p99, minimum and maximum; None if there are no values."""
     present = np.array([value for value in values if value is not None], float)
     if not present.size:
         return None
@@ -69,7 +69,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, slo: Mapping[str, float]) -> bool:
-    """Whether a request was answered in full and within every bound; `itl` bounds the p99 of its pauses."""
+    """Whether a request was completed within every bound; `itl` bounds the p99 of its pauses."""
     if outcome.error or not outcome.chunks:
         return False
     gaps = pauses(outcome)
@@ -85,9 +85,9 @@ def meets(outcome: Outcome, slo: Mapping[str, float]) -> bool:
 def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> dict[str, Any]:
     """All figures of one run.
 
-    Latencies and throughput are of the requests that were answered in full. The run lasts from when the
-    first request was due to when the last ended. `late` is how long after it was due a request was sent:
-    where that is not small against the latencies, the client was the bottleneck.
+    Latencies and throughput are those of completed requests. A run lasts from the time at which the first
+    request was due to the end of the last. `late` is how late a request was sent.
+    If that is not small against the latencies, the client was the bottleneck.
     """
     good = [outcome for outcome in outcomes if outcome.error is None]
     seconds = max(o.ended for o in outcomes) - min(o.due for o in outcomes)
@@ -122,7 +122,7 @@ def summary(outcomes: list[Outcome], slo: Mapping[str, float] | None = None) -> 
     return figures
 
 
-# Figures that `--compare` sets against each other: name, path in the summary, whether more is better.
+# Figures that `--compare` compares: name, path in the summary, whether more is better.
 COMPARED = (
     ("requests/s", ("requests_per_second",), True),
     ("output tokens/s", ("output_tokens_per_second",), True),
@@ -136,7 +136,7 @@ COMPARED = (
 
 
 def pick(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    """A figure of a summary by its path; None where there is none."""
+    """A figure of a summary by its path; None if it is absent."""
     value: Any = figures
     for name in path:
         value = value.get(name) if value else None
@@ -144,7 +144,7 @@ def pick(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 
 
 def compared(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each figure, the medians of both servers and the ratios first ÷ second of the paired runs."""
+    """For each figure, the medians of both servers and the ratios (first over second) of the paired runs."""
     rows = []
     for name, path, more in COMPARED:
         pairs = [(pick(a, path), pick(b, path)) for a, b in zip(first, second, strict=True)]

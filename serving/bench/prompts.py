@@ -1,4 +1,4 @@
-"""What is in the prompts: stretches of a text, or random tokens; blocks of one name hold the same tokens."""
+"""Contents of prompts: stretches of a text, or random tokens. Blocks of one name have the same tokens."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,15 @@ from .arrivals import BLOCK, Arrival
 
 
 class Prompts:
-    """Makes the prompt of each arrival; the same seed makes the same prompts.
+    """Generates the prompt of each arrival; the same seed gives the same prompts.
 
-    Each prompt begins at a place of its own. Where a trace names blocks, a block begins where its name says.
+    Each prompt starts at a random place of the source. If a trace names blocks, the name determines where a
+    block starts.
 
     Args:
-        source: What prompts are cut from: token ids, or pieces of text of about a token each, to be joined.
+        source: Token ids, or pieces of text of about one token each, which are joined.
         seed: Of the places.
-        factor: What the lengths were multiplied by, so that prompts still share what they shared.
+        factor: Factor by which the lengths were scaled, so that prompts share the same prefixes as before.
     """
 
     def __init__(self, source: Sequence[int] | Sequence[str], seed: int, factor: float = 1.0) -> None:
@@ -36,13 +37,13 @@ class Prompts:
             return []
         start = int(np.random.default_rng(seed).integers(0, len(self.source)))
         stretch = list(self.source[start : start + length])
-        while len(stretch) < length:  # the text begins again
+        while len(stretch) < length:  # wraps around
             stretch += self.source[: length - len(stretch)]
         return stretch
 
 
 def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]:
-    """Token ids drawn evenly, without the lowest sixteenth, where special tokens live.
+    """Token ids drawn uniformly from `vocabulary`, except its lowest sixteenth, which has special tokens.
 
     Args:
         vocabulary: Tokens of the model.
@@ -54,5 +55,5 @@ def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]
 
 
 def pieces_of(text: str, size: int = 4) -> list[str]:
-    """A text in pieces of as many characters as a token has, about."""
+    """A text in pieces of about as many characters as a token."""
     return [text[i : i + size] for i in range(0, len(text), size)]

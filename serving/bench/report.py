@@ -1,4 +1,4 @@
-"""The figures of a run as a table, a comparison as another, and a picture of what happened when."""
+"""Tables of a run and of a comparison, and a plot of a run over time."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
 
 
 def show_comparison(rows: list[dict[str, Any]], names: tuple[str, str], console: Console) -> None:
-    """Print both servers' medians, and the ratio of the paired runs with its range.
+    """Print the medians of both servers, and the ratio of the paired runs with its range.
 
     Args:
         rows: Medians and ratios, one row per figure.
@@ -78,7 +78,7 @@ def show_comparison(rows: list[dict[str, Any]], names: tuple[str, str], console:
 
 
 def draw(runs: list[tuple[str, list[Outcome]]], path: Path) -> None:
-    """Distributions of the latencies, and what was in flight and came out over time, one colour a run."""
+    """Plot the latency distributions, and requests in flight and throughput over time, one colour per run."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -2,17 +2,17 @@
 
 Contract of every back end of `topk_entropy(logits, k, temperature, calibration)`:
 
-* logits `[rows, vocabulary]`, float32 or bfloat16; −inf counts for nothing,
-* k, static: how many tokens are wanted,
-* temperature float32 `[rows]`, ≥ 0: what is sampled from; 0 is greedy, with moments 0,
-* calibration float32 `[rows]`, > 0: the temperature at which the distribution is a belief,
+* logits `[rows, vocabulary]`, float32 or bfloat16; −inf masks a token,
+* k, static: the number of tokens to return,
+* temperature float32 `[rows]`, ≥ 0: the sampling temperature; 0 is greedy, with moments 0,
+* calibration float32 `[rows]`, > 0: the temperature at which the distribution is calibrated,
 
-returns `TopkEntropy`: the k largest logits in descending order with their indices, ties by the lower index;
-log-sum-exp, entropy and varentropy, in nats, at both temperatures; and the head at calibration, which the
-bounds of `entropy.py` take. All is float32. Where a row has fewer than k unmasked tokens, the places left
-hold −inf and the index V, which a scatter drops. NaN is no candidate; a row with NaN or +inf, and one where
-everything is masked, is no distribution: its entropies and its head are NaN, and those of no other row. Its
-log-sum-exp is NaN, +inf and −inf.
+returns `TopkEntropy`, in float32: the k largest logits in descending order with their indices, ties by lower
+index; log-sum-exp, entropy and varentropy, in nats, at both temperatures; and the summary of the k
+largest at calibration, from which `entropy.py` computes bounds. If a row has fewer than k unmasked tokens,
+the remaining places hold −inf and the index V, which a scatter drops. NaN is never among the k largest. A row
+with NaN, with +inf or with every token masked is not a distribution: its entropies and its head are NaN, its
+log-sum-exp is NaN, +inf or −inf respectively, and other rows are not affected.
 
 Contract of every back end of `project(hidden, weight, k, temperature, calibration)`: the same for the logits
 `hidden @ weight`, hidden `[rows, hidden]`, weight `[hidden, vocabulary]`, summed in float32; on a TPU
@@ -62,9 +62,11 @@ def topk_entropy(
     *,
     backend: str | None = None,
 ) -> TopkEntropy:
-    """The result of the first back end that accepts, or of the one named; its gradient is the reference's.
+    """The k largest logits and both entropies of every row; the gradient is that of the reference.
 
-    Temperatures are numbers or `[rows]`; beyond 1e-9 and 1e9 they count as these, but 0 as 0.
+    The first back end that supports the case computes it, or the one named by `backend`.
+
+    Temperatures are numbers or `[rows]`. They are clipped to [1e-9, 1e9], except 0, which is greedy.
     Raises ValueError for k outside [1, V].
 
     >>> result = topk_entropy(jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]])), 2)
@@ -87,7 +89,7 @@ def project(
     *,
     backend: str | None = None,
 ) -> TopkEntropy:
-    """`topk_entropy(hidden @ weight, …)` by the first back end that accepts; its gradient is the reference's.
+    """`topk_entropy(hidden @ weight, …)`, fused where the back end can; gradients are the reference's.
 
     >>> project(jnp.eye(2), jnp.array([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]), 1).indices.tolist()
     [[1], [0]]

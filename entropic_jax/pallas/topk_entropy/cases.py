@@ -1,4 +1,4 @@
-"""The cases that every back end is checked on, and what is true of them in float64."""
+"""Test cases for every back end of `topk_entropy`, and their exact results in float64."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from .reference import Head, Moments, TopkEntropy
 
 
 class Case(NamedTuple):
-    """A shape, and what its logits are like."""
+    """A shape and the kind of its logits."""
 
     rows: int
     vocabulary: int
@@ -23,14 +23,14 @@ class Case(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Those of `topk_entropy`, as NumPy arrays, without k."""
+    """The arguments of `topk_entropy` but k, as NumPy arrays."""
 
     logits: np.ndarray
     temperature: np.ndarray
     calibration: np.ndarray
 
 
-# Small enough for an interpreter. No vocabulary but one is a multiple of anything a kernel counts in.
+# Small enough for an interpreter. All vocabularies but one are ragged: no multiple of a kernel's blocks.
 SMALL = (
     Case(3, 700, 5),
     Case(9, 300, 128, "ties"),
@@ -44,7 +44,7 @@ SMALL = (
     Case(2, 5001, 64, "ties"),
 )
 
-# What models have; too large for an interpreter, for compilers and hardware.
+# Vocabularies of real models, for compilers and hardware: too large for an interpreter.
 LARGE = (
     Case(1, 128256, 64, dtype="bfloat16"),
     Case(8, 50257, 50),
@@ -77,7 +77,7 @@ def build(case: Case, seed: int = 0) -> Arguments:
         logits = np.where(kept, logits, -np.inf)
         logits[0] = np.where(kept[0], logits[0], np.finfo(np.float32).min)
         logits[-1] = np.where(index == 400, 1.0, -np.inf)
-    elif case.kind == "special":  # a row without any; then NaN, +inf, all masked, zeros of both signs
+    elif case.kind == "special":  # an ordinary row; then NaN, +inf, all masked, zeros of both signs
         logits[1, [0, 9, -1]] = np.nan
         logits[2, case.vocabulary - 1] = np.inf
         logits[3] = -np.inf
@@ -104,7 +104,7 @@ def exact(arguments: Arguments, k: int) -> TopkEntropy:
     logits = arguments.logits.astype(np.float64)
     rows, vocabulary = logits.shape
     candidates = np.where(np.isnan(logits), -np.inf, logits)
-    # Stable: of equal ones the first comes first; adding 0 makes +0 of −0.
+    # A stable sort keeps ties in order; adding 0 turns −0 into +0.
     indices = np.argsort(-(candidates + 0.0), axis=-1, kind="stable")[:, :k]
     values: Any = np.take_along_axis(candidates, indices, axis=-1)
     moments = lambda z, temperature: Moments(
@@ -140,7 +140,7 @@ def _moments(logits: np.ndarray, temperature: float) -> tuple[float, float, floa
     normaliser = _log_normaliser(scaled)
     information = normaliser - scaled
     p = np.exp(-information)
-    seen = p > 0  # of what has no probability, the information may be infinite
+    seen = p > 0  # the information of a token without probability may be infinite
     entropy = (p * information)[seen].sum()
     return normaliser, entropy, (p[seen] * (information[seen] - entropy) ** 2).sum()
 

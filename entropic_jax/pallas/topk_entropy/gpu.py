@@ -1,11 +1,11 @@
 """The k most probable tokens and the entropies on an NVIDIA GPU of compute capability 9.0 (Mosaic GPU).
 
-A row is cut into segments, as many as fill the chip, and each is copied whole into the shared memory of a
-warpgroup. The largest of each of 512 subsets give a floor below which none of the k largest lies; a pass over
-the segment in shared memory appends what is above it to a list of candidates, and adds all else to the sums;
-candidates are ranked by comparison with one another, and those past the k-th join the sums: no sum is a
-difference. Where more than 512 candidates remain, among ties or unlucky subsets, the floor is raised by
-bisection until they do not. The k largest of the segments are the row of a second call of the same kernel.
+A row is divided into enough segments to fill the chip, and each segment is copied into the shared memory of a
+warpgroup. The maxima of 512 subsets give a floor: none of the k largest values lies below it. One pass over
+the segment appends the values above the floor to a list of candidates and adds all others to the sums.
+Candidates are ranked by comparison with one another, and those past the k-th join the sums. No sum is
+computed as a difference. If more than 512 candidates remain, because of ties or unlucky subsets, bisection
+raises the floor until at most 512 do. A second call of the same kernel merges the k largest of the segments.
 
 It compiles for sm_90a without spills and agrees with float64 in the interpreter; it has not run on hardware.
 """
@@ -22,9 +22,9 @@ from .reference import TopkEntropy, exactly, inverse
 from .scatter import LENGTH
 from .segment import STAGES, Segments, kernel, memory
 
-LARGEST_SEGMENT = 8192  # several segments of float32 share the shared memory of a multiprocessor
+LARGEST_SEGMENT = 8192  # so that several segments of float32 fit in the shared memory of a multiprocessor
 SMALLEST_SEGMENT = 2048
-LARGEST_MERGED = 32768  # what one warpgroup can hold
+LARGEST_MERGED = 32768  # the most that one warpgroup can hold
 FILLING = 4 * 132  # segments that fill the chip
 
 
@@ -37,7 +37,7 @@ def topk_entropy(
     size: int | None = None,
     portable: bool = False,
 ) -> TopkEntropy:
-    """See the package; `size` of a segment is chosen where not given; `portable` for the interpreter."""
+    """See the package. `size` of a segment is chosen if it is None; `portable` is for the interpreter."""
     check(logits, k)
     rows, vocabulary = logits.shape
     if logits.size >= 2**31:
@@ -86,7 +86,7 @@ def _size(rows: int, vocabulary: int) -> int:
 def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
     flat = logits.reshape(-1)
     if shape.portable:
-        # The interpreter refuses to read past the end, which a copy on a GPU cuts off or fills up.
+        # A copy on a GPU may read past the end and is cut off or filled up; the interpreter refuses it.
         flat = jnp.pad(flat, (0, shape.size))
     out = lambda dtype: jax.ShapeDtypeStruct((shape.rows, shape.count, LARGEST_K), dtype)
     return plgpu.kernel(

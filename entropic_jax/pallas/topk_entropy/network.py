@@ -1,6 +1,6 @@
-"""Sorting and merging in the registers of a TPU: bitonic networks over the 128 lanes.
+"""Bitonic sorting and merging networks over the 128 lanes of a TPU register.
 
-Tokens are pairs of a value and an index, in the order of descending values, equal ones by ascending index.
+Tokens are pairs of a value and an index, ordered by descending value and then by ascending index.
 K. E. Batcher, Sorting networks and their applications, 1968.
 """
 
@@ -20,7 +20,7 @@ def before(value, index, other, other_index):
 
 
 def _exchange(values, indices, distance, flipped):
-    """Order each pair of lanes at a distance, a power of two; `flipped`: ascending."""
+    """Order each pair of lanes at a distance that is a power of two; ascending where `flipped`."""
     lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     upper = (lane & distance) != 0
     # Lane i receives lane i ^ distance.
@@ -39,14 +39,14 @@ def _exchange_from(start, values, indices, flipped):
 def _sort(values, indices, ascending):
     """Sort every row of lanes."""
     lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    # Runs of 2, 4, … lanes, every other one ascending, are merged into one.
+    # Merges runs of 2, 4, … lanes, of which every other one is ascending.
     runs = lambda n, pair: _exchange_from(n, pair[0], pair[1], (lane & (jnp.int32(2) << n)) != 0)
     values, indices = lax.fori_loop(0, STAGES - 1, runs, (values, indices))
     return _exchange_from(STAGES - 1, values, indices, ascending)
 
 
 def _fold(values, indices, ascending):
-    """The 128 first of each pair of rows, one descending in the first half, one ascending in the second."""
+    """The first 128 tokens of each pair of rows: one descending, in the first half, and one ascending."""
     half = values.shape[0] // 2
     first = before(values[:half], indices[:half], values[half:], indices[half:])
     values = jnp.where(first, values[:half], values[half:])
@@ -55,14 +55,15 @@ def _fold(values, indices, ascending):
 
 
 def merge(values: jax.Array, indices: jax.Array, best: jax.Array, best_indices: jax.Array, group: int):
-    """The 128 first tokens of each row of the group, ascending, from `best`, ascending, and from all others.
+    """The first 128 tokens of each row of the group, in ascending order.
 
-    values, indices `[strips · 3 · group, 128]` in this order, strips a power of two; best `[group, 128]`.
+    They come from `best` `[group, 128]`, ascending, and from values and indices
+    `[strips · 3 · group, 128]`, in this order, where strips is a power of two.
     """
     three = 3 * group
 
     def second_half(rows: int):
-        # What is folded upon the other half must run the other way; in the end, upon the best.
+        # The two halves that are folded together must be sorted in opposite directions, and so must `best`.
         row = lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
         return row >= (rows // 2 if rows > three else 2 * group)
 

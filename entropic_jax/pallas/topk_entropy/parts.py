@@ -1,4 +1,4 @@
-"""What the pass of a kernel leaves of each row, and the little arithmetic from there to the result."""
+"""Partial results of a row after a kernel's pass, and the arithmetic that completes them."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 from .reference import Head, Moments, TopkEntropy, inverse, where_warm
 
-LARGEST_K = 128  # what the kernels keep
-# The distance of a logit from the largest counts as at most this: whatever the temperature, its exponential
-# is 0 long before, and its square is finite.
+LARGEST_K = 128  # the kernels keep no more tokens
+# Distances from the largest logit are clipped to this: the exponential is 0 long before, at any temperature,
+# and the square stays finite.
 FARTHEST = -1e12
 
 
 class RowPartials(NamedTuple):
-    """One row after the pass; sums are over the tokens that are not among the k largest.
+    """Partial results of every row. Sums are over the tokens that are not among the k largest.
 
-    d is the distance z − highest, at most 0, and not divided by a temperature.
+    The distance d = z − highest is at most 0 and is not divided by a temperature.
     """
 
     values: jax.Array  # float32 [rows, k], descending; −inf where there is no token
@@ -26,7 +26,7 @@ class RowPartials(NamedTuple):
 
 
 def check(logits_or_weight: jax.Array, k: int) -> None:
-    """Decline what no kernel serves."""
+    """Raise NotImplementedError for a case that no kernel supports."""
     if k > LARGEST_K:
         raise NotImplementedError(f"k must be at most {LARGEST_K} in a kernel; got {k}")
     if logits_or_weight.dtype not in (jnp.float32, jnp.bfloat16):
@@ -49,7 +49,7 @@ def weigh(apart: jax.Array, inverse_temperature: jax.Array) -> tuple[jax.Array, 
 
 
 def shifted(sums: jax.Array, moved: jax.Array, inverse_temperature: jax.Array) -> jax.Array:
-    """Sums of (1, d, d²) exp(d / T), on the last axis, as seen from a largest logit that is −moved higher."""
+    """Sums of (1, d, d²) exp(d / T), on the last axis, after the largest logit has risen by −moved."""
     zeroth, once, twice = (sums[..., part] for part in range(3))
     shrink = jnp.exp(moved * inverse_temperature)
     parts = (zeroth, once + moved * zeroth, twice + moved * (2 * once + moved * zeroth))

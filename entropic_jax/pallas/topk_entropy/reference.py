@@ -1,4 +1,4 @@
-"""The most probable tokens and the entropies in plain JAX: the oracle of the kernels, and their fallback."""
+"""The most probable tokens and the entropies in plain JAX: the kernels' reference and fallback."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# What is colder or hotter counts as these, so that neither a square nor a gradient overflows.
+# Temperatures are clipped to these, so that neither a square nor a gradient overflows.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-9, 1e9
 
 
@@ -39,13 +39,13 @@ class TopkEntropy(NamedTuple):
 
 
 def inverse(temperature: jax.Array) -> jax.Array:
-    """1 / T; where T is 0 or below, the inverse of 1: what depends on it is replaced."""
+    """1 / T, or 1 where T is not above 0; `where_warm` replaces the results there."""
     warm = jnp.where(temperature > 0, temperature, 1.0)
     return 1 / jnp.clip(warm, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
 
 
 def where_warm(temperature: jax.Array, tempered: Moments) -> Moments:
-    """Zeros where T is 0: the distribution is greedy. What is no distribution stays NaN."""
+    """Zeros where T is 0, which is greedy. A row that is not a distribution stays NaN."""
     keep = (temperature > 0) | jnp.isnan(tempered.entropy)
     return jax.tree.map(lambda value: jnp.where(keep, value, 0.0), tempered)
 
@@ -74,12 +74,12 @@ def project(
 
 
 def exactly(dtype: jnp.dtype) -> lax.Precision | None:
-    """For products: a TPU would otherwise round float32 to bfloat16."""
+    """The precision of a product in float32, which a TPU would otherwise round to bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    # NaN is no candidate, and −0 ties with 0; the values are taken from the logits, for the gradient.
+    # NaN is excluded, and −0 ties with 0. Values are taken from the logits again, for the gradient.
     candidates = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.where(logits == 0, 0.0, logits))
     largest, indices = lax.top_k(lax.stop_gradient(candidates), k)
     real = largest > -jnp.inf
@@ -113,7 +113,7 @@ def _head(logits: jax.Array, values: jax.Array, indices: jax.Array, inverse_temp
     ratio = jnp.exp((values - highest) * scale)
     last, place = lax.stop_gradient(values[..., -1:]), indices[..., -1:]
     index = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # NaN is of neither side: it fails both comparisons, and so reaches the sum.
+    # NaN fails both comparisons, and so reaches the sum.
     inside = (logits > last) | ((logits == last) & (index <= place))
     below = jnp.sum(jnp.where(inside, 0.0, jnp.exp((logits - highest) * scale)), axis=-1)
     above = jnp.sum(ratio, axis=-1)

@@ -1,7 +1,7 @@
-"""Stores of a GPU's warpgroup to places that its threads compute: what Pallas has no operation for.
+"""Scatter into a GPU's shared memory, at places that the threads compute. Pallas has no such operation.
 
-Written in the dialects of Mosaic GPU. The interpreter knows nothing of them: there, `portable`, the same is
-said in operations on whole arrays.
+The code uses the dialects of Mosaic GPU, which the interpreter does not know. With `portable`, operations on
+whole arrays do the same.
 """
 
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ def _elements(*arrays: mgpu.FragmentedArray):
 
 
 def append(selected, values, places, to_values, to_places, count, portable: bool) -> None:
-    """Append the wanted elements to lists in shared memory, in any order; `count[0]` counts them.
+    """Append the selected elements to lists in shared memory, in any order; `count[0]` counts them.
 
-    What does not fit is counted and not stored.
+    Elements that do not fit are counted but not stored.
     """
     size = to_values.shape[0]
     if portable:

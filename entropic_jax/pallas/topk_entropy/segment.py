@@ -1,6 +1,6 @@
-"""The k largest values of one segment of a row, and the sums over the others: the body of the GPU's kernel.
+"""The body of the GPU kernel: the k largest values of one segment of a row, and sums over the others.
 
-One warpgroup holds the segment in shared memory, so that it is read from there as often as is good.
+One warpgroup keeps the segment in shared memory, where repeated passes over it are cheap.
 """
 
 import math
@@ -17,7 +17,7 @@ from .parts import FARTHEST, LARGEST_K
 from .scatter import LAYOUT, LENGTH, append, place_at
 
 BOX = 256  # elements that a tiled copy can move
-STAGES = 4  # barriers: the first quarter is looked at while the others arrive
+STAGES = 4  # barriers: the kernel works on the first quarter while the others arrive
 NOWHERE = 2**31 - 1  # the place of no value
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether every row begins where bulk copies may, counted in float32 as in bfloat16."""
+        """Whether every row begins at an address that bulk copies accept, in float32 and in bfloat16."""
         return self.length % 8 == 0
 
 
@@ -51,7 +51,7 @@ class SharedMemory(NamedTuple):
 
 
 def memory(shape: Segments, dtype: Any) -> SharedMemory:
-    """What the kernel is to be given."""
+    """The shared memory that the kernel needs."""
     copies = 1 if shape.aligned else shape.size // STAGES // BOX
     return SharedMemory(
         segment=plgpu.SMEM((shape.size,), dtype),
@@ -65,7 +65,7 @@ def memory(shape: Segments, dtype: Any) -> SharedMemory:
 
 
 def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numbers_ref, *held) -> None:
-    """From logits `[rows · length]` to the best, and numbers: highest, sums; `[rows, count, LARGEST_K]`."""
+    """From logits `[rows · length]`: the best tokens `[rows, count, LARGEST_K]`, the highest, and the sums."""
     held = SharedMemory(*held)
     row, segment = lax.axis_index("row"), lax.axis_index("segment")
     begin = segment * shape.size
@@ -82,7 +82,7 @@ def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numb
     def read(chunk):
         x = cast(held.segment[pl.ds(chunk * LENGTH, LENGTH)]).astype(jnp.float32)
         place = chunk * LENGTH + iota
-        # What lies beyond the row may be anything.
+        # Memory beyond the row may hold anything.
         return jnp.where(place < length, x, -jnp.inf), place
 
     def largest(chunk, top):
@@ -135,7 +135,7 @@ def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numb
 
 
 def _fetch(shape: Segments, logits_ref, start, held: SharedMemory) -> None:
-    """Copy the segment, and what lies behind a row's last one, from `start` on."""
+    """Copy the segment from `start` on; the last one of a row includes what lies behind the row."""
     part = shape.size // STAGES
     step = part if shape.aligned else BOX
     # A bulk copy asks for 16 bytes of alignment, a tiled one for none, but moves a box at a time.
@@ -187,10 +187,10 @@ def _halve(count, low, high, many, enough: int, k: int) -> tuple[Any, Any]:
 
 
 def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
-    """A floor, and a place up to which values at it count, that leave k to LENGTH candidates.
+    """A floor that leaves k to LENGTH candidates, and the place up to which values equal to it count.
 
-    All of them, where they are fewer than k. `top` holds the largest of each of LENGTH subsets: as many of
-    these as are above a floor, so many values are at least.
+    If there are fewer than k values, all are candidates. `top` holds the maxima of LENGTH subsets: the number
+    of them above a floor is a lower bound of the number of values above it.
     """
     k, everywhere = shape.k, jnp.int32(shape.size)
     highest = jnp.max(top)
@@ -202,7 +202,7 @@ def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
     many = count(floor, everywhere)
 
     def narrower():
-        # Subsets hold more of the largest than one each.
+        # Some subsets hold several of the largest values.
         at_highest = count(highest, everywhere)
         low = jnp.where(at_highest >= k, highest, floor)
         start = jnp.where(at_highest >= k, at_highest, many)
@@ -220,7 +220,7 @@ def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
             fewer = candidates < k
             return jnp.where(fewer, half, before), jnp.where(fewer, end, half), candidates
 
-        # Of too many equal values, the first.
+        # Among too many equal values, the first count.
         before, end, _ = lax.while_loop(undecided, step, (jnp.int32(-1), everywhere, start))
         return low, end
 
@@ -228,7 +228,7 @@ def _candidates(shape: Segments, top, tally, count) -> tuple[Any, Any]:
 
 
 def _ranks(held: SharedMemory, values, places, full) -> Any:
-    """How many candidates come before each."""
+    """The rank of each candidate: how many come before it."""
     unrolled = 8
 
     def compare(chunk, ranks):

@@ -1,4 +1,4 @@
-"""One sweep over the logits on a TPU: the body of the kernel, and what it keeps."""
+"""The body of the TPU kernel: one sweep over the logits, and the state that it carries."""
 
 from itertools import islice
 from typing import Any, NamedTuple
@@ -30,17 +30,17 @@ class Shape(NamedTuple):
 class State(NamedTuple):
     """The state between sweeps over the logits; float32 `[rows, LANES]` unless stated.
 
-    As blocks of HBM and, under the same names, in VMEM while a grid step works on its rows.
+    The arrays live in HBM. While a grid step works on its rows, VMEM holds its blocks under the same names.
     """
 
     end_values: Any  # float32 [rows, buckets]: where the lists ended
-    end_turns: Any  # int32, the same: which turn of the buckets a token came in
+    end_turns: Any  # int32, the same: the round over the buckets in which a token came
     best: Any  # ascending: the largest tokens so far
     best_indices: Any  # int32
     highest: Any  # the same in every lane
-    passed: Any  # [2, 3, rows, LANES]: sums over what no list kept, of this sweep
-    passed_by: Any  # the largest of it, lane by lane
-    left: Any  # [2, 3, rows, LANES]: sums over what the merges left, of every sweep
+    passed: Any  # [2, 3, rows, LANES]: sums of this sweep over tokens that no list kept
+    passed_by: Any  # the largest such token of each lane
+    left: Any  # [2, 3, rows, LANES]: sums of all sweeps over tokens that the merges dropped
     lost: Any  # above 0 where a list may have missed one of the k largest
 
 
@@ -52,10 +52,10 @@ class BucketLists(NamedTuple):
 
 
 def kernel(shape: Shape, first: bool, projecting: bool, active_ref, scales_ref, *refs) -> None:
-    """A grid step: one block of logits of one block of rows.
+    """One grid step: one block of logits of one block of rows.
 
-    The other refs: hidden, where it is projected; logits or weights; the state before, but for the first
-    sweep; the state; the lists; and the products, where there are any.
+    The other refs are, in this order: hidden, if the kernel projects; the logits or the weights; the state
+    before, except in the first sweep; the state; the lists; and the products, if the kernel projects.
     """
     left = iter(refs)
     hidden_ref: Any = next(left) if projecting else None
@@ -115,7 +115,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, active_ref, scales_ref, 
 def _take_in(
     shape: Shape, first: bool, number, block_ref, rows, scales_ref, state: State, lists: BucketLists
 ):
-    """One block of logits, of one group of rows, into the lists and the sums."""
+    """Add one block of logits of a group of rows to the lists and the sums."""
     buckets, width = shape.buckets, shape.width
     strips, turns = min(buckets, width) // LANES, max(1, width // buckets)
     first_turn = number * turns if width >= buckets else number * width // buckets
@@ -128,7 +128,7 @@ def _take_in(
         x = block_ref[rows, pl.ds(pl.multiple_of(place, LANES), LANES)].astype(jnp.float32)
         if not ragged:
             return x
-        # What lies beyond the vocabulary may be anything.
+        # Memory beyond the vocabulary may hold anything.
         return jnp.where((number < full) | (place + lane < shape.vocabulary % width), x, -jnp.inf)
 
     def largest(strip, top):
@@ -141,7 +141,7 @@ def _take_in(
     highest = jnp.maximum(old, jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), old.shape))
     state.highest[rows] = highest
     scales = [jnp.broadcast_to(scales_ref[rows, n : n + 1], old.shape) for n in range(2)]
-    # The sums so far, as seen from the new largest logit.
+    # The sums so far, relative to the new largest logit.
     moved = jnp.where(old == -jnp.inf, 0.0, distance(old, highest))
     sums = []
     for n, scale in enumerate(scales):
@@ -188,7 +188,7 @@ def _take_in(
 
 
 def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) -> None:
-    """Merge the lists of a group of rows into its best, and say where a list may have missed one of them."""
+    """Merge the lists of a group of rows into `best`, and flag rows where a list may have missed a token."""
     strips, group = shape.buckets // LANES, shape.group
     # Blocks of a group of rows by strip and level: [strips · DEPTH · group, LANES].
     blocks = [(strip, level) for strip in range(strips) for level in range(DEPTH)]
@@ -205,7 +205,7 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     best, best_indices = merge(values, indices, old, old_indices, group)
     state.best[rows], state.best_indices[rows] = best, best_indices
 
-    # What is now behind the last of the best never comes back.
+    # Tokens that come after the last of `best` are out for good: they join the sums.
     last, last_index = best[:, :1], best_indices[:, :1]
     highest = state.highest[rows]
     everything = (
@@ -219,7 +219,8 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
         for part, summand in enumerate(weigh(apart, scale)):
             state.left[n, part, rows] += jnp.where(gone, summand, 0.0).sum(0)
 
-    # The k-th is at lane 128 − k. A list that ends before it may have had more, if its lane let pass any.
+    # The k-th token is at lane 128 − k. A list whose last token comes before it may have missed some, if its
+    # lane has dropped any token.
     least, least_index = (x[:, LANES - shape.k : LANES - shape.k + 1] for x in (best, best_indices))
     short = jnp.zeros((group, LANES))
     for strip in range(strips):

@@ -1,18 +1,20 @@
 """The k most probable tokens and the entropies on a TPU (Pallas Mosaic).
 
 A token's bucket is its index modulo the number of buckets. While blocks of logits stream through VMEM, each
-bucket keeps its largest tokens, a sorted list of `DEPTH` that is updated without a branch, and whatever a
-list does not keep goes into the sums, under the largest logit so far. Then the lists are merged into the 128
-largest tokens by a bitonic network over the lanes (`network.py`), and what of the lists is not among them
-goes into the sums too: no sum is a difference. Where a bucket may have held more of the k largest than its
-list could, the logits are passed over again, each bucket from where its list ended: exact for every input,
-and one pass for all but about one in a thousand rows of logits in no particular order.
+bucket keeps a sorted list of its `DEPTH` largest tokens, which is updated without a branch. All other tokens
+are added to the sums, relative to the largest logit so far. Then a bitonic network over the lanes
+(`network.py`) merges the lists into the 128 largest tokens, and the remaining ones join the sums. No sum is
+computed as a difference.
 
-`project` is the same over products of `hidden` with blocks of `weight`: logits live in VMEM only.
+If a bucket may have held more of the k largest tokens than its list, a second sweep continues each bucket
+where its list ended. The result is exact for every input. With logits in no particular order, about one row
+in a thousand needs a second sweep.
 
-It compiles for v4, v5e, v5p, v6e and tpu7x and agrees with float64 in the interpreter; it has not run on
-hardware. An estimate from counting vector operations, not a measurement: on a v5e a sweep over float32 logits
-of a large vocabulary takes about as long as their bytes take from HBM, and the merge about as long again.
+`project` does the same with products of `hidden` and blocks of `weight`: logits exist in VMEM only.
+
+The kernel compiles for v4, v5e, v5p, v6e and tpu7x and agrees with float64 in the interpreter; it has not run
+on hardware. An estimate from counting vector operations, not a measurement: on a v5e a sweep over float32
+logits of a large vocabulary takes about as long as reading them from HBM, and the merge as long again.
 """
 
 from functools import partial
@@ -28,11 +30,11 @@ from .parts import LARGEST_K, RowPartials, check, distance, finish, weigh
 from .reference import TopkEntropy, inverse
 from .sweep import DEPTH, Shape, State, kernel
 
-GROUP = 8  # rows that are worked on at once: the sublanes of a float32 register
-TURNS = 8  # of the buckets in one block of logits
-WEIGHT_BYTES = 1 << 21  # of the projection's weights, in one of the two slots of VMEM
-PROJECTED_ROWS = 64  # that share one reading of the weights
-VMEM_BYTES = 16 << 20  # what the compiler grants a kernel that does not ask for more
+GROUP = 8  # rows in one group: the sublanes of a float32 register
+TURNS = 8  # rounds over the buckets in one block of logits
+WEIGHT_BYTES = 1 << 21  # of the projection's weights in one of the two VMEM buffers
+PROJECTED_ROWS = 64  # that share one read of the weights
+VMEM_BYTES = 16 << 20  # the compiler's default limit for a kernel
 
 
 def topk_entropy(
@@ -44,12 +46,12 @@ def topk_entropy(
     buckets: int | None = None,
     width: int | None = None,
 ) -> TopkEntropy:
-    """See the package; `buckets` and `width`, powers of two from 128 on, are chosen where not given."""
+    """See the package. `buckets` and `width`, powers of two from 128 on, are chosen if they are None."""
     check(logits, k)
     rows, vocabulary = logits.shape
     buckets = buckets or _buckets(k)
     width = width or min(TURNS, pl.cdiv(vocabulary, buckets)) * buckets
-    block = min(rows, GROUP * 4 // logits.dtype.itemsize)  # whole tiles of what is read
+    block = min(rows, GROUP * 4 // logits.dtype.itemsize)  # complete tiles of the logits
     shape = Shape(rows, block, block, vocabulary, k, buckets, width)
     scales = jnp.stack([inverse(calibration), inverse(temperature)], axis=-1)
     return finish(_parts(shape, None, logits, scales), temperature, calibration, vocabulary)
@@ -65,7 +67,7 @@ def project(
     buckets: int | None = None,
     width: int | None = None,
 ) -> TopkEntropy:
-    """See the package; rows beyond `PROJECTED_ROWS` read the weights again."""
+    """See the package. Each group of `PROJECTED_ROWS` rows reads the weights once."""
     check(weight, k)
     if hidden.dtype != weight.dtype:
         raise NotImplementedError(
@@ -82,8 +84,8 @@ def project(
             width *= 2
     padded = pl.cdiv(rows, GROUP) * GROUP
     block = pl.cdiv(padded, pl.cdiv(padded, PROJECTED_ROWS) * GROUP) * GROUP
-    # A row of weights that does not end with a tile makes XLA lay the array out by columns: taken so, it is
-    # read as it lies, and not copied on every call.
+    # XLA lays weights out by columns if a row does not end with a tile. The kernel then reads them
+    # transposed, which avoids a copy on every call.
     transposed = vocabulary % LANES != 0
     shape = Shape(padded, block, GROUP, vocabulary, k, buckets, width, transposed)
     below = lambda x: jnp.pad(x, ((0, padded - rows), (0, 0)))
@@ -101,7 +103,7 @@ def _buckets(k: int) -> int:
 
 
 def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: jax.Array) -> RowPartials:
-    """Sweep once; then again over those blocks of rows where a list was too short."""
+    """Sweep once, then again over the blocks of rows in which a list was too short."""
     blocks = pl.cdiv(shape.rows, shape.block)
 
     def of_blocks(lost):
@@ -111,7 +113,7 @@ def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: ja
     again = lambda state: _sweep(shape, state, of_blocks(state.lost), hidden, source, scales)
     state = _sweep(shape, None, jnp.ones(blocks, jnp.int32), hidden, source, scales)
     state = lax.while_loop(lambda state: (state.lost > 0).any(), again, state)
-    # The best are ascending, and those before the k-th belong to the rest.
+    # `best` is ascending: the tokens before the k-th belong to the rest.
     behind = jnp.arange(LANES) < LANES - shape.k
     apart = distance(state.best, state.highest)
     sums = [jnp.stack(weigh(apart, scales[:, n : n + 1])) for n in range(2)]
@@ -139,7 +141,7 @@ def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales
         return pl.BlockSpec((*sizes[:-2], block, sizes[-1]), lambda row, step, active: (*leading, row, 0))
 
     states = [spec(*sizes) for sizes in shapes]
-    # Where nothing is wanted, the block stays the same and is not fetched.
+    # An inactive block of rows keeps the block index, so that nothing is fetched.
     step_of = lambda row, step, active: jnp.where(active[row] > 0, step, 0)
     if not projecting:
         inputs = [pl.BlockSpec((block, shape.width), lambda row, *at: (row, step_of(row, *at)))]
@@ -179,7 +181,7 @@ def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales
 
 
 def _limit(shape: Shape, hidden: jax.Array | None, source: jax.Array) -> int | None:
-    """The VMEM to ask for, where the default may not do."""
+    """The VMEM limit to request if the default may not suffice."""
     lists = 8 * DEPTH * shape.block * shape.buckets
     state = 4 * shape.block * (8 * shape.buckets + 4 * 18 * LANES)  # in and out, two slots each
     merging = 32 * DEPTH * shape.group * shape.buckets  # what the network spills
