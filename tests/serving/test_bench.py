@@ -219,7 +219,7 @@ def test_compare_alternates_and_sends_both_the_same(entropic):
         (["--like=azure-code"], "--rate is required with --like azure-code, whose rate is not published"),
         (
             ["--rate=1", "--slo=ttft"],
-            "--slo must be NAME:MILLISECONDS, NAME one of ttft, tpot, itl, e2e; got ttft",
+            "--slo must be NAME:MILLISECONDS, NAME one of ttft, itl, tpot, e2e; got ttft",
         ),
         (["--rate=1", "--prompt-tokens=9-4"], "must be N or LOW-HIGH; got 9-4"),
         (["--rate=1", "--body=[]"], "must be a JSON object; got []"),

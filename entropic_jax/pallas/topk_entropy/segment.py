@@ -65,7 +65,7 @@ def memory(shape: Segments, dtype: Any) -> SharedMemory:
 
 
 def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numbers_ref, *held) -> None:
-    """From logits `[rows · length]`: the best tokens `[rows, count, LARGEST_K]`, the highest, and the sums."""
+    """From logits `[rows · length]` to the best tokens `[rows, count, LARGEST_K]`, the highest and sums."""
     held = SharedMemory(*held)
     row, segment = lax.axis_index("row"), lax.axis_index("segment")
     begin = segment * shape.size
