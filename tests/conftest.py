@@ -1,4 +1,4 @@
-"""Settings of every test: strict types, one device, compiled programs kept between runs."""
+"""Settings for all tests: strict type promotion, one device, a compilation cache kept between runs."""
 
 import os
 from pathlib import Path

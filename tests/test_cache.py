@@ -1,4 +1,4 @@
-"""The allocator under a state machine: no page is lost, none has two owners."""
+"""The page allocator under a state machine: no page is lost, and none has two owners."""
 
 import jax
 import jax.numpy as jnp

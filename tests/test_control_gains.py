@@ -1,4 +1,4 @@
-"""Every interface to the control loop covers every field of the one table of gains."""
+"""Every interface covers every control gain of the table."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Entropy and its estimators against float64 in NumPy, and the inequalities that the bounds promise."""
+"""Entropy and its estimators against float64 in NumPy, and the inequalities of the bounds."""
 
 import math
 from functools import partial

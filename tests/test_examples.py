@@ -1,4 +1,4 @@
-"""Every example runs as it is written."""
+"""Every example runs as written."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`docs/glossary.md` and the code use the same words: retired names are gone, and every name in it exists."""
+"""The code uses the words of `docs/glossary.md`: retired names are gone, and every name in it exists."""
 
 import ast
 import re

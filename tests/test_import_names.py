@@ -1,4 +1,4 @@
-"""One name a module: `entropic_jax.models` and `entropic_jax.serving`, never `models` and `serving`."""
+"""One name per module: `entropic_jax.models` and `entropic_jax.serving`, never `models` and `serving`."""
 
 import os
 import subprocess

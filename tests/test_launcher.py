@@ -1,4 +1,4 @@
-"""`./run`, with a stand-in for the Python of the virtual environment that notes down what it is asked."""
+"""`./run`, with a stand-in for the Python of the environment that records its arguments."""
 
 import json
 import os

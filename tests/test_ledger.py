@@ -1,4 +1,4 @@
-"""Entropic time and cost: against NumPy, against counts by hand, and against XLA's count of the same step."""
+"""Entropic time and cost against NumPy, manual counts, and XLA's cost analysis of the same step."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The loop's invariants: what may not change a sequence, and what must end it."""
+"""Invariants of the loop: what must not change a sequence, and what must end it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is declared, what is locked and what is shipped agree."""
+"""Declared, locked and shipped dependencies agree."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A cache of 8 bits: how far what is read from it may be from float32, and what nothing may change."""
+"""An 8-bit KV cache: bounds on its error against float32, and invariants that hold exactly."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Subsets of rows: what is gathered, where it is scattered, and what stays as it was."""
+"""Row subsets: gather, scatter, and rows that stay unchanged."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Every interface to sampling covers every field of the one table, and accepts the same values."""
+"""Every interface covers every sampling parameter of the table and accepts the same values."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Steps that compute some of the rows: every row gets what it would get alone, and others stand still."""
+"""Steps that compute a subset of the rows: each row gets the same result as alone, and others do not move."""
 
 from typing import Any
 

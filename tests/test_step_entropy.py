@@ -1,4 +1,4 @@
-"""A step whose entropies come out of a kernel is the step of plain JAX, but for rounding."""
+"""A step that takes its entropies from a kernel equals a step in plain JAX, up to rounding."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The form of the source: linter, formatter, type checker and the house rules on files."""
+"""The form of the source: linter, formatter, type checker, and house rules on files and errors."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""A tiny model with random weights, and one way to run it, shared by the tests of the loop."""
+"""A tiny model with random weights and a way to run it, shared by the tests of the loop."""
 
 from functools import cache as once
 from typing import Any

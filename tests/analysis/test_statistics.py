@@ -1,4 +1,4 @@
-"""Intervals, and comparisons pair by pair."""
+"""Confidence intervals and paired comparisons."""
 
 import numpy as np
 import pytest

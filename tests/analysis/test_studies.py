@@ -1,4 +1,4 @@
-"""The measures of an ablation: a prompt that is read once serves every configuration."""
+"""The studies of an ablation; one prefill of a prompt serves every configuration."""
 
 import jax
 import numpy as np

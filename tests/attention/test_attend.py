@@ -1,4 +1,4 @@
-"""Writing and reading pages against plain arrays."""
+"""Writing pages and attending to them, against plain arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Choosing pages in the loop: limits that must equal dense attention, and a bound that must hold."""
+"""Page selection in the loop: limits in which it equals dense attention, and the certified bound."""
 
 import dataclasses
 

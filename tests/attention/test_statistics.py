@@ -1,4 +1,4 @@
-"""What is observed of attention, against float64 over the valid positions, and that nothing else pays."""
+"""Attention statistics against float64 over the valid positions; other programs do not change."""
 
 import re
 

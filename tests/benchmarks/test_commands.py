@@ -1,4 +1,4 @@
-"""Every benchmark is a command, and its folder has the files that the others have."""
+"""Every benchmark runs as a command, and its folder has the same files as the others."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Pages of docs/results: every table has its date and commit, and says what the raw measurements say."""
+"""Pages of docs/results: every table has its date and commit and matches the raw measurements."""
 
 import re
 from functools import cache

@@ -1,4 +1,4 @@
-"""Calibration: known temperatures are found, confidence becomes right, and the file is what it says."""
+"""Calibration recovers known temperatures, corrects confidence, and checks the file that it reads."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The contract that every controller keeps, from one table."""
+"""The contract that every controller keeps, tested from one table."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Logits at their extremes, in the whole loop: every law goes on, and what is no distribution ends alone."""
+"""Extreme logits in the whole loop: every law continues, and a row without a distribution ends alone."""
 
 import dataclasses
 from typing import Any

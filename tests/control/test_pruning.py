@@ -1,4 +1,4 @@
-"""How much may stay unread: never on doubt, never at once."""
+"""The laws of ε: bounds, patience, and behaviour under uncertainty."""
 
 from dataclasses import fields
 

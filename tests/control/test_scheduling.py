@@ -1,4 +1,4 @@
-"""The macro laws: the predictor, the priority, who is chosen, and how long anyone waits."""
+"""The scheduling laws: the predictor, the priority, the selection of rows, and the bound on waiting."""
 
 import math
 from functools import partial

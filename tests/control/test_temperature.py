@@ -1,4 +1,4 @@
-"""The laws of temperature against their formulas in float64, and what each promises of the closed loop."""
+"""Temperature laws against their formulas in float64, and their closed-loop guarantees."""
 
 import math
 

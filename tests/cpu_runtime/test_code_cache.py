@@ -1,4 +1,4 @@
-"""Machine code on disk: the second process loads what the first compiled, and nothing else."""
+"""The machine-code cache: a second process loads what the first one compiled, and nothing else."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The least weight to keep, against sorting."""
+"""The threshold of kept weights, against sorting."""
 
 import numpy as np
 import pytest

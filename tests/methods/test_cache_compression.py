@@ -1,4 +1,4 @@
-"""Compression of the cache: rankings, what is kept, and what becomes of the pages."""
+"""KV cache compression: rankings, kept entries, and released pages."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The Dirichlet's formulas against float64 draws and differences, the fit against its equations, the law."""
+"""The Dirichlet sampler: formulas against float64, the fit against its equations, and the law."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The quadrants of Entropix against formulas written out in float64, as corrected and as released."""
+"""The quadrants of Entropix against formulas in float64, as corrected and as released."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Branches and second thoughts: what is kept is the best, what is read is right, and no page is lost."""
+"""Branches and rollbacks: the best branch is kept, results match a reference, and no page leaks."""
 
 import re
 from typing import Any

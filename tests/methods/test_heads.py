@@ -1,4 +1,4 @@
-"""The entropy of heads: measured as the method does, and drawn."""
+"""Attention-head entropies: measured as the sparse prefill measures them, and plotted."""
 
 import numpy as np
 import pytest

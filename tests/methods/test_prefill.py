@@ -1,4 +1,4 @@
-"""Sparse prefill: the observation, the budgets and the lists, each against its own words in NumPy."""
+"""Sparse prefill: the estimate, the budgets and the page lists, each against NumPy."""
 
 import jax
 import jax.numpy as jnp

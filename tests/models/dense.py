@@ -1,4 +1,4 @@
-"""A dense, contiguous cache: the simplest thing a model can attend to, and a way to run it."""
+"""A dense contiguous cache, and a way to run a model on it."""
 
 import functools
 from typing import Any

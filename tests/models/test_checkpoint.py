@@ -1,4 +1,4 @@
-"""Orbax checkpoints bring back every bit, random keys included."""
+"""Orbax checkpoints restore every bit, random keys included."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Model directories: sharded, half precision, other spellings of config.json, and every way to be broken."""
+"""Model directories: sharded, in half precision, with other spellings of config.json, and broken ones."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Mixture of experts: every way to compute it gives what the definition says."""
+"""Mixture of experts: all implementations agree with the definition."""
 
 import jax
 import jax.numpy as jnp

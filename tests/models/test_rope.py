@@ -1,4 +1,4 @@
-"""Rotary embedding: the frequencies of transformers, and one cosine per step on the CPU."""
+"""Rotary embedding: the frequencies match transformers, and a step on a CPU computes one cosine."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back: BOS, streaming without broken characters, chat templates."""
+"""Tokenizers: encoding and decoding, BOS, streaming without broken characters, chat templates."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Compilers and interpreters of accelerators, for a machine that has none.
+"""Compilers and interpreters for TPU and GPU that run without either.
 
     compiled = compile_for_tpu(kernel, like(64, 128256), generation="v5e")   # libtpu, down to machine code
     program = compile_for_gpu(kernel, like(64, 128256))                      # ptxas for sm_90a

@@ -1,4 +1,4 @@
-"""The kernels on the shapes that models have, as programs for a compiler, and what they may take.
+"""The kernels at the shapes of real models, as programs to compile, with limits on their memory.
 
 for program in programs("tpu"):
     compiled = compile_for_tpu(program.function, *program.arguments, generation="v5e", **program.options)

@@ -1,4 +1,4 @@
-"""Writes the table of docs/kernels.md: which kernel was seen to work where.
+"""Writes the table of docs/kernels.md: where each kernel has been checked.
 
     python -m tests.pallas.table            # every case, interpreted and compiled: minutes
     python -m tests.pallas.table --resume   # what the last run, interrupted, had not come to

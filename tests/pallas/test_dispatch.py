@@ -1,4 +1,4 @@
-"""Who is asked, who is named, what is said."""
+"""Dispatch: which back end serves a call, how one is named, and what is logged."""
 
 import logging
 

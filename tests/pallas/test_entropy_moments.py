@@ -1,4 +1,4 @@
-"""Moments of softmax(z / T): the kernel for a CPU against float64, at extremes against the reference."""
+"""Moments of softmax(z / T): the CPU kernel against float64, and at extremes against the reference."""
 
 import jax
 import jax.numpy as jnp

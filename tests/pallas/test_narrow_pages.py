@@ -1,4 +1,4 @@
-"""Pages of fewer bits on a CPU: what is read of them and written to them by the kernels in Numba."""
+"""Pages of 16 and 8 bits on a CPU: the Numba kernels that read and write them."""
 
 import jax
 import jax.numpy as jnp

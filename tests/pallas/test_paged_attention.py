@@ -1,4 +1,4 @@
-"""Every back end of paged attention, and of the choice of pages, against a float64 statement of it."""
+"""Every back end of paged attention and of page selection, against float64."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Paged attention on accelerators that are not here: in the interpreters, against float64."""
+"""Paged attention for TPU and GPU, in the interpreters, against float64."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""Prefill of listed pages on a CPU against plain attention, in memory that is NaN where nothing is listed."""
+"""Prefill of listed pages on a CPU against plain attention, with NaN in all memory that is not listed."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Prefill, and the write of new keys and values, on accelerators that are not here: in the interpreters."""
+"""Prefill and KV write for TPU and GPU, in the interpreters."""
 
 from types import SimpleNamespace
 

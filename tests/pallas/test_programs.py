@@ -1,4 +1,4 @@
-"""Every kernel through the compilers of accelerators that are not here: no copy of a pool, no spills.
+"""Every kernel through the compilers for TPU and GPU: no copy of a page pool, no register spills.
 
 Compilers are in the extra `kernels`. What is always compiled is a sample; `-m exhaustive` compiles the rest.
 """

@@ -1,4 +1,4 @@
-"""RMS normalisation: against float64, row by row the same, and with the derivatives of the formula."""
+"""RMS normalisation: against float64, identical row by row, and with the derivatives of the formula."""
 
 import jax
 import jax.numpy as jnp

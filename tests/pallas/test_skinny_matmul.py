@@ -1,4 +1,4 @@
-"""Products of few rows: against float64, row by row the same, and with the reference's gradients."""
+"""Skinny products: against float64, identical row by row, and with the gradients of the reference."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md is that of the stored results, and has a row for every case there is."""
+"""The table of docs/kernels.md matches the stored results and has a row for every case."""
 
 import json
 

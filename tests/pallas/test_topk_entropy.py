@@ -1,4 +1,4 @@
-"""Top-k and entropies of every back end against float64, and in the interpreters."""
+"""Top-k and entropies: every back end against float64, kernels in the interpreters."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Random bits are those of jax.random, whatever the kind of key."""
+"""Random bits equal those of jax.random, for every kind of key."""
 
 import jax
 import jax.numpy as jnp

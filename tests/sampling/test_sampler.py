@@ -1,4 +1,4 @@
-"""Sampling against NumPy, and against its promises: independence of the rows, laziness, no retrace."""
+"""Sampling against NumPy; independence of rows, skipped work, and no retracing."""
 
 from functools import partial
 

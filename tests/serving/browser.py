@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe in its DevTools protocol: nothing but the browser is installed."""
+"""Headless Chromium, driven over a pipe with the DevTools protocol; needs no other package."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""A generator that says what the test tells it to, in place of a model; and a real one, if untrained."""
+"""Fixtures of the command-line tests: a scripted generator, and a real one with random weights."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the dashboard talks to, without a model: the page under its strict policy, and a scripted text."""
+"""A server for the dashboard tests: the page under its strict policy, and scripted answers."""
 
 import json
 import math

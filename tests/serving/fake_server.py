@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server without a model: it says tokens at known times, and remembers when it did.
+"""An OpenAI-compatible server without a model that emits tokens at known times and records them.
 
 A request's field `fake` says what to do; what was done stands in `FakeServer.log`, by the clock of the test.
 """

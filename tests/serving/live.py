@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, in a thread of this process."""
+"""A server on a free local port, in a thread of this process."""
 
 import asyncio
 import contextlib

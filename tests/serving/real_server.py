@@ -1,4 +1,4 @@
-"""A server over the real engine and the embedded model, for the clients that people use."""
+"""A server with the real engine and the embedded model, for tests with third-party clients."""
 
 import contextlib
 from collections.abc import Iterator

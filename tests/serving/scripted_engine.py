@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, at the pace it is told to: a `Engine` without a model."""
+"""An `Engine` without a model: it emits a scripted text at a scripted pace."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Requests with a wrong body: refused with a message that names the field."""
+"""Requests with invalid bodies are refused with a message that names the field."""
 
 import httpx2
 import pytest

@@ -1,4 +1,4 @@
-"""`entropic bench` against a server that says when it said what."""
+"""`entropic bench` against a server that records when it sent what."""
 
 import asyncio
 import json

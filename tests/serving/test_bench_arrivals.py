@@ -1,4 +1,4 @@
-"""Arrivals have the statistics that were asked for; traces are read as they are published."""
+"""Generated arrivals have the requested statistics; traces are read in their published formats."""
 
 import json
 

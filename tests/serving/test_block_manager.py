@@ -1,4 +1,4 @@
-"""The host's account of pages, the prefix cache, and the order in which jobs are served."""
+"""The block manager, the prefix cache, and the order in which requests are served."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A model whose logits are not numbers: each of its requests ends in an error, and no other does."""
+"""A model with NaN logits: each of its requests ends in an error, and the server stays up."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and the tokens' endpoints over a scripted engine."""
+"""`/v1/chat/completions` and the tokenizer endpoints over a scripted engine."""
 
 import httpx2
 import pytest

@@ -1,4 +1,4 @@
-"""Clients that people use, unmodified, against the real engine and the embedded model."""
+"""Unmodified third-party clients against the real engine and the embedded model."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Connections: host names, heads and bodies that do not arrive, too many of them; an engine that failed."""
+"""Connections: host names, incomplete heads and bodies, connection limits, and a failed engine."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The fast stream gives the text that the tokenizer gives."""
+"""The incremental detokenizer gives the same text as the tokenizer."""
 
 from pathlib import Path
 

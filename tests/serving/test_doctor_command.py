@@ -1,4 +1,4 @@
-"""`entropic doctor`: what it says of this machine, and that it notices what is wrong."""
+"""`entropic doctor`: its report on this machine, and the faults that it detects."""
 
 import json
 

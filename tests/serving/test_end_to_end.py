@@ -1,4 +1,4 @@
-"""The command line on a real, if untrained, model directory."""
+"""The command line on a model directory with random weights."""
 
 import json
 

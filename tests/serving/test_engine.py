@@ -1,4 +1,4 @@
-"""The engine's invariants: what a job gets depends on nothing but the job, and nothing is left behind."""
+"""Invariants of the engine: results do not depend on other requests, and all rows and pages come back."""
 
 import asyncio
 import dataclasses

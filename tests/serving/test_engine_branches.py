@@ -1,4 +1,4 @@
-"""Branches in the engine: what is offline, alone and in a crowd; and every row and page comes back."""
+"""Branches in the engine: the same tokens as offline, alone and in a crowd; all rows and pages come back."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Methods in the engine: what a job gets is what it gets offline, in a crowd too, and pages come back."""
+"""Methods in the engine: the same tokens as offline, alone and in a crowd; all pages come back."""
 
 from functools import partial
 

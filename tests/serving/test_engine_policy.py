@@ -1,4 +1,4 @@
-"""The scheduling policy of an engine, and which presets it leaves to a request."""
+"""The scheduling policy of an engine, and the presets that it accepts in requests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The engine's compiled programs: all are compiled by a full warm-up, and none copies the page pool."""
+"""Compiled programs of the engine: a full warm-up compiles all, and none copies the page pool."""
 
 import pytest
 

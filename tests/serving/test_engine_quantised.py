@@ -1,4 +1,4 @@
-"""The engine over a cache of 16 or 8 bits: the same invariants, and more pages in the same room."""
+"""The engine with a KV cache of 16 or 8 bits: the same invariants, and more pages in the same memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Samplers in the engine: a matter of each sequence, the same in a crowd, and nothing is left behind."""
+"""Samplers in the engine: selected per sequence, the same in a crowd, with no leaks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Sampling defaults of a server: the model's, another folder's or none, and what overrides them."""
+"""Default sampling parameters of a server: where they come from, and what overrides them."""
 
 import json
 

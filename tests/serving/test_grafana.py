@@ -1,4 +1,4 @@
-"""The Grafana dashboard can be imported, and asks only for metrics that the server has."""
+"""The Grafana dashboard can be imported and queries only metrics that the server exports."""
 
 import json
 import re

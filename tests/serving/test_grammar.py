@@ -1,4 +1,4 @@
-"""Grammars that no text satisfies, or that break on the way: never a finished answer."""
+"""Grammars that no text satisfies, or that fail midway, never yield a finished answer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, its `local-completions`, unmodified and offline, against a reference here."""
+"""lm-evaluation-harness (`local-completions`), unmodified and offline, against a float64 reference."""
 
 import json
 import math

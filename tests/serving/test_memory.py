@@ -1,4 +1,4 @@
-"""Sizes planned from memory: what does not fit is refused by name, before anything is allocated."""
+"""Sizes planned from memory: a size that does not fit is refused by name before allocation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The server as a process: it starts, drains on SIGTERM, and comes back after kill -9."""
+"""The server as a process: it starts, drains on SIGTERM, and restarts after kill -9."""
 
 import contextlib
 import json

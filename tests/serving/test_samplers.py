@@ -1,4 +1,4 @@
-"""`entropic generate` with whole samplers: what is streamed is what is returned, alone or in company."""
+"""`entropic generate` with complete samplers: streamed text equals returned text, alone or in a batch."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a server withstands: wrong bodies, wrong keys, too much, clients that leave, signals."""
+"""Robustness of the server: invalid bodies and keys, overload, clients that leave, signals."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The soak's requests pass against a server that is right, and find one that is not."""
+"""The checks of the soak benchmark pass on a correct server and detect a faulty one."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Traces, where OpenTelemetry's SDK is installed."""
+"""OpenTelemetry traces; skipped without its SDK."""
 
 import httpx2
 import pytest

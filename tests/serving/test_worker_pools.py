@@ -1,4 +1,4 @@
-"""Worker pools: hard grammars and long texts delay nobody else, and a full queue refuses."""
+"""Worker pools: hard grammars and long texts do not delay other requests; a full queue refuses."""
 
 import asyncio
 import threading

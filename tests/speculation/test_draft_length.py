@@ -1,4 +1,4 @@
-"""The draft-length law: the likeliest tokens first, prefixes only, the pass with the best rate."""
+"""The draft-length law: most probable tokens first, prefixes only, the pass with the best rate."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The suffix drafter: matches as a search by hand finds them, and their continuations."""
+"""The suffix drafter: matches and continuations, against a brute-force search."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The small model exported, a tokenizer for it, and the text that trained the tokenizer."""
+"""Fixtures of the training tests: an exported small model, its tokenizer, and the text of the tokenizer."""
 
 import json
 from pathlib import Path

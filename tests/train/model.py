@@ -1,4 +1,4 @@
-"""A shape of the embedded model small enough for a test, and random parameters of it."""
+"""The shape of the embedded model, reduced for tests, with random parameters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The report and the card, from a folder that looks like the one training leaves behind."""
+"""The evaluation report and the model card, from a simulated training folder."""
 
 import json
 import lzma

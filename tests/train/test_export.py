@@ -1,4 +1,4 @@
-"""An exported model is the trained one: for us, and for transformers."""
+"""An exported model equals the trained one, in our loader and in transformers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recall windows hold what they say: the facts, the distance, the answers."""
+"""Recall windows contain the stated facts, distances and answers."""
 
 import numpy as np
 import pytest

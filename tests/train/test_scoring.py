@@ -1,4 +1,4 @@
-"""Every target is scored once, with the cost that training would have seen."""
+"""Every target is scored exactly once, with the loss that training computes."""
 
 from collections.abc import Iterator
 from typing import Any

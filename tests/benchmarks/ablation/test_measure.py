@@ -1,4 +1,4 @@
-"""The ablation runs from end to end, continues where it stopped, and fills every table."""
+"""The ablation benchmark runs end to end, resumes after an interruption, and fills every table."""
 
 import json
 import re

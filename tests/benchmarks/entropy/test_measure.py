@@ -1,4 +1,4 @@
-"""The benchmark of estimators runs as a command, and ends as quietly as it should."""
+"""The benchmark of entropy estimators runs as a command and exits cleanly."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Sections of pages: written between their markers, and nothing else is touched."""
+"""Sections of pages are written between their markers, and the rest of the page does not change."""
 
 from benchmarks.harness.publishing import section_markers, write_section
 

@@ -1,4 +1,4 @@
-"""Tables: text columns to the left, numbers to the right, a stamp under every title."""
+"""Tables: text columns are left-aligned, numbers right-aligned, and every title has a stamp."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""LongBench and InfiniteBench files of our own making."""
+"""LongBench and InfiniteBench tasks, read from small files in their formats."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Generated long documents: what is asked stands in them, and where the answers are said to be, they are."""
+"""Generated long documents contain what the questions ask for, at the stated positions."""
 
 import re
 

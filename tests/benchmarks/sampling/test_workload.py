@@ -1,4 +1,4 @@
-"""Tasks: the right answer passes, others do not, and what is written can do no harm."""
+"""Tasks of the sampling benchmark: correct answers pass, wrong ones fail, and generated code is contained."""
 
 import json
 import math

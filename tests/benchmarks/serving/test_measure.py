@@ -1,4 +1,4 @@
-"""Every study of the server's benchmark runs and stores what was measured, with engines that only pretend."""
+"""Every study of the serving benchmark runs and stores its measurements, with fake engines."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The tables of the server's benchmark say what the rows say."""
+"""The tables of the serving benchmark match its rows."""
 
 import pytest
 
