@@ -182,7 +182,7 @@ class LLMEngine:
         return sequence.output_stream
 
     def ready(self) -> bool:
-        """Whether the programs are compiled and requests run at full speed."""
+        """Whether the warm-up is over."""
         return self._ready.is_set() and self._failure is None and self._open
 
     def failure(self) -> BaseException | None:

@@ -92,7 +92,7 @@ class Engine(Protocol):
         """Queue a request. Raises QueueFullError, or RequestError where the model cannot serve it."""
 
     def ready(self) -> bool:
-        """Whether the programs are compiled and requests run at full speed."""
+        """Whether the warm-up is over; programs that it left out are compiled when they are first needed."""
 
     def failure(self) -> BaseException | None:
         """The exception that has stopped the engine, if any; a stopped engine must be replaced."""

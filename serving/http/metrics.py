@@ -179,7 +179,7 @@ class EngineCollector(Collector):
         for key, name, text in OWN:
             yield self._one(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
         yield self._one(
-            GaugeMetricFamily, "entropic_ready", "Whether all programs are compiled.", self.engine.ready()
+            GaugeMetricFamily, "entropic_ready", "Whether the warm-up is over.", self.engine.ready()
         )
 
     def _one(self, family: type, name: str, text: str, value: float) -> Any:

@@ -1,11 +1,14 @@
 """The server as a process: it starts, drains on SIGTERM, and restarts after kill -9."""
 
+import concurrent.futures
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +25,12 @@ pytestmark = pytest.mark.slow
 class Process:
     """A server, and what it has logged."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         command = [sys.executable, ROOT / "serving" / "server.py", "--port", "0", "--warmup", "none"]
         command += ["--max-num-seqs", "2", "--max-model-len", "512", "--log-format", "json", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
         self.lines: list[dict] = []
         self.url = ""
         for line in self.process.stderr:
@@ -47,8 +52,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(*options: str) -> Iterator[Process]:
-    server = Process(*options)
+def started(*options: str, **environment: str) -> Iterator[Process]:
+    server = Process(*options, **environment)
     try:
         yield server
     finally:
@@ -93,6 +98,24 @@ def test_it_comes_back_and_drains():
         second.reader.join(10)
     assert "secret-key" not in json.dumps(second.lines)
     assert second.lines[-1]["message"] == "stopped"
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["idle", "a request waits"])
+def test_sigterm_while_programs_compile_ends_in_time(tmp_path, waiting):
+    options = ("--warmup", "full", "--preset", "full", "--shutdown-timeout", "8")
+    with started(*options, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) as server:
+        assert httpx2.get(f"{server.url}/ready").status_code == 503
+        with httpx2.Client() as client, concurrent.futures.ThreadPoolExecutor(1) as thread:
+            ask = lambda: client.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=60)
+            answer = thread.submit(ask) if waiting else None
+            while waiting and not httpx2.get(f"{server.url}/entropic/state").json()["waiting"]:
+                time.sleep(0.02)  # everybody who waits is counted from the beginning
+            start = time.monotonic()
+            assert server.end(signal.SIGTERM) == 0
+            assert time.monotonic() - start < 8
+            if answer is not None:
+                answer.exception()  # the server has gone, or has answered 503
+        assert server.lines[-1]["message"] == "stopped"
 
 
 @pytest.mark.parametrize(

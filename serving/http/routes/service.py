@@ -57,14 +57,14 @@ def router(frontend: Frontend) -> APIRouter:
     @routes.head("/ready", include_in_schema=False)
     @routes.get(
         "/ready",
-        summary="Whether all programs are compiled and requests are taken",
+        summary="Whether the warm-up is over and requests are taken",
         response_model=Health,
         responses=documented(503),
     )
     async def ready() -> Any:
         frontend.check_able()
         if not frontend.engine.ready():
-            raise FrontendError(503, "the programs are being compiled", retry_after=5.0)
+            raise FrontendError(503, "the programs of the warm-up are being compiled", retry_after=5.0)
         return answered({"status": "ready"})
 
     @routes.get("/version", summary="The version", response_model=Version)
