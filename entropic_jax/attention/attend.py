@@ -59,20 +59,26 @@ def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.
         k: keys `[rows, n, kv_heads, head_dim]`.
         v: values of the same shape.
     """
-    return _write_one(layer, table, span, k, v) if k.shape[1] == 1 else _write_many(layer, table, span, k, v)
+    n = k.shape[1]
+    summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
+    if n == 1 or paged_attention.writes_in_order((layer.keys, layer.values), summaries, k, v):
+        return _write_in_order(layer, table, span, k, v)
+    return _write_many(layer, table, span, k, v)
 
 
-def _write_one(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
-    size, bin_page = layer.keys.shape[2], layer.keys.shape[0] - 1
-    index = jnp.minimum(span.start // size, table.shape[1] - 1)
-    page = jnp.take_along_axis(table, index[:, None], 1)[:, 0]
-    page = jnp.where(span.num_tokens > 0, page, bin_page)
-    slot = span.start % size
-    return _store(layer, k[:, 0], v[:, 0], page, slot)
+def _write_in_order(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
+    """One token after the other, so that a chunk leaves the bits that single tokens leave."""
+    n, size, bin_page = k.shape[1], layer.keys.shape[2], layer.keys.shape[0] - 1
+    position = span.start[:, None] + jnp.arange(n)
+    index = jnp.minimum(position // size, table.shape[1] - 1)
+    written = jnp.arange(n) < span.num_tokens[:, None]
+    page = jnp.where(written, jnp.take_along_axis(table, index, 1), bin_page)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    return _store(layer, flat(k), flat(v), flat(page), flat(position % size))
 
 
 def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:
-    """One key and value per row into a slot of a page, which starts the page if it is 0."""
+    """Keys and values `[tokens, kv_heads, head_dim]`, each into a slot of a page, which slot 0 starts."""
     summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
     pools = (layer.keys, layer.values)
     tiles, summaries = paged_attention.write(pools, summaries, k, v, page, slot)
@@ -136,7 +142,8 @@ def read(
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
     The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
-    row without tokens reads nothing and yields zeros.
+    row without tokens reads nothing and yields zeros. Up to `paged_attention.MAX_VERIFIED` queries per row
+    have, on a CPU, the bits that single queries have.
 
     Args:
         layer: its keys, values and page summaries.
@@ -159,7 +166,8 @@ def read(
     if n > 1 and reader is not None:
         out = reader.read_prompt(layer, q, first, span.start, last)
     elif n > 1:
-        out = paged_attention.prefill(q, layer.keys, layer.values, table, None, None, first, span.start, last)
+        attention = paged_attention.verify if n <= paged_attention.MAX_VERIFIED else paged_attention.prefill
+        out = attention(q, layer.keys, layer.values, table, None, None, first, span.start, last)
     elif reader is not None:
         out = reader.read(layer, q[:, :, :, 0], first[:, 0], last)[:, :, :, None]
     else:

@@ -20,7 +20,6 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of an element, by dtype
 CACHE_LINE = 64  # bytes
 KEYS_AT_ONCE = 4  # keys whose scores are summed over the lanes together
-REASSOCIATE = ("reassoc", "contract", "nsz")
 
 
 def intrinsic_of(num_arguments: int, emit: Callable[[Any, list[Any]], None]) -> Any:
@@ -108,10 +107,11 @@ def prefetch_elements(builder: Any, address: Any, offset: Any, number: int, dtyp
 
 
 def sum_lanes(builder: Any, value: Any) -> Any:
-    """The sum of the lanes."""
-    function_type = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
-    function = _declared(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", function_type)
-    return builder.call(function, [FLOAT(0), value], fastmath=REASSOCIATE)
+    """The sum of the lanes, added in halves: the compiler has no choice of the order."""
+    for step in (8, 4, 2, 1):
+        swapped = ir.Constant(ir.VectorType(NARROW, LANES), [i ^ step for i in range(LANES)])
+        value = builder.fadd(value, builder.shuffle_vector(value, value, swapped))
+    return builder.extract_element(value, NARROW(0))
 
 
 def sum_lanes_of_four(builder: Any, values: Sequence[Any]) -> Any:

@@ -52,6 +52,25 @@ def test_pages_hold_what_was_written_and_their_summaries(chunks):
             )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_chunk_leaves_the_bits_of_single_tokens(dtype, moments):
+    """At any offset, over several pages, for rows of different lengths; what is not written keeps its bits."""
+    rng = np.random.default_rng(2)
+    rows, n = 3, 13
+    k, v = jnp.asarray(rng.standard_normal((2, rows, n, 2, 8)), jnp.float32)
+    pool = cache.allocate(SHAPE, rows, 40, page_size=PAGE, dtype=dtype, moments=moments)
+    pool, _ = cache.grant(pool, jnp.full(rows, 40, jnp.int32))
+    start, count = jnp.array([0, 3, 9], jnp.int32), jnp.array([13, 7, 0], jnp.int32)
+    together = attend.write(pool.layers[0], pool.table, TokenSpan(start, count), k, v)
+    layer = pool.layers[0]
+    for i in range(n):
+        span = TokenSpan(start + i, (i < count).astype(jnp.int32))
+        layer = attend.write(layer, pool.table, span, k[:, i : i + 1], v[:, i : i + 1])
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(layer), strict=True):
+        np.testing.assert_array_equal(a[:-1], b[:-1])
+
+
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_reading_equals_dense_attention(queries, window):

@@ -112,5 +112,5 @@ def test_kernels_are_compiled_again_when_the_source_text_of_their_package_change
         code_cache.cache_folder.cache_clear()
     # The package of a kernel is that of its builder.
     source = Path(cpu.__file__).resolve()
-    (build,) = [x for x in cpu._register_decode.__wrapped__.__code__.co_consts if hasattr(x, "co_filename")]
+    (build,) = [x for x in cpu._register.__wrapped__.__code__.co_consts if hasattr(x, "co_filename")]
     assert Path(build.co_filename).resolve() == source

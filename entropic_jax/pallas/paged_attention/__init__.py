@@ -1,11 +1,12 @@
 """Paged attention: attention of queries to the KV cache through a page table, and page selection.
 
-The package has four operations, each with several back ends (see `dispatch`):
+The package has five operations, each with several back ends (see `dispatch`):
 
 | operation | purpose |
 |---|---|
 | `decode` | attention of one query per row to all or to listed pages, with its log-sum-exp |
 | `prefill` | causal attention of several queries per row |
+| `verify` | the same for a few queries per row, each with the bits that `decode` gives |
 | `select_pages` | the page lists to read: the fewest pages whose mass reaches 1 − ε |
 | `write` | stores one key and value per row, and updates the page summaries |
 
@@ -50,12 +51,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ...devices import default_device
 from ..dispatch import Operation, for_platform, interpreted
 from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference
 from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
 from .split_kv import merge_partials
 
 __all__ = [
+    "MAX_VERIFIED",
     "PageChoice",
     "PageSummary",
     "PartialAttention",
@@ -64,8 +67,12 @@ __all__ = [
     "decode_by_page",
     "prefill",
     "select_pages",
+    "verify",
     "write",
+    "writes_in_order",
 ]
+
+MAX_VERIFIED = cpu.MAX_QUERIES  # queries of a row that `verify` is made for; `prefill` serves more
 
 DECODE = Operation(
     "paged_attention.decode",
@@ -83,6 +90,16 @@ PREFILL = Operation(
         "tpu": for_platform("tpu", f"{__name__}.prefill_tpu", "prefill"),
         "gpu": for_platform("gpu", f"{__name__}.prefill_gpu", "prefill"),
         "xla": prefill_reference.prefill,
+        "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
+    },
+)
+VERIFY = Operation(
+    "paged_attention.verify",
+    {
+        "tpu": for_platform("tpu", f"{__name__}.prefill_tpu", "prefill"),
+        "gpu": for_platform("gpu", f"{__name__}.prefill_gpu", "prefill"),
+        "cpu": cpu.verify,
+        "xla": prefill_reference.verify,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },
 )
@@ -224,6 +241,40 @@ def _prefill_backward(backend, residuals, gradient):
 _prefill.defvjp(_prefill_forward, _prefill_backward)
 
 
+def verify(
+    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
+    *, backend: str | None = None,
+):  # fmt: skip
+    """Causal attention of at most `MAX_VERIFIED` queries per row, as in the verification of drafted tokens.
+
+    On a CPU, query i of a row has the bits that `decode` gives at its position, whatever n is; TPUs and GPUs
+    use the kernels of `prefill`.
+
+    Args:
+        q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length: as for
+            `prefill`.
+        backend: the name of the back end to use; None takes the first that supports the case.
+
+    Returns:
+        The output in the shape of q. That of a query at or past the context length is not defined.
+    """
+    page_lists.check(page_table, page_list, num_pages)
+    positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
+    return _verify(backend, q, keys, values, *positions)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _verify(backend, q, keys, values, *positions):
+    return VERIFY(q, keys, values, *positions, backend=backend)
+
+
+def _verify_forward(backend, q, keys, values, *positions):
+    return _verify(backend, q, keys, values, *positions), (q, keys, values, positions)
+
+
+_verify.defvjp(_verify_forward, _prefill_backward)
+
+
 def select_pages(
     q, summary: PageSummary, information, page_table, context_length, dropped_mass_limit,
     page_size: int, rules: SelectionRules, *, backend: str | None = None,
@@ -231,6 +282,24 @@ def select_pages(
     """The pages to read for each row and KV head; the arguments are in the package's docstring."""
     operands = (q, summary, information, page_table, context_length, dropped_mass_limit)
     return SELECT_PAGES(*operands, page_size, rules, backend=backend)
+
+
+def writes_in_order(tiles, summaries, k, v) -> bool:
+    """Whether `write` takes its rows one after the other, so that several may write to one page.
+
+    Then a row's tokens can be written as rows, and pages and summaries get the bits of one write per token.
+    It is so on CPUs. With many tokens only the kernel is fast; the reference is asked for up to
+    `MAX_VERIFIED` tokens per row.
+
+    Args:
+        tiles, summaries: as for `write`.
+        k, v: `[rows, n, kv_heads, head_dim]`.
+    """
+    if default_device().platform != "cpu":
+        return False
+    place = jnp.zeros(k.shape[0], jnp.int32)
+    operands = (tuple(tiles), tuple(summaries), k[:, 0], v[:, 0], place, place)
+    return k.shape[1] <= MAX_VERIFIED or WRITE.kernel_name(*operands) == "cpu"
 
 
 def write(tiles, summaries, k, v, page, slot, *, backend: str | None = None):

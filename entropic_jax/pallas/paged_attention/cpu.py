@@ -1,9 +1,10 @@
-"""Paged attention for decoding on a CPU (split-KV): every listed page is read once, in place.
+"""Paged attention of one or a few queries per row on a CPU (split-KV): a page is read once, in place.
 
 The page list of a (row, KV head) is split into pieces of `PIECE` positions. Whichever thread is free takes
-the next piece and keeps an online softmax over it; the partial results are merged at the end, in the order of
-the pieces. The pieces depend on the row alone, so neither its neighbours nor the number of threads changes a
-bit of its result.
+the next piece and keeps an online softmax over it for each query; the partial results are merged at the end,
+in the order of the pieces. Decoding and verification are one kernel. What it computes for a query, and in
+which order, depends on that query and on its row's pages alone: neither the other queries of the row, nor its
+neighbours, nor the number of threads changes a bit of the result.
 """
 
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .reference import PartialAttention
 
 PIECE = 1024  # positions of one chunk of work
 LOW = np.float32(-1e30)
+MAX_QUERIES = 32  # of a row in `verify`
 
 
 class Shape(NamedTuple):
@@ -36,6 +38,11 @@ class Shape(NamedTuple):
     @property
     def pages_per_piece(self) -> int:
         return max(1, PIECE // self.page_size)
+
+    @property
+    def queries_at_once(self) -> int:
+        """Queries whose heads fill the accumulators of `vector.scores` together."""
+        return max(1, 256 // (self.head_dim * self.group))
 
 
 def pool_dtype(keys, values) -> str:
@@ -54,26 +61,49 @@ def decode(
 
     The contract is in the package's docstring.
     """
+    ends = (window_start[:, None], context_length[:, None])
+    part = _attend(q[:, :, None], keys, values, page_table, page_list, num_pages, *ends)
+    return PartialAttention(part.out[:, :, 0], part.log_sum_exp[:, :, 0])
+
+
+def verify(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+    """As `decode`. The contract is in the package's docstring."""
+    n = q.shape[3]
+    if n > MAX_QUERIES:
+        raise NotImplementedError(f"{n} queries per row: at most {MAX_QUERIES} are supported")
+    end = query_start[:, None] + jnp.arange(1, n + 1, dtype=jnp.int32)
+    end = jnp.where(end <= context_length[:, None], end, 0)
+    part = _attend(q.swapaxes(2, 3), keys, values, page_table, page_list, num_pages, window_start, end)
+    return part.out.swapaxes(2, 3)
+
+
+def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> PartialAttention:
+    """Attention of queries to the positions from `first` to before `end`, as far as their page is listed.
+
+    Args:
+        q: `[rows, kv_heads, n, group, head_dim]`.
+        keys, values, page_table, page_list, num_pages: as for `decode`.
+        first, end: int32 `[rows, n]`.
+    """
     check_supported(q.dtype)
     dtype = pool_dtype(keys, values)
-    rows, kv_heads, group, head_dim = q.shape
+    _, kv_heads, _, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: only multiples of 16 are supported")
-    name = _register_decode(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype))
+    name = _register(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype))
     scales = ()
     if isinstance(keys, Quantised):
         keys, values, scales = keys.tiles, values.tiles, (keys.scale, values.scale)
     lists = () if page_list is None else (page_list, num_pages)
-    shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], q.dtype))
+    shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:4], q.dtype))
     call = jax.ffi.ffi_call(name, shapes, vmap_method="sequential")
-    operands = (q, keys, values, page_table, window_start, context_length, *lists, *scales)
-    return PartialAttention(*call(*operands))
+    return PartialAttention(*call(q, keys, values, page_table, first, end, *lists, *scales))
 
 
 @run_once
-def _register_decode(shape: Shape) -> str:
-    """Register `decode` for one shape with XLA; returns its name there."""
-    name = f"entropic_paged_decode_{shape.kv_heads}_{shape.group}_{shape.head_dim}_{shape.page_size}"
+def _register(shape: Shape) -> str:
+    """Register the kernel for one shape with XLA; returns its name there."""
+    name = f"entropic_paged_attention_{shape.kv_heads}_{shape.group}_{shape.head_dim}_{shape.page_size}"
     name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}"
     register(name, lambda: _compile(name, shape))
     return name
@@ -96,30 +126,107 @@ def _page_readers(shape: Shape) -> tuple[Any, Any]:
 
     @compiled
     def page_range(frame, row, head):
-        """The first entry of the page list to read, how many there are, and the window."""
+        """The first entry of the page list that a query of the row sees, and the one past the last."""
         first_data, grid = operand(frame, 4)
-        last_data, _ = operand(frame, 5)
-        rows = grid[0]
-        window_start = integers(first_data, (rows,))[row]
-        context_length = integers(last_data, (rows,))[row]
-        if context_length <= window_start:
-            return 0, 0, window_start, context_length
-        first_entry = window_start // page_size
+        rows, n = grid[0], grid[1]
+        first = integers(first_data, (rows, n))[row]
+        end = integers(operand(frame, 5)[0], (rows, n))[row]
+        low, high = np.int64(1) << 31, np.int64(0)
+        for i in range(n):
+            if end[i] > first[i]:
+                low, high = min(low, np.int64(first[i])), max(high, np.int64(end[i]))
+        if high == 0:
+            return 0, 0
         if dense:
-            num_pages = (context_length + page_size - 1) // page_size - first_entry
-            return first_entry, num_pages, window_start, context_length
-        count_data, _ = operand(frame, 7)
-        return 0, integers(count_data, (rows, kv_heads))[row, head], window_start, context_length
+            return low // page_size, (high + page_size - 1) // page_size
+        return 0, np.int64(integers(operand(frame, 7)[0], (rows, kv_heads))[row, head])
 
     @compiled
-    def page_of_entry(frame, row, head, first_entry, entry):
+    def page_of_entry(frame, row, head, entry):
         """The page of the row that an entry of its list stands for."""
         if dense:
-            return first_entry + entry
+            return entry
         data, grid = operand(frame, 6)
         return np.int64(integers(data, (grid[0], kv_heads, grid[2]))[row, head, entry])
 
     return page_range, page_of_entry
+
+
+def _online_softmax(shape: Shape) -> Any:
+    """Compile the update of a query head's softmax by the scores of a page, which become weights."""
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.kernel import compiled, floats
+
+    page_size, scaled, exponentials = shape.page_size, shape.dtype == "int8", vector.exponentials()
+
+    @compiled
+    def update(weight, power, top, total, sums, low, high, key_scale, value_scale):
+        if scaled:
+            weight *= floats(key_scale, (page_size,))[low:high]
+        peak = top[0]
+        for t in range(high - low):
+            peak = max(peak, weight[t])
+        shrink = np.exp(top[0] - peak)
+        total[0] = total[0] * shrink + exponentials(weight, peak, power)
+        top[0] = peak
+        if shrink != np.float32(1):
+            for d in range(sums.shape[0]):
+                sums[d] *= shrink
+        if scaled:
+            weight *= floats(value_scale, (page_size,))[low:high]
+
+    return update
+
+
+def _page_attention(shape: Shape) -> Any:
+    """Compile the attention of all queries of a (row, KV head) to one page."""
+    from ...cpu_runtime import vector
+    from ...cpu_runtime.kernel import compiled, floats, integers
+
+    group, head_dim, page_size, at_once = shape.group, shape.head_dim, shape.page_size, shape.queries_at_once
+    update = _online_softmax(shape)
+    scores, accumulate = (f(group, head_dim, shape.dtype) for f in (vector.scores, vector.accumulate))
+    scores_at_once, accumulate_at_once = (
+        f(group * at_once, head_dim, shape.dtype) for f in (vector.scores, vector.accumulate)
+    )
+
+    @compiled
+    def attend_page(query, key, value, next_key, next_value, key_scale, value_scale, state, bounds, scratch):
+        """Positions low[i] … high[i] of the page, where query i sees any."""
+        out, top, total = state
+        low, high = bounds
+        n = low.shape[0]
+        score = floats(scratch, (group * at_once, page_size))
+        power = integers(scratch + 4 * group * at_once * page_size, (page_size,))
+        i = 0
+        while i < n:
+            # Queries that see the same positions go together; each is computed as it is alone.
+            number = min(at_once, n - i)
+            for j in range(1, number):
+                if low[i + j] != low[i] or high[i + j] != high[i]:
+                    number = 1
+                    break
+            if number < at_once:
+                number = 1
+            begin, end = low[i], high[i]
+            if end > begin:
+                heads = 4 * i * group * head_dim
+                if number == 1:
+                    scores(key, query + heads, scratch, page_size, begin, end, next_key)
+                else:
+                    scores_at_once(key, query + heads, scratch, page_size, begin, end, next_key)
+                for g in range(number * group):
+                    h = i * group + g
+                    sums = floats(out + 4 * h * head_dim, (head_dim,))
+                    weight = score[g, begin:end]
+                    update(weight, power, top[h:], total[h:], sums, begin, end, key_scale, value_scale)
+                if number == 1:
+                    accumulate(scratch, value, out + heads, page_size, begin, end, next_value)
+                else:
+                    accumulate_at_once(scratch, value, out + heads, page_size, begin, end, next_value)
+            i += number
+
+    return attend_page
 
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
@@ -128,10 +235,10 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, operand, words
 
     kv_heads, group, head_dim, page_size, dense, dtype = shape
-    scores, accumulate = vector.scores(group, head_dim, dtype), vector.accumulate(group, head_dim, dtype)
-    exponentials, pages_per_piece, scaled = vector.exponentials(), shape.pages_per_piece, dtype == "int8"
+    attend_page, pages_per_piece, scaled = _page_attention(shape), shape.pages_per_piece, dtype == "int8"
     tile = page_size * head_dim * vector.ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
+    score_bytes = 4 * (group * shape.queries_at_once + 1) * page_size
 
     @compiled
     def attend_piece(job_address, piece_number):
@@ -140,58 +247,51 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         total_data, list_data, first_piece_data = job[3], job[4], job[5]
         list_number = words(list_data + 8 * piece_number, 1)[0]
         row, head = list_number // kv_heads, list_number % kv_heads
-        piece_of_list = piece_number - words(first_piece_data + 8 * list_number, 1)[0]
-        first_entry, num_pages, window_start, context_length = page_range(frame, row, head)
-        q_data, _ = operand(frame, 0)
-        key_data, _ = operand(frame, 1)
-        value_data, _ = operand(frame, 2)
+        first_entry, end_entry = page_range(frame, row, head)
+        # Pieces are counted from the start of the list, so that they are the same for every window.
+        piece = (
+            piece_number - words(first_piece_data + 8 * list_number, 1)[0] + first_entry // pages_per_piece
+        )
+        rows, n = operand(frame, 4)[1][0], operand(frame, 4)[1][1]
+        heads = n * group
+        first = integers(operand(frame, 4)[0], (rows, n))[row]
+        last = integers(operand(frame, 5)[0], (rows, n))[row]
+        keys, values = operand(frame, 1)[0], operand(frame, 2)[0]
         table_data, grid = operand(frame, 3)
         page_table = integers(table_data, (grid[0], grid[1]))[row]
-        query = q_data + 4 * (row * kv_heads + head) * group * head_dim
-        out = out_data + 4 * piece_number * group * head_dim
-        sums = floats(out, (group, head_dim))
-        sums[:] = np.float32(0)
-        top = floats(top_data, (piece_number + 1, group))[piece_number]
-        total = floats(total_data, (piece_number + 1, group))[piece_number]
+        query = operand(frame, 0)[0] + 4 * (row * kv_heads + head) * heads * head_dim
+        out = out_data + 4 * piece_number * heads * head_dim
+        floats(out, (heads * head_dim,))[:] = np.float32(0)
+        top = floats(top_data + 4 * piece_number * heads, (heads,))
+        total = floats(total_data + 4 * piece_number * heads, (heads,))
         top[:], total[:] = LOW, np.float32(0)
-        key_scale, value_scale = np.int64(0), np.int64(0)
+        key_scales, value_scales = np.int64(0), np.int64(0)
         if scaled:
-            key_scale, value_scale = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
-        memory = allocate(4 * (group + 1) * page_size)
-        score, power = (
-            floats(memory, (group, page_size)),
-            integers(memory + 4 * group * page_size, (page_size,)),
-        )
-        begin, end = piece_of_list * pages_per_piece, min(num_pages, (piece_of_list + 1) * pages_per_piece)
-        next_page = np.int64(page_table[page_of_entry(frame, row, head, first_entry, begin)])
+            key_scales, value_scales = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
+        scratch = allocate(score_bytes + 16 * n)
+        low, high = words(scratch + score_bytes, n), words(scratch + score_bytes + 8 * n, n)
+        begin, end = max(first_entry, piece * pages_per_piece), min(end_entry, (piece + 1) * pages_per_piece)
+        next_page = np.int64(page_table[page_of_entry(frame, row, head, begin)])
         for entry in range(begin, end):
-            page_of_row, page = page_of_entry(frame, row, head, first_entry, entry), next_page
+            start, page = page_of_entry(frame, row, head, entry) * page_size, next_page
             if entry + 1 < end:
-                next_page = np.int64(page_table[page_of_entry(frame, row, head, first_entry, entry + 1)])
-            low = max(window_start - page_of_row * page_size, 0)
-            high = min(context_length - page_of_row * page_size, page_size)
-            if high <= low:
-                continue
-            offset, next_offset = (page * kv_heads + head) * tile, (next_page * kv_heads + head) * tile
-            scores(key_data + offset, query, memory, page_size, low, high, key_data + next_offset)
-            scale = 4 * (page * kv_heads + head) * page_size
-            for g in range(group):
-                weight = score[g, low:high]
-                if scaled:
-                    weight *= floats(key_scale + scale, (page_size,))[low:high]
-                peak = top[g]
-                for t in range(high - low):
-                    peak = max(peak, weight[t])
-                shrink = np.exp(top[g] - peak)
-                total[g] = total[g] * shrink + exponentials(weight, peak, power)
-                top[g] = peak
-                if shrink != np.float32(1):
-                    for d in range(head_dim):
-                        sums[g, d] *= shrink
-                if scaled:
-                    weight *= floats(value_scale + scale, (page_size,))[low:high]
-            accumulate(memory, value_data + offset, out, page_size, low, high, value_data + next_offset)
-        free(memory)
+                next_page = np.int64(page_table[page_of_entry(frame, row, head, entry + 1)])
+            for i in range(n):
+                low[i], high[i] = max(first[i] - start, 0), min(last[i] - start, page_size)
+            tile_number, next_tile = page * kv_heads + head, next_page * kv_heads + head
+            attend_page(
+                query,
+                keys + tile_number * tile,
+                values + tile_number * tile,
+                keys + next_tile * tile,
+                values + next_tile * tile,
+                key_scales + 4 * tile_number * page_size,
+                value_scales + 4 * tile_number * page_size,
+                (out, top, total),
+                (low, high),
+                scratch,
+            )
+        free(scratch)
 
     return attend_piece
 
@@ -205,25 +305,25 @@ def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> A
 
     @compiled
     def body(frame):
-        _, grid = operand(frame, 0)
-        rows = grid[0]
+        _, grid = operand(frame, 4)
+        rows, heads = grid[0], grid[1] * group
         count_data = allocate(8 * (rows * kv_heads + 1))
         first_piece = words(count_data, rows * kv_heads + 1)
         first_piece[0] = 0
         for list_number in range(rows * kv_heads):
-            _, num_pages, _, _ = page_range(frame, list_number // kv_heads, list_number % kv_heads)
-            number = (num_pages + pages_per_piece - 1) // pages_per_piece
-            first_piece[list_number + 1] = first_piece[list_number] + number
+            first, end = page_range(frame, list_number // kv_heads, list_number % kv_heads)
+            number = (end + pages_per_piece - 1) // pages_per_piece - first // pages_per_piece
+            first_piece[list_number + 1] = first_piece[list_number] + max(number, 0)
         pieces = first_piece[rows * kv_heads]
-        # Scratch buffers: for each piece its output, maximum and total of the softmax, and its list; then
+        # Scratch buffers: for each piece its outputs, maxima and totals of the softmax, and its list; then
         # the job that the pieces share.
-        sums_data = allocate(pieces * (8 + 4 * group * (head_dim + 2)) + 6 * 8)
-        top_data = sums_data + 4 * pieces * group * head_dim
-        total_data = top_data + 4 * pieces * group
-        list_data = total_data + 4 * pieces * group
-        job_data = list_data + 8 * pieces
-        out = floats(sums_data, (pieces, group, head_dim))
-        top, total = floats(top_data, (pieces, group)), floats(total_data, (pieces, group))
+        sums_data = allocate(pieces * (8 + 4 * heads * (head_dim + 2)) + 6 * 8)
+        list_data = sums_data + 4 * pieces * heads * head_dim
+        top_data = list_data + 8 * pieces
+        total_data = top_data + 4 * pieces * heads
+        job_data = total_data + 4 * pieces * heads
+        out = floats(sums_data, (pieces, heads, head_dim))
+        top, total = floats(top_data, (pieces, heads)), floats(total_data, (pieces, heads))
         list_numbers = words(list_data, pieces)
         for list_number in range(rows * kv_heads):
             for piece_number in range(first_piece[list_number], first_piece[list_number + 1]):
@@ -232,27 +332,25 @@ def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> A
         job[0], job[1], job[2] = frame, sums_data, top_data
         job[3], job[4], job[5] = total_data, list_data, count_data
         parallel_for(piece_address(), job_data, pieces)
-        final_data, _ = result(frame, 0)
-        log_data, _ = result(frame, 1)
-        final = floats(final_data, (rows * kv_heads, group, head_dim))
-        log_sum_exp = floats(log_data, (rows * kv_heads, group))
+        final = floats(result(frame, 0)[0], (rows * kv_heads, heads, head_dim))
+        log_sum_exp = floats(result(frame, 1)[0], (rows * kv_heads, heads))
         for list_number in range(rows * kv_heads):
-            for g in range(group):
+            for h in range(heads):
                 peak = LOW
                 for p in range(first_piece[list_number], first_piece[list_number + 1]):
-                    peak = max(peak, top[p, g])
+                    peak = max(peak, top[p, h])
                 mass = np.float32(0)
                 for p in range(first_piece[list_number], first_piece[list_number + 1]):
-                    mass += total[p, g] * np.exp(top[p, g] - peak)
+                    mass += total[p, h] * np.exp(top[p, h] - peak)
                 for d in range(head_dim):
-                    final[list_number, g, d] = np.float32(0)
-                log_sum_exp[list_number, g] = -np.inf
+                    final[list_number, h, d] = np.float32(0)
+                log_sum_exp[list_number, h] = -np.inf
                 if mass != 0:  # true for NaN, which must reach the result
-                    log_sum_exp[list_number, g] = peak + np.log(mass)
+                    log_sum_exp[list_number, h] = peak + np.log(mass)
                     for p in range(first_piece[list_number], first_piece[list_number + 1]):
-                        scale = np.exp(top[p, g] - peak) / mass
+                        scale = np.exp(top[p, h] - peak) / mass
                         for d in range(head_dim):
-                            final[list_number, g, d] += out[p, g, d] * scale
+                            final[list_number, h, d] += out[p, h, d] * scale
         free(sums_data)
         free(count_data)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from . import quantised
 from .quantised import gather
-from .reference import CHUNK_POSITIONS, NEGATIVE
+from .reference import CHUNK_POSITIONS, NEGATIVE, decode
 
 FAR = 2**30  # a position beyond every query
 
@@ -60,6 +60,18 @@ def prefill(q, keys, values, page_table, page_list, num_pages, window_start, que
             q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length
         )
     return of_all(q, keys, values, page_table, window_start, query_start, context_length)
+
+
+def verify(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+    """Every query is a row of `decode`. The contract is in the package's docstring."""
+    rows, _, _, n, _ = q.shape
+    each = lambda x: None if x is None else jnp.repeat(x, n, 0)
+    end = query_start[:, None] + jnp.arange(1, n + 1, dtype=jnp.int32)
+    end = jnp.where(end <= context_length[:, None], end, 0)
+    lists = (each(page_table), each(page_list), each(num_pages))
+    queries = jnp.moveaxis(q, 3, 1).reshape(rows * n, *q.shape[1:3], q.shape[4])
+    part = decode(queries, keys, values, *lists, window_start.reshape(-1), end.reshape(-1))
+    return jnp.moveaxis(part.out.reshape(rows, n, *part.out.shape[1:]), 1, 3)
 
 
 def of_listed(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
