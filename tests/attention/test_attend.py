@@ -55,7 +55,7 @@ def test_pages_hold_what_was_written_and_their_summaries(chunks):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("moments", [False, True])
 def test_a_chunk_leaves_the_bits_of_single_tokens(dtype, moments):
-    """At any offset, over several pages, for rows of different lengths; what is not written keeps its bits."""
+    """At any offset, over pages, for rows of unequal lengths; what is not written keeps its bits."""
     rng = np.random.default_rng(2)
     rows, n = 3, 13
     k, v = jnp.asarray(rng.standard_normal((2, rows, n, 2, 8)), jnp.float32)
