@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `exhaustive`, unless `-m` speaks of it."""
+    """Deselect tests marked `exhaustive` unless `-m` names the mark."""
     if "exhaustive" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if item not in left_out]
@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Let go of compiled programs before there are too many.
+    """Clear compiled programs before there are too many.
 
-    On a CPU each keeps several memory mappings, and Linux allows a process some 65,000: the next one past
-    them ends it.
+    On a CPU each keeps several memory mappings, and Linux allows a process about 65,000: the next mapping
+    ends the process.
     """
     yield
     maps = Path("/proc/self/maps")

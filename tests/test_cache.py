@@ -28,7 +28,7 @@ def ints(*values):
 
 
 class BlockTables(RuleBasedStateMachine):
-    """Rows that grow, end, share and fork, and a host that keeps pages, against the same said in Python."""
+    """Rows that grow, end, share and fork, and pages kept by the host, against a model in Python."""
 
     @initialize(pages=st.integers(1, POOL))
     def make(self, pages):
@@ -78,7 +78,7 @@ class BlockTables(RuleBasedStateMachine):
 
     @rule(order=st.permutations(range(ROWS)), count=st.integers(0, PER_ROW))
     def adopt(self, order, count):
-        """Two rows take over the same pages of the host; a third number is no row."""
+        """Two rows adopt the same pages of the host; the third index is out of range."""
         kept = list(dict.fromkeys(self.host[self.hidden :]))[:count]
         first, second = order[:2]
         self.end([row in (first, second) for row in range(ROWS)])

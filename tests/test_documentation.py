@@ -17,7 +17,7 @@ NAMED = re.compile(rf"`(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*?(?:/|\.\w+))`")
 
 
 def modules(folder: Path) -> set[str]:
-    """What a table of a folder's modules must list: `name.py` and `name/`, without private ones."""
+    """The entries that a folder's module table must have: `name.py` and `name/`, except private ones."""
     files = {path.name for path in folder.glob("*.py") if not path.name.startswith("_")}
     return files | {f"{path.name}/" for path in folder.iterdir() if any(path.glob("*.py"))}
 

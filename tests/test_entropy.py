@@ -37,7 +37,7 @@ def estimators(logits, k):
 
 
 def exact(logits, temperature=1.0) -> entropy.EntropyStatistics:
-    """In float64, with 0 · ln 0 = 0."""
+    """Entropies in float64, with 0 · ln 0 = 0."""
     z = np.asarray(logits, np.float64) / temperature
     highest = z.max(-1, keepdims=True)
     normaliser = highest[..., 0] + np.log(np.exp(z - highest).sum(-1))
@@ -322,7 +322,7 @@ def test_bounds_hold_for_zipf_families(laws, k, random):
 
 
 def test_bounds_are_reached():
-    """The upper one by a uniform tail; the lower one by a tail of as few tokens as p_k allows."""
+    """A uniform tail reaches the upper one, and a tail of as few tokens as p_k allows the lower one."""
     uniform = np.where(np.arange(VOCABULARY) < 7, 2.0, 0.0).astype(np.float32)
     concentrated = np.where(np.arange(VOCABULARY) < 12, 0.0, -np.inf).astype(np.float32)
     concentrated[12] = math.log(0.4)

@@ -66,7 +66,7 @@ def words(name: str) -> list[str]:
 
 
 def replacement(name: str) -> str | None:
-    """What a retired name is to be replaced by; None for any other name."""
+    """The replacement of a retired name; None for any other name."""
     if name in RETIRED_NAMES:
         return RETIRED_NAMES[name]
     return next((RETIRED_WORDS[word] for word in words(name) if word in RETIRED_WORDS), None)

@@ -37,7 +37,7 @@ done
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the launcher beside its two inputs, and a virtual environment that is a stand-in."""
+    """A copy of the launcher with its two input files, and a fake virtual environment."""
     root = tmp_path / "a project"
     root.mkdir()
     for name in ("run", "pyproject.toml", "requirements.lock"):

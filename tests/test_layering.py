@@ -63,7 +63,7 @@ A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.p
 
 
 def layer(module: str) -> str | None:
-    """The entry of LAYERS a module belongs to; None for what is not ours."""
+    """The entry of LAYERS that a module belongs to; None for other packages."""
     parts = module.split(".")
     names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((name for name in names if name in RANK), None)
@@ -84,7 +84,7 @@ def exists(module: str, root: Path) -> bool:
 
 
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Line and full module name of every import of our own modules, wherever it stands in the file."""
+    """Line and full module name of every import of our modules, at any depth in the file."""
     package = module_name(path, root).split(".")
     if path.name != "__init__.py":
         package = package[:-1]

@@ -28,7 +28,7 @@ def dense_config(**changes) -> models.Config:
 
 
 def cost(shape: ModelShape, lengths, active=None, hardware=FLAT, **changes) -> ledger.Cost:
-    """What a step costs that reads everything, float32 throughout."""
+    """Cost of a dense step in float32: every page of every active row is read."""
     length = jnp.asarray(lengths, jnp.int32)
     options = dict(
         active=jnp.ones(length.shape, bool) if active is None else jnp.asarray(active),
@@ -135,7 +135,7 @@ def test_a_shape_without_weights_pays_for_attention_alone():
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 16), (1, 1024), (4, 256)])
 def test_agrees_with_the_compiler(rows, context, monkeypatch):
-    """XLA's own count of a dense step: FLOPs within 3 %, bytes within 10 %, compiled and never run.
+    """XLA's cost analysis of a dense step, compiled but not run: FLOPs within 3 %, bytes within 10 %.
 
     Its count has what ours leaves out: norms, rotation, softmax, scores and activations; and all of the
     table in which it looks up a token, so the vocabulary is small. It does not look into kernels.
@@ -146,7 +146,7 @@ def test_agrees_with_the_compiler(rows, context, monkeypatch):
     params = structure(config)[1]
 
     def attend(query, key, value, cache, /, *, window):
-        """Reads keys and values `[rows, kv_heads, context, head_dim]`; its own it hands on unread."""
+        """Attention over keys and values `[rows, kv_heads, context, head_dim]` that ignores the new ones."""
         keys, values = cache
         grouped = query.reshape(rows, 4, 2, 32)
         share = jax.nn.softmax(jnp.einsum("rkgd,rkcd->rkgc", grouped, keys) * 32**-0.5)
@@ -205,7 +205,7 @@ def test_costs_are_summed():
 
 
 def test_alternating_temperature_makes_time_of_nothing():
-    """The same distribution at every step: nothing is resolved, and τ of H₁ says so; τ of H_T would not."""
+    """The distribution is the same at every step, so τ of H₁ stays 0; τ of H_T would grow."""
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((1, 50)) * 3, jnp.float32)
     temperature = np.tile([0.5, 1.5], 50)
     sampled = np.array([float(entropy.at_temperature(logits, t).entropy[0]) for t in temperature])[:, None]

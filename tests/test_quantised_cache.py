@@ -69,7 +69,7 @@ def test_all_pages_kept_is_dense(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_hold_the_same_however_a_text_comes(dtype, monkeypatch):
-    """Of the first layer: what others store depends on the attention, whose rounding a chunk may change."""
+    """Checks the first layer; later ones depend on attention, whose rounding may differ between chunks."""
     (text,) = tiny.prompts(45)
     at_once = begin([text], dtype)
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
@@ -119,7 +119,7 @@ def test_a_fork_and_a_rewind_keep_what_was_stored(dtype):
 
 
 def test_no_copy_of_the_pool_in_a_launch():
-    """Of int8: XLA's CPU backend widens a whole pool of float8, which is why the server declines it there."""
+    """With int8. XLA's CPU backend widens a pool of float8, which is why the server refuses it there."""
     dtype, m = "int8", tiny.model()
     state = begin(tiny.prompts(20, 9), dtype)
     pool = ",".join(map(str, state.cache.layers[0].keys.shape))

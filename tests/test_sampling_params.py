@@ -75,7 +75,7 @@ def test_a_body_brings_each_to_the_request():
 
 
 def edges(accepts: Number) -> list[float]:
-    """The ends of a range, values just outside and inside, and what is no number."""
+    """The ends of a range, values just outside and inside, and values that are not numbers."""
     step = 1 if accepts.kind is int else 1e-3
     ends = [x + d for x in (accepts.low, accepts.high) for d in (-step, 0, step)]
     return [*ends, 0, -1, 0.5, math.nan, math.inf, -math.inf]

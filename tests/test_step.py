@@ -50,7 +50,7 @@ class Tabulated:
 
 @pytree
 class FirstRows:
-    """Lets the rows that run take turns, two at a time, the one with fewer tokens first."""
+    """Schedules two running rows at a time, those with the fewest tokens first."""
 
     def init(self, action: Action) -> tuple[()]:
         return ()

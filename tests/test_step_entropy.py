@@ -17,7 +17,7 @@ STEPS = 6
 
 @pytest.fixture
 def with_kernel(monkeypatch):
-    """What a TPU has, in the interpreter, for `topk_entropy` alone; what was traced before is forgotten."""
+    """Use the TPU kernel of `topk_entropy` in the interpreter; clears the caches of traced functions."""
     backend = interpreted("entropic_jax.pallas.topk_entropy.tpu", "topk_entropy")
 
     def switch(on: bool) -> None:

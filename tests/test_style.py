@@ -72,7 +72,7 @@ OLD_ERRORS = re.compile(
 
 
 def strings(path: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every string of a file that is no docstring; in an f-string, `{}` are the values."""
+    """Line and text of every string except docstrings; `{}` stands for a value of an f-string."""
     tree = ast.parse((ROOT / path).read_text("utf-8"))
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

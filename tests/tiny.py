@@ -37,7 +37,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 def begin(
     texts: list[list[int]], *, page_size: int = 8, context: int = 128, controller=None, **options: Any
 ) -> State:
-    """A started state; what `start` and `allocate` do not take goes to `parameters`."""
+    """A started state; options of neither `start` nor `allocate` are sampling parameters."""
     m = model()
     elsewhere = {k: options.pop(k) for k in ("max_tokens", "seeds", "stop") if k in options}
     pool = allocate(

@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def filled(lengths: list[int], chunks: tuple[int, ...], seed: int = 0):
-    """A cache written in the given chunk sizes, all of it NaN before, beside what was written."""
+    """A cache written in the given chunk sizes, NaN elsewhere, and the written keys and values."""
     rng = np.random.default_rng(seed)
     rows = len(lengths)
     k, v = rng.standard_normal((2, rows, max(lengths), 2, 8)).astype(np.float32)

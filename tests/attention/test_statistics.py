@@ -22,7 +22,7 @@ def softmax(score: np.ndarray) -> np.ndarray:
 
 
 def scene(seed: int = 0):
-    """A layer whose unused slots are NaN, queries, and rows of different length, one of them empty."""
+    """A layer with NaN in unused slots, queries, and rows of different lengths, one of them empty."""
     rng = np.random.default_rng(seed)
     pool = allocate(tiny.model().decoder.shape, ROWS, SIZE * PAGES, page_size=SIZE)
     last = np.array([SIZE * PAGES - 1, 5, 0])
@@ -135,7 +135,7 @@ def test_layers_that_are_not_there(layers, message):
 
 @pytree
 class Watching:
-    """Keeps what it saw."""
+    """A controller that stores the attention statistics it observes."""
 
     observes = Observation(layers=(0, -1), exact=True)
 
@@ -148,7 +148,7 @@ class Watching:
 
 
 def test_a_step_shows_its_attention_to_a_controller_that_asks():
-    """Against attention over the whole sequence, layer by layer."""
+    """Compared with attention over the whole sequence, layer by layer."""
     m, texts = tiny.model(), tiny.prompts(19, 6)
     observed = {}
     for law in (Watching(), chain(Every(Watching(), 1)), When(lambda s, a: s.emitting, Watching())):
@@ -190,7 +190,7 @@ def test_controllers_may_not_ask_for_different_things():
 
 
 def test_what_is_not_asked_for_costs_nothing(monkeypatch):
-    """The compiled step without an observer, and without the random keys, is the same program."""
+    """Without an observer, the compiled step is the same program, up to random keys."""
     m = tiny.model()
     state = tiny.begin(tiny.prompts(9, 5))
 

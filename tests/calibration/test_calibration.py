@@ -18,7 +18,7 @@ from tests.models import dense
 
 
 def sampled(temperature: float, tokens: int, vocabulary: int = 30, seed: int = 0):
-    """Logits `[tokens, vocabulary]` and tokens for which T_cal is `temperature`, up to the draw."""
+    """Random logits `[tokens, vocabulary]` and tokens whose expected T_cal is `temperature`."""
     random = np.random.default_rng(seed)
     logits = 2 * random.standard_normal((tokens, vocabulary))
     drawn = (logits + random.gumbel(size=logits.shape)).argmax(-1)
@@ -26,7 +26,7 @@ def sampled(temperature: float, tokens: int, vocabulary: int = 30, seed: int = 0
 
 
 def batched(logits, tokens, size: int = 5000):
-    """The same in batches, of which the last is filled up with what does not count."""
+    """The same in batches; the last one is padded with tokens that do not count."""
     short = -len(tokens) % size
     logits = np.concatenate([logits, np.full((short, logits.shape[1]), np.inf, np.float32)])
     tokens = np.concatenate([tokens, np.full(short, -1, np.int32)])
@@ -47,7 +47,7 @@ def test_a_known_temperature_is_found(temperature):
 
 
 def test_it_is_the_temperature_of_least_loss():
-    """Against golden-section search in float64."""
+    """Compared with golden-section search in float64."""
     logits, tokens = sampled(1.31, 3000, seed=1)
     fitted = calibration.fit_temperature([(logits, tokens)])
     low, high = 0.5, 3.0
@@ -124,7 +124,7 @@ def test_sizes_below_one_are_refused(context, tokens):
 
 
 def test_forced_logits_are_those_of_a_dense_pass(monkeypatch):
-    """Over chunks, with sequences of several lengths that reuse one cache."""
+    """In chunks, with sequences of several lengths that reuse one cache."""
     monkeypatch.setattr(teacher_forcing, "CHUNK", 16)
     model, texts = tiny.model(), tiny.prompts(50, 2, 33)
     logits: dict[int, list] = {}

@@ -23,7 +23,7 @@ LOGITS = 2 * np.random.default_rng(0).standard_normal((ROWS, 24)).astype(np.floa
 
 @pytree
 class Nudge:
-    """Adds its gain, plus what it has seen of the entropy, to the temperature."""
+    """Adds its gain and the entropies seen so far to the temperature."""
 
     gain: Any
 
@@ -58,7 +58,7 @@ TABLE: dict[str, Callable[[Any], Any]] = {
 
 
 def signal(measured: Any, temperature: Any) -> Signal:
-    """What a step would measure whose logits are the sharper, the more entropy is claimed."""
+    """A signal whose logits are sharper the larger the stated entropy is."""
     logits = (1 + jnp.float32(measured)) * LOGITS
     belief, tempered = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
     return quiet_signal(ROWS)._replace(
@@ -85,7 +85,7 @@ def run(controller: Any, steps: int = 5) -> Action:
 
 
 def total(controller: Any) -> jax.Array:
-    """One number that depends on all that was asked for."""
+    """One number that depends on every action."""
     trace = run(controller)
     limit = jnp.where(jnp.isfinite(trace.surprisal_limit), trace.surprisal_limit, 0.0)
     return trace.temperature.sum() + limit.sum() + trace.dropped_mass_limit.sum()

@@ -29,7 +29,7 @@ def all_emitting(steps: int, rows: int) -> np.ndarray:
 
 
 def exact_ar1(entropies, emitting) -> list[AR1]:
-    """AR(1) parameters per row in float64, from the whole series."""
+    """AR(1) parameters per row in float64, from the full series."""
     series = [entropies[emitting[:, row], row].astype(np.float64) for row in range(entropies.shape[1])]
 
     def fit(x, y, weight):

@@ -31,7 +31,7 @@ BROKEN = {"nan", "all masked", "plus infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A decoder whose logits are `params["table"]`, whatever it reads."""
+    """A decoder whose logits are `params["table"]`, whatever its tokens."""
 
     inner: Any
 

@@ -22,7 +22,7 @@ PRIOR = {"mean": 2.0, "scale": 1.5, "correlation": 0.2}
 
 
 class Case(NamedTuple):
-    """A law, gains where it is smooth, each of which must matter there, and what else is set."""
+    """A law, gains at which it is smooth and sensitive to each of them, and fixed settings."""
 
     law: type
     gains: dict[str, float]
@@ -117,7 +117,7 @@ def defaults(kind: type) -> dict[str, float]:
 
 
 def acts(kind: type, gains: dict[str, Any]) -> jax.Array:
-    """What a law with these gains does to two sequences whose tokens are given, as one number."""
+    """The effect of a law with these gains on two sequences of known tokens, as one number."""
     gains = dict(gains)
     if set(PRIOR) <= set(gains):
         gains["prior"] = AR1(*(gains.pop(name) for name in PRIOR))

@@ -19,7 +19,7 @@ LAW = Pruning(dropped_mass_limit=0.2, low_entropy=0.5, high_entropy=2.5, smoothi
 
 
 def drops(law, entropies, rows: int = 1) -> np.ndarray:
-    """The drop after each of a series of entropies."""
+    """The ε after each of a series of entropies."""
     action = plain_action(jnp.ones(rows))
     start = (action, law.init(action))
 

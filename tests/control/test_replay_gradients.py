@@ -25,7 +25,7 @@ TEXTS = tiny.prompts(60, 52)
 
 @once
 def begun(page_policy: Selection | None) -> Any:
-    """A state of two rows that have read all but their last tokens, under no law."""
+    """A state of two rows, prefilled up to their last tokens, without a law."""
     m = tiny.model()
     return start(
         m.decoder,
@@ -70,7 +70,7 @@ def with_slopes(loss: Any, names: tuple[str, ...]) -> Any:
 def quotients_agree(
     program: Any, centre: np.ndarray, names: dict[int, str], width: float, rtol: float, points: int = 0
 ) -> dict[str, float]:
-    """Check slopes of a program of `with_slopes`, in some of its places, in a launch of `points` or more."""
+    """Check the slopes of a program of `with_slopes` at `places`, in one launch."""
     near = width * np.eye(len(centre))[list(names)]
     grid = np.concatenate([centre[None], centre + near, centre - near])
     grid = np.pad(grid, ((0, max(0, points - len(grid))), (0, 0)), "edge").astype(np.float32)

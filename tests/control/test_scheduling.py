@@ -34,7 +34,7 @@ def measured(runnable, emitting, **fields: Any) -> Signal:
 
 @partial(jax.jit, static_argnames="adversary")
 def serve(law, load, entropies, arrived, adversary=None):
-    """Who advanced at each step, and the quota after it, `[steps, rows]`."""
+    """Which rows advanced at each step, and the quotas after it, `[steps, rows]`."""
     rows = entropies.shape[1]
 
     def step(carry, inputs):
@@ -56,7 +56,7 @@ def serve(law, load, entropies, arrived, adversary=None):
 
 
 def ends(emitted) -> np.ndarray:
-    """The steps that had passed when each sequence advanced for the last time."""
+    """The step at which each sequence advanced for the last time, counted from 1."""
     return (np.arange(1, len(emitted) + 1)[:, None] * np.asarray(emitted)).max(0)
 
 
@@ -148,7 +148,7 @@ def longest_wait(emitted, runnable) -> int:
 
 
 def feed_the_favourite(state, emitting, entropy):
-    """What was served twice running is kept tempting; what had to wait gives nothing when its turn comes."""
+    """An adversary: rows served twice in a row stay attractive, and waiting rows gain nothing when served."""
     return jnp.where(state.wait > 0, 0.0, entropy)
 
 

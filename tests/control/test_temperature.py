@@ -55,7 +55,7 @@ def held(step, temperature, varentropy, belief) -> np.ndarray:
 
 
 def expected(name: str, t, h, v, belief, logits, surprisal, limit) -> np.ndarray:
-    """What the law writes: the limit of surprisal for mirostat, the temperature for the others."""
+    """The output of the law: the surprisal limit for mirostat, else the temperature."""
     plain = tempered(logits, np.ones(len(t)))[0]
     step = -(h - 1.2)
     return {
@@ -75,7 +75,7 @@ def random_logits(scale=3.0, rows: int = ROWS, seed: int = 0) -> np.ndarray:
 
 
 def seen(logits, temperature) -> Signal:
-    """What the loop would measure."""
+    """The signal that the loop would measure."""
     logits = jnp.asarray(logits, jnp.float32)
     belief, scaled = entropy.entropy_statistics(logits), entropy.at_temperature(logits, temperature)
     return quiet_signal(len(logits))._replace(
@@ -269,7 +269,7 @@ def test_no_step_is_taken_where_temperature_has_no_leverage():
 
 
 def shapes() -> np.ndarray:
-    """Distributions of every kind, among them one-hot, uniform and masked ones."""
+    """Distributions of many kinds, including one-hot, uniform and masked ones."""
     rng, token = np.random.default_rng(2), np.arange(VOCABULARY)
     only = lambda chosen, gap, otherwise=0.0: np.where(chosen, gap, otherwise)
     rows = [scale * rng.standard_normal(VOCABULARY) for scale in (0.1, 0.5, 1, 2, 4, 8, 16, 30)]

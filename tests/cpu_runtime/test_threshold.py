@@ -24,7 +24,7 @@ def floor_of(weight: np.ndarray, need: float, number: int = 0) -> np.float32:
 
 
 def expected(weight: np.ndarray, need: float, number: int) -> float:
-    """Of the weights in falling order the first with which enough is reached."""
+    """The weight at which the sum of the largest weights reaches the required one."""
     ordered = np.sort(weight[weight >= np.float32(LEAST)])[::-1].astype(float)
     enough = (np.cumsum(ordered) >= need) & (np.arange(1, len(ordered) + 1) >= min(number, len(ordered)))
     return ordered[np.argmax(enough)]

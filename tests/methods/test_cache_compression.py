@@ -186,7 +186,7 @@ def test_generation_goes_on_as_long_as_it_was_to(kind):
 
 
 def test_what_is_left_is_attended_to_at_its_old_positions():
-    """The first page and the newest eight, moved together, are to the model what they are where they lie."""
+    """Moving the first page and the newest eight together does not change what the model computes."""
     moved = cache_compression.compress(
         started(Method(compression=StreamingLLM(budget=32, sinks=4)), (61,)), jnp.ones(1, bool)
     )
@@ -253,7 +253,7 @@ def test_shared_pages_are_left_alone():
 
 
 def test_pruning_after_compression_after_sparse_prefill():
-    """All of it together; with nothing to prune and all to read it is plain generation."""
+    """All three combined; with budgets that keep and read everything, this is plain generation."""
     fine = Selection(
         dense_layers=1, page_size=PAGE, rules=SelectionRules(sink_pages=1, recent_pages=2, min_pages=3)
     )

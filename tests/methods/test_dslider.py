@@ -34,7 +34,7 @@ def test_expected_entropy_and_varentropy(alpha):
 
 @pytest.mark.parametrize("alpha", ALPHAS[1:])
 def test_the_density_integrates_to_one_and_has_the_gradient_of_its_moments(alpha):
-    """Importance sampling from an even Dirichlet; and d ln Z/dα = E[ln x]."""
+    """By importance sampling from a uniform Dirichlet; and d ln Z/dα = E[ln x]."""
     n = len(alpha)
     x = draws(np.ones(n))
     even = np.log(float(np.prod(range(1, n))))  # ln (n − 1)!, its density

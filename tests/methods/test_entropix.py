@@ -93,7 +93,7 @@ def spread(entropy_of_others: float, rows: int, vocabulary: int = 96) -> np.ndar
 
 
 def at(logits: np.ndarray, seed: int = 0, **focus: float):
-    """The signal of a step with these logits, and a focus of given values."""
+    """The signal of a step with these logits and attention statistics."""
     from entropic_jax import entropy
 
     rows = len(logits)
@@ -119,7 +119,7 @@ def law(**changes: Any) -> entropix.Entropix:
 
 
 def forcing(quadrants: int) -> Thresholds:
-    """Thresholds under which everything lies in one quadrant."""
+    """Thresholds that put every step into one quadrant."""
     low, high = -1.0, 1e9
     return {
         FLOW: Thresholds(high, high, high, high, high),

@@ -62,7 +62,7 @@ def tokens(search, plan: SearchPlan) -> list[list[int]]:
 
 
 def assert_true_to_the_model(prompt: list[int], trace) -> None:
-    """What was measured along a text is what the model says of the text read in one go."""
+    """Check the measurements along a text against one forward pass over the text."""
     m, text = tiny.model(), trace.token.tolist()
     pool = allocate(m.decoder.shape, 1, 64, page_size=4)
     state = start(m.decoder, m.params, chain(), pool, [prompt], key=jax.random.key(0), max_tokens=40)
@@ -83,7 +83,7 @@ def test_without_branches_it_is_the_loop():
 
 
 def alone(prompt, branch_of: int, slot: int, steps: int, controller):
-    """A branch as a sequence of its own: the prompt with the candidate, a seed, some steps."""
+    """A branch as a separate sequence: the prompt plus the candidate, a seed, and a number of steps."""
     m = tiny.model()
     pool = allocate(m.decoder.shape, 1, 64, page_size=4)
     seed = int(np.int64(branch_of + slot * SEED).astype(np.int32))  # wraps around
@@ -192,7 +192,7 @@ def test_nothing_that_is_settled_changes():
     seed=st.integers(0, 3),
 )
 def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
-    """Scarce pages, ends within branches, launches cut anywhere."""
+    """With scarce pages, ends within branches, and launches of any length."""
     plan = PLAN
     controller = law(thresholds=Thresholds(0.2, 9.0, high, 0.1, torn))
     texts = tiny.prompts(9, 14, seed=seed)

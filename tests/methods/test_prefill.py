@@ -25,7 +25,7 @@ SMALL = dict(segment=SEGMENT, dense_below=2 * SEGMENT, dense_layers=0, page_size
 
 
 def started(page_policy=None, lengths=(97, 61), unused=jnp.nan) -> State:
-    """A prompt of each length read, with unused memory as it is told."""
+    """Prefilled prompts of the given lengths, with unused memory filled as stated."""
     model = tiny.model()
     pool = allocate(model.decoder.shape, len(lengths), 128, page_size=PAGE)
     pool = pool._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, unused), pool.layers))
@@ -43,7 +43,7 @@ def started(page_policy=None, lengths=(97, 61), unused=jnp.nan) -> State:
 
 
 def surprisal(state: State) -> np.ndarray:
-    """Of a fixed continuation: equal where the caches say the same."""
+    """Surprisals of a fixed continuation; equal caches give equal ones."""
     model = tiny.model()
     tokens = np.random.default_rng(1).integers(0, 96, (state.token.shape[0], 4))
     _, trace = replay(model.decoder, model.params, chain(), state, jnp.asarray(tokens, jnp.int32))
@@ -53,7 +53,7 @@ def surprisal(state: State) -> np.ndarray:
 def layer_queries(
     seed: int, *, pages: int = 12, group: int = 2, n: int = 8, start: int = 30, num_queries: int = 8
 ) -> LayerQueries:
-    """Random queries of one row over shuffled pages, what is no page's being NaN; two KV heads."""
+    """Random queries of one row over shuffled pages, with two KV heads and NaN in unused memory."""
     rng = np.random.default_rng(seed)
     held = -(-(start + num_queries) // PAGE)
     keys = rng.standard_normal((pages + 1, 2, PAGE, 8)).astype(np.float32)
@@ -109,7 +109,7 @@ def test_entropy_is_that_of_the_distribution():
 
 
 def budgets(entropies: list[float], policy: EntropyPrefill) -> list[float]:
-    """The recurrence in words: the budget of every segment."""
+    """The budget of every segment by the recurrence, one segment at a time."""
     budget, before, rigid, out = float(policy.base), None, True, []
     for entropy in entropies:
         rigid = rigid and entropy < policy.rigid_below

@@ -41,7 +41,7 @@ CONFIGS = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A good directory, for a test to break."""
+    """A valid directory, for a test to damage."""
     models.save(models.initialise(LLAMA, seed=0), tmp_path)
     return tmp_path
 

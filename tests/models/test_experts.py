@@ -47,7 +47,7 @@ def test_a_token_does_not_depend_on_its_neighbours():
 
 
 def test_unread_experts_may_hold_anything():
-    """Only the chosen experts are read: the others are poisoned."""
+    """Only the selected experts are read; the others hold NaN."""
     x, chosen, weights, *kernels = inputs(3, spread=0.0)
     unread = jnp.asarray([e for e in range(EXPERTS) if e not in np.unique(chosen)])
     assert unread.size
@@ -64,7 +64,7 @@ def test_grouped_is_differentiable():
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_router_weights(normalise):
-    """Weights of a token's choices sum to one where they are normalised, to less where not."""
+    """The router weights of a token sum to one if normalised, and to less otherwise."""
     block = SparseMLP(HIDDEN, INNER, EXPERTS, CHOICES, normalise)
     seen = []
     block.experts = lambda x, chosen, weights: seen.append(weights) or x

@@ -71,7 +71,7 @@ def oracle(family: str, changes: dict, seed: int):
 
 @torch.no_grad()
 def greedy(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens after greedy decoding, and the logits that chose each of them or stood in the prompt."""
+    """Tokens of greedy decoding, and the logits at every position, prompt included."""
     cache, tokens, seen = None, torch.tensor(prompt), []
     fed = tokens
     for _ in range(STEPS + 1):
@@ -84,7 +84,7 @@ def greedy(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_agrees_with_transformers(family, changes, tmp_path: Path):
-    """Read what transformers wrote; write what transformers reads; the same logits all three times."""
+    """Reading a model of transformers and writing one for it: the same logits all three times."""
     reference = oracle(family, changes, seed=len(changes))
     reference.save_pretrained(tmp_path / "theirs")
     prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (ROWS, PROMPT))

@@ -56,7 +56,7 @@ def test_the_loop_on_the_cpu_changes_nothing():
 
 
 def test_cosines_are_computed_once_per_step():
-    """Not once for every layer, head and half: that would cost prefill more than attention does."""
+    """Not once per layer, head and half, which would cost prefill more than attention does."""
     config = Config("LlamaForCausalLM", 11, 8, 12, 3, 2)
     tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     text = run.lower(Decoder(config), structure(config)[1], tokens, 16).compile().as_text()

@@ -46,7 +46,7 @@ def like(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def sample(cases: Sequence[Any], *kept: int) -> list:
-    """Parameters of which those at the places `kept` are always run, the others with `-m exhaustive`."""
+    """Test parameters: those at the indices `kept` always run, the others with `-m exhaustive`."""
     rest = pytest.mark.exhaustive
     return [pytest.param(case, marks=() if i in kept else rest) for i, case in enumerate(cases)]
 
@@ -102,13 +102,13 @@ def _compile(function: Callable, arguments: tuple, device: jax.Device, **options
 def compile_for_tpu(
     function: Callable, *arguments: Any, generation: str, **options: Any
 ) -> jax.stages.Compiled:
-    """What libtpu makes of `jit(function, **options)` for abstract arguments; bind static ones before."""
+    """Compile `jit(function, **options)` with libtpu for abstract arguments; bind static ones first."""
     _need("libtpu")
     return _compile(function, arguments, _tpu(generation), **options)
 
 
 class GpuKernel(NamedTuple):
-    """What ptxas says of one kernel, per thread, in bytes where it is memory."""
+    """Report of ptxas on one kernel: registers per thread, and memory in bytes."""
 
     name: str
     registers: int
@@ -137,7 +137,7 @@ def _report(text: str) -> Iterator[GpuKernel]:
 
 
 def compile_for_gpu(function: Callable, *arguments: Any, **options: Any) -> GpuProgram:
-    """What XLA and ptxas make of `jit(function, **options)` for an H200 (sm_90a)."""
+    """Compile `jit(function, **options)` with XLA and ptxas for an H200 (sm_90a)."""
     _need("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "absl")
     device = _gpu()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
@@ -157,12 +157,12 @@ TPU_MODES = {
 
 
 class RaceError(AssertionError):
-    """The interpreter saw two accesses to the same memory that nothing orders."""
+    """The interpreter saw two unordered accesses to the same memory."""
 
 
 @contextlib.contextmanager
 def interpreted_on_tpu(mode: str) -> Iterator[None]:
-    """Pallas TPU kernels called inside run in the interpreter; races are an error, after all has run.
+    """Run Pallas TPU kernels in the interpreter; a race raises an error at the end.
 
     The results are to be compared with the reference in either mode: a slot that is shared by two copies,
     one after the other, is no race.
@@ -182,7 +182,7 @@ def interpreted_on_tpu(mode: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interpreted_on_gpu(detect_races: bool = True) -> Iterator[None]:
-    """Mosaic GPU kernels called inside run in the interpreter; races are an error, after all has run."""
+    """Run Mosaic GPU kernels in the interpreter; a race raises an error at the end."""
     try:  # no public name in 0.10.2
         from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as state
         from jax._src.pallas.mosaic_gpu.interpret import params

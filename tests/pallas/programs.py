@@ -64,7 +64,7 @@ class Program(NamedTuple):
 
 
 def programs(platform: str) -> Iterator[Program]:
-    """All for one kind of device, `tpu` or `gpu`."""
+    """All programs for one kind of device, `tpu` or `gpu`."""
     on_tpu = platform == "tpu"
     for case in paged_cases.LARGE:
         yield decode(case, paged_tpu.decode if on_tpu else paged_gpu.decode)
@@ -128,7 +128,7 @@ def write(kv_heads: int, head_dim: int, page: int, dtype: str, stored: str, func
 
 
 def select_pages(case) -> Program:
-    """The form in XLA, that every accelerator is served with; K and V are not among its arguments."""
+    """Page selection in XLA, as used on every accelerator; K and V are not among its arguments."""
     pool = case.rows * case.max_pages + 1
     summary = like(pool, case.kv_heads, case.head_dim)
     q = like(case.rows, case.kv_heads, case.group, case.head_dim, dtype=case.dtype)

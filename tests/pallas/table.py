@@ -50,7 +50,7 @@ Trial = tuple[str, str, str, Callable[[], Any]]  # operation, case, column, what
 
 
 def trials() -> Iterator[Trial]:
-    """Everything that there is to try."""
+    """All combinations of operation, case and device to try."""
     yield from interpreted()
     for program in programs("tpu"):
         for generation in GENERATIONS:
@@ -145,7 +145,7 @@ def _topk_on_gpu(case) -> None:
 
 
 def attempt(call: Callable[[], Any]) -> str:
-    """What became of it: `yes`, `declines: …` or `fails: …`."""
+    """The verdict: `yes`, `declines: …` or `fails: …`."""
     try:
         call()
     except NotImplementedError as declined:
@@ -156,7 +156,7 @@ def attempt(call: Callable[[], Any]) -> str:
 
 
 def measure(results: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Try everything that is not among what was found; the results by operation, case and column."""
+    """Try everything that has no result yet. Returns the results by operation, case and column."""
     for operation, case, column, call in trials():
         cells = results.setdefault(operation, {}).setdefault(case, {})
         if column not in cells:
@@ -167,7 +167,7 @@ def measure(results: dict[str, Any], say: Callable[[str], None]) -> dict[str, An
 
 
 def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
-    """The devices that a case of an operation ran on, and was right."""
+    """The devices on which a case of an operation ran and passed."""
     ran: dict[tuple[str, str], list[str]] = {}
     for path in sorted(folder.glob("kernels-*.json")):
         stored = json.loads(path.read_text("utf-8"))
@@ -211,7 +211,7 @@ def write(section: str) -> None:
 
 
 def main() -> None:
-    """Try, store, write."""
+    """Run the trials, store the results, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--show", action="store_true", help="from the stored results; tries nothing")
     parser.add_argument("--resume", action="store_true", help="tries what is not among the stored results")

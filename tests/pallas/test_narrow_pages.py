@@ -35,7 +35,7 @@ def test_what_is_read_is_what_float64_says(shape, kind):
 
 
 def written(kind, poison=False):
-    """The same vectors, of all sizes, written slot by slot: by the kernel, and in plain JAX."""
+    """Vectors of all magnitudes, written slot by slot by the kernel and in plain JAX."""
     rng = np.random.default_rng(3)
     rows, kv_heads, head_dim, size = 3, 2, 32, 4
     tiles = tuple(quantised.zeros((2 * rows + 1, kv_heads, size, head_dim), kind) for _ in range(2))

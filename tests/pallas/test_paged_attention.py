@@ -15,9 +15,9 @@ SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 
 
 
 def case(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
-    """A pool in which everything that no row owns, and every slot past a row's end, is NaN.
+    """A pool with NaN in all pages that no row owns and in all slots past a row's end.
 
-    Half of the cases list every page; in the others, what is not listed is NaN too.
+    Half of the cases list every page. In the others, unlisted pages hold NaN too.
     """
     rng = np.random.default_rng(seed)
     pages = rows * per_row
@@ -201,7 +201,7 @@ def test_gradients_of_write_are_those_of_the_reference():
 
 
 def summarised(seed: int, rows: int, kv_heads: int, group: int, head_dim: int, page: int, per_row: int):
-    """Arguments of `select_pages`, beside the keys that they summarise; what a row does not hold is NaN."""
+    """Arguments of `select_pages`, and the keys they summarise; memory that no row holds is NaN."""
     q, keys, _, table, *_, last = case(seed, rows, kv_heads, group, head_dim, page, per_row)
     keys = np.where(np.isnan(keys), np.random.default_rng(seed).standard_normal(keys.shape), keys)
     keys = keys.astype(np.float32)

@@ -52,7 +52,7 @@ def on_gpu(case, arguments, detect_races=False):
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """Make chunks so small that a case of an interpreter has several."""
+    """Make chunks small enough that a case of an interpreter has several."""
     for name, value in SMALL_CHUNKS.items():
         patch.setattr(tpu, name, value)
     patch.setattr(gpu, "MIN_CHUNK", 128)
@@ -161,7 +161,7 @@ FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race
 
 
 def fetches_what_is_masked(*arguments):
-    """Lists that begin with the first page, with the window in the mask alone."""
+    """Lists that begin with the first page; only the mask applies the window."""
     lists = split_kv.work_lists(*arguments)
     return lists._replace(begin=jnp.zeros_like(lists.begin), low=lists.low + lists.begin * arguments[-1])
 

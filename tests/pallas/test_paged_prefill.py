@@ -12,7 +12,7 @@ prefill = jax.jit(prefill_reference.prefill)
 
 
 def case(seed: int):
-    """Two rows of 37 and 21 positions whose last eight, and three, ask; each head has pages of its own."""
+    """Two rows of 37 and 21 positions with 8 and 3 queries at their ends; each head has its own pages."""
     rng = np.random.default_rng(seed)
     last, count = np.array([37, 21]), np.array([8, 3])
     q = rng.standard_normal((ROWS, KV_HEADS, GROUP, QUERIES, HEAD_DIM)).astype(np.float32)

@@ -34,7 +34,7 @@ GPU_CASES = (
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """Make chunks so small that a case of an interpreter has several."""
+    """Make chunks small enough that a case of an interpreter has several."""
     for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 16, "QUERIES": 32}.items():
         patch.setattr(prefill_tpu, name, value)
     patch.setattr(prefill_gpu, "MOST_SLOTS", 2)
@@ -151,7 +151,7 @@ def test_faults_of_prefill_are_found(name, fault, mode, monkeypatch):
 
 
 def write_case(dtype, rows=5, kv_heads=2, size=32, head_dim=128, pool=9):
-    """Row 0 begins a page that holds NaN, row 1 writes nothing, the others go on."""
+    """Row 0 begins a page that holds NaN, row 1 writes nothing, and the others continue a page."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     tiles = [normal(pool, kv_heads, size, head_dim).astype(dtype) for _ in range(2)]

@@ -26,7 +26,7 @@ close = partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 
 
 def check(actual, expected):
-    """What is chosen is exact, with the order of ties; the moments are, up to the rounding of float32."""
+    """Values and indices must be exact, including ties; moments must agree up to float32 rounding."""
     np.testing.assert_array_equal(actual.indices, expected.indices)
     np.testing.assert_array_equal(actual.values, expected.values.astype(np.float32))
     for group in ("calibrated", "tempered", "head"):
@@ -133,7 +133,7 @@ def test_gpu_kernel(case):
 
 
 def test_tpu_kernel_sweeps_again_only_where_a_list_was_short():
-    """Not for ties: of equal tokens, those that no list kept come after all that are wanted."""
+    """Ties need no second sweep: equal tokens that no list kept rank after the k largest."""
     logits = cases.build(cases.Case(4, 1100, 40)).logits
     logits[1] = 1.0
     logits[2, 17::128] += 20  # nine in one bucket
@@ -148,7 +148,7 @@ def test_tpu_kernel_sweeps_again_only_where_a_list_was_short():
 
 
 def products(rows: int, hidden: int, vocabulary: int):
-    """Operands whose products are exact in float32, so that ties are ties in every order of summation."""
+    """Operands with exact products in float32, so that ties hold for every order of summation."""
     rng = np.random.default_rng(3)
     small = lambda *shape: (rng.integers(-8, 9, shape) / 8).astype(np.float32)
     at = np.exp(rng.uniform(-1, 1, (2, rows))).astype(np.float32)

@@ -21,7 +21,7 @@ def random_logits(seed: int) -> np.ndarray:
 
 
 def processed(logits: np.ndarray, *chain, tokens: np.ndarray | None = None) -> np.ndarray:
-    """Logits as a chain of logits processors leaves them, after the tokens `[rows, n]`."""
+    """Logits after a chain of logits processors, given the tokens `[rows, n]`."""
     scores = torch.from_numpy(logits.copy())
     tokens = torch.zeros((len(logits), 1), dtype=torch.long) if tokens is None else torch.from_numpy(tokens)
     for processor in chain:
@@ -83,7 +83,7 @@ def test_temperature(temperature):
 
 @jax.jit
 def sample(logits, params, temperature):
-    """The tokens `[32, rows]` of as many positions."""
+    """The tokens at 32 positions, `[32, rows]`."""
     seed, temperature = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, temperature)
     draw = lambda position: sampling.sample(
         jnp.asarray(logits), params, temperature, jax.random.key(0), seed, jnp.full(ROWS, position)

@@ -143,7 +143,7 @@ probability = st.floats(0, 1, exclude_min=True, width=32, allow_subnormal=False)
 
 
 def expected_top_p(logits: np.ndarray, p: float, slack: float) -> np.ndarray:
-    """Tokens above which less than p + slack lies, in float64; a positive slack loosens ties, too."""
+    """Tokens with less than p + slack above them, in float64; a positive slack also admits near-ties."""
     ratio = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
     ratio /= ratio.sum(1, keepdims=True)
     above = np.sum(
@@ -312,7 +312,7 @@ def test_new_parameters_do_not_retrace():
 
 @partial(jax.jit, donate_argnums=(2,))
 def decode(logits, params, history, temperature, steps):
-    """A loop as generation has it."""
+    """A decode loop like that of generation."""
     rows = logits.shape[0]
     seed = jnp.arange(rows, dtype=jnp.int32)
 
@@ -343,7 +343,7 @@ def test_in_a_loop_the_history_is_never_copied():
 
 
 def primitives(jaxpr, *, branches: bool) -> set[str]:
-    """Names of what a jaxpr runs: with or without what stands in the branches of a cond."""
+    """Names of the primitives in a jaxpr, with or without those in the branches of a cond."""
     names = {equation.primitive.name for equation in jaxpr.eqns}
     for equation in jaxpr.eqns:
         if branches or equation.primitive.name != "cond":

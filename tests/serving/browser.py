@@ -30,7 +30,7 @@ def find() -> str | None:
 
 
 class Page:
-    """One page. Every method waits for the browser's answer; what the page logs as errors is in `errors`."""
+    """One page. Every method waits for the browser's answer. `errors` has the errors that the page logged."""
 
     def __init__(self, profile: Path) -> None:
         path = find()
@@ -108,7 +108,7 @@ class Page:
             self.errors.append(params["entry"]["text"])
 
     def value(self, expression: str):
-        """What an expression of JavaScript is; promises are awaited."""
+        """The value of a JavaScript expression; promises are awaited."""
         answer = self(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True
         )
@@ -124,14 +124,14 @@ class Page:
         return value
 
     def look(self, width: int, height: int, scheme: str = "light", motion: str = "no-preference") -> None:
-        """The size of the window, in CSS pixels, and what its user prefers."""
+        """Set the window size, in CSS pixels, and the user's preferences."""
         size = dict(width=width, height=height, deviceScaleFactor=2 if width < 600 else 1, mobile=False)
         self("Emulation.setDeviceMetricsOverride", **size)
         features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
         self("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in features.items()])
 
     def open(self, url: str) -> None:
-        """Leave the page before, whose server may be gone, and its errors; wait until this one is loaded."""
+        """Load a page and wait until it is complete; errors of the previous one are dropped."""
         self("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
         self.errors.clear()
@@ -139,7 +139,7 @@ class Page:
         self.until(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     def press(self, key: str, modifiers: int = 0) -> None:
-        """A key by its name, as `Tab`; modifiers: 2 Ctrl, 8 Shift."""
+        """Press a key by name, such as `Tab`; modifiers: 2 Ctrl, 8 Shift."""
         codes = {
             "Tab": 9,
             "Enter": 13,
@@ -156,7 +156,7 @@ class Page:
         self("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def point(self, selector: str, click: bool = False) -> None:
-        """Move the mouse to the middle of an element, and press there."""
+        """Click the middle of an element."""
         x, y = self.value(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center'}); const r = e.getClientRects()[0];"
@@ -168,5 +168,5 @@ class Page:
                 self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def picture(self, path: Path) -> None:
-        """A picture of the window, as PNG."""
+        """A screenshot of the window, as PNG."""
         path.write_bytes(base64.b64decode(self("Page.captureScreenshot", format="png")["data"]))

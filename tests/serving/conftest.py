@@ -33,7 +33,7 @@ class Characters:
 
 
 class Scripted:
-    """Says its pieces one token each, then ends the text, unless it is to go on from the start."""
+    """Emits its pieces one token each, then ends the text or starts over."""
 
     def __init__(self, pieces: Sequence[str], interrupt_after: int | None = None) -> None:
         self.pieces, self.interrupt_after = pieces, interrupt_after
@@ -180,7 +180,7 @@ def scripted_server(served):
 
 @pytest.fixture
 def live(scripted_server):
-    """The same, at its fastest again."""
+    """The same server, reset to its fastest pace."""
     engine = scripted_server.engine
     engine.prefill = engine.pace = 0.0
     engine.room, engine.is_ready, engine.failed = 10**6, True, None

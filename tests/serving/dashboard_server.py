@@ -27,7 +27,7 @@ TOKENS = re.findall(r"\n *| ?\w+|[^\w\s]+| +", TEXT)
 
 
 def entropy(i: int) -> float:
-    """Of token i: between 0 and 5 nats, different in kind from token to token."""
+    """Entropy of token i, between 0 and 5 nats, varying from token to token."""
     return round(abs(2.2 * math.sin(i * 0.9) + 1.6 * math.sin(i * 0.23)) ** 1.3, 3)
 
 

@@ -16,7 +16,7 @@ SCRIPT = "def add(a, b):\n    return a + b\n"
 
 
 class ScriptedOutputStream:
-    """Says the script token by token, from the seed'th token on."""
+    """Emits the script token by token, starting at the token of index `seed`."""
 
     def __init__(self, engine: "ScriptedEngine", engine_request: EngineRequest) -> None:
         self.engine, self.engine_request, self.cancelled = engine, engine_request, asyncio.Event()
@@ -89,7 +89,7 @@ class ScriptedOutputStream:
         self.cancelled.set()
 
     async def _sleep(self, seconds: float) -> bool:
-        """Whether the job was cancelled meanwhile."""
+        """Sleep; whether the request was cancelled in the meantime."""
         if not seconds:
             return self.cancelled.is_set()
         try:
@@ -127,7 +127,7 @@ class ScriptedOutputStream:
 
 
 class ScriptedEngine:
-    """Takes up to `room` jobs at a time. `prefill` and `pace` are seconds before, and between, tokens."""
+    """Runs up to `room` requests at a time. `prefill` and `pace` are seconds before and between tokens."""
 
     def __init__(self, model: ServedModel, text: str = SCRIPT) -> None:
         self.model = model
@@ -142,7 +142,7 @@ class ScriptedEngine:
         self.closed: float | None = None
 
     def script(self, seed: int) -> Sequence[int]:
-        """The tokens for a seed: the same ones, begun elsewhere, and the end of the text."""
+        """The tokens for a seed: the script from another start, and the end of the text."""
         first = seed % len(self.tokens)
         return [*self.tokens[first:], *self.tokens[:first], *self.model.stop_tokens[:1]]
 

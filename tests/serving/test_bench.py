@@ -72,7 +72,7 @@ def test_what_is_measured_is_what_the_server_did(server, per_chunk, usage):
 
 
 def test_open_loop_sends_on_time_and_counts_the_wait():
-    """A server with one row and 50 ms a request, asked every 10 ms: request i waits for those before it."""
+    """A server with one row needs 50 ms per request and gets one every 10 ms: queues build up."""
     with FakeServer(rows=1) as server:
         outcomes = send(server, evenly(10, gap=0.01, output=1), first=0.05)
     assert server.most_in_flight > 5
@@ -86,7 +86,7 @@ def test_open_loop_sends_on_time_and_counts_the_wait():
 
 
 def test_a_late_client_does_not_flatter_the_server(server):
-    """What a request waited before it was sent is part of its latency."""
+    """The delay before a request was sent counts in its latency."""
 
     async def main():
         pool = Pool(server.url)

@@ -13,7 +13,7 @@ ERROR = "the model computed logits that are not numbers"
 
 @pytest.fixture(scope="module")
 def broken(directory, tmp_path_factory) -> str:
-    """The model of `directory`, which computes NaN after the letter x."""
+    """The model of `directory`, changed to compute NaN after the letter x."""
     model = models.load(directory, "float32")
     letter = model.tokenizer.encode("x", special=False)[0]
     embedding = model.params["embed_tokens"]["weight"].at[letter].set(math.nan)

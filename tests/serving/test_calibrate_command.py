@@ -24,7 +24,7 @@ def text(tmp_path) -> str:
 
 
 def test_the_calibration_lies_in_the_model(entropic, model, text, tmp_path):
-    """The model's context is 128: the 270 tokens of a file are read in pieces."""
+    """The 270 tokens of a file are split, because the model's context is 128."""
     status, out, err = entropic("calibrate", "--model", str(model), "--text", text, text)
     assert (status, err) == (0, "")
     record = load_calibration(model)

@@ -37,7 +37,7 @@ def opened(live: Live, text: bytes = b"") -> socket.socket:
 
 
 def answered(made: socket.socket) -> tuple[int, dict]:
-    """Status and body of what a server says before it closes the connection."""
+    """Status and body of the response that a server sends before it closes the connection."""
     text = b"".join(iter(lambda: made.recv(65536), b""))
     head, _, content = text.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(content)

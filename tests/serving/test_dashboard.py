@@ -261,7 +261,7 @@ def test_no_motion_for_who_wants_none(page, server):
 
 
 def test_the_real_server_speaks_the_same_language(chromium, live):
-    """The page as the server sends it, under the server's own policy, over the server's own protocol."""
+    """The page, policy and protocol of the real server."""
     chromium.look(*DESKTOP)
     live.engine.pace = 0.005
     chromium.open(live.url + "/")

@@ -30,7 +30,7 @@ VOCABULARY = 258
 
 @pytest.fixture(scope="module")
 def model(directory) -> models.Model:
-    """Sharp enough that it does not draw everything alike."""
+    """A model with random weights, sharp enough for entropies to vary."""
     loaded = models.load(directory, "float32")
     params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
     return dataclasses.replace(loaded, params=params)
@@ -44,7 +44,7 @@ def engine_of(model, **options) -> Iterator[LLMEngine]:
 
 
 def nothing_is_left(engine) -> None:
-    """Every page is free or kept by the prefix cache, on the device as in the host's account."""
+    """Check that every page is free or in the prefix cache, on the device and in the block manager."""
     scheduler = engine.scheduler
     scheduler.collect_all()
     scheduler.apply_updates()

@@ -39,7 +39,7 @@ def small_pages(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(directory) -> models.Model:
-    """Sharp enough that it does not draw everything alike."""
+    """A model with random weights, sharp enough for entropies to vary."""
     loaded = models.load(directory, "float32")
     params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
     return dataclasses.replace(loaded, params=params)
@@ -47,7 +47,7 @@ def model(directory) -> models.Model:
 
 @pytest.fixture(scope="module")
 def calibration():
-    """One under which the untrained model branches, looks ahead and goes back."""
+    """A calibration with which the untrained model branches, looks ahead and rolls back."""
     entropy = (0.5, 0.6, 0.7, 1.5, 2.4, 4.0, 4.5)
     varentropy = (0.5, 1.0, 1.5, 2.0, 2.5, 2.8, 4.0)
     return load_calibration(EMBEDDED)._replace(quantiles=entropy, varentropy_quantiles=varentropy)
@@ -102,7 +102,7 @@ ENDS = dict(
 
 @pytest.fixture(scope="module")
 def reference(model, calibration):
-    """What jobs get offline: those of `searching()`, then `ENDS`; in one batch, for one program."""
+    """Offline tokens of `searching()` and `ENDS`, in one batch, so that one program serves all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "default_page_size", lambda: OPTIONS["block_size"])
         return offline(model, calibration, THREE, *searching(), *ENDS.values())
@@ -133,7 +133,7 @@ def test_ends_of_every_kind(reference, exact):
 
 
 def test_logprobs_emitted_are_those_of_the_model(exact):
-    """Log-probabilities, and those of the likeliest, of tokens that were drawn as a branch's first, too."""
+    """Also for tokens that were drawn as the first of a branch, with their alternatives."""
     branching = searching(logprobs=5)[4]
     emitted = [t for d in exact.submit(branching) for t in d.tokens]
     text = (*branching.request.prompt, *(t.id for t in emitted), 5)
@@ -158,14 +158,14 @@ def test_the_ledger_has_what_branches_cost(exact):
 
 
 def test_work_given_ahead(reference, exact, monkeypatch):
-    """As on an accelerator: what a launch came to is looked at after the next was given."""
+    """As on an accelerator: a launch is collected after the next one has been submitted."""
     monkeypatch.setattr(exact.scheduler, "overlapped", True)
     mixed = run(exact, *searching(50), *searching(), *plain(searching(9)))
     assert tokens_of(mixed[5:10]) == reference[:5]
 
 
 def test_cancelling_within_a_branch(exact, monkeypatch):
-    """Rows and pages of a group come back at once, and whoever sits there next is not disturbed."""
+    """Rows and pages of a slot come back at once, and the next sequence in it is not affected."""
     scheduler, left = exact.scheduler, []
     vacate = scheduler.batch.vacate
     looked = lambda s: (
@@ -192,7 +192,7 @@ def test_cancelling_within_a_branch(exact, monkeypatch):
 
 
 def test_grammars_hold_beside_branches(exact):
-    """A text of a given form does not branch."""
+    """A sequence with a grammar does not branch."""
     expected = tokens_of(run(exact, *searching()[:2]))
     held = engine_request("held", prompt(12), THREE, seed=1, grammar=Alternating(), **WARM)
     *others, (tokens, last) = run(exact, *searching()[:2], held)
@@ -202,13 +202,13 @@ def test_grammars_hold_beside_branches(exact):
 
 @pytest.fixture(scope="module")
 def scarce(model, calibration):
-    """One with a pool that two sequences with branches do not fit into."""
+    """An engine whose pool has no room for two sequences with branches."""
     yield from engine_of(model, calibration, num_pages=36)
 
 
 @pytest.mark.slow
 def test_scarce_pages(exact, scarce, monkeypatch):
-    """Who branches waits until it has all it needs, and keeps it; others give way as ever."""
+    """A sequence that branches waits for all its pages and keeps them; others are preempted as usual."""
     engine_requests = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
     gave_way: list[Sequence] = []
     monkeypatch.setattr(scarce.scheduler.batch, "metrics_hooks", Preempted(gave_way))
@@ -222,7 +222,7 @@ def test_scarce_pages(exact, scarce, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapped):
-    """Branches, second thoughts, preemption, clients that leave, ends of all kinds: no answer changes."""
+    """Branches, rollbacks, preemption, cancellations and all kinds of ends: no answer changes."""
     kinds = [
         *searching(),
         *plain(searching(9, max_tokens=60)),
@@ -263,7 +263,7 @@ def test_a_job_may_have_fewer_branches(model, calibration, exact):
 
 
 class Preempted(MetricsHooks):
-    """Who gave way."""
+    """Records the preempted sequences."""
 
     def __init__(self, seen: list) -> None:
         self.seen = seen
@@ -279,7 +279,7 @@ def test_no_program_copies_the_pool(exact):
 
 @pytest.mark.slow
 def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibration, reference):
-    """Steps of leaders alone, too, which a server that promises the same bits does not have."""
+    """Includes steps of leading rows only, which a batch-invariant engine does not have."""
     small = dict(max_num_seqs=2, max_num_batched_tokens=16)  # few programs
     options = dict(batch_invariant=False, pruning=False, warmup="min", **small)
     for engine in engine_of(model, calibration, **options):

@@ -47,7 +47,7 @@ def small(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(directory) -> models.Model:
-    """The untrained one."""
+    """A model with random weights."""
     return models.load(directory, "float32")
 
 
@@ -89,7 +89,7 @@ def test_as_offline_alone_and_in_a_crowd(model, name):
 
 
 class Events(MetricsHooks):
-    """Who came and went."""
+    """Records the events of sequences."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []

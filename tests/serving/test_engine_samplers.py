@@ -19,7 +19,7 @@ SAMPLERS = ("entropix", "entropix-as-released", "dslider")
 
 @pytest.fixture(scope="module")
 def model(directory) -> models.Model:
-    """Sharp enough that it does not draw everything alike."""
+    """A model with random weights, sharp enough for entropies to vary."""
     loaded = models.load(directory, "float32")
     params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
     return dataclasses.replace(loaded, params=params)
@@ -27,7 +27,7 @@ def model(directory) -> models.Model:
 
 @pytest.fixture(scope="module")
 def calibration():
-    """One whose quadrants the untrained model visits."""
+    """A calibration with which the untrained model visits every quadrant."""
     entropy = (1.0, 1.5, 2.5, 3.0, 3.5, 4.0, 4.5)
     varentropy = (0.2, 0.5, 1.0, 2.0, 2.5, 3.0, 4.0)
     return load_calibration(EMBEDDED)._replace(quantiles=entropy, varentropy_quantiles=varentropy)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class Process:
-    """A server, and what it has logged."""
+    """A server process and its log."""
 
     def __init__(self, *options: str, **environment: str) -> None:
         command = [sys.executable, ROOT / "serving" / "server.py", "--port", "0", "--warmup", "none"]

@@ -19,7 +19,7 @@ SAMPLERS = {
 
 @pytest.fixture
 def exploring(directory, tmp_path):
-    """The untrained model with a calibration under which all it writes is worth exploring."""
+    """A model with random weights and a calibration under which every step explores."""
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     record = load_calibration(EMBEDDED)
     entropy, little = (0.01, 0.02, 0.05, 0.1, 9.0, 10.0, 11.0), tuple(1e-6 * n for n in range(7))

@@ -14,7 +14,7 @@ KINDS = tuple(Requests(Pool("http://127.0.0.1:1"), TOKENS).kinds())
 
 
 def ask(live, known, kind, times=4):
-    """Send requests of one kind, each with draws of its own."""
+    """Send requests of one kind, each with its own random draws."""
 
     async def main():
         pool = Pool(live.url)

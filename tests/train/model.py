@@ -21,7 +21,7 @@ TINY = Shape(
 
 
 def random_params(shape: Shape, seed: int = 0) -> dict[str, Any]:
-    """Parameters in which nothing is zero or one, rounded to bfloat16 as an export rounds them."""
+    """Random parameters without zeros and ones, rounded to bfloat16 as in an export."""
     rng = np.random.default_rng(seed)
     params = initialise(shape, seed)
     for layer in params["layers"]:

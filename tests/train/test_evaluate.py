@@ -25,7 +25,7 @@ LOG = """step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
-    """A work folder with two held-out packages and an imaginary log."""
+    """A work folder with two held-out packages and a made-up training log."""
     folder = tmp_path_factory.mktemp("work")
     long = [("\n".join(texts[i:] + texts[:i]) * 2)[:40_000] for i in range(4)]
     documents = [

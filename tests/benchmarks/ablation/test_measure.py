@@ -21,7 +21,7 @@ LAYERS = 2
 
 @pytest.fixture
 def shallow(tmp_path) -> Path:
-    """The first layers of the embedded model: as fast to compile as they are bad at writing."""
+    """The first layers of the embedded model: fast to compile, though bad at writing."""
     import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16
     from safetensors.numpy import load_file, save_file
 

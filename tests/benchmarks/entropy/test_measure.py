@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow
 def test_a_quick_run_ends_well():
-    """A process in which kernels ran on several threads must not lose it when the interpreter goes."""
+    """A process whose kernels ran on several threads exits without a crash."""
     command = [sys.executable, "-m", "benchmarks.entropy", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -23,7 +23,7 @@ def test_right_answers_pass_and_others_do_not(kind):
 
 
 def answer(kind: str, prompt: str) -> str:
-    """The right answer, found another way: in the prompt."""
+    """The correct answer, read from the prompt."""
     question = prompt.split("\n")[-1]
     if kind in ("key_value", "needle"):
         line = next(

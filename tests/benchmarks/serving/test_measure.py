@@ -18,7 +18,7 @@ from tests.serving.fake_server import FakeServer
 
 
 class Pretended(ServingBenchmark):
-    """A benchmark whose servers are fake, and whose engines take a quarter of a second for every call."""
+    """A benchmark with fake servers and engines; an engine call takes 0.25 s."""
 
     def __init__(self, work, model) -> None:
         self.options = argparse.Namespace(
