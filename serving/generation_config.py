@@ -36,7 +36,7 @@ def override(text: str) -> dict[str, Any]:
     for name in values:
         if name not in OVERRIDABLE:
             close = difflib.get_close_matches(name, OVERRIDABLE, 1)
-            hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(OVERRIDABLE)}"
+            hint = f"did you mean {close[0]}?" if close else f"its parameters are {', '.join(OVERRIDABLE)}"
             raise RequestError(f"{OVERRIDE} has no parameter {name[:200]}; {hint}")
     return _checked(values, OVERRIDE)
 

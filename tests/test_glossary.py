@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-PACKAGES = ("entropic_jax", "models", "serving", "benchmarks", "examples")
+FOLDERS = ("entropic_jax", "models", "serving", "benchmarks", "examples", "tests")
 
 # Words that no name may contain, and what the glossary says instead.
 RETIRED_WORDS = {
@@ -41,7 +41,7 @@ RETIRED_NAMES = {
     "Reads": "PagePolicy",
     "Terms": "Constraints",
     "asked": "requested",
-    "cut": "row_subset",
+    "cut": "row_subset, or the name of the thing",
     "flight": "in_flight",
     "flights": "in_flight",
     "found": "result",
@@ -81,7 +81,7 @@ def targets(node: ast.Assign | ast.AnnAssign) -> Iterator[ast.Name | ast.Attribu
 
 
 def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of every class, function, parameter, module variable, field and attribute."""
+    """Line and name of every class, function, parameter, module variable, field and attribute; no locals."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
@@ -97,12 +97,36 @@ def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((x.lineno, x.attr) for x in targets(node) if isinstance(x, ast.Attribute))
 
 
+def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that the code binds, local variables included.
+
+    The names of imported things, and keywords of calls, are left to whoever declares them.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ExceptHandler) and node.name is not None:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.alias) and node.asname is not None:
+            yield node.lineno, node.asname
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name is not None:
+            yield node.lineno, node.name
+
+
 def retired_names(root: Path) -> list[str]:
-    """`file:line: name; use …` for every declared name that is retired."""
+    """`file:line: name; use …` for every name that the code binds and that is retired."""
     result = []
-    for path in sorted(path for package in PACKAGES for path in root.glob(f"{package}/**/*.py")):
+    files = [path for folder in FOLDERS for path in root.glob(f"{folder}/**/*.py")]
+    for path in sorted([*files, *root.glob("run")]):
         place = path.relative_to(root).as_posix()
-        names = {(1, path.stem), (1, path.parent.name), *declared_names(ast.parse(path.read_text("utf-8")))}
+        names = {(1, path.stem), (1, path.parent.name)} if path.suffix else set()
+        names |= set(bound_names(ast.parse(path.read_text("utf-8"))))
         for line, name in sorted(names):
             if (better := replacement(name)) is not None:
                 result.append(f"{place}:{line}: {name}; use {better}")
@@ -146,7 +170,9 @@ def test_retired_and_missing_names_are_found(tmp_path):
         "class DeviceState:\n"
         "    seat_of: int\n"
         "    def step(self, told=None):\n"
-        "        self.flight, result, one_row, found = told, 1, 2, 3\n"
+        "        self.flight, result, one_row = told, 1, 2\n"
+        "        for found in np.where(x, where=1):\n"
+        "            cut = lambda mine, *given: 0\n"
         "class Dashboard: ...\n"
     )
     assert retired_names(tmp_path) == [
@@ -154,6 +180,10 @@ def test_retired_and_missing_names_are_found(tmp_path):
         "serving/batcher.py:2: seat_of; use row, slot",
         "serving/batcher.py:3: told; use emitted, replayed",
         "serving/batcher.py:4: flight; use in_flight",
+        "serving/batcher.py:5: found; use result",
+        "serving/batcher.py:6: cut; use row_subset, or the name of the thing",
+        "serving/batcher.py:6: given; use options",
+        "serving/batcher.py:6: mine; use the name of the thing",
     ]
     page = "| term | meaning | in the code |\n| --- | --- | --- |\n"
     page += "| step | … | `serving/batcher.py` `Dashboard` |\n| row | … | `serving/batcher.py` `Row` |\n"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("entropic_jax", "models", "serving")
-FEW = 2  # parameters, up to which a docstring needs no list of them
+UNDOCUMENTED = 2  # parameters, up to which a docstring needs no list of them
 # Folders whose functions are not checked yet.
 PENDING = ("entropic_jax/cpu_runtime", "entropic_jax/pallas", "serving/http")
 # The parameters of a route are those of the request, which its schema documents.
@@ -75,8 +75,8 @@ def documented_names(docstring: str) -> set[str]:
     >>> sorted(documented_names("Adds.\\n\\nArgs:\\n    a, b: x.\\n    *c: y: z.\\n\\nReturns:\\n    d: e."))
     ['a', 'b', 'c']
     """
-    _, found, section = docstring.partition("Args:\n")
-    section = re.split(r"\n\s*\n|\n(?=\S)", section)[0] if found else ""
+    _, separator, section = docstring.partition("Args:\n")
+    section = re.split(r"\n\s*\n|\n(?=\S)", section)[0] if separator else ""
     lines = section.splitlines()
     indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
     named = (re.match(rf" {{{indent}}}((?:\*{{0,2}}\w+(?:, )?)+):", line) for line in lines)
@@ -109,16 +109,16 @@ def violations(root: Path, pending: tuple[str, ...] = ()) -> list[str]:
         by_folder[s.folder, s.owner is None, s.function.name] |= s.documented
         if s.is_protocol:
             by_protocol[s.function.name] |= s.documented
-    found = []
+    faults = []
     for s in every:
         if not s.public or any(s.folder == p or s.folder.startswith(f"{p}/") for p in pending):
             continue
-        where = f"{s.file}:{s.function.lineno} {s.name}"
+        place = f"{s.file}:{s.function.lineno} {s.name}"
         untyped = [p.arg for p in s.parameters if p.annotation is None]
         untyped += ["the result"] * (s.function.returns is None)
         if untyped:
-            found.append(f"{where} has no type for {', '.join(untyped)}")
-        if len(s.parameters) <= FEW or s.is_route:
+            faults.append(f"{place} has no type for {', '.join(untyped)}")
+        if len(s.parameters) <= UNDOCUMENTED or s.is_route:
             continue
         known = s.documented
         if s.function.name != "__init__":
@@ -126,8 +126,8 @@ def violations(root: Path, pending: tuple[str, ...] = ()) -> list[str]:
             known |= by_protocol[s.function.name] if s.owner is not None else set()
         missing = [p.arg for p in s.parameters if p.arg not in known]
         if missing:
-            found.append(f"{where} has no line under Args for {', '.join(missing)}")
-    return found
+            faults.append(f"{place} has no line under Args for {', '.join(missing)}")
+    return faults
 
 
 def test_public_functions_have_types_and_say_what_their_parameters_are():

@@ -127,9 +127,12 @@ def guards(rows: Rows) -> Table:
             loss = lambda r: 100 * math.log(r["bits_per_byte"] / r["dense"])
             known = {place(r): loss(r) for r in base}
             saved = {}
-            for (seed,), some in split(selected, "seed"):
-                saved[seed] = sum(loss(r) - known[place(r)] for r in some) / len(some)
-            worst = max(sum(map(loss, some)) / len(some) for _, some in split(selected, "scale", "bias"))
+            for (seed,), seed_rows in split(selected, "seed"):
+                saved[seed] = sum(loss(r) - known[place(r)] for r in seed_rows) / len(seed_rows)
+            worst = max(
+                sum(map(loss, bias_rows)) / len(bias_rows)
+                for _, bias_rows in split(selected, "scale", "bias")
+            )
             lines.append(
                 [
                     f"{limit:g}",

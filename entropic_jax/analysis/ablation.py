@@ -83,11 +83,11 @@ def resume(
         page_size: positions per page, by default that of the policy or, without one, of the state. Pages are
             merged to it.
     """
-    wanted = page_size or (page_policy.page_size if page_policy else None) or state.cache.page_size
+    size = page_size or (page_policy.page_size if page_policy else None) or state.cache.page_size
     # A launch consumes its state: the original stays whole.
     state = jax.tree.map(jnp.copy, state)
-    if wanted != state.cache.page_size:
-        state = state._replace(cache=merged(state.cache, state.length, wanted))
+    if size != state.cache.page_size:
+        state = state._replace(cache=merged(state.cache, state.length, size))
     action = plain_action(state.sampling.temperature)
     return state._replace(
         action=jax.tree.map(jnp.copy, action),
@@ -131,8 +131,8 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
 
     def summary(x: jax.Array, reduce: Any, blank: float) -> jax.Array:
         real = filled.reshape(*filled.shape, *(1,) * (x.ndim - 1))
-        whole = reduce(jnp.where(real, parts(x), blank), axis=1)
-        return with_bin(jnp.where(jnp.isfinite(whole), whole, 0.0))
+        reduced = reduce(jnp.where(real, parts(x), blank), axis=1)
+        return with_bin(jnp.where(jnp.isfinite(reduced), reduced, 0.0))
 
     def layer(x: Layer) -> Layer:
         return Layer(
@@ -257,10 +257,10 @@ def write(
     while (np.asarray(state.status) == RUNNING).any():
         state, trace, _ = launch(subject, setting, state, 64)
         emitted = trace.emitted
-        for row, mine in enumerate(out):
-            here = emitted[:, row]
-            mine += trace.token[here, row].tolist()
-            falls.append(np.maximum(0, -np.diff(trace.entropy[here, row])))
+        for row, row_tokens in enumerate(out):
+            steps = emitted[:, row]
+            row_tokens += trace.token[steps, row].tolist()
+            falls.append(np.maximum(0, -np.diff(trace.entropy[steps, row])))
         sampled.append(trace.tempered_entropy[emitted])
         temperature.append(trace.temperature[emitted])
     entropies, heats = np.concatenate(sampled), np.concatenate(temperature)
@@ -302,10 +302,10 @@ def serve(subject: Subject, setting: Preset, state: State, arrivals: np.ndarray,
     came, ended = np.zeros(rows, bool), np.full(rows, np.nan)
     tokens, began = 0, time.perf_counter()
     while np.isnan(ended).any():
-        now = time.perf_counter() - began
-        fresh = ~came & (arrivals <= now)
+        seconds = time.perf_counter() - began
+        fresh = ~came & (arrivals <= seconds)
         if not fresh.any() and not (np.asarray(state.status) == RUNNING).any():
-            time.sleep(max(0.0, float(arrivals[~came].min()) - now))
+            time.sleep(max(0.0, float(arrivals[~came].min()) - seconds))
             continue
         came |= fresh
         state = state._replace(status=jnp.where(fresh, RUNNING, state.status))
@@ -357,8 +357,8 @@ def divergence(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], n
             for i in range(len(text) - n + 1):
                 gram = tuple(text[i : i + n])
                 count[gram] = count.get(gram, 0) + 1
-        whole = sum(count.values())
-        return {gram: c / whole for gram, c in count.items()}
+        total = sum(count.values())
+        return {gram: c / total for gram, c in count.items()}
 
     p, q = shares(ours), shares(theirs)
     middle = {gram: (p.get(gram, 0) + q.get(gram, 0)) / 2 for gram in {*p, *q}}

@@ -52,8 +52,8 @@ def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
     """
     known = {tuple(r[k] for k in keys): r[field] for r in base}
     pairs = [(r[field], known.get(tuple(r[k] for k in keys))) for r in rows]
-    found = estimate([math.log(mine / other) for mine, other in pairs if mine > 0 and other])
-    return _percent(found)
+    change = estimate([math.log(value / other) for value, other in pairs if value > 0 and other])
+    return _percent(change)
 
 
 def differences(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
@@ -82,13 +82,13 @@ def beyond_product(rows: Rows, field: str, combined: str, parts: Sequence[str], 
         *keys: names of the fields that measurements to be compared have in common.
     """
     place_of = lambda r: tuple(r[k] for k in keys)
-    by_name = {name: {place_of(r): r[field] for r in mine} for (name,), mine in split(rows, "preset")}
-    found = []
+    by_name = {name: {place_of(r): r[field] for r in group} for (name,), group in split(rows, "preset")}
+    excess = []
     for place, base in by_name["off"].items():
         gain = lambda name: math.log(by_name[name][place] / base)
         if all(place in by_name[name] for name in (combined, *parts)):
-            found.append(gain(combined) - sum(map(gain, parts)))
-    result = estimate(found)
+            excess.append(gain(combined) - sum(map(gain, parts)))
+    result = estimate(excess)
     return _percent(result)
 
 
@@ -97,8 +97,8 @@ def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
     order = {tuple(r[k] for k in keys): i for i, r in reversed(list(enumerate(rows)))}
     place = lambda r: order[tuple(r[k] for k in keys)]
     for _, group in groupby(sorted(rows, key=place), key=place):
-        mine = list(group)
-        yield tuple(mine[0][k] for k in keys), mine
+        grouped = list(group)
+        yield tuple(grouped[0][k] for k in keys), grouped
 
 
 def middle(rows: Rows, field: str) -> float:

@@ -88,7 +88,7 @@ def quality(
     rows = []
     for name in names:
         setting = workload.preset(name)
-        found = ablation.forced(
+        forced = ablation.forced(
             workload.subject,
             setting.controller,
             set_up(state, setting),
@@ -99,11 +99,11 @@ def quality(
                 "preset": name,
                 "context": context,
                 "seed": seed,
-                "bits_per_byte": workload.bits_per_byte(found.surprisal),
-                "kept": float(found.kept[:, 1:].mean()),
-                "bytes_read": float(found.bytes_read.mean()),
-                "flops": float(found.flops.mean()),
-                "certificate": float(np.median(found.certificate)),
+                "bits_per_byte": workload.bits_per_byte(forced.surprisal),
+                "kept": float(forced.kept[:, 1:].mean()),
+                "bytes_read": float(forced.bytes_read.mean()),
+                "flops": float(forced.flops.mean()),
+                "certificate": float(np.median(forced.certificate)),
             }
         )
     return rows
@@ -135,9 +135,9 @@ def information(
         prefill = prefill_seconds(shape, len(prompt), **sizes)
         for name in names:
             setting = workload.preset(name)
-            found = ablation.forced(subject, setting.controller, set_up(state, setting), [tail])
-            tau, decode = float(found.entropic_time[0]), float(found.seconds[0])
-            gained = information_gained(found.surprisal[0], reference, tau, prefill + decode)
+            forced = ablation.forced(subject, setting.controller, set_up(state, setting), [tail])
+            tau, decode = float(forced.entropic_time[0]), float(forced.seconds[0])
+            gained = information_gained(forced.surprisal[0], reference, tau, prefill + decode)
             rows.append(
                 {
                     "preset": name,
@@ -200,23 +200,23 @@ def interleave(
     """
     rows = []
     order = list(presets)
-    for turn in range(-2, repeat):
-        first = turn % len(order)
+    for repetition in range(-2, repeat):
+        first = repetition % len(order)
         for name in order[first:] + order[:first]:
             states[name], trace, seconds = ablation.launch(subjects[name], presets[name], states[name], steps)
             seen = trace.emitted
-            if turn >= 0 and seen.any():
+            if repetition >= 0 and seen.any():
                 rows.append(
                     {
                         "preset": name,
                         "context": context,
-                        "turn": turn,
+                        "turn": repetition,
                         "milliseconds": 1e3 * seconds / int(seen.any(1).sum()),
                         "kept": float(trace.kept_fraction[seen].mean()),
                     }
                 )
         if between is not None:
-            between(turn)
+            between(repetition)
     return rows
 
 
@@ -264,18 +264,18 @@ def load(
         else:
             arrivals = np.zeros(sequences)
             ablation.launch(workload.subject, setting, set_up(state, setting), 1)
-        found = ablation.serve(workload.subject, setting, started, arrivals)
+        served = ablation.serve(workload.subject, setting, started, arrivals)
         if name == "warm":
-            pace = found.tokens_per_second
+            pace = served.tokens_per_second
             continue
         rows.append(
             {
                 "preset": name,
                 "seed": seed,
-                "completion": float(found.latency.mean()),
-                "completion_p95": float(np.percentile(found.latency, 95)),
-                "tokens_per_second": found.tokens_per_second,
-                "entropic_time_per_second": found.entropic_time_per_second,
+                "completion": float(served.latency.mean()),
+                "completion_p95": float(np.percentile(served.latency, 95)),
+                "tokens_per_second": served.tokens_per_second,
+                "entropic_time_per_second": served.entropic_time_per_second,
             }
         )
     return rows
@@ -315,21 +315,21 @@ def writing(
     rows = []
     for name, setting in presets.items():
         clips = (gains.lowest_temperature, gains.highest_temperature)
-        found = ablation.write(
+        written = ablation.write(
             workload.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
         )
         rows.append(
             {
                 "preset": name,
                 "seed": seed,
-                "entropy_variance": found.entropy_variance,
-                "error": found.error,
-                "clipped": found.clipped,
-                "temperature": found.temperature,
-                "fall": found.drop_of_entropy,
-                "distinct_4": ablation.distinct(found.tokens, 4),
-                "repetition": ablation.repetition(found.tokens),
-                "divergence": ablation.divergence(found.tokens, held_out),
+                "entropy_variance": written.entropy_variance,
+                "error": written.error,
+                "clipped": written.clipped,
+                "temperature": written.temperature,
+                "fall": written.drop_of_entropy,
+                "distinct_4": ablation.distinct(written.tokens, 4),
+                "repetition": ablation.repetition(written.tokens),
+                "divergence": ablation.divergence(written.tokens, held_out),
             }
         )
     return rows

@@ -21,20 +21,20 @@ def of(rows: Rows, name: str) -> Rows:
 
 def quality(rows: Rows) -> Grid:
     lines = []
-    for (context,), some in split(rows, "context"):
-        base = of(some, "off")
-        for (name,), mine in split(some, "preset"):
-            change = worded(compared(mine, base, "bits_per_byte", "seed"), 2)
+    for (context,), in_context in split(rows, "context"):
+        base = of(in_context, "off")
+        for (name,), of_preset in split(in_context, "preset"):
+            change = worded(compared(of_preset, base, "bits_per_byte", "seed"), 2)
             lines.append(
                 [
                     str(context),
                     " = ".join([name, *(k for k, v in EQUIVALENT_PRESETS.items() if v == name)]),
-                    f"{mean(mine, 'bits_per_byte'):.4f}",
+                    f"{mean(of_preset, 'bits_per_byte'):.4f}",
                     "" if name == "off" else change,
-                    f"{mean(mine, 'kept'):.3f}",
-                    f"{mean(mine, 'bytes_read') / 1e6:.1f}",
-                    f"{mean(mine, 'flops') / 1e6:.1f}",
-                    f"{mean(mine, 'certificate'):.2g}",
+                    f"{mean(of_preset, 'kept'):.3f}",
+                    f"{mean(of_preset, 'bytes_read') / 1e6:.1f}",
+                    f"{mean(of_preset, 'flops') / 1e6:.1f}",
+                    f"{mean(of_preset, 'certificate'):.2g}",
                 ]
             )
     head = ["context", "preset", "bits/byte", "change, % (95 %)", "kept", "MB/token", "MFLOP/token"]
@@ -45,25 +45,25 @@ def quality(rows: Rows) -> Grid:
 def information(rows: Rows) -> Grid:
     """Information gained about the text and dτ/dC, per roofline second of prompt and text together."""
     lines = []
-    for (context,), some in split(rows, "context"):
-        base = of(some, "off")
-        for (name,), mine in split(some, "preset"):
-            change = lambda field, digits, mine=mine, base=base: worded(
-                differences(mine, base, field, "seed", "window"), digits
+    for (context,), in_context in split(rows, "context"):
+        base = of(in_context, "off")
+        for (name,), of_preset in split(in_context, "preset"):
+            change = lambda field, digits, of_preset=of_preset, base=base: worded(
+                differences(of_preset, base, field, "seed", "window"), digits
             )
-            spent = sum(r["prefill_seconds"] + r["decode_seconds"] for r in mine)
+            spent = sum(r["prefill_seconds"] + r["decode_seconds"] for r in of_preset)
             lines.append(
                 [
                     str(context),
                     " = ".join([name, *(k for k, v in EQUIVALENT_PRESETS.items() if v == name)]),
-                    f"{mean(mine, 'bits_per_token'):.3f}",
+                    f"{mean(of_preset, 'bits_per_token'):.3f}",
                     "" if name == "off" else change("bits_per_token", 3),
-                    f"{mean(mine, 'entropic_time'):.3f}",
-                    f"{100 * sum(r['prefill_seconds'] for r in mine) / spent:.0f}",
-                    f"{mean(mine, 'bits_per_second'):.0f}",
+                    f"{mean(of_preset, 'entropic_time'):.3f}",
+                    f"{100 * sum(r['prefill_seconds'] for r in of_preset) / spent:.0f}",
+                    f"{mean(of_preset, 'bits_per_second'):.0f}",
                     "" if name == "off" else change("bits_per_second", 0),
-                    "" if name == "off" else f"{_over(mean, mine, base, 'efficiency'):.2f}",
-                    "" if name == "off" else f"{_over(mean, mine, base, 'decode_efficiency'):.2f}",
+                    "" if name == "off" else f"{_over(mean, of_preset, base, 'efficiency'):.2f}",
+                    "" if name == "off" else f"{_over(mean, of_preset, base, 'decode_efficiency'):.2f}",
                 ]
             )
     head = ["context", "preset", "bits explained/token", "difference", "τ, nats/token", "prompt, % of C"]
@@ -76,11 +76,11 @@ def timed(title: str) -> Callable[[Rows], Grid]:
 
     def grid(rows: Rows) -> Grid:
         lines = []
-        for (context,), some in split(rows, "context"):
-            base = of(some, "off")
-            for (name,), mine in split(some, "preset"):
-                times = sorted(r["milliseconds"] for r in mine)
-                median = middle(mine, "milliseconds")
+        for (context,), in_context in split(rows, "context"):
+            base = of(in_context, "off")
+            for (name,), of_preset in split(in_context, "preset"):
+                times = sorted(r["milliseconds"] for r in of_preset)
+                median = middle(of_preset, "milliseconds")
                 over = median / middle(base, "milliseconds")
                 lines.append(
                     [
@@ -89,9 +89,9 @@ def timed(title: str) -> Callable[[Rows], Grid]:
                         f"{median:.2f}",
                         f"{times[round(0.95 * (len(times) - 1))]:.2f}",
                         f"{over:.2f}",
-                        "" if name == "off" else worded(compared(mine, base, "milliseconds", "turn"), 0),
+                        "" if name == "off" else worded(compared(of_preset, base, "milliseconds", "turn"), 0),
                         f"{1 / over:.2f}",
-                        f"{mean(mine, 'kept'):.3f}" if "kept" in mine[0] else "",
+                        f"{mean(of_preset, 'kept'):.3f}" if "kept" in of_preset[0] else "",
                     ]
                 )
         head = ["context", "preset", "ms/token", "p95", "÷ off", "change, % (95 %)", "throughput ÷ off"]
@@ -102,18 +102,18 @@ def timed(title: str) -> Callable[[Rows], Grid]:
 
 def load(rows: Rows) -> Grid:
     base = of(rows, "off")
-    change = lambda mine, field: worded(compared(mine, base, field, "seed"), 0)
+    change = lambda of_preset, field: worded(compared(of_preset, base, field, "seed"), 0)
     lines = [
         [
             name,
-            f"{mean(mine, 'completion'):.2f}",
-            "" if name == "off" else change(mine, "completion"),
-            f"{mean(mine, 'completion_p95'):.2f}",
-            f"{mean(mine, 'tokens_per_second'):.0f}",
-            "" if name == "off" else change(mine, "tokens_per_second"),
-            f"{mean(mine, 'entropic_time_per_second'):.0f}",
+            f"{mean(of_preset, 'completion'):.2f}",
+            "" if name == "off" else change(of_preset, "completion"),
+            f"{mean(of_preset, 'completion_p95'):.2f}",
+            f"{mean(of_preset, 'tokens_per_second'):.0f}",
+            "" if name == "off" else change(of_preset, "tokens_per_second"),
+            f"{mean(of_preset, 'entropic_time_per_second'):.0f}",
         ]
-        for (name,), mine in split(rows, "preset")
+        for (name,), of_preset in split(rows, "preset")
     ]
     head = ["preset", "completion, s", "change, %", "p95, s", "tokens/s", "change, %", "τ/s"]
     return "Under load: more sequences than rows, arriving at random", head, lines
@@ -122,9 +122,9 @@ def load(rows: Rows) -> Grid:
 def writing(rows: Rows) -> Grid:
     fields = ("entropy_variance", "error", "clipped", "temperature", "fall", "distinct_4", "repetition")
     lines = []
-    for (name,), mine in split(rows, "preset"):
-        found = (estimate([r[f] for r in mine]) for f in (*fields, "divergence"))
-        lines.append([name, *map(spread, found)])
+    for (name,), of_preset in split(rows, "preset"):
+        estimates = (estimate([r[f] for r in of_preset]) for f in (*fields, "divergence"))
+        lines.append([name, *map(spread, estimates)])
     head = ["preset", "Var H_T", "|H_T − H*|", "at a clip", "T", "E[ΔH⁺]", "distinct 4-grams", "repeated"]
     return "Free generation", [*head, "bigram JS"], lines
 

@@ -61,15 +61,14 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.information not in get_args(Information):
-            raise ValueError(
-                f"information is {self.information!r}; accepted are {', '.join(get_args(Information))}"
-            )
-        least = dict(dense_layers=0, refresh=1, share=1)
-        for name, low in least.items():
+            known = ", ".join(get_args(Information))
+            raise ValueError(f"information must be one of {known}; got {self.information!r}")
+        lowest = dict(dense_layers=0, refresh=1, share=1)
+        for name, low in lowest.items():
             if getattr(self, name) < low:
-                raise ValueError(f"{name} is {getattr(self, name)}; accepted are integers of at least {low}")
+                raise ValueError(f"{name} must be at least {low}; got {getattr(self, name)}")
         if not self.first_layer_scale > 0:
-            raise ValueError(f"first_layer_scale is {self.first_layer_scale}; accepted are numbers above 0")
+            raise ValueError(f"first_layer_scale must be above 0; got {self.first_layer_scale}")
         rules = self.rules
         if (
             min(rules.sink_pages, rules.min_pages) < 0
@@ -77,8 +76,8 @@ class Selection:
             or not 0 <= rules.bound_weight <= 1
         ):
             raise ValueError(
-                f"rules is {rules}; accepted are sink_pages and min_pages >= 0, "
-                "recent_pages >= 1, bound_weight in [0, 1]"
+                "rules must have sink_pages and min_pages of at least 0, recent_pages of at least 1, and "
+                f"bound_weight between 0 and 1; got {rules}"
             )
 
     @property
@@ -193,12 +192,16 @@ def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array
     many = jnp.maximum(filled, 1).astype(jnp.float32)
     if kind == "surprisal":
         if cache.surprisal is None:
-            raise ValueError("information is 'surprisal'; accepted with a cache allocated to keep it")
+            raise ValueError(
+                "information must not be 'surprisal' without a cache allocated with surprisal=True"
+            )
         mean = jnp.where(real, cache.surprisal[cache.table], 0.0) / many
         weight = jnp.broadcast_to(mean[..., None], (*mean.shape, kv_heads))
     else:
         if layer.value_sum is None or layer.value_square is None:
-            raise ValueError("information is 'mahalanobis'; accepted with a cache allocated to keep it")
+            raise ValueError(
+                "information must not be 'mahalanobis' without a cache allocated with moments=True"
+            )
         total, square = (
             jnp.where(real[..., None, None], x[cache.table], 0.0)
             for x in (layer.value_sum, layer.value_square)

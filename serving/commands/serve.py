@@ -299,7 +299,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         "law": dict(settings.control.gains).get("law"),
     }
     try:
-        made = engine.start(
+        llm_engine = engine.start(
             options.model,
             EngineOptions(
                 **{name: value for name, value in chosen.items() if value is not None},
@@ -319,17 +319,19 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error
     model = served_model.describe(
-        made.model,
+        llm_engine.model,
         str(options.model),
         names=options.served_model_name or (options.model.resolve().name,),
-        context=made.context,
+        context=llm_engine.context,
         template=text_side.template,
         defaults=generation_config.sampling_defaults(
-            made.model.generation if text_side.generation_config is None else text_side.generation_config,
+            llm_engine.model.generation
+            if text_side.generation_config is None
+            else text_side.generation_config,
             text_side.overrides,
         ),
     )
-    return Frontend(made, model, settings)
+    return Frontend(llm_engine, model, settings)
 
 
 def _template(template: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: admits requests as jobs, follows them to their end, and counts."""
+"""Front end between HTTP and the engine: submits engine requests, follows them, and records metrics."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,12 @@ from .served_model import ServedModel
 from .settings import Settings
 from .worker_pools import WorkerPool, worker_pools
 
-RETRY = 5.0  # seconds after which to come back to a server that is shutting down
+RETRY = 5.0  # seconds of Retry-After while the server shuts down
 T = TypeVar("T")
 
 
 class FrontendError(Exception):
-    """A request that is refused: its HTTP status, the parameter at fault, and when to try again."""
+    """A refused request: its HTTP status, the parameter at fault, and when to try again."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, retry_after: float | None = None
@@ -57,7 +57,7 @@ class Frontend:
 
     @property
     def busy(self) -> bool:
-        """Whether jobs are in flight."""
+        """Whether requests are in flight."""
         return bool(self.output_streams)
 
     def check_model(self, name: str | None) -> str:
@@ -86,7 +86,7 @@ class Frontend:
         return FrontendError(429, str(error), retry_after=error.retry_after)
 
     def submit(self, engine_requests: Sequence[EngineRequest]) -> list[OutputStream]:
-        """Hand all jobs to the engine, or none of them."""
+        """Submit all engine requests, or none of them."""
         self.check_able()
         output_streams: list[OutputStream] = []
         try:
@@ -104,7 +104,7 @@ class Frontend:
         return output_streams
 
     async def follow(self, output_stream: OutputStream) -> AsyncIterator[Delta]:
-        """The deltas of a job; who leaves before the last cancels it."""
+        """The deltas of an engine request; closing the iterator before the last one cancels it."""
         watch = self.metrics.watch(output_stream.engine_request)
         try:
             async for delta in output_stream:
@@ -119,7 +119,7 @@ class Frontend:
                 self.release((output_stream,))
 
     def release(self, output_streams: Iterable[OutputStream]) -> None:
-        """Cancel those of the jobs that nobody follows to their end."""
+        """Cancel the engine requests that nobody has followed to their end."""
         for output_stream in output_streams:
             if output_stream in self.output_streams:
                 self.output_streams.discard(output_stream)
@@ -127,23 +127,23 @@ class Frontend:
                 self.metrics.abandoned()
 
     def abandon(self) -> None:
-        """End all jobs in flight now; their readers get what there is."""
+        """End all engine requests in flight at once; their readers get the text so far."""
         for output_stream in tuple(self.output_streams):
             output_stream.cancel()
 
     @functools.cached_property
     def target_entropy(self) -> float:
-        """Nats at which the law of temperature aims where a request does not say."""
+        """Default set-point of the temperature law, in nats."""
         from entropic_jax.control.presets import Gains
 
-        given = dict(self.settings.control.gains).get("target_entropy", AUTO)
-        if given != AUTO:
-            return float(given)
+        target = dict(self.settings.control.gains).get("target_entropy", AUTO)
+        if target != AUTO:
+            return float(target)
         calibration = calibration_of(Path(self.model.path))
         return Gains().target_entropy if calibration is None else calibration.target_entropy
 
     def state(self) -> dict[str, Any]:
-        """What the dashboard shows of the engine."""
+        """The state of the engine for the dashboard."""
         return {
             "ready": self.engine.ready() and not self.draining,
             "draining": self.draining,
@@ -156,7 +156,7 @@ class Frontend:
 
 
 async def collected(deltas: AsyncIterator[Delta]) -> Delta:
-    """All deltas of a job as one."""
+    """All deltas of an engine request, combined into one."""
     async with contextlib.aclosing(deltas) as source:  # type: ignore[type-var]
         all_of_them = [delta async for delta in source]
     last = all_of_them[-1]
@@ -167,7 +167,7 @@ async def collected(deltas: AsyncIterator[Delta]) -> Delta:
 
 
 async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
-    """The deltas of several jobs as they come, each with the index of its job."""
+    """The deltas of several engine requests as they come, each with the index of its request."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:  # type: ignore[type-var]
             async for delta in source:

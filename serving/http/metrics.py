@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names for what vLLM measures, `entropic_` for what it does not."""
+"""Prometheus metrics: vLLM's names for the metrics that vLLM has, the prefix `entropic_` for others."""
 
 import math
 import time
@@ -19,18 +19,18 @@ TEMPERATURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2,
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 COSTS = tuple(10.0**n for n in range(-8, 1))
 ERRORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Of the engine's snapshot: key, name, what it is. Numbers now, and numbers since the start.
-NOW = (
+# Metrics from the engine's snapshot: key, name, description.
+GAUGES = (
     ("running", "num_requests_running", "Sequences that run."),
     ("waiting", "num_requests_waiting", "Sequences that wait."),
     ("kv_usage", "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."),
 )
-SINCE = (
+COUNTERS = (
     ("preemptions", "num_preemptions", "Sequences that lost their pages to others."),
     ("prefix_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
 )
-OWN = (
+ENTROPIC_COUNTERS = (
     ("compilations", "compilations_after_warmup", "Programs compiled after warm-up; each made someone wait."),
     ("explored", "explorations", "Times that a sequence branched."),
     ("looked", "lookaheads", "Times that a sequence compared candidates one step ahead."),
@@ -96,7 +96,7 @@ class Metrics:
         return exposition.generate_latest(self.registry)
 
     def watch(self, engine_request: EngineRequest) -> "Watch":
-        """What measures one job."""
+        """Start measuring an engine request."""
         return Watch(self, engine_request)
 
     def refused(self) -> None:
@@ -104,12 +104,12 @@ class Metrics:
         self.refusals.inc()
 
     def abandoned(self) -> None:
-        """Count a job whose client has gone."""
+        """Count an engine request whose client has disconnected."""
         self.ended["abort"].inc()
 
 
 class Watch:
-    """Measures one job from now to its end."""
+    """Measures an engine request from its creation to its end."""
 
     def __init__(self, metrics: Metrics, engine_request: EngineRequest) -> None:
         self.metrics, self.engine_request = metrics, engine_request
@@ -119,7 +119,7 @@ class Watch:
         self.ended = False
 
     def note(self, delta: Delta) -> None:
-        """Measure what a delta tells."""
+        """Record a delta."""
         m, timestamp = self.metrics, time.perf_counter()
         if delta.tokens:
             count = len(delta.tokens)
@@ -164,19 +164,19 @@ class Watch:
 
 
 class EngineCollector(Collector):
-    """What the engine's snapshot says, read when Prometheus asks."""
+    """Metrics from the engine's snapshot, read at each scrape."""
 
     def __init__(self, engine: Engine, model: str, prefix: str) -> None:
         self.engine, self.model, self.prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Any]:
-        """The families of the engine."""
+        """The metric families of the engine."""
         snapshot = self.engine.snapshot()
-        for key, name, text in NOW:
+        for key, name, text in GAUGES:
             yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
-        for key, name, text in SINCE:
+        for key, name, text in COUNTERS:
             yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
-        for key, name, text in OWN:
+        for key, name, text in ENTROPIC_COUNTERS:
             yield self._one(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
         yield self._one(
             GaugeMetricFamily, "entropic_ready", "Whether the warm-up is over.", self.engine.ready()

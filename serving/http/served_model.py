@@ -91,8 +91,8 @@ class ServedModel:
         text = self._texts.get(token)
         if text is None:
             before, known = self._anchor  # some decoders drop a space at the beginning of a text
-            whole = self.tokenizer.decode([*before, token], skip_special=False)
-            text = self._texts[token] = whole[len(known) :]
+            text_after = self.tokenizer.decode([*before, token], skip_special=False)
+            text = self._texts[token] = text_after[len(known) :]
         return text
 
 

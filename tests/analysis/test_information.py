@@ -21,7 +21,7 @@ from entropic_jax.state import Hardware
 
 from .test_studies import workload
 
-FEW_PAGES = Selection(
+TIGHT_PAGES = Selection(
     dense_layers=0,
     first_layer_scale=1.0,
     page_size=16,
@@ -38,11 +38,11 @@ def test_a_pruned_cache_lowers_the_information_and_hardly_entropic_time():
     subject = Subject(model.decoder, model.params)
     state = ablation.read(subject, [prompt], len(tail) + 1)
     rates = []
-    for law, pages in ((chain(), None), (chain(FixedPruning(0.999)), FEW_PAGES)):
-        found = ablation.forced(subject, law, ablation.resume(state, law, pages), [tail])
-        rates.append(information_gained(found.surprisal[0], reference, float(found.entropic_time[0]), 1.0))
+    for law, pages in ((chain(), None), (chain(FixedPruning(0.999)), TIGHT_PAGES)):
+        scored = ablation.forced(subject, law, ablation.resume(state, law, pages), [tail])
+        rates.append(information_gained(scored.surprisal[0], reference, float(scored.entropic_time[0]), 1.0))
     dense, pruned = rates
-    assert found.kept.mean() < 0.1
+    assert scored.kept.mean() < 0.1
     assert pruned.bits < 0.85 * dense.bits
     assert pruned.entropic_efficiency == pytest.approx(dense.entropic_efficiency, rel=0.1)  # τ is blind
 

@@ -182,11 +182,11 @@ def test_the_surprisals_of_a_page_are_those_of_its_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(information="taste"), "information is 'taste'; accepted are value, mass"),
-        (dict(refresh=0), "refresh is 0; accepted are integers of at least 1"),
-        (dict(share=0), "share is 0"),
-        (dict(dense_layers=-1), "dense_layers is -1"),
-        (dict(rules=SelectionRules(bound_weight=2.0)), "bound_weight in"),
+        (dict(information="taste"), "information must be one of value, mass, .*; got 'taste'"),
+        (dict(refresh=0), "refresh must be at least 1; got 0"),
+        (dict(share=0), "share must be at least 1; got 0"),
+        (dict(dense_layers=-1), "dense_layers must be at least 0; got -1"),
+        (dict(rules=SelectionRules(bound_weight=2.0)), "bound_weight between 0 and 1; got"),
     ],
 )
 def test_bad_settings_are_refused(change, message):

@@ -71,7 +71,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "entropic": {"preset": "full", "frobnicate": 1}},
             "frobnicate",
-            "entropic has no field frobnicate; accepted are preset, law, target_entropy,",
+            "entropic has no field frobnicate; its fields are preset, law, target_entropy,",
         ),
         ("text", None, "must be a JSON object"),
         (

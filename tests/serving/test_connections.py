@@ -31,14 +31,14 @@ def server(served, **settings: Any) -> Iterator[Live]:
 
 def opened(live: Live, text: bytes = b"") -> socket.socket:
     """A connection on which `text` was sent."""
-    made = socket.create_connection(("127.0.0.1", live.port), timeout=20)
-    made.sendall(text)
-    return made
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=20)
+    connection.sendall(text)
+    return connection
 
 
-def answered(made: socket.socket) -> tuple[int, dict]:
+def answered(connection: socket.socket) -> tuple[int, dict]:
     """Status and body of the response that a server sends before it closes the connection."""
-    text = b"".join(iter(lambda: made.recv(65536), b""))
+    text = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, content = text.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(content)
 
@@ -71,8 +71,8 @@ def test_a_head_that_does_not_arrive_is_ended(served):
     with server(served, limits=Limits(head=0.3)) as live:
         half = [opened(live, head) for _ in range(20)] + [opened(live)]
         start = time.monotonic()
-        for made in half:
-            assert answered(made)[0] == 408
+        for connection in half:
+            assert answered(connection)[0] == 408
         assert time.monotonic() - start < 10
         with opened(live, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as kept:
             assert b"200 OK" in kept.recv(65536)
@@ -82,10 +82,13 @@ def test_a_head_that_does_not_arrive_is_ended(served):
 
 
 def test_a_head_that_drips_is_ended(served):
-    with server(served, limits=Limits(head=0.4)) as live, opened(live, b"GET /health HTTP/1.1\r\n") as made:
+    with (
+        server(served, limits=Limits(head=0.4)) as live,
+        opened(live, b"GET /health HTTP/1.1\r\n") as connection,
+    ):
         with contextlib.suppress(OSError):
             for number in range(40):
-                made.sendall(b"X-%d: y\r\n" % number)
+                connection.sendall(b"X-%d: y\r\n" % number)
                 time.sleep(0.05)
                 if not live.server.server_state.connections:
                     break
@@ -95,8 +98,8 @@ def test_a_head_that_drips_is_ended(served):
 def test_a_body_that_does_not_arrive_is_ended(live, monkeypatch):
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with opened(live, head + b'Content-Length: 100\r\n\r\n{"prompt":') as made:
-        status, tree = answered(made)
+    with opened(live, head + b'Content-Length: 100\r\n\r\n{"prompt":') as connection:
+        status, tree = answered(connection)
     assert status == 408 and "the body must arrive within 0.3 s" in tree["error"]["message"]
     live.engine.pace = 0.2  # a request whose body is complete may take longer
     answer = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
@@ -112,13 +115,13 @@ def test_connections_beyond_the_limit_are_refused(served):
         first.pop().close()
         time.sleep(0.2)
         assert httpx2.get(f"{live.url}/health").status_code == 200
-        for made in first:
-            made.close()
+        for connection in first:
+            connection.close()
 
 
 def test_the_head_limit_is_that_of_the_settings():
-    made = connection.limited(7, 1.5)
-    assert (made.most, made.head_seconds) == (7, 1.5)
+    limited = connection.limited(7, 1.5)
+    assert (limited.most, limited.head_seconds) == (7, 1.5)
 
 
 def test_a_failed_engine_ends_the_server_or_not(served):

@@ -203,13 +203,12 @@ def test_a_pruned_job_survives_preemption(model, exact):
 
 def test_ends(exact):
     free, _ = run(exact, engine_request("free", prompt(9), temperature=0.0, max_tokens=20))[0]
-    place = next(i for i in range(2, 20) if free[i] not in free[:i])
+    i = next(i for i in range(2, 20) if free[i] not in free[:i])
     stopped, last = run(
-        exact,
-        engine_request("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[place],)),
+        exact, engine_request("token", prompt(9), temperature=0.0, max_tokens=20, stop_token_ids=(free[i],))
     )[0]
-    assert stopped == free[: place + 1]
-    assert (last.finish_reason, last.stop_reason) == ("stop", free[place])
+    assert stopped == free[: i + 1]
+    assert (last.finish_reason, last.stop_reason) == ("stop", free[i])
     late, _ = run(
         exact,
         engine_request(
@@ -363,7 +362,7 @@ def test_the_queue_is_bounded_and_drains(model):
         ),
     ],
 )
-def test_jobs_that_cannot_be_served(exact, fields, message):
+def test_requests_that_cannot_be_served(exact, fields, message):
     with pytest.raises(RequestError, match=message):
         exact.submit(engine_request("wrong", **fields))
 

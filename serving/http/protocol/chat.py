@@ -10,7 +10,7 @@ from .sampling import Alternatives, SamplingBody
 
 
 class TextPart(Body):
-    """A part of a message. There are no models here that see or hear."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -48,7 +48,7 @@ class ChatBody(SamplingBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether logprobs are asked for, if only by asking for the likeliest."""
+        """Whether logprobs are requested, if only through `top_logprobs`."""
         return bool(self.top_logprobs) if self.logprobs is None else self.logprobs
 
 

@@ -27,8 +27,8 @@ GainFields: Any = optional_fields("GainFields", (PRESET, *PER_REQUEST))
 class Entropic(GainFields):
     """Control by entropy for this request; what is left out is as the server was started.
 
-    "auto" takes the value in the model's calibration. An unknown field is refused: control that silently
-    stays off would be taken for control that does nothing.
+    "auto" takes the value of the model's calibration. An unknown field is refused, since a misspelled gain
+    would otherwise be ignored silently.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

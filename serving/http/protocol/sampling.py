@@ -106,18 +106,18 @@ class SamplingBody(SamplingFields):
         """Rewrite vLLM's older `guided_json` and the like as `structured_outputs`."""
         if not isinstance(body, dict):
             return body
-        given = {name: body[f"guided_{name}"] for name in GUIDED if body.get(f"guided_{name}") is not None}
-        if given and body.get("structured_outputs") is not None:
+        guided = {name: body[f"guided_{name}"] for name in GUIDED if body.get(f"guided_{name}") is not None}
+        if guided and body.get("structured_outputs") is not None:
             message = "structured_outputs must not be combined with guided_* fields; got both"
             raise conflict("structured_outputs", message)
-        return {**body, "structured_outputs": given} if given else body
+        return {**body, "structured_outputs": guided} if guided else body
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         formats = [self.response_format is not None and self.response_format.type != "text"]
         if self.structured_outputs is not None:
-            given = self.structured_outputs
-            formats += [v is not None and v is not False for _, v in given]
+            constraints = self.structured_outputs
+            formats += [v is not None and v is not False for _, v in constraints]
         if sum(formats) > 1:
             message = (
                 "response_format and structured_outputs must constrain the text at most once; "

@@ -6,7 +6,7 @@ from .fields import Answer
 
 
 class ErrorDetail(Answer):
-    """Why a request was refused: the argument, its value and what would be accepted."""
+    """Why a request was refused: the parameter, what it must be, and its value."""
 
     message: str
     type: str
@@ -52,7 +52,7 @@ class Health(Answer):
 
 
 class EngineState(Answer):
-    """What the engine is at: counts, the use of the KV cache, and the sequences in flight."""
+    """State of the engine: counts, the use of the KV cache, and the sequences in flight."""
 
     running: int = 0
     waiting: int = 0

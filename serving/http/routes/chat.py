@@ -42,25 +42,28 @@ def router(frontend: Frontend) -> APIRouter:
             news = generation.arriving(frontend, choices, silent)
             source = generation.events(choices, body, head, render, news)
             return generation.EventStream(source, frontend, choices)
-        found = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
-        if found is None:
+        deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+        if deltas is None:
             return Response(status_code=499)
         head = generation.head_of(name, "chat.completion", model)
-        answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, found, strict=True)]
-        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, found)})
+        answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
+        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
     return routes
 
 
 def limit(body: ChatBody) -> int | None:
-    """Most tokens of the answer, by either name."""
+    """The limit on the tokens of the answer, by either of its names."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def prepare(
     frontend: Frontend, body: ChatBody, name: str
 ) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
-    """The jobs of a body, and for every text its prompt and its job; none where there is nothing to write."""
+    """The engine requests of a body, and the prompt and the request of every text.
+
+    There is no request if no token is to be generated.
+    """
     count, most = body.choices, limit(body)
     if count > frontend.settings.limits.sequences:
         raise RequestError(f"n must be at most {frontend.settings.limits.sequences}; got {count}", "n")
@@ -97,26 +100,26 @@ def full_choice(
 def pieces(
     frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
 ) -> list[Mapping[str, Any]]:
-    """The next pieces of an answer; the first says whose it is."""
-    found: list[Mapping[str, Any]] = []
+    """The next chunks of an answer; the first states the role."""
+    chunks: list[Mapping[str, Any]] = []
     if not choice.begun:
         choice.begun = True
         opening = {"role": "assistant", "content": ""}
-        found.append({"index": choice.index, "delta": opening, "logprobs": None, "finish_reason": None})
+        chunks.append({"index": choice.index, "delta": opening, "logprobs": None, "finish_reason": None})
     text = "".join(token.text for token in delta.tokens)
     if text or delta.tokens or delta.finish_reason is not None:
         piece = {"content": text} if text or delta.tokens else {}
-        found.append({"index": choice.index, "delta": piece, **said(frontend, body, choice, delta)})
-    return found
+        chunks.append({"index": choice.index, "delta": piece, **said(frontend, body, choice, delta)})
+    return chunks
 
 
 def said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
-    """What stands beside the text of a choice or piece."""
-    found: dict[str, Any] = {"logprobs": None}
+    """The fields of a choice or chunk beside its text."""
+    fields: dict[str, Any] = {"logprobs": None}
     if body.wants_logprobs and delta.tokens:
         name = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)
-        found["logprobs"] = logprobs.of_chat(delta.tokens, body.top_logprobs or 0, name)
-    found |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        fields["logprobs"] = logprobs.of_chat(delta.tokens, body.top_logprobs or 0, name)
+    fields |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
     if body.return_token_ids:
-        found["token_ids"] = [token.id for token in delta.tokens]
-    return found | generation.entropic(body, delta, choice)
+        fields["token_ids"] = [token.id for token in delta.tokens]
+    return fields | generation.entropic(body, delta, choice)

@@ -54,7 +54,10 @@ def router(frontend: Frontend) -> APIRouter:
 def prepare(
     frontend: Frontend, body: CompletionBody, name: str
 ) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
-    """The jobs of a body, and for every text its prompt and its job; none where the prompt is all of it."""
+    """The engine requests of a body, and the prompt and the request of every text.
+
+    A text that consists of its prompt only has no request.
+    """
     limits = frontend.settings.limits
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     count = body.candidates
@@ -66,8 +69,8 @@ def prepare(
     if not prompts[0] and not isinstance(prompts[0], str):
         raise RequestError("prompt must not be empty; got []", "prompt")
     num_logprobs = body.logprobs if body.logprobs is not None or count == body.choices else 0
-    asked = [body.logprobs if body.echo else None, body.prompt_logprobs]
-    of_prompt = max((number for number in asked if number is not None), default=None)
+    requested = [body.logprobs if body.echo else None, body.prompt_logprobs]
+    of_prompt = max((number for number in requested if number is not None), default=None)
     requests, places = [], []
     for prompt in prompts:
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
@@ -86,7 +89,7 @@ def prepare(
 def rendered(
     frontend: Frontend, body: CompletionBody, choice: generation.Choice, delta: Delta
 ) -> Mapping[str, Any]:
-    """A choice of the answer, or the next piece of it."""
+    """A choice of the answer, or its next chunk."""
     model, first = frontend.model, not choice.begun
     choice.begun = True
     name = logprobs.naming(model, body.return_tokens_as_token_ids)
@@ -116,7 +119,7 @@ def rendered(
 async def chosen(
     frontend: Frontend, body: CompletionBody, choices: Sequence[generation.Choice], silent: bool
 ) -> AsyncIterator[tuple[generation.Choice, Delta]]:
-    """The best texts, each in one piece, once all are written."""
+    """The best texts, each in one chunk, once all are complete."""
     deltas = await generation.finished(frontend, choices, silent)
     for pair in best(body, list(zip(choices, deltas, strict=True))):
         yield pair
@@ -125,7 +128,7 @@ async def chosen(
 def best(
     body: CompletionBody, deltas: list[tuple[generation.Choice, Delta]]
 ) -> list[tuple[generation.Choice, Delta]]:
-    """The `n` likeliest texts of each prompt, by the mean of their tokens, where `best_of` are more."""
+    """The `n` texts of each prompt with the highest mean log-probability, if `best_of` is larger."""
     count = body.candidates
     if count == body.choices:
         return deltas

@@ -15,7 +15,7 @@ INLINE = re.compile(rb"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL)
 
 
 def policy(page: bytes = b"") -> str:
-    """A Content-Security-Policy: only what this server sends, and what stands in the page itself."""
+    """A Content-Security-Policy that allows only this server's files and the scripts inside the page."""
     sources: dict[bytes, list[str]] = {b"script": ["'self'"], b"style": ["'self'"]}
     for kind, text in INLINE.findall(page):
         if text.strip():
@@ -38,7 +38,7 @@ def policy(page: bytes = b"") -> str:
 
 
 def headers(page: bytes = b"") -> dict[str, str]:
-    """What every part of the page is sent with."""
+    """Headers of every part of the page."""
     return {
         "Content-Security-Policy": policy(page),
         "X-Content-Type-Options": "nosniff",

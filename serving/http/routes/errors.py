@@ -121,7 +121,7 @@ def in_words(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def _line(path: list[str]) -> Parameter | None:
-    """The line of a table that describes a field; None for one that is in no table."""
+    """The table entry of a field; None if it is in no table."""
     if path[0] == "entropic":
         return entropic.FIELDS.get(path[1]) if len(path) > 1 else None
     return PARAMETERS.get(path[0]) if path[0] != "max_tokens" else None  # HTTP accepts 0 as well
@@ -132,7 +132,7 @@ def _of_entropic(name: str, line: Parameter | None, error: Mapping[str, Any]) ->
     if line is not None:
         return f"entropic.{name} must be {line.accepts}; got {short(error['input'])}"
     close = difflib.get_close_matches(name, entropic.FIELDS, 1)
-    hint = f"did you mean {close[0]}?" if close else f"accepted are {', '.join(entropic.FIELDS)}"
+    hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(entropic.FIELDS)}"
     return f"entropic has no field {name[:200]}; {hint}"
 
 

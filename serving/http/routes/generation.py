@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class Choice:
-    """One text on its way: its job, and what has been handed out of it."""
+    """A text that is being generated: its output stream, and how much of it has been sent."""
 
     def __init__(self, index: int, prompt: Sequence[int], output_stream: OutputStream | None) -> None:
         self.index, self.prompt, self.output_stream = index, prompt, output_stream
-        self.begun = False  # whether anything was handed out
-        self.offset = 0  # characters handed out
+        self.begun = False  # whether anything was sent
+        self.offset = 0  # characters sent
         self.tokens = 0
         self.cached = 0
 
@@ -52,7 +52,7 @@ class Choice:
 
 
 def identifier(prefix: str, request_id: str | None) -> str:
-    """The id of an answer: after that of the request, whoever gave it."""
+    """The id of an answer, derived from the request id."""
     return f"{prefix}-{request_id or log.request_id.get() or uuid.uuid4().hex}"
 
 
@@ -70,15 +70,16 @@ def requests_of(
             "prompt",
         )
     fields = body.sampling(dict(frontend.model.defaults))
-    wanted = max(1, min(most, context - len(prompt)))
-    fields["min_tokens"] = min(fields.get("min_tokens", 0), wanted)
+    max_tokens = max(1, min(most, context - len(prompt)))
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
     last = frontend.model.vocabulary - 1
     for name in ("stop_token_ids", "logit_bias"):
         if (highest := max(fields.get(name, ()), default=0)) > last:
             raise RequestError(f"{name} must hold token ids between 0 and {last}; got {highest}", name)
     first = body.first_seed()
     return [
-        Request(prompt=prompt, max_tokens=wanted, seed=(first + k) % 2**31, **fields) for k in range(count)
+        Request(prompt=prompt, max_tokens=max_tokens, seed=(first + k) % 2**31, **fields)
+        for k in range(count)
     ]
 
 
@@ -90,7 +91,7 @@ def engine_requests_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> list[EngineRequest]:
-    """The jobs of requests, each with a follower of the grammar that the body asks for."""
+    """The engine requests, each with its own state of the body's grammar, if it has one."""
     default = frontend.settings.control
     constraint = constraint_of(body)
     return [
@@ -117,18 +118,18 @@ def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
     if isinstance(form, SchemaFormat):
         schema = form.json_schema.schema_
         return "response_format.json_schema", grammar.from_schema("response_format.json_schema", schema)
-    given = body.structured_outputs
-    if given is None:
+    constraints = body.structured_outputs
+    if constraints is None:
         return None
-    if given.json_ is not None:
-        return "structured_outputs.json", grammar.from_schema("structured_outputs.json", given.json_)
-    if given.regex is not None:
-        return "structured_outputs.regex", grammar.from_regex(given.regex)
-    if given.choice is not None:
-        return "structured_outputs.choice", grammar.from_choices(given.choice)
-    if given.grammar is not None:
-        return "structured_outputs.grammar", grammar.from_text(given.grammar)
-    return ("structured_outputs.json_object", grammar.any_object()) if given.json_object else None
+    if constraints.json_ is not None:
+        return "structured_outputs.json", grammar.from_schema("structured_outputs.json", constraints.json_)
+    if constraints.regex is not None:
+        return "structured_outputs.regex", grammar.from_regex(constraints.regex)
+    if constraints.choice is not None:
+        return "structured_outputs.choice", grammar.from_choices(constraints.choice)
+    if constraints.grammar is not None:
+        return "structured_outputs.grammar", grammar.from_text(constraints.grammar)
+    return ("structured_outputs.json_object", grammar.any_object()) if constraints.json_object else None
 
 
 async def start(
@@ -189,20 +190,20 @@ async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIt
 
 
 async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) -> list[Delta]:
-    """Every choice as one delta, once all have ended; the first that fails ends the others."""
+    """One delta per choice, once all have ended; the first failure ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(collected(deltas_of(frontend, choice, silent))) for choice in choices]
     finally:
         release(frontend, choices)
-    found = [task.result() for task in tasks]
-    for choice, delta in zip(choices, found, strict=True):
+    results = [task.result() for task in tasks]
+    for choice, delta in zip(choices, results, strict=True):
         choice.take(delta)
-    return found
+    return results
 
 
 def release(frontend: Frontend, choices: Sequence[Choice]) -> None:
-    """Cancel what has not ended: nobody reads it any more, or ever did."""
+    """Cancel the choices that have not ended, since nobody reads them."""
     frontend.release([choice.output_stream for choice in choices if choice.output_stream is not None])
 
 
@@ -218,7 +219,7 @@ async def arriving(
 
 
 async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T | None:
-    """What the work comes to, or None, and the work is cancelled, if the client leaves before."""
+    """The result of the work. If the client disconnects first, cancels the work and returns None."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -235,7 +236,7 @@ async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T | None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; the jobs behind them end as soon as the client has gone."""
+    """Server-sent events. Their engine requests end as soon as the client disconnects."""
 
     def __init__(self, source: AsyncIterator[bytes], frontend: Frontend, choices: Sequence[Choice]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -283,15 +284,15 @@ async def events(
 
 def finish(choices: Sequence[Choice], deltas: Sequence[Delta]) -> Mapping[str, Any]:
     """The token usage of a request, which is also recorded in its trace span."""
-    found = total(choices)
+    token_usage = total(choices)
     tracing.note(
         **{
-            "gen_ai.usage.input_tokens": found["prompt_tokens"],
-            "gen_ai.usage.output_tokens": found["completion_tokens"],
+            "gen_ai.usage.input_tokens": token_usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": token_usage["completion_tokens"],
             "entropic.time": sum(delta.summary.get("entropic_time", 0.0) for delta in deltas),
         }
     )
-    return found
+    return token_usage
 
 
 def total(choices: Sequence[Choice]) -> Mapping[str, Any]:
@@ -305,26 +306,26 @@ def total(choices: Sequence[Choice]) -> Mapping[str, Any]:
 
 
 def head_of(name: str, kind: str, model: str) -> dict[str, Any]:
-    """What every answer begins with."""
+    """The fields that every answer begins with."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def entropic(body: SamplingBody, delta: Delta, choice: Choice) -> dict[str, Any]:
-    """What a choice tells of entropic time: the summary at its end, every token where that was asked for."""
-    found: dict[str, Any] = {}
+    """The `entropic` object of a choice: a summary at its end, and the trace if requested."""
+    fields: dict[str, Any] = {}
     if delta.finish_reason is not None:
-        found = {name: number(delta.summary.get(name)) for name in SUMMARY}
-    if body.entropic is not None and body.entropic.trace and (delta.tokens or found):
-        found["trace"] = {
+        fields = {name: number(delta.summary.get(name)) for name in SUMMARY}
+    if body.entropic is not None and body.entropic.trace and (delta.tokens or fields):
+        fields["trace"] = {
             "token_ids": [token.id for token in delta.tokens],
             "text": [token.text for token in delta.tokens],
             **{name: measured(delta.tokens, name) for name in TRACED},
         }
-    return {"entropic": found} if found else {}
+    return {"entropic": fields} if fields else {}
 
 
 def measured(tokens: Sequence[Token], name: str) -> list[float | None]:
-    """One measure of every token."""
+    """One metric of every token."""
     return [number(token.metrics.get(name)) for token in tokens]
 
 
@@ -339,5 +340,5 @@ def encoded(event: Mapping[str, Any]) -> bytes:
 
 
 def answered(answer: Mapping[str, Any]) -> Response:
-    """A whole answer."""
+    """A complete answer."""
     return Response(pydantic_core.to_json(answer, inf_nan_mode="null"), media_type="application/json")

@@ -12,7 +12,7 @@ Name = Callable[[int], str]
 
 
 def naming(model: ServedModel, as_ids: bool | None) -> Name:
-    """How tokens are named: by their text, or "token_id:17"."""
+    """A function that names tokens: by their text, or as "token_id:17"."""
     return (lambda token: f"token_id:{token}") if as_ids else model.token_text
 
 
@@ -46,8 +46,8 @@ def listed(
 ) -> dict[str, float | None]:
     """The likeliest tokens and the one that came, by name.
 
-    Different tokens may have one name, as parts of characters have: the likeliest of them counts, so that
-    the largest number here is that of the likeliest token.
+    Different tokens may have the same name, as parts of characters do. The most probable of them counts, so
+    that the largest value belongs to the most probable token.
     """
     logprobs: dict[str, float | None] = {}
     for alternative in [*top[:most], Alternative(token, logprob)]:
@@ -61,7 +61,7 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = name(token)
         value = number(logprob)
-        # Some clients want a number at any price; so improbable is what has none.
+        # Some clients require a number, so −∞ becomes a very low one.
         return {"token": text, "logprob": -9999.0 if value is None else value, "bytes": list(text.encode())}
 
     return {

@@ -1,4 +1,4 @@
-"""/openapi.json as this server is: the limits of its model, its keys, its one form of errors."""
+"""/openapi.json with what FastAPI does not know: limits of the model, API keys, the form of errors."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..frontend import Frontend
 
 
 def install(app: FastAPI, frontend: Frontend) -> None:
-    """Let the document say what FastAPI cannot know."""
+    """Add what FastAPI does not know to the document."""
     plain = app.openapi
 
     def described() -> dict[str, Any]:
