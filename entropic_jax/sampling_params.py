@@ -21,11 +21,13 @@ from .parameter_table import (
     parameters_of,
 )
 
-DEVICE, HOST, OUTPUT = "device", "host", "output"
-"""Who applies a parameter: the sampler, per row; the engine's host side; whoever writes the answer."""
+DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
+"""Who applies a parameter: the sampler, per row; the host side of any generation; the serving engine alone;
+whoever writes the answer."""
 
 _PROBABILITY = Number(float, 0, 1, above_low=True)
 _PENALTY = Number(float, -2, 2)
+LARGEST_VOCABULARY = 2**20  # tokens
 _LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no difference
 
 
@@ -118,6 +120,12 @@ class SamplingParams(Table):
         "nothing ends the text before it has this many",
         unit="tokens",
         scope=HOST,
+    )
+    allowed_token_ids: Sequence[int] = parameter(
+        (), TokenIds(LARGEST_VOCABULARY), "sample from these tokens only; none allows all", scope=ENGINE
+    )
+    bad_words: str | Sequence[str] = parameter(
+        (), Strings(256, 256), "the text has none of these, as far as they are tokenized alone", scope=ENGINE
     )
     n: int = parameter(
         1,

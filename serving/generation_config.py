@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from entropic_jax.parameter_table import ParameterError, short
-from entropic_jax.sampling_params import DEVICE, HOST, PARAMETERS, recommended
+from entropic_jax.sampling_params import OUTPUT, PARAMETERS, recommended
 
 from .request import RequestError
 
@@ -16,7 +16,7 @@ SOURCE, OVERRIDE = "--generation-config", "--override-generation-config"
 OVERRIDABLE = {
     name: line
     for name, line in PARAMETERS.items()
-    if line.scope in (DEVICE, HOST) and name not in ("max_tokens", "seed")
+    if line.scope != OUTPUT and name not in ("max_tokens", "seed")
 }
 """Sampling parameters for which a server may have a default of its own."""
 

@@ -11,6 +11,7 @@ from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.parameter_table import short
 from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
@@ -124,6 +125,9 @@ class Engine:
 
     def prompt_tokens(self, request: Request) -> list[int]:
         """The request's prompt as token ids; RequestError if the model cannot take it."""
+        for name in ("allowed_token_ids", "bad_words"):
+            if value := getattr(request, name):
+                raise RequestError(f"{name} must be empty offline; got {short(value)}", name)
         if request.logprobs is not None:
             raise RequestError(f"logprobs must be null offline; got {request.logprobs}", "logprobs")
         prompt = request.prompt

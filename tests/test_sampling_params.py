@@ -10,7 +10,7 @@ import pytest
 
 from entropic_jax import SamplingParams, parameters
 from entropic_jax.parameter_table import Number, ParameterError, markdown
-from entropic_jax.sampling_params import DEVICE_PARAMETERS, OUTPUT, PARAMETERS
+from entropic_jax.sampling_params import DEVICE_PARAMETERS, ENGINE, OUTPUT, PARAMETERS
 from entropic_jax.serving import sampling_options
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.engine import device_state
@@ -50,7 +50,7 @@ def test_a_request_has_each():
 
 def test_the_command_line_has_an_option_for_each():
     options = vars(parser().parse_args(["generate"]))
-    assert {name for name, line in PARAMETERS.items() if line.scope != OUTPUT} <= options.keys()
+    assert {name for name, line in PARAMETERS.items() if line.scope not in (ENGINE, OUTPUT)} <= options.keys()
 
 
 @pytest.mark.parametrize(("body", "needed"), BODIES, ids=["completions", "chat"])

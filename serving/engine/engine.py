@@ -44,6 +44,7 @@ from .row_controllers import RowControllers, num_gains
 from .scheduler import Scheduler
 from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence
 from .state_updates import StateUpdates
+from .token_rules import token_rules
 
 log = logging.getLogger(__name__)
 IDLE_POLL, BUSY_POLL = 0.2, 0.02  # seconds between checks for timeouts, when idle and when busy
@@ -250,7 +251,8 @@ class LLMEngine:
         detokenizer, eos = self.new_detokenizer(), self.model.stop_tokens
         transcript = Transcript(request, detokenizer, len(prompt), eos, keep=False)
         output_stream = QueuedOutputStream(engine_request, self._inbox.put)
-        sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains)
+        rules = token_rules(engine_request, self.tokenizer, self.model.decoder.shape.vocabulary)
+        sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains, rules)
         sequence.stop_tokens = stop_tokens
         sequence.private_pages = self.method is not None and self.method.alters(len(prompt) - 1)
         if self.options.enable_prefix_caching and not sequence.private_pages:

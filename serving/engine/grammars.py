@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..request import RequestError
 from ..transcript import Token
 from .interface import Grammar
 from .sequence import Sequence
@@ -22,12 +23,12 @@ def token_masks(running: Iterable[Sequence], end: Callable[..., Any]) -> dict[in
     """
     masks = {}
     for sequence in running:
-        grammar = sequence.engine_request.grammar
+        grammar = sequence.grammar
         if grammar is not None and sequence.num_scheduled >= sequence.num_replay_tokens:
             try:
                 masks[sequence.row] = np.asarray(grammar.mask()).reshape(-1).view(np.int32)
             except Exception as error:  # a grammar is a program that came with a request
-                end(sequence, "error", f"the grammar failed: {error}")
+                end(sequence, "error", message_of(error))
     return masks
 
 
@@ -44,5 +45,10 @@ def accept(sequence: Sequence, grammar: Grammar, token: int) -> list[Token]:
     try:
         can_continue = grammar.accept(token)
     except Exception as error:
-        return sequence.transcript.finish("error", f"the grammar failed: {error}")
+        return sequence.transcript.finish("error", message_of(error))
     return [] if can_continue else sequence.transcript.finish("stop")
+
+
+def message_of(error: Exception) -> str:
+    """The error of a request whose grammar has raised this."""
+    return str(error) if isinstance(error, RequestError) else f"the grammar failed: {error}"

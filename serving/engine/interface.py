@@ -29,8 +29,9 @@ class PromptToken(NamedTuple):
 class Grammar(Protocol):
     """A constraint on the text of one sequence, which follows its tokens."""
 
-    failure: RequestError | None
-    """Why no text can satisfy the constraint any more, once `mask` or `accept` has raised it."""
+    @property
+    def failure(self) -> RequestError | None:
+        """Why no text can satisfy the constraint any more, once `mask` or `accept` has raised it."""
 
     def mask(self) -> Any:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens allowed next (as llguidance fills them)."""
@@ -68,6 +69,7 @@ class Delta(NamedTuple):
     # wall seconds queue_time and, where there was one, prefill_time.
     summary: Mapping[str, float] = {}
     timed_out: bool = False  # with "error": the request's timeout has passed
+    param: str | None = None  # with "error": the field of the request that is at fault, if it is one
 
 
 class OutputStream(Protocol):

@@ -119,7 +119,7 @@ class OutputCollector:
     ) -> None:
         """Send the tokens whose text is final, and finish the sequence if its text has ended."""
         batch, transcript = self.batch, sequence.transcript
-        grammar = sequence.engine_request.grammar
+        grammar = sequence.grammar
         if grammar is not None and transcript.finish_reason is None:
             final += grammars.accept(sequence, grammar, tokens[0])
         if sequence.first_token_time is None:

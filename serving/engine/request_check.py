@@ -31,7 +31,8 @@ def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabular
         if (number or 0) > MAX_LOGPROBS:
             raise RequestError(f"{name} must be at most {MAX_LOGPROBS}; got {number}", name)
     last = vocabulary - 1
-    for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        tokens = getattr(request, name)
         if (largest := max(tokens, default=0)) > last:
             raise RequestError(f"{name} must hold tokens between 0 and {last}; got {largest}", name)
 

@@ -116,7 +116,7 @@ class Scheduler:
         """Run one iteration; False if there is nothing left to do."""
         self._admit()
         # A grammar's mask follows from the last token, so every launch must be collected before the next.
-        constrained = any(s.engine_request.grammar is not None for s in self.batch.occupied)
+        constrained = any(s.grammar is not None for s in self.batch.occupied)
         if constrained:
             self.collect_all()
         start_time = time.perf_counter()

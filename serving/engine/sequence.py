@@ -8,7 +8,7 @@ import numpy as np
 
 from ..request import Request
 from ..transcript import TRACE_FIELDS, Token, Transcript, Usage
-from .interface import Alternative, Delta, EngineRequest, PromptToken
+from .interface import Alternative, Delta, EngineRequest, Grammar, PromptToken
 from .output_stream import QueuedOutputStream
 from .prefix_cache import PageHash
 from .row_controllers import RowGains
@@ -62,7 +62,9 @@ class Sequence:
         prompt: tuple[int, ...],
         transcript: Transcript,
         row_gains: RowGains,
+        grammar: Grammar | None = None,
     ) -> None:
+        """`grammar` takes the place of the request's own; it constrains at least as much."""
         self.engine_request, self.output_stream = engine_request, output_stream
         self.prompt, self.transcript, self.row_gains = prompt, transcript, row_gains
         self.stop_tokens: tuple[int, ...] = ()
@@ -71,7 +73,8 @@ class Sequence:
         self.stage = WAITING
         self.generated: list[int] = []
         # A grammar's mask is known for the next token alone, so a constrained sequence does not branch.
-        self.branches = 0 if engine_request.grammar is not None else row_gains.branches  # 0: no search
+        self.grammar = engine_request.grammar if grammar is None else grammar
+        self.branches = 0 if self.grammar is not None else row_gains.branches  # 0: no search
 
         # Its row.
         self.row = -1
@@ -209,8 +212,15 @@ class Sequence:
             usage=Usage(len(self.prompt), len(self.generated)),
             cached_tokens=self.cached_tokens,
             summary=self.summary(),
+            param=self.failed_param,
             **fields,
         )
+
+    @property
+    def failed_param(self) -> str | None:
+        """The field of the request that states a constraint which no text can satisfy."""
+        failure = None if self.grammar is None else self.grammar.failure
+        return None if failure is None else failure.param
 
     def summary(self) -> dict[str, float]:
         """Metrics of the sequence so far; entropies in nats, times in seconds."""

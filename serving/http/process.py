@@ -21,7 +21,8 @@ from .routes.app import create
 from .settings import Settings
 
 logger = logging.getLogger("entropic_jax.serving.server")
-LAST_SECONDS = 2.0  # of the shutdown timeout at most: for the last bytes, and for the engine to end
+LAST_SECONDS = 3.0  # of the shutdown timeout at most: for the last bytes, and for the engine to end
+LAST_BYTES = 1  # seconds of them for the last bytes
 ENGINE_FAILED = 1  # exit status
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
 BACKLOG = 2048  # connections that wait to be accepted
@@ -44,7 +45,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=max(1, int(LAST_SECONDS)),
+                timeout_graceful_shutdown=LAST_BYTES,
                 http=limited(settings.limits.connections, settings.limits.head),
             )
         )

@@ -51,7 +51,7 @@ class ScriptedOutputStream:
                     try:
                         bits = self.engine_request.grammar.mask()
                     except RequestError as error:
-                        yield self._last(transcript, "error", f"the grammar failed: {error}")
+                        yield self._last(transcript, "error", str(error))._replace(param=error.param)
                         return
                     token = next(t for t in range(model.vocabulary) if bits[t // 32] >> (t % 32) & 1)
                 top = ()
@@ -72,7 +72,7 @@ class ScriptedOutputStream:
                         self.engine_request.grammar.accept(token)
                     )
                 except RequestError as error:
-                    yield self._last(transcript, "error", f"the grammar failed: {error}")
+                    yield self._last(transcript, "error", str(error))._replace(param=error.param)
                     return
                 if ended:
                     settled += transcript.finish("stop")

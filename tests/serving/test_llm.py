@@ -375,3 +375,15 @@ def test_no_package_of_the_server_is_imported():
     """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.stdout == "LLM\n", process.stderr
+
+
+def test_allowed_tokens_and_bad_words(llm):
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    plain = llm.generate("import os", greedy)[0].outputs[0]
+    tokens = sorted({*plain.token_ids[2:], 300, 301})
+    (output,) = llm.generate("import os", dataclasses.replace(greedy, allowed_token_ids=tokens))
+    assert set(output.outputs[0].token_ids) <= set(tokens) and len(output.outputs[0].token_ids) == 6
+    word = llm.get_tokenizer().decode(plain.token_ids[1:2], skip_special=False)
+    (output,) = llm.generate("import os", dataclasses.replace(greedy, bad_words=[word]))
+    assert output.outputs[0].token_ids[0] == plain.token_ids[0]
+    assert plain.token_ids[1] not in output.outputs[0].token_ids

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from entropic_jax.sampling_params import DEVICE, HOST, PARAMETERS
+from entropic_jax.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS
 
 from .entropic import Entropic
 from .fields import (
@@ -21,7 +21,7 @@ from .fields import (
     unicode,
 )
 
-FIELDS = tuple(line for line in PARAMETERS.values() if line.scope in (DEVICE, HOST))
+FIELDS = tuple(line for line in PARAMETERS.values() if line.scope in (DEVICE, HOST, ENGINE))
 Alternatives = annotation(PARAMETERS["logprobs"].accepts)
 Sequences: Any = annotation(PARAMETERS["n"].accepts)
 SamplingFields: Any = optional_fields("SamplingFields", FIELDS)
@@ -94,6 +94,7 @@ class SamplingBody(SamplingFields):
     deadline: Seconds | None = Field(
         None, description="seconds after which the answer is late; urgency rises until then"
     )
+    use_beam_search: Literal[False] | None = Field(None, description="no beam search is built")
     user: str | None = None
     request_id: str | None = Field(None, max_length=128)
     entropic: Entropic | None = None

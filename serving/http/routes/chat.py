@@ -10,7 +10,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
-from . import generation, logprobs
+from . import generation, logprobs, unknown_fields
 from .errors import documented
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -32,24 +32,29 @@ def router(frontend: Frontend) -> APIRouter:
         responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        model = frontend.check_model(body.model)
-        name = generation.identifier("chatcmpl", body.request_id)
-        silent = limit(body) == 0
-        choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
-        if body.stream:
-            head = generation.head_of(name, "chat.completion.chunk", model)
-            render = lambda choice, delta: pieces(frontend, body, choice, delta)
-            news = generation.arriving(frontend, choices, silent)
-            source = generation.events(choices, body, head, render, news)
-            return generation.EventStream(source, frontend, choices)
-        deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
-        if deltas is None:
-            return Response(status_code=499)
-        head = generation.head_of(name, "chat.completion", model)
-        answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
-        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
+        return await unknown_fields.warn(http, body, await answer(frontend, body, http))
 
     return routes
+
+
+async def answer(frontend: Frontend, body: ChatBody, http: Request) -> Response:
+    """The response to a request, whole or as a stream."""
+    model = frontend.check_model(body.model)
+    name = generation.identifier("chatcmpl", body.request_id)
+    silent = limit(body) == 0
+    choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
+    if body.stream:
+        head = generation.head_of(name, "chat.completion.chunk", model)
+        render = lambda choice, delta: pieces(frontend, body, choice, delta)
+        news = generation.arriving(frontend, choices, silent)
+        source = generation.events(choices, body, head, render, news)
+        return generation.EventStream(source, frontend, choices)
+    deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+    if deltas is None:
+        return Response(status_code=499)
+    head = generation.head_of(name, "chat.completion", model)
+    answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
+    return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
 def limit(body: ChatBody) -> int | None:

@@ -10,7 +10,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.completion import Completion, CompletionBody
-from . import generation, logprobs
+from . import generation, logprobs, unknown_fields
 from .errors import documented
 
 DEFAULT_TOKENS = 16
@@ -27,28 +27,33 @@ def router(frontend: Frontend) -> APIRouter:
         responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
     )
     async def completions(body: CompletionBody, http: Request) -> Response:
-        model = frontend.check_model(body.model)
-        name = generation.identifier("cmpl", body.request_id)
-        silent = body.max_tokens == 0
-        choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
-        head = generation.head_of(name, "text_completion", model)
-        render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
-        if body.stream:
-            news = generation.arriving(frontend, choices, silent)
-            if body.candidates > body.choices:
-                news = chosen(frontend, body, choices, silent)
-            source = generation.events(choices, body, head, render, news)
-            return generation.EventStream(source, frontend, choices)
-        deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
-        if deltas is None:
-            return Response(status_code=499)
-        answers = [
-            rendered(frontend, body, choice, delta)
-            for choice, delta in best(body, list(zip(choices, deltas, strict=True)))
-        ]
-        return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
+        return await unknown_fields.warn(http, body, await answer(frontend, body, http))
 
     return routes
+
+
+async def answer(frontend: Frontend, body: CompletionBody, http: Request) -> Response:
+    """The response to a request, whole or as a stream."""
+    model = frontend.check_model(body.model)
+    name = generation.identifier("cmpl", body.request_id)
+    silent = body.max_tokens == 0
+    choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
+    head = generation.head_of(name, "text_completion", model)
+    render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
+    if body.stream:
+        news = generation.arriving(frontend, choices, silent)
+        if body.candidates > body.choices:
+            news = chosen(frontend, body, choices, silent)
+        source = generation.events(choices, body, head, render, news)
+        return generation.EventStream(source, frontend, choices)
+    deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
+    if deltas is None:
+        return Response(status_code=499)
+    answers = [
+        rendered(frontend, body, choice, delta)
+        for choice, delta in best(body, list(zip(choices, deltas, strict=True)))
+    ]
+    return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
 def prepare(

@@ -43,12 +43,9 @@ class Choice:
         self.tokens += len(delta.tokens)
         self.cached = max(self.cached, delta.cached_tokens)
         if delta.finish_reason == "error":
-            stream = self.output_stream
-            grammar = None if stream is None else stream.engine_request.grammar
-            if grammar is not None and grammar.failure is not None:
-                raise FrontendError(400, str(grammar.failure), grammar.failure.param)
-            status = 408 if delta.timed_out else 500
-            raise FrontendError(status, delta.error or "the request took longer than the server allows")
+            status = 400 if delta.param else 408 if delta.timed_out else 500
+            message = delta.error or "the request took longer than the server allows"
+            raise FrontendError(status, message, delta.param)
 
 
 def identifier(prefix: str, request_id: str | None) -> str:
@@ -73,7 +70,7 @@ def requests_of(
     max_tokens = max(1, min(most, context - len(prompt)))
     fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
     last = frontend.model.vocabulary - 1
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if (highest := max(fields.get(name, ()), default=0)) > last:
             raise RequestError(f"{name} must hold token ids between 0 and {last}; got {highest}", name)
     first = body.first_seed()

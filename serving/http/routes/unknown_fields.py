@@ -1,0 +1,49 @@
+"""Warnings about fields of a request that are unknown and look like known ones."""
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..protocol.sampling import GUIDED
+
+logger = logging.getLogger("entropic_jax.serving.requests")
+HEADER = "X-Warning"
+SIMILARITY = 0.8  # of names, between 0 and 1, from which one is taken for a misspelling of the other
+MOST, LENGTH = 8, 64  # names that are warned of, and characters of a name
+
+
+def misspelled(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]]:
+    """Unknown names that look like known ones, each with the known one.
+
+    >>> misspelled(["temprature", "user_data", "stop"], ["temperature", "stop"])
+    [('temprature', 'temperature')]
+    """
+    known = list(known)
+    unknown = [name for name in names if name not in known and len(name) <= LENGTH][:MOST]
+    close = ((name, difflib.get_close_matches(name, known, 1, SIMILARITY)) for name in unknown)
+    return [(name, found[0]) for name, found in close if found]
+
+
+async def warn(http: Request, body: BaseModel, response: Response) -> Response:
+    """The response, with a header about misspelled fields, which are logged as well.
+
+    Args:
+        http: The request, whose body was read.
+        body: What it was read as.
+        response: The answer to it.
+    """
+    tree: Any = await http.json()  # which Starlette has kept
+    if not isinstance(tree, Mapping):
+        return response
+    fields = type(body).model_fields.items()
+    known = {field.alias or name for name, field in fields} | {f"guided_{name}" for name in GUIDED}
+    if warnings := misspelled(tree, known):
+        text = "; ".join(f"unknown field {name}: did you mean {close}?" for name, close in warnings)
+        response.headers[HEADER] = text.encode("ascii", "backslashreplace").decode()
+        logger.warning("unknown fields", extra={"fields": dict(warnings)})
+    return response
