@@ -130,10 +130,7 @@ def test_sigterm_while_programs_compile_ends_in_time(tmp_path, waiting):
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
         (("--max-model-len", "0"), "--max-model-len"),
-        (
-            ("--chat-template", "nowhere.jinja"),
-            "--chat-template must be a readable file; got nowhere.jinja (No such file",
-        ),
+        (("--chat-template", "nowhere"), "--chat-template must be a readable file; got nowhere (No such"),
         (
             ("--chat-template", "{% for m in messages %}"),
             "--chat-template must be a Jinja template; got an error in line 1: Unexpected end of template",
