@@ -249,8 +249,7 @@ def test_a_row_does_not_depend_on_its_neighbours(row):
         mixed = np.where(np.arange(ROWS)[:, None] == row, logits, beside)
         adjusted = penalise(mixed, params, history)
         truncated = truncate(adjusted, params)
-        places = [np.full(ROWS, p) for p in range(16)]
-        tokens = [draw(adjusted, params, params.temperature, position=p)[row] for p in places]
+        tokens = [draw(adjusted, params, params.temperature, None, np.full(ROWS, p))[row] for p in range(16)]
         actual.append((np.asarray(adjusted[row]), np.asarray(truncated[row]), tokens))
     for case in actual[1:]:
         for a, b in zip(case, actual[0], strict=True):
@@ -370,8 +369,7 @@ def test_kept_logits_have_unit_gradient():
     params = sampling.parameters(ROWS, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9)
     inside = np.isfinite(truncate(logits, params))
     total = lambda logits: jnp.sum(jnp.where(inside, sampling.truncate(logits, params), 0.0))
-    slope = jax.grad(total)(logits)
-    np.testing.assert_array_equal(slope, inside)
+    np.testing.assert_array_equal(jax.grad(total)(logits), inside)
 
 
 # Errors.
