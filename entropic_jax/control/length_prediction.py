@@ -93,8 +93,8 @@ class LengthModel:
     ) -> "LengthModel":
         """The model with the residuals of recent requests; unchanged if fewer than 16 have ended.
 
-        Where the prediction explains less than a tenth of the variance of ln L among those that have ended, it
-        is dropped: all weights become 0.
+        Where the prediction explains less than a tenth of the variance of ln L among those that have ended,
+        it is dropped: all weights become 0.
 
         Requests that have not ended count as censored at their age (Kaplan–Meier), since under any order but
         that of arrival those that have ended are mostly short.
