@@ -120,7 +120,7 @@ def test_a_failed_download_says_why_and_the_next_run_continues(project):
     status, out, err = run(project, "generate", STAND_IN_NETWORK_FAILS="1")
     assert (status, out) == (1, "")
     assert "ERROR: no network" in err
-    assert "pip ended with status 1" in err
+    assert "pip failed with status 1" in err
     assert run(project, "generate")[0] == 0
     assert len(installs(project)) == 2
 

@@ -15,14 +15,14 @@ import numpy as np
 
 
 class Engine(Protocol):
-    """What is measured: each call is timed from outside and returns tokens that the host can read."""
+    """An engine to measure. Calls are timed from outside and return tokens that the host can read."""
 
     version: str
     detail: str  # which of its own ways the engine has chosen
     tokens_read: int  # prompt tokens that the last prefill computed; an engine may copy what rows share
 
     def open(self, batch: int, capacity: int) -> None:
-        """Make room for `batch` rows of `capacity` tokens; forget what was there before."""
+        """Allocate `batch` rows of `capacity` tokens and drop earlier state."""
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
         """Read prompts `int32 [batch, context]`, from the start; the greedy next token of each row."""

@@ -1,4 +1,4 @@
-"""Plots as SVG files that do not differ from one drawing to the next."""
+"""Reproducible SVG plots."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

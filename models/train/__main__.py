@@ -43,7 +43,7 @@ WARM_UP = 40  # steps
 
 
 def initialise(shape: Shape, seed: int) -> dict[str, Any]:
-    """Random parameters; what writes to the residual stream starts at zero."""
+    """Random parameters; projections into the residual stream start at zero."""
     rng = np.random.default_rng(seed)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -175,7 +175,7 @@ def main() -> None:
     params = jax.device_put(begin, everywhere)
     state = jax.jit(rule.init, out_shardings=everywhere)(params)
 
-    # The last checkpoint before the decay is kept: from there a longer short stage can go on.
+    # The last checkpoint before the decay is kept, so that a longer first stage can continue from it.
     keep = ocp.CheckpointManagerOptions(max_to_keep=3, keep_period=max(1, short_steps))
     manager = ocp.CheckpointManager(work / "checkpoints", options=keep)
     first = manager.latest_step() or 0
@@ -187,7 +187,7 @@ def main() -> None:
     step = _make_step(shape, rule, mesh)
     log = work / "log.csv"
     rows = log.read_text().splitlines()[1:] if log.exists() else []
-    rows = [row for row in rows if int(row.split(",")[0]) <= first]  # what was not saved is done again
+    rows = [row for row in rows if int(row.split(",")[0]) <= first]  # steps after the checkpoint are repeated
     log.write_text("\n".join(["step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second", *rows, ""]))
     columns = (
         TextColumn("{task.description}"),

@@ -78,7 +78,7 @@ def megabytes(count: int) -> str:
 
 
 def training_data(work: Path, compression: dict[str, Any]) -> str:
-    """The packages with licences and sizes, and what was done to them."""
+    """The packages with licences and sizes, and how they were processed."""
     packages = json.loads((work / "packages.json").read_text())
     held = json.loads((work / "held_out.json").read_text())
     files, tokens = (len(np.load(work / f"{n}.npy", mmap_mode="r")) for n in ("starts", "training"))
@@ -212,7 +212,7 @@ def results(report: dict[str, Any]) -> str:
 
 
 def shown(samples: list[dict[str, str]]) -> str:
-    """The samples: where each prompt comes from, its text, and what the model went on with."""
+    """The samples: source and text of each prompt, and the model's continuation."""
     parts = [
         f"### {s['package']}, `{s['path']}`\n\n~~~~python\n{s['prompt']}\n~~~~\n\ncontinued as\n\n"
         f"~~~~python\n{s['continuation']}\n~~~~"

@@ -42,7 +42,7 @@ class Package(NamedTuple):
 
 
 def download(names: Iterable[str], folder: Path) -> list[Path]:
-    """The wheel of each package, fetched with pip (without what it depends on) unless it is there."""
+    """The wheel of each package, downloaded with pip (without dependencies) if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     wheels = []
     for name in names:
@@ -81,7 +81,7 @@ def read_standard_library() -> Package:
 
 
 def plausible(raw: bytes) -> str | None:
-    """The text of a file written by a person, or None for what is empty, huge, generated or not UTF-8."""
+    """The text of a handwritten file; None for files that are empty, huge, generated or not UTF-8."""
     if not SMALLEST_FILE <= len(raw) <= LARGEST_FILE:
         return None
     try:
@@ -96,7 +96,7 @@ def plausible(raw: bytes) -> str | None:
 
 
 def deduplicate(documents: Iterator[Document], seen: set[bytes] | None = None) -> Iterator[Document]:
-    """Drop each document most of whose four-line shingles an earlier one already had."""
+    """Drop documents most of whose four-line shingles occur in earlier ones."""
     seen = set() if seen is None else seen
     for document in documents:
         lines = [s for line in document.text.split("\n") if (s := line.strip()) and not s.startswith("#")]

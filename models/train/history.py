@@ -1,7 +1,7 @@
-"""How an exported model was trained: in rounds, each going on from the weights of the one before.
+"""Training history of an exported model: rounds, each of which continues from the weights of the last.
 
-`models.train` notes its command line in `WORK/run.json`; the export adds what the log says of the run and
-keeps all rounds in `training.json` beside the weights.
+`models.train` records its command line in `WORK/run.json`. The export adds statistics from the log and stores
+all rounds in `training.json` beside the weights.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""How far back the model still finds a fact, for each kind of `tasks` and at set distances.
+"""Recall of facts over a distance, for each kind of `tasks`.
 
-A window is held-out source code with one fact of each kind, other facts scattered around them, and the
-four questions a set number of tokens below. A question counts as answered when every token of the answer
-is the model's likeliest.
+A window is held-out source code with one fact of each kind, distractors scattered around them, and the four
+questions a set number of tokens below. A question counts as answered if every token of the answer is the
+model's most probable one.
 """
 
 from math import sqrt

@@ -1,7 +1,7 @@
-"""Score token sequences with an exported model: what each token cost, and whether it was the likeliest.
+"""Scores of token sequences under an exported model: the loss of each token, and whether it was predicted.
 
-A dense causal forward pass made of the pieces of `forward`, without gradients, over batches of windows
-of a few fixed lengths, so that a handful of compilations serve every sequence.
+A dense causal forward pass built from `forward`, without gradients, over batches of windows of a few fixed
+lengths, so that few compilations serve all sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ DEVICE_TOKENS = 8192  # per device and call
 CHUNK = 256  # rows of logits at a time; divides every length
 
 
-Advance = Callable[[int, int], object]  # told how many windows are done, of how many
+Advance = Callable[[int, int], object]  # called with the number of finished windows and of all
 
 
 class Scores(NamedTuple):
@@ -84,7 +84,7 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
     return nats.reshape(tokens.shape[0], -1), hit.reshape(tokens.shape[0], -1)
 
 
-Score = Callable[[Sequence[np.ndarray], Advance], list[Scores]]  # what a Scorer does
+Score = Callable[[Sequence[np.ndarray], Advance], list[Scores]]  # a `Scorer`, or a stand-in
 
 
 class Scorer:

@@ -1,4 +1,4 @@
-"""Generated text whose answers stand far above the question: what makes reading old context matter.
+"""Generated documents whose questions have their answers far above, which rewards the use of long context.
 
 A document is real source code with *facts* scattered through it and, later, *questions* that repeat the
 head of a fact and must be completed with its tail. Every fact and question is valid Python.
@@ -26,7 +26,7 @@ timber tomato topaz trumpet tulip tunnel turtle umbrella valley vanilla velvet v
 walnut walrus water whale wheat whisper willow window winter wizard wolf yellow zebra zephyr""".split()
 
 ANSWER_WEIGHT, CHANCE_WEIGHT = 4.0, 0.1
-FAR_SHARE = 0.6  # of the documents have their facts near the top and the questions near the end
+FAR_SHARE = 0.6  # share of documents with the facts near the top and the questions near the end
 
 
 class Fact(NamedTuple):
