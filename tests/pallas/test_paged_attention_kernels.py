@@ -14,6 +14,9 @@ from .compilers import interpreted_on_gpu, interpreted_on_tpu
 
 NAMES = [case.name for case in cases.SMALL]
 SMALL_CHUNKS = {"BLOCK": 32, "CHUNK_BYTES": 1 << 15}  # several chunks per list, several steps per chunk
+# The result is rounded to bfloat16, as are the weights of bfloat16 values. Each rounding moves a vector by
+# some 0.1 % of its length; sums that were kept in bfloat16 would move it by more.
+ROW_TOLERANCE = 3e-3
 TILE_32 = cases.Case(3, 2, 2, 128, 32, 6, kept=0.6, window=True)  # a tile of K is no query and no output
 GPU_CASES = (
     cases.Case(2, 1, 3, 64, 32, 10, window=True, dtype="bfloat16", soft_cap=2.0),
@@ -31,10 +34,20 @@ def arguments_of(case, seed=0):
 
 def check(result, case, inputs):
     out, log_sum_exp = cases.exact(case, inputs)
-    # The weights of bfloat16 values are rounded to bfloat16, as the reference does.
-    tolerance = 2e-6 if case.dtype == "float32" else 2e-2
-    np.testing.assert_allclose(np.asarray(result.out, np.float64), out, atol=tolerance)
+    if case.dtype == "float32":
+        np.testing.assert_allclose(result.out, out, atol=2e-6)
+    else:
+        check_rows(result.out, out)
     np.testing.assert_allclose(result.log_sum_exp, log_sum_exp, atol=2e-6, rtol=2e-6)
+
+
+def check_rows(result, expected, tolerance=ROW_TOLERANCE):
+    """Compare bfloat16 vectors by their distance, relative to the length of the expected vector."""
+    result = np.asarray(result, np.float64)
+    length = np.linalg.norm(expected, axis=-1)
+    assert not result[length == 0].any()
+    distance = np.linalg.norm(result - expected, axis=-1)
+    np.testing.assert_array_less(distance[length > 0] / length[length > 0], tolerance)
 
 
 def on_tpu(case, arguments, mode):
@@ -65,11 +78,10 @@ def small_chunks(monkeypatch):
     shrink(monkeypatch)
 
 
-@pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
-def test_the_reference_on_the_cases(case):
+@pytest.mark.parametrize("case", [x for x in cases.SMALL if x.soft_cap is None], ids=lambda case: case.name)
+def test_the_reference_on_the_cases_without_a_soft_cap(case):
     inputs, arguments = arguments_of(case)
-    if case.soft_cap is None:
-        check(reference.decode(*arguments), case, inputs)
+    check(reference.decode(*arguments), case, inputs)
 
 
 @pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
@@ -81,6 +93,16 @@ def test_tpu_in_the_interpreter(case, mode, small_chunks):
     except NotImplementedError as declined:
         pytest.skip(str(declined))
     check(result, case, inputs)
+
+
+@pytest.mark.parametrize("pages", ["int8", "float8_e4m3fn"])
+def test_tpu_with_several_quantised_pages_in_a_step_of_the_softmax(pages, monkeypatch):
+    monkeypatch.setattr(tpu, "BLOCK", 256)
+    monkeypatch.setattr(tpu, "CHUNK_BYTES", 1 << 17)
+    case = cases.Case(2, 2, 2, 128, 128, 5, kept=0.8, dtype="bfloat16", pages=pages)
+    inputs, arguments = arguments_of(case)
+    assert inputs.num_pages[0].min() > 2
+    check(on_tpu(case, arguments, "late"), case, inputs)
 
 
 @pytest.mark.parametrize("scalars", [tpu.SCALARS, 300])
@@ -236,9 +258,10 @@ def test_what_is_declined_has_a_reason(backend, change, reason):
         jax.eval_shape(backend.decode, *arguments)
 
 
-def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():
+@pytest.mark.parametrize("spread", [1, 100])  # e^100 is more than float32 holds
+def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan(spread):
     rng = np.random.default_rng(0)
-    score, value = rng.standard_normal((5, 3, 7)), rng.standard_normal((5, 7, 4))
+    score, value = spread * rng.standard_normal((5, 3, 7)), rng.standard_normal((5, 7, 4))
     weight = np.exp(score)
     part = np.einsum("pgs,psd->pgd", weight / weight.sum(-1, keepdims=True), value)
     log_sum_exp = np.log(weight.sum(-1))
@@ -248,8 +271,9 @@ def test_parts_merge_to_the_whole_and_what_is_not_held_may_be_nan():
     merged = split_kv.merge_partials(
         *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.asarray(held)
     )
-    np.testing.assert_allclose(merged.out, full, atol=1e-6)
-    np.testing.assert_allclose(merged.log_sum_exp, np.log(weight[held].sum((0, 2))), atol=1e-6)
+    # A score of 200 is known to one part in 2^24 in float32, and a weight to as much times 200.
+    np.testing.assert_allclose(merged.out, full, atol=1e-6 * max(1, spread / 5))
+    np.testing.assert_allclose(merged.log_sum_exp, np.log(weight[held].sum((0, 2))), rtol=1e-6, atol=1e-6)
     nothing = split_kv.merge_partials(
         *(jnp.asarray(x, jnp.float32) for x in (part, log_sum_exp)), jnp.zeros(5, bool)
     )

@@ -80,3 +80,22 @@ def test_all_pages_listed_is_dense():
     full = prefill(jnp.asarray(q), keys, values, table, *integers(index, count), first, *places)
     for row, number in enumerate((8, 3)):
         np.testing.assert_allclose(full[row, :, :, :number], dense[row, :, :, :number], atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["dense", "listed"])
+def test_queries_past_the_context_see_what_the_last_position_sees(form):
+    """Row 1 has three queries and five of padding; memory past its context is NaN."""
+    q, k, v, table, listed, query, last = case(3)
+    listed = np.ones_like(listed) if form == "dense" else listed
+    keys, values = (pool(x, table, listed, last) for x in (k, v))
+    integers = lambda *arrays: [jnp.asarray(x, jnp.int32) for x in arrays]
+    lists = (None, None)
+    if form == "listed":
+        lists = integers(np.argsort(~listed, axis=-1, kind="stable"), listed.sum(-1))
+    first = np.zeros((ROWS, QUERIES))
+    first[1, -1] = last[1]  # this query sees nothing
+    places = integers(table)[0], *lists, *integers(first, query, last)
+    out = np.asarray(prefill(jnp.asarray(q), keys, values, *places))
+    expected = plain(q, k, v, listed, query, last)
+    expected[1, :, :, -1] = 0
+    np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-5)

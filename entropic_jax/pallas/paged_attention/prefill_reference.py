@@ -32,10 +32,12 @@ def of_all(q, keys, values, page_table, window_start, query_start, context_lengt
             top, total, out = carry
             page = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages)
             position = i * pages * size + jnp.arange(pages * size)[:, None]
+            position = jnp.where(position < context_length, position, FAR)
             place = page * kv_heads + jnp.arange(kv_heads)[:, None]
             flat = lambda x: gather(quantised.flat(x), place, dtype).reshape(kv_heads, pages * size, head_dim)
-            # Slots past the context length may hold NaN, which must not reach a product.
-            k, v = flat(keys), jnp.where(position < context_length, flat(values), 0)
+            # Slots past the context length may hold NaN, which must not reach a product, nor a query of the
+            # padding, whose own position is past them.
+            k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
             score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
             score = jnp.where((position <= own_position) & (position >= first_seen), score, NEGATIVE)
             new = jnp.maximum(top, score.max(1, keepdims=True))
@@ -46,8 +48,10 @@ def of_all(q, keys, values, page_table, window_start, query_start, context_lengt
         blank = jnp.zeros((kv_heads, 1, group * n))
         start = (blank + NEGATIVE, blank, jnp.zeros((kv_heads, head_dim, group * n)))
         stop = jnp.where(context_length > window_start.min(), -(-context_length // (pages * size)), 0)
-        _, total, out = jax.lax.fori_loop(window_start.min() // (pages * size), stop, chunk, start)
-        return (out / jnp.maximum(total, 1e-30)).swapaxes(1, 2).astype(dtype)
+        top, total, out = jax.lax.fori_loop(window_start.min() // (pages * size), stop, chunk, start)
+        # A query that sees nothing has weighted masked slots only: its maximum is still that of the mask.
+        out = jnp.where(top > NEGATIVE, out / jnp.maximum(total, 1e-30), 0.0)
+        return out.swapaxes(1, 2).astype(dtype)
 
     out = jax.lax.map(row, (q, page_table, window_start, query_start, context_length))
     return out.reshape(rows, kv_heads, group, n, head_dim)
