@@ -24,11 +24,12 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `exhaustive` unless `-m` names the mark."""
-    if "exhaustive" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    """Deselect tests marked `exhaustive` or `mutation` unless `-m` names the mark."""
+    for mark in ("exhaustive", "mutation"):
+        if mark not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -81,6 +81,24 @@ def test_back_ends_agree_with_float64(name, sizes):
             np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["cpu", "xla"])
+def test_scores_of_order_100_do_not_overflow(name):
+    """Three pieces of a list, whose largest scores differ by more than float32's exponential can hold."""
+    q, keys, values, table, *lists, first, last = case(1, 1, 2, 3, 16, 64, 40)
+    last, first = np.full_like(last, 2500), np.zeros_like(first)
+    keys, values = np.nan_to_num(keys), np.nan_to_num(values)
+    keys[table[0, 3]] *= 4  # the largest scores are in the first piece
+    arguments = 40 * q, keys, values, table, *lists, first, last
+    expected = exact(*arguments)
+    assert expected[1].min() > 200
+    try:
+        result = jax.jit(paged_attention.DECODE.backends[name])(*arguments)
+    except NotImplementedError as declined:
+        pytest.skip(str(declined))
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=3e-4)
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_chosen_back_end_on_random_lengths(seed):

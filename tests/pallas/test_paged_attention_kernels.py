@@ -14,9 +14,9 @@ from .compilers import interpreted_on_gpu, interpreted_on_tpu
 
 NAMES = [case.name for case in cases.SMALL]
 SMALL_CHUNKS = {"BLOCK": 32, "CHUNK_BYTES": 1 << 15}  # several chunks per list, several steps per chunk
-# The result is rounded to bfloat16, as are the weights of bfloat16 values. Each rounding moves a vector by
-# some 0.1 % of its length; sums that were kept in bfloat16 would move it by more.
-ROW_TOLERANCE = 3e-3
+# The result is rounded to bfloat16, as are the weights of bfloat16 values: each moves a vector by some 0.15 %
+# of its length. Sums that were kept in bfloat16 would move vectors by more.
+MEAN_DISTANCE, LARGEST_DISTANCE = 2.8e-3, 5e-3
 TILE_32 = cases.Case(3, 2, 2, 128, 32, 6, kept=0.6, window=True)  # a tile of K is no query and no output
 GPU_CASES = (
     cases.Case(2, 1, 3, 64, 32, 10, window=True, dtype="bfloat16", soft_cap=2.0),
@@ -41,13 +41,14 @@ def check(result, case, inputs):
     np.testing.assert_allclose(result.log_sum_exp, log_sum_exp, atol=2e-6, rtol=2e-6)
 
 
-def check_rows(result, expected, tolerance=ROW_TOLERANCE):
+def check_rows(result, expected):
     """Compare bfloat16 vectors by their distance, relative to the length of the expected vector."""
     result = np.asarray(result, np.float64)
     length = np.linalg.norm(expected, axis=-1)
     assert not result[length == 0].any()
-    distance = np.linalg.norm(result - expected, axis=-1)
-    np.testing.assert_array_less(distance[length > 0] / length[length > 0], tolerance)
+    distance = (np.linalg.norm(result - expected, axis=-1) / np.where(length == 0, 1, length))[length > 0]
+    assert np.sqrt((distance**2).mean()) < MEAN_DISTANCE
+    assert distance.max() < LARGEST_DISTANCE
 
 
 def on_tpu(case, arguments, mode):

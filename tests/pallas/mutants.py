@@ -1,0 +1,345 @@
+"""The faults that are sown into the kernels, each a single change of the source; `mutations` runs them."""
+
+from typing import NamedTuple
+
+PAGED, RUNTIME = "entropic_jax/pallas/paged_attention", "entropic_jax/cpu_runtime"
+TOPK, MOMENTS = "entropic_jax/pallas/topk_entropy", "entropic_jax/pallas/entropy_moments"
+DISPATCH = "entropic_jax/pallas/dispatch.py"
+
+
+class Tests(NamedTuple):
+    """Tests of one file: those whose names match an expression of `pytest -k`."""
+
+    file: str
+    expression: str
+
+
+class Mutant(NamedTuple):
+    """A fault: `old`, which the file holds once, is replaced by `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: Tests
+
+
+def sown(file: str, tests: Tests, *faults: tuple[str, str, str]) -> tuple[Mutant, ...]:
+    """Mutants of one file with the same tests; each fault is a name, the old text and the new."""
+    return tuple(Mutant(name, file, old, new, tests) for name, old, new in faults)
+
+
+DECODE = Tests("tests/pallas/test_paged_attention.py", "(agree_with_float64 or order_100) and cpu")
+REFERENCE = Tests("tests/pallas/test_paged_attention.py", "(agree_with_float64 or order_100) and xla")
+SELECT = Tests("tests/pallas/test_paged_attention.py", "(choice_keeps or nothing_is_dropped) and cpu")
+NARROW_READ = Tests("tests/pallas/test_narrow_pages.py", "what_is_read or what_is_no_number")
+NARROW_WRITE = Tests("tests/pallas/test_narrow_pages.py", "what_is_written or nearest_number")
+PREFILL = Tests("tests/pallas/test_paged_prefill.py", "")
+TPU_DECODE = Tests("tests/pallas/test_paged_attention_kernels.py", "tpu_in_the_interpreter and late")
+TPU_BLOCKS = Tests("tests/pallas/test_paged_attention_kernels.py", "several_quantised_pages")
+MERGE = Tests("tests/pallas/test_paged_attention_kernels.py", "parts_merge")
+TPU_PREFILL = Tests(
+    "tests/pallas/test_paged_prefill_and_write_kernels.py",
+    "(prefill_in_the_interpreter and not gpu and late) or several",
+)
+TPU_WRITE = Tests(
+    "tests/pallas/test_paged_prefill_and_write_kernels.py", "test_write and late and (int8 or float32)"
+)
+TOPK_REFERENCE = Tests("tests/pallas/test_topk_entropy.py", "reference_is_exact")
+MOMENTS_ON_CPU = Tests("tests/pallas/test_entropy_moments.py", "against_float64 or extremes")
+POOL = Tests("tests/cpu_runtime/test_thread_pool.py", "")
+THRESHOLD = Tests("tests/cpu_runtime/test_threshold.py", "")
+CHOICE_OF_BACKEND = Tests("tests/pallas/test_dispatch.py", "")
+
+MUTANTS = (
+    *sown(
+        f"{RUNTIME}/thread_pool.py",
+        POOL,
+        (
+            "the caller does not wait for the helpers",
+            "while load_acquire(mailbox + DONE) < num_chunks:",
+            "while load_acquire(mailbox + DONE) < 0:",
+        ),
+        (
+            "a chunk is done before it is run",
+            "            call_task(function, argument, left - 1)\n            fetch_add(mailbox + DONE, 1)\n",
+            "            fetch_add(mailbox + DONE, 1)\n            call_task(function, argument, left - 1)\n",
+        ),
+        (
+            "two threads take the same chunk",
+            "if compare_and_swap(mailbox + JOB, job, job - 1) == 1:",
+            "if compare_and_swap(mailbox + JOB, job, job - 1) >= 0:",
+        ),
+        ("the pool is never released", "    store_release(mailbox + BUSY, 0)\n", ""),
+        ("two callers use the pool at once", " or compare_and_swap(mailbox + BUSY, 0, 1) == 0:", ":"),
+    ),
+    *sown(
+        f"{RUNTIME}/vector.py",
+        NARROW_READ,
+        (
+            "bfloat16 is widened by 15 bits",
+            "ir.Constant(words, [16] * LANES)",
+            "ir.Constant(words, [15] * LANES)",
+        ),
+    ),
+    *sown(
+        f"{RUNTIME}/vector.py",
+        DECODE,
+        ("a coefficient of the exponential", "0.24016445", "0.24116445"),
+        (
+            "lanes of four keys are not all summed",
+            "    for step in (2, 1):\n        swapped",
+            "    for step in (2,):\n        swapped",
+        ),
+    ),
+    *sown(
+        f"{RUNTIME}/threshold.py",
+        THRESHOLD,
+        ("the number of pages to keep is ignored", " and count_above + count[digit] >= number", ""),
+        ("the mass above is not carried", "                mass_above += mass[digit]\n", ""),
+    ),
+    *sown(
+        f"{PAGED}/cpu.py",
+        DECODE,
+        ("the old maximum counts as 0", "shrink = np.exp(top[", "shrink = np.exp(np.float32(0) * top["),
+        ("sums are not rescaled", "if shrink != np.float32(1):", "if shrink > np.float32(1):"),
+        ("the next page is not looked up", "if entry + 1 < end:", "if entry + 1 < begin:"),
+        ("the last score of a page, not the largest", "peak = max(peak, weight[t])", "peak = weight[t]"),
+        (
+            "pieces are merged without their maximum",
+            "peak = max(peak, top[p, ",
+            "peak = min(np.float32(0) * peak, top[p, ",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/cpu.py",
+        NARROW_READ,
+        ("NaN counts as no mass", "if mass != 0:", "if mass > 0:"),
+        ("scores are divided by the scales", "weight *= floats(key_scale", "weight /= floats(key_scale"),
+        ("weights are divided by the scales", "weight *= floats(value_scale", "weight /= floats(value_scale"),
+    ),
+    *sown(
+        f"{PAGED}/cpu_select_pages.py",
+        SELECT,
+        (
+            "pages that are always kept do not count",
+            "need = np.float32(1) - limit - mass_always_kept",
+            "need = np.float32(1) - limit",
+        ),
+        (
+            "the last page counts as full",
+            "mean_weight * score[g, pages - 1] / last_filled",
+            "mean_weight * score[g, pages - 1] * inverse_size",
+        ),
+        (
+            "information is ignored",
+            "weight[b] = information[page_table[b], head]",
+            "weight[b] = np.float32(1)",
+        ),
+        ("one recent page too few", "b >= pages - recent_pages", "b > pages - recent_pages"),
+        ("pages are dropped at a limit of 0", "if not dropped_mass_limit > 0 or pages", "if pages"),
+        (
+            "the bound of what is left out lacks its sum",
+            "log_bound[g] = peak + np.log(total)",
+            "log_bound[g] = peak",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/cpu_write.py",
+        NARROW_WRITE,
+        ("ties of bfloat16 round up", "(word + 0x7FFF + ((word >> 16) & 1)) >> 16", "(word + 0x8000) >> 16"),
+        (
+            "the norm of a page is that of its last value",
+            "value_norm if s == 0 else max(norm[p, head], value_norm)",
+            "value_norm",
+        ),
+        (
+            "a vector of zeros has the scale 0",
+            "extent * inverse if extent != 0 else np.float32(1)",
+            "extent * inverse",
+        ),
+        (
+            "summaries survive the first slot of a page",
+            "                    if s == 0:\n",
+            "                    if s == -1:\n",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/reference.py",
+        REFERENCE,
+        (
+            "the reference sees one position too many",
+            "                & (position < context_length)\n",
+            "                & (position <= context_length)\n",
+        ),
+        (
+            "the reference does not rescale its sum",
+            "return new, total * scale + weight.sum(-1), out * scale[..., None] + part",
+            "return new, total * scale + weight.sum(-1), out + part",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/prefill_reference.py",
+        PREFILL,
+        (
+            "dense prefill sees past the context",
+            "            position = jnp.where(position < context_length, position, FAR)\n",
+            "",
+        ),
+        (
+            "listed prefill ignores the window",
+            "& (position >= first_seen), score, NEGATIVE)\n            new = jnp.maximum(top, score.max(0",
+            ", score, NEGATIVE)\n            new = jnp.maximum(top, score.max(0",
+        ),
+        (
+            "dense prefill ignores the window, and a query does not see itself",
+            "(position >= first_seen), score, NEGATIVE)\n            new = jnp.maximum(top, score.max(1",
+            "(position < own_position), score, NEGATIVE)\n            new = jnp.maximum(top, score.max(1",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/split_kv.py",
+        MERGE,
+        (
+            "partial results are merged without their maximum",
+            "top = jnp.maximum(log_sum_exp.max(-2, keepdims=True), NEGATIVE)",
+            "top = jnp.zeros_like(log_sum_exp.max(-2, keepdims=True))",
+        ),
+        (
+            "parts that were not written are merged",
+            "    out = jnp.where(written[..., None, None], out, 0.0)\n",
+            "",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/tpu.py",
+        TPU_DECODE._replace(expression="tpu_in_the_interpreter and late and bfloat16"),
+        (
+            "sums are kept in bfloat16",
+            "sum_of[head] = sum_of[head] * shrink[:, :1] + part",
+            "sum_of[head] = (sum_of[head] * shrink[:, :1] + part).astype(jnp.bfloat16).astype(jnp.float32)",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/tpu.py",
+        TPU_DECODE._replace(expression="tpu_in_the_interpreter and late and cap"),
+        (
+            "the soft cap is not applied in decode",
+            "score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)",
+            "score = score / 1.0",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/tpu.py",
+        TPU_BLOCKS,
+        (
+            "all pages of a block have the scales of its first",
+            "pool.scale[start + i, head]",
+            "pool.scale[start, head]",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/prefill_tpu.py",
+        TPU_WRITE._replace(expression="prefill_in_the_interpreter and late and cap"),
+        (
+            "the soft cap is not applied in prefill",
+            "score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)",
+            "score = score / 1.0",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/prefill_tpu.py",
+        TPU_WRITE._replace(expression="several_calls"),
+        (
+            "every call of prefill computes the first rows",
+            "batch = slice(start, start + rows_per_call)",
+            "batch = slice(0, rows_per_call)",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/prefill_tpu.py",
+        TPU_WRITE._replace(expression="prefill and several_quantised"),
+        (
+            "every block of prefill has the scales of the first",
+            "start=step * shape.block, pages",
+            "start=0, pages",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/write_tpu.py",
+        TPU_WRITE._replace(expression="quantised_pages and int8 and late"),
+        (
+            "the scale of a slot past 31 is put elsewhere",
+            "at = jax.lax.rem(slot[start + i], sublanes), slot[start + i]",
+            "at = (jax.lax.rem(slot[start + i], sublanes),) * 2",
+        ),
+    ),
+    *sown(
+        f"{PAGED}/write_tpu.py",
+        TPU_WRITE._replace(expression="write_in_the_interpreter and late and float32"),
+        (
+            "a page that begins keeps its last owner's summaries",
+            "begins_page = slot[start + i] == 0",
+            "begins_page = slot[start + i] < 0",
+        ),
+    ),
+    *sown(
+        f"{TOPK}/reference.py",
+        TOPK_REFERENCE,
+        (
+            "the k-th token belongs to the tail",
+            "(logits == last) & (index <= place)",
+            "(logits == last) & (index < place)",
+        ),
+        ("varentropy is not centred", "jnp.maximum(square - mean * mean, 0.0)", "jnp.maximum(square, 0.0)"),
+        (
+            "moments at temperature 0 are not 0",
+            "keep = (temperature > 0) | jnp.isnan",
+            "keep = (temperature >= 0) | jnp.isnan",
+        ),
+        (
+            "places without a token have a valid index",
+            "jnp.where(real, indices, logits.shape[-1])",
+            "jnp.where(real, indices, 0)",
+        ),
+        (
+            "the entropy of the head is that of all tokens",
+            "entropy = _moments(values, inverse_temperature).entropy",
+            "entropy = _moments(logits, inverse_temperature).entropy",
+        ),
+    ),
+    *sown(
+        f"{MOMENTS}/cpu.py",
+        MOMENTS_ON_CPU,
+        (
+            "only the first piece is summed",
+            "range(0, vocabulary, PIECE)",
+            "range(0, min(vocabulary, PIECE), PIECE)",
+        ),
+        ("NaN in a row is not seen", "top = nan if has_nan(z) else largest(z)", "top = largest(z)"),
+        (
+            "a temperature of NaN is not seen",
+            "if not abs(top) < infinity or inverse != inverse:",
+            "if not abs(top) < infinity:",
+        ),
+    ),
+    *sown(
+        DISPATCH,
+        CHOICE_OF_BACKEND,
+        (
+            "any error counts as a refusal",
+            "            except NotImplementedError as reason:\n                declined",
+            "            except Exception as reason:\n                declined",
+        ),
+        (
+            "the environment comes before the argument",
+            "requested = backend or os.environ.get(VARIABLE) or None",
+            "requested = os.environ.get(VARIABLE) or backend or None",
+        ),
+        (
+            "the interpreter serves without being named",
+            "[name for name in self.backends if name not in ONLY_BY_NAME]",
+            "list(self.backends)",
+        ),
+    ),
+)
