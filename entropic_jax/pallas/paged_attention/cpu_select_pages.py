@@ -85,8 +85,7 @@ def _list_selection(kv_heads: int, group: int, head_dim: int, page_size: int, ru
     lanes, zero = vector.LANES, np.float32(0)
     sink_pages, recent_pages, min_pages = rules.sink_pages, rules.recent_pages, rules.min_pages
     page_scores = vector.page_scores(group, head_dim, kv_heads * head_dim)
-    split_query = _query_parts(group, head_dim)
-    exponents = _exponents()
+    split_query, exponents = _query_parts(group, head_dim), _exponents()
     page_masses = _page_masses(group, page_size, rules.bound_weight, exponents)
     page_weights, keep_pages = _page_weights(), _kept_pages(group, rules)
 
@@ -121,21 +120,14 @@ def _list_selection(kv_heads: int, group: int, head_dim: int, page_size: int, ru
         candidates = floats(memory + (8 * group + 4) * pages, (pages,))
         power = integers(memory + (8 * group + 8) * pages, (pages + lanes,))
         bin_data = memory + (8 * group + 12) * pages + 4 * lanes
-        bin_mass = floats(bin_data, (BINS,))
-        bin_count = integers(bin_data + 4 * BINS, (BINS,))
+        bin_mass, bin_count = floats(bin_data, (BINS,)), integers(bin_data + 4 * BINS, (BINS,))
         query_data = bin_data + 8 * BINS
         split_query(query, query_data)
         head_offset = 4 * head * head_dim
-        page_scores(
-            low_data + head_offset,
-            operand(frame, 2)[0] + head_offset,
-            operand(frame, 3)[0] + head_offset,
-            table_data + 4 * row * max_pages,
-            query_data,
-            memory + 4 * group * pages,
-            memory,
-            pages,
-        )
+        low, high, sums = low_data, operand(frame, 2)[0], operand(frame, 3)[0]
+        low, high, sums = low + head_offset, high + head_offset, sums + head_offset
+        table, means = table_data + 4 * row * max_pages, memory + 4 * group * pages
+        page_scores(low, high, sums, table, query_data, means, memory, pages)
         page_masses(score, bound, mass, power, pages, context_length)
         weight = score[0]
         page_weights(weight, mass, information, page_table, head, pages)

@@ -177,53 +177,15 @@ def _kernel(shape: Shape, chunks, total, pages, q, *refs):
     blocks = jax.lax.axis_size("block")
     num_chunks = jax.lax.div(total[0] - block + blocks - 1, blocks)
     chunk_of = lambda i: [chunks[(block + i * blocks) * FIELDS + field] for field in range(FIELDS)]
-    positions = shape.consumers * TILE  # of a step: one tile for each consumer
-
-    def step_range(low, high):
-        return jax.lax.div(low, positions), jax.lax.div(high + positions - 1, positions)
 
     @pl.when(warpgroup == shape.consumers)
-    def _copy():
+    def _produce():
         plgpu.set_max_registers(40 if shape.consumers == 2 else 24, action="decrease")
-
-        def copy_chunk(i, num_steps):
-            list_number, _, start, length, low, high = chunk_of(i)
-            head = jax.lax.rem(list_number, shape.kv_heads)
-            begin, end = step_range(low, high)
-
-            def step(s, num_steps):
-                slot = jax.lax.rem(num_steps, shape.slots)
-                for c in range(shape.consumers):
-                    tile = c * shape.slots + slot
-
-                    @pl.when(num_steps >= shape.slots)
-                    def _(tile=tile):
-                        plgpu.barrier_wait(empty.at[tile])
-
-                    for page, offset, to in _sources(shape, (s * shape.consumers + c) * TILE, length):
-                        size = min(TILE, shape.page)
-                        source = (pages[start + page], head, pl.ds(offset, size))
-                        target = (tile, pl.ds(to, size))
-                        for pool, buffer in zip(pools, tiles, strict=True):
-                            plgpu.copy_gmem_to_smem(pool.at[source], buffer.at[target], full.at[tile])
-                return num_steps + 1
-
-            return jax.lax.fori_loop(begin, end, step, num_steps)
-
-        num_steps = jax.lax.fori_loop(0, num_chunks, copy_chunk, jnp.int32(0))
-        for back in range(shape.slots):
-            for c in range(shape.consumers):
-
-                @pl.when(num_steps > back)
-                def _(back=back, c=c):
-                    plgpu.barrier_wait(
-                        empty.at[c * shape.slots + jax.lax.rem(num_steps - 1 - back, shape.slots)]
-                    )
+        _copy_tiles(shape, num_chunks, chunk_of, pages, pools, tiles, full, empty)
 
     @pl.when(warpgroup < shape.consumers)
-    def _compute():
+    def _consume():
         plgpu.set_max_registers(232 if shape.consumers == 2 else 240, action="increase")
-        query = q_tiles.at[warpgroup]
 
         def attend_chunk(i, num_steps):
             list_number, output_number, _, _, low, high = chunk_of(i)
@@ -233,43 +195,94 @@ def _kernel(shape: Shape, chunks, total, pages, q, *refs):
                 q.at[list_number], q_tiles.at[warpgroup, group_rows], q_full.at[warpgroup]
             )
             _wait(q_full.at[warpgroup])
-            begin, end = step_range(low, high)
-
-            def step(s, state):
-                num_steps, *softmax = state
-                tile = warpgroup * shape.slots + jax.lax.rem(num_steps, shape.slots)
-                _wait(full.at[tile])
-                start = (s * shape.consumers + warpgroup) * TILE
-                tile_refs = [x.at[tile] for x in tiles], [x.at[warpgroup] for x in widened_tiles]
-                softmax = attend(
-                    shape, query, *tile_refs, softmax, **_visible(shape, low - start, high - start)
-                )
-                release_tile(shape, empty.at[tile])
-                return num_steps + 1, *softmax
-
-            num_steps, top, sum_of, weighted = jax.lax.fori_loop(
-                begin, end, step, (num_steps, *empty_softmax(shape))
-            )
-            is_empty = sum_of == 0.0  # false for NaN, which must reach the result
-            scale = jnp.where(is_empty, 0.0, 1.0 / sum_of)
-            weighted = weighted * jax.lax.broadcast_in_dim(scale, weighted.shape, [0])
-            staged_log[warpgroup] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(sum_of)) / LOG2_E)
-            for column in range(0, shape.head_dim, COLUMNS):
-                staged[warpgroup] = weighted[:, column : column + COLUMNS]
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staged.at[warpgroup, pl.ds(0, shape.group)],
-                    out.at[output_number, warpgroup, :, pl.ds(column, COLUMNS)],
-                )
-                if column == 0:
-                    plgpu.copy_smem_to_gmem(
-                        staged_log.at[warpgroup], log_sum_exp.at[output_number, warpgroup]
-                    )
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffers = q_tiles.at[warpgroup], tiles, widened_tiles
+            num_steps, *softmax = _attend_tiles(shape, warpgroup, low, high, num_steps, buffers, full, empty)
+            place = output_number, warpgroup
+            _write_result(shape, softmax, place, staged, staged_log, out, log_sum_exp)
             return num_steps
 
         jax.lax.fori_loop(0, num_chunks, attend_chunk, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _step_range(shape: Shape, low, high):
+    """The steps of a chunk that hold positions `low ≤ p < high`; a step has a tile for each consumer."""
+    positions = shape.consumers * TILE
+    return jax.lax.div(low, positions), jax.lax.div(high + positions - 1, positions)
+
+
+def _copy_tiles(shape: Shape, num_chunks, chunk_of, pages, pools, tiles, full, empty):
+    """Copy the tiles of all chunks of a thread block, as far ahead as there are slots."""
+
+    def copy_chunk(i, num_steps):
+        list_number, _, start, length, low, high = chunk_of(i)
+        head = jax.lax.rem(list_number, shape.kv_heads)
+        begin, end = _step_range(shape, low, high)
+
+        def step(s, num_steps):
+            slot = jax.lax.rem(num_steps, shape.slots)
+            for c in range(shape.consumers):
+                tile = c * shape.slots + slot
+
+                @pl.when(num_steps >= shape.slots)
+                def _(tile=tile):
+                    plgpu.barrier_wait(empty.at[tile])
+
+                for page, offset, to in _sources(shape, (s * shape.consumers + c) * TILE, length):
+                    size = min(TILE, shape.page)
+                    source = (pages[start + page], head, pl.ds(offset, size))
+                    target = (tile, pl.ds(to, size))
+                    for pool, buffer in zip(pools, tiles, strict=True):
+                        plgpu.copy_gmem_to_smem(pool.at[source], buffer.at[target], full.at[tile])
+            return num_steps + 1
+
+        return jax.lax.fori_loop(begin, end, step, num_steps)
+
+    num_steps = jax.lax.fori_loop(0, num_chunks, copy_chunk, jnp.int32(0))
+    for back in range(shape.slots):
+        for c in range(shape.consumers):
+
+            @pl.when(num_steps > back)
+            def _(back=back, c=c):
+                plgpu.barrier_wait(empty.at[c * shape.slots + jax.lax.rem(num_steps - 1 - back, shape.slots)])
+
+
+def _attend_tiles(shape: Shape, warpgroup, low, high, num_steps, buffers, full, empty):
+    """The online softmax of a consumer over its tiles of a chunk; returns the step count, then its state."""
+    query, tiles, widened_tiles = buffers
+    begin, end = _step_range(shape, low, high)
+
+    def step(s, state):
+        num_steps, *softmax = state
+        tile = warpgroup * shape.slots + jax.lax.rem(num_steps, shape.slots)
+        _wait(full.at[tile])
+        start = (s * shape.consumers + warpgroup) * TILE
+        tile_refs = [x.at[tile] for x in tiles], [x.at[warpgroup] for x in widened_tiles]
+        softmax = attend(shape, query, *tile_refs, softmax, **_visible(shape, low - start, high - start))
+        release_tile(shape, empty.at[tile])
+        return num_steps + 1, *softmax
+
+    return jax.lax.fori_loop(begin, end, step, (num_steps, *empty_softmax(shape)))
+
+
+def _write_result(shape: Shape, softmax, place, staged, staged_log, out, log_sum_exp):
+    """Normalise the state of a softmax, and copy it to its place in memory by way of shared memory."""
+    top, sum_of, weighted = softmax
+    output_number, warpgroup = place
+    is_empty = sum_of == 0.0  # false for NaN, which must reach the result
+    scale = jnp.where(is_empty, 0.0, 1.0 / sum_of)
+    weighted = weighted * jax.lax.broadcast_in_dim(scale, weighted.shape, [0])
+    staged_log[warpgroup] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(sum_of)) / LOG2_E)
+    for column in range(0, shape.head_dim, COLUMNS):
+        staged[warpgroup] = weighted[:, column : column + COLUMNS]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            staged.at[warpgroup, pl.ds(0, shape.group)],
+            out.at[output_number, warpgroup, :, pl.ds(column, COLUMNS)],
+        )
+        if column == 0:
+            plgpu.copy_smem_to_gmem(staged_log.at[warpgroup], log_sum_exp.at[output_number, warpgroup])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _wait(arrival):

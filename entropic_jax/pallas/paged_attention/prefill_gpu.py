@@ -8,6 +8,7 @@ listed and one of the queries could see a position of it.
 """
 
 import operator
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -32,29 +33,32 @@ from .gpu_tile import (
     tile_buffers,
     zero_outside,
 )
-from .split_kv import entry_ranges
+from .split_kv import PrefillShape, entry_ranges
 
 FAR = 2**30  # a position beyond every query
 MOST_SLOTS = 8
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Shape(PrefillShape):
     """The static parameters of the kernel."""
 
-    kv_heads: int
-    listed: bool
-    per_row: int  # pages of a row
-    max_listed: int  # entries of a list
-    group: int
-    queries: int  # of a block
-    blocks: int  # of queries
-    page: int
-    head_dim: int
     consumers: int  # warpgroups that compute; one more copies
     slots: int  # tiles in shared memory
-    soft_cap: float | None
     dtype: Any  # of the tiles in the pools
     interpreted: bool  # whether products and layouts are those of the interpreter
+
+
+class QueryBlock(NamedTuple):
+    """A block of queries of one list, and the entries of that list that it reads."""
+
+    list_number: Any
+    block: Any
+    row: Any
+    head: Any
+    low: Any  # the first entry
+    high: Any  # one past the last
+    steps: Any  # tiles
 
 
 def prefill(
@@ -81,20 +85,20 @@ def prefill(
     max_listed = page_table.shape[1] if page_list is None else page_list.shape[2]
     slots = min(num_tile_slots(keys, consumers, height * (head_dim * 2 + 2 * 4)), MOST_SLOTS)
     shape = Shape(
-        kv_heads,
-        page_list is not None,
-        page_table.shape[1],
-        max_listed,
-        group,
-        queries,
-        blocks,
-        keys.shape[2],
-        head_dim,
-        consumers,
-        slots,
-        soft_cap,
-        keys.dtype,
-        interpret is not None,
+        kv_heads=kv_heads,
+        listed=page_list is not None,
+        per_row=page_table.shape[1],
+        max_listed=max_listed,
+        group=group,
+        queries=queries,
+        blocks=blocks,
+        page=keys.shape[2],
+        head_dim=head_dim,
+        soft_cap=soft_cap,
+        consumers=consumers,
+        slots=slots,
+        dtype=keys.dtype,
+        interpreted=interpret is not None,
     )
     padded = blocks * queries - n
     own_position = jnp.minimum(query_start[:, None] + jnp.arange(n), context_length[:, None] - 1)
@@ -166,45 +170,15 @@ def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, boun
     low, high = begin[i * shape.blocks + block], stop[i * shape.blocks + block]
     per_tile, per_page = max(1, TILE // shape.page), max(1, shape.page // TILE)
     steps = jax.lax.div(jnp.maximum(high - low, 0) * per_page + per_tile - 1, per_tile)
-
-    def entry(j):
-        """The page of the row that entry j of its list stands for."""
-        return entries[i * shape.max_listed + j] if shape.listed else j
-
-    def sources(s):
-        """The entry of the list, the slot of its page, and the place in the tile, of each part of a tile."""
-        if per_page > 1:
-            return [(low + jax.lax.div(s, per_page), jax.lax.rem(s, per_page) * TILE, 0)]
-        return [(low + s * per_tile + k, 0, k * shape.page) for k in range(per_tile)]
+    work = QueryBlock(i, block, row, head, low, high, steps)
 
     @pl.when(warpgroup == shape.consumers)
-    def _copy():
+    def _produce():
         plgpu.set_max_registers(40 if shape.consumers == 2 else 24, action="decrease")
-
-        @pl.loop(0, steps)
-        def _(s):
-            slot = jax.lax.rem(s, shape.slots)
-
-            @pl.when(s >= shape.slots)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
-            for j, offset, to in sources(s):
-                # Past the last page that page is copied again, as no other page may be read.
-                page = page_table[row * shape.per_row + entry(jnp.minimum(j, high - 1))]
-                size = min(TILE, shape.page)
-                for pool, buffer in zip(pools, tiles, strict=True):
-                    part = pool.at[page, head, pl.ds(offset, size)]
-                    plgpu.copy_gmem_to_smem(part, buffer.at[slot, pl.ds(to, size)], full.at[slot])
-
-        for back in range(shape.slots):
-
-            @pl.when(steps > back)
-            def _(back=back):
-                plgpu.barrier_wait(empty.at[jax.lax.rem(steps - 1 - back, shape.slots)])
+        _copy_tiles(shape, work, page_table, entries, pools, tiles, full, empty)
 
     @pl.when(warpgroup < shape.consumers)
-    def _compute():
+    def _consume():
         plgpu.set_max_registers(232 if shape.consumers == 2 else 240, action="increase")
         group_rows = pl.ds(warpgroup * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(
@@ -221,47 +195,11 @@ def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, boun
             else plgpu.load(limits.at[warpgroup, k], (), layout=of_rows)
             for k in range(2)
         )
-        end = context_length[row]
-
-        def step(s, softmax):
-            slot = jax.lax.rem(s, shape.slots)
-            # For each part of the tile, the position that the tile's first slot would have.
-            starts = [
-                jnp.where(j < high, entry(jnp.minimum(j, high - 1)) * shape.page, FAR) + offset - to
-                for j, offset, to in sources(s)
-            ]
-
-            def position(size, axis):
-                place = positions(shape, size, axis)
-                at = place + starts[0]
-                for k, start in enumerate(starts[1:], 1):
-                    at = jnp.where(place >= k * shape.page, place + start, at)
-                return at
-
-            def seen(size, axis):
-                at = position(size, axis)
-                over = lambda x: jax.lax.broadcast_in_dim(x, size, [0])
-                return (at >= over(since)) & (at <= over(own_position))
-
-            def clear(v):
-                written = lambda size, axis: position(size, axis) < end
-                if widened_tiles:  # a tile of this consumer alone
-                    zero_outside(shape, v, written)
-                else:  # a tile that all consumers read
-                    pl.when(warpgroup == 0)(lambda: zero_outside(shape, v, written))
-                    _arrive_and_wait(cleared)
-
-            ends = [start + (k + 1) * min(TILE, shape.page) for k, start in enumerate(starts)]
-            edge = reduce(operator.or_, [x > end for x in ends])
-            tile_refs = [x.at[slot] for x in tiles], [x.at[warpgroup] for x in widened_tiles]
-            _wait(full.at[slot])
-            softmax = attend(
-                shape, q_tiles.at[warpgroup], *tile_refs, softmax, seen=seen, edge=edge, clear=clear
-            )
-            release_tile(shape, empty.at[slot])
-            return tuple(softmax)
-
-        _, total, weighted = jax.lax.fori_loop(0, steps, step, empty_softmax(shape))
+        window = since, own_position, context_length[row]
+        buffers = q_tiles.at[warpgroup], tiles, [x.at[warpgroup] for x in widened_tiles]
+        _, total, weighted = _attend_tiles(
+            shape, work, entries, window, buffers, full, empty, cleared, warpgroup
+        )
         is_empty = total == 0.0  # false for NaN, which must reach the result
         scale = jnp.where(is_empty, 0.0, 1.0 / total)
         weighted = weighted * jax.lax.broadcast_in_dim(scale, weighted.shape, [0])
@@ -269,6 +207,95 @@ def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, boun
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_tiles.at[warpgroup], out.at[i, block, group_rows])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _entry(shape: Shape, work: QueryBlock, entries, j):
+    """The page of the row that entry j of its list stands for."""
+    return entries[work.list_number * shape.max_listed + j] if shape.listed else j
+
+
+def _sources(shape: Shape, work: QueryBlock, s):
+    """The entry of the list, the slot of its page, and the place in the tile, of each part of tile s."""
+    per_tile, per_page = max(1, TILE // shape.page), max(1, shape.page // TILE)
+    if per_page > 1:
+        return [(work.low + jax.lax.div(s, per_page), jax.lax.rem(s, per_page) * TILE, 0)]
+    return [(work.low + s * per_tile + k, 0, k * shape.page) for k in range(per_tile)]
+
+
+def _copy_tiles(shape: Shape, work: QueryBlock, page_table, entries, pools, tiles, full, empty):
+    """Copy the tiles of the list into shared memory, as far ahead as there are slots."""
+
+    @pl.loop(0, work.steps)
+    def _(s):
+        slot = jax.lax.rem(s, shape.slots)
+
+        @pl.when(s >= shape.slots)
+        def _():
+            plgpu.barrier_wait(empty.at[slot])
+
+        for j, offset, to in _sources(shape, work, s):
+            # Past the last page that page is copied again, as no other page may be read.
+            page = page_table[
+                work.row * shape.per_row + _entry(shape, work, entries, jnp.minimum(j, work.high - 1))
+            ]
+            size = min(TILE, shape.page)
+            for pool, buffer in zip(pools, tiles, strict=True):
+                part = pool.at[page, work.head, pl.ds(offset, size)]
+                plgpu.copy_gmem_to_smem(part, buffer.at[slot, pl.ds(to, size)], full.at[slot])
+
+    for back in range(shape.slots):
+
+        @pl.when(work.steps > back)
+        def _(back=back):
+            plgpu.barrier_wait(empty.at[jax.lax.rem(work.steps - 1 - back, shape.slots)])
+
+
+def _attend_tiles(shape: Shape, work: QueryBlock, entries, window, buffers, full, empty, cleared, warpgroup):
+    """The online softmax of a consumer over all tiles of the list."""
+    since, own_position, end = window
+    query, tiles, widened_tiles = buffers
+
+    def step(s, softmax):
+        slot = jax.lax.rem(s, shape.slots)
+        # For each part of the tile, the position that the tile's first slot would have.
+        starts = [
+            jnp.where(
+                j < work.high, _entry(shape, work, entries, jnp.minimum(j, work.high - 1)) * shape.page, FAR
+            )
+            + offset
+            - to
+            for j, offset, to in _sources(shape, work, s)
+        ]
+
+        def position(size, axis):
+            place = positions(shape, size, axis)
+            at = place + starts[0]
+            for k, start in enumerate(starts[1:], 1):
+                at = jnp.where(place >= k * shape.page, place + start, at)
+            return at
+
+        def seen(size, axis):
+            at = position(size, axis)
+            over = lambda x: jax.lax.broadcast_in_dim(x, size, [0])
+            return (at >= over(since)) & (at <= over(own_position))
+
+        def clear(v):
+            written = lambda size, axis: position(size, axis) < end
+            if widened_tiles:  # a tile of this consumer alone
+                zero_outside(shape, v, written)
+            else:  # a tile that all consumers read
+                pl.when(warpgroup == 0)(lambda: zero_outside(shape, v, written))
+                _arrive_and_wait(cleared)
+
+        ends = [start + (k + 1) * min(TILE, shape.page) for k, start in enumerate(starts)]
+        edge = reduce(operator.or_, [x > end for x in ends])
+        _wait(full.at[slot])
+        tile_refs = [x.at[slot] for x in tiles], widened_tiles
+        softmax = attend(shape, query, *tile_refs, softmax, seen=seen, edge=edge, clear=clear)
+        release_tile(shape, empty.at[slot])
+        return tuple(softmax)
+
+    return jax.lax.fori_loop(0, work.steps, step, empty_softmax(shape))
 
 
 def _wait(arrival):

@@ -5,8 +5,9 @@ with double buffering, and each block of queries keeps an online softmax. A page
 queries if it is listed and one of the queries could see a position of it.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
-from .split_kv import entry_ranges
+from .split_kv import PrefillShape, entry_ranges
 from .tpu import (
     BLOCK,
     CHUNK_BYTES,
@@ -32,22 +33,22 @@ from .tpu import (
 QUERIES = 512  # rows of a product: queries of a block times heads of a group
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Shape(PrefillShape):
     """The static parameters of the kernel."""
 
-    kv_heads: int
-    listed: bool
-    per_row: int  # pages of a row
-    max_listed: int  # entries of a list
-    group: int
-    queries: int  # of a block
-    blocks: int  # of queries
-    page: int
-    head_dim: int
     pages: int  # of a chunk
     block: int  # pages per step of the softmax
     position_axis: int  # of a tile, see `pools_as_laid_out`
-    soft_cap: float | None
+
+
+class ListedPages(NamedTuple):
+    """The entries of a page list that a block of queries reads."""
+
+    entries: Any  # of all lists
+    base: Any  # the place of the list among them
+    begin: Any  # the first entry to read
+    stop: Any  # one past the last
 
 
 def prefill(
@@ -76,19 +77,19 @@ def prefill(
     pages = max(1, min(chunk, max_listed) // block) * block
     position_axis, (keys, values) = pools_as_laid_out(keys, values)
     shape = Shape(
-        kv_heads,
-        page_list is not None,
-        page_table.shape[1],
-        max_listed,
-        group,
-        queries,
-        blocks,
-        size,
-        head_dim,
-        pages,
-        block,
-        position_axis,
-        soft_cap,
+        kv_heads=kv_heads,
+        listed=page_list is not None,
+        per_row=page_table.shape[1],
+        max_listed=max_listed,
+        group=group,
+        queries=queries,
+        blocks=blocks,
+        page=size,
+        head_dim=head_dim,
+        soft_cap=soft_cap,
+        pages=pages,
+        block=block,
+        position_axis=position_axis,
     )
     padded = blocks * queries - n
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded), (0, 0)))
@@ -170,13 +171,14 @@ def _kernel(
     row, head = jax.lax.div(i, shape.kv_heads), jax.lax.rem(i, shape.kv_heads)
     base = i * shape.max_listed
     begin, stop = begin[i * shape.blocks + block], stop[i * shape.blocks + block]
+    listed = ListedPages(entries, base, begin, stop)
     context_length = context_length[row]
     height = shape.group * shape.queries
     own_position = query_start[row] + block * shape.queries + _each(shape, (height, 1))
     window_start_of_row = jnp.concatenate([window_start[0][:, :1]] * shape.group, 0)
 
     def copies(chunk, slot, page):
-        place = page_table[row * shape.per_row + _entry(shape, entries, base, chunk * shape.pages + page)]
+        place = page_table[row * shape.per_row + _entry(shape, listed, chunk * shape.pages + page)]
         copy = lambda pool, buffer: pltpu.make_async_copy(
             pool.at[place, head], buffer.at[slot, page, 0], input_semaphore.at[slot]
         )
@@ -221,42 +223,39 @@ def _kernel(
 
         @pl.loop(jax.lax.div(low, shape.block), jax.lax.div(high + shape.block - 1, shape.block))
         def _(step):
-            block_pages = pl.ds(step * shape.block, shape.block)
-            at = chunk * shape.pages + step * shape.block  # first entry
-            position = _position(shape, entries, base, at, begin, stop)
-            _clear(
-                shape,
-                entries,
-                base,
-                at,
-                begin,
-                stop,
-                context_length,
-                tiles_of(v_buffer).at[slot, block_pages],
-            )
-            k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (k_buffer, v_buffer))
-            wide = lambda x: joined(tiles_of(x)[block_pages, 0], shape.position_axis).astype(q.dtype)
-            score = product(q[0].reshape(height, shape.head_dim), wide(k), 1 - shape.position_axis)
-            seen = (
-                (position >= window_start_of_row) & (position <= own_position) & (position < context_length)
-            )
-            scale = partial(scaled, seen=seen, start=step * shape.block, pages=shape.block, head=0)
-            score = scale(score, k)
-            if shape.soft_cap is not None:
-                score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
-            score = jnp.where(seen, score, NEGATIVE)
-            before = top[...]
-            after = jnp.maximum(before, score.max(1, keepdims=True))
-            weight = jnp.where(seen, jnp.exp(score - after[:, :1]), 0.0)
-            shrink = jnp.exp(before - after)
-            top[...] = after
-            total[...] = total[...] * shrink + weight.sum(1, keepdims=True)
-            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
-            sum_of[...] = sum_of[...] * shrink[:, :1] + part
+            window, buffers = (window_start_of_row, own_position, context_length), (k_buffer, v_buffer)
+            _attend(shape, listed, chunk, step, window, q, buffers, slot, top, total, sum_of)
 
     divisor = total[...][:, :1]
     result = sum_of[...] / jnp.where(divisor == 0, 1.0, divisor)
     out[0] = result.astype(out.dtype).reshape(shape.group, shape.queries, shape.head_dim)
+
+
+def _attend(shape: Shape, listed: ListedPages, chunk, step, window, q, buffers, slot, top, total, sum_of):
+    """Update the online softmax with one step of a chunk: `shape.block` pages."""
+    window_start, own_position, context_length = window
+    block_pages = pl.ds(step * shape.block, shape.block)
+    at = chunk * shape.pages + step * shape.block  # first entry
+    position = _position(shape, listed, at)
+    _clear(shape, listed, at, context_length, tiles_of(buffers[1]).at[slot, block_pages])
+    k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in buffers)
+    wide = lambda x: joined(tiles_of(x)[block_pages, 0], shape.position_axis).astype(q.dtype)
+    queries = q[0].reshape(shape.group * shape.queries, shape.head_dim)
+    score = product(queries, wide(k), 1 - shape.position_axis)
+    seen = (position >= window_start) & (position <= own_position) & (position < context_length)
+    scale = partial(scaled, seen=seen, start=step * shape.block, pages=shape.block, head=0)
+    score = scale(score, k)
+    if shape.soft_cap is not None:
+        score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
+    score = jnp.where(seen, score, NEGATIVE)
+    before = top[...]
+    after = jnp.maximum(before, score.max(1, keepdims=True))
+    weight = jnp.where(seen, jnp.exp(score - after[:, :1]), 0.0)
+    shrink = jnp.exp(before - after)
+    top[...] = after
+    total[...] = total[...] * shrink + weight.sum(1, keepdims=True)
+    part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
+    sum_of[...] = sum_of[...] * shrink[:, :1] + part
 
 
 def _buffer_slot(chunk):
@@ -272,33 +271,36 @@ def _each(shape: Shape, size):
     return jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, size, 0), shape.queries)
 
 
-def _entry(shape: Shape, entries, base, i):
+def _entry(shape: Shape, listed: ListedPages, i):
     """The page of the row that entry i of its list stands for."""
-    return entries[base + jnp.minimum(i, shape.max_listed - 1)] if shape.listed else i
+    return listed.entries[listed.base + jnp.minimum(i, shape.max_listed - 1)] if shape.listed else i
 
 
-def _position(shape: Shape, entries, base, at, begin, stop):
+def _position(shape: Shape, listed: ListedPages, at):
     """Positions of a block of pages, int32 `[1, block · page]`; −1 on a page that is not read."""
     slot = jax.lax.broadcasted_iota(jnp.int32, (1, shape.block * shape.page), 1)
     position = jnp.full_like(slot, -1)
     for i in range(shape.block):
-        start = _entry(shape, entries, base, at + i) * shape.page
+        start = _entry(shape, listed, at + i) * shape.page
         in_page = (
-            (slot >= i * shape.page) & (slot < (i + 1) * shape.page) & (at + i >= begin) & (at + i < stop)
+            (slot >= i * shape.page)
+            & (slot < (i + 1) * shape.page)
+            & (at + i >= listed.begin)
+            & (at + i < listed.stop)
         )
         position = jnp.where(in_page, start + slot - i * shape.page, position)
     return position
 
 
-def _clear(shape: Shape, entries, base, at, begin, stop, context_length, v):
+def _clear(shape: Shape, listed: ListedPages, at, context_length, v):
     """Zero the slots that were not read or are past the context length: zero times them must not be NaN."""
     if v.dtype == jnp.int8:
         return
 
     @pl.loop(0, shape.block)
     def _(i):
-        filled = context_length - _entry(shape, entries, base, at + i) * shape.page
-        filled = jnp.where((at + i >= begin) & (at + i < stop), filled, 0)
+        filled = context_length - _entry(shape, listed, at + i) * shape.page
+        filled = jnp.where((at + i >= listed.begin) & (at + i < listed.stop), filled, 0)
 
         @pl.when(filled < shape.page)
         def _():

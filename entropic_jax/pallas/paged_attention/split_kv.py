@@ -4,7 +4,8 @@ As in FlashDecoding, the pages of a row are divided among independent workers, e
 softmax. Their partial results are merged by their log-sum-exps.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,22 @@ class WorkLists(NamedTuple):
     stop: jax.Array  # int32 [rows, lists], one past the last entry; at most `begin` where nothing is read
     low: jax.Array  # int32 [rows, lists], the first slot attended to in the first page
     high: jax.Array  # int32 [rows, lists], one past the last slot attended to in the last page
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillShape:
+    """The static parameters that the prefill kernels share."""
+
+    kv_heads: int
+    listed: bool
+    per_row: int  # pages of a row
+    max_listed: int  # entries of a list
+    group: int
+    queries: int  # of a block
+    blocks: int  # of queries
+    page: int  # positions
+    head_dim: int
+    soft_cap: float | None
 
 
 def work_lists(page_table, page_list, num_pages, window_start, context_length, size: int) -> WorkLists:
@@ -54,7 +71,7 @@ def work_lists(page_table, page_list, num_pages, window_start, context_length, s
     return WorkLists(pages, begin, stop, low, high)
 
 
-def entry_ranges(shape: Any, page_list, num_pages, window_start, query_start, context_length):
+def entry_ranges(shape: PrefillShape, page_list, num_pages, window_start, query_start, context_length):
     """For each block of queries of a prefill, the first entry of the page list to read and one past the last.
 
     Args:
