@@ -129,8 +129,8 @@ def _http(group: argparse._ArgumentGroup) -> None:
         "--on-engine-failure",
         choices=get_args(OnEngineFailure),
         default=default.on_engine_failure,
-        help="exit with status 1, for a supervisor to restart the server, or stay and answer 503 (default: "
-        "exit)",
+        help="exit with status 1, restart the server (once it has run for a minute), or stay and answer 503 "
+        "(default: exit)",
     )
 
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("entropic_jax.serving.server")
 LAST_SECONDS = 3.0  # of the shutdown timeout at most: for the last bytes, and for the engine to end
 LAST_BYTES = 1  # seconds of them for the last bytes
 ENGINE_FAILED = 1  # exit status
+SHORTEST_LIFE = 60.0  # seconds; a server whose engine fails sooner would only fail again after a restart
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
 BACKLOG = 2048  # connections that wait to be accepted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -77,7 +78,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to stop; called ten times a second."""
         failure = self.frontend.engine.failure()
-        if failure is not None and self.frontend.settings.on_engine_failure == "exit" and not self.status:
+        if failure is not None and self.frontend.settings.on_engine_failure != "stay" and not self.status:
             logger.error("the engine has failed: stopping", extra={"error": str(failure)})
             self.frontend.draining = self.should_exit = True
             self.status = ENGINE_FAILED
@@ -119,6 +120,7 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
+    start_time = time.monotonic()
     server.run(sockets=[listener])
     left = LAST_SECONDS if server.deadline is None else max(0.0, server.deadline - time.monotonic())
     frontend.pools.close()
@@ -126,9 +128,21 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     if tracer_provider is not None:
         tracer_provider.shutdown()  # sends what is left
     logger.info("stopped", extra={} if ended else {"compiling": True})
+    lived = time.monotonic() - start_time
+    if server.status == ENGINE_FAILED and frontend.settings.on_engine_failure == "restart":
+        if lived >= SHORTEST_LIFE:
+            restart()
+        logger.error("not restarted: the engine failed soon after its start", extra={"seconds": round(lived)})
     if not ended or frontend.pools.pending:
         leave(server.status)
     return server.status
+
+
+def restart() -> None:
+    """Replace the process by the same command, which has its process id but nothing of its memory."""
+    logger.info("restarting")
+    logging.shutdown()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def leave(status: int) -> None:

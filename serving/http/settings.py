@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from ..control_options import Control
 
-OnEngineFailure = Literal["exit", "stay"]
+OnEngineFailure = Literal["exit", "restart", "stay"]
 
 
 class Limits(NamedTuple):

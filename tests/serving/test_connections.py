@@ -3,6 +3,8 @@
 import contextlib
 import json
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from entropic_jax.serving.http import connection
+from entropic_jax.serving.http import connection, process
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.host_names import accepted_hosts
 from entropic_jax.serving.http.process import ENGINE_FAILED
@@ -122,6 +124,23 @@ def test_connections_beyond_the_limit_are_refused(served):
 def test_the_head_limit_is_that_of_the_settings():
     limited = connection.limited(7, 1.5)
     assert (limited.most, limited.head_seconds) == (7, 1.5)
+
+
+@pytest.mark.parametrize(("shortest_life", "restarts"), [(0.0, True), (60.0, False)])
+def test_a_failed_engine_restarts_the_server(served, monkeypatch, shortest_life, restarts):
+    settings, commands = Settings(port=0, on_engine_failure="restart"), []
+    monkeypatch.setattr(process, "SHORTEST_LIFE", shortest_life)
+    monkeypatch.setattr(process.os, "execv", lambda *command: commands.append(command))
+    engine = ScriptedEngine(served)
+    failure = threading.Timer(0.5, lambda: setattr(engine, "failed", "out of memory"))
+    failure.start()
+    listener = process.bind(settings)
+    address = listener.getsockname()
+    assert process.run(Frontend(engine, served, settings), listener) == ENGINE_FAILED
+    again = [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
+    assert commands == (again if restarts else [])
+    with socket.create_server(address):  # the port is free for the next
+        pass
 
 
 def test_a_failed_engine_ends_the_server_or_not(served):

@@ -26,7 +26,7 @@ def misspelled(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, st
     known = list(known)
     unknown = [name for name in names if name not in known and len(name) <= LENGTH][:MOST]
     close = ((name, difflib.get_close_matches(name, known, 1, SIMILARITY)) for name in unknown)
-    return [(name, found[0]) for name, found in close if found]
+    return [(name, matches[0]) for name, matches in close if matches]
 
 
 async def warn(http: Request, body: BaseModel, response: Response) -> Response:
