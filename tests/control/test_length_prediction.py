@@ -81,8 +81,8 @@ def test_residuals_follow_recent_requests():
         model(np.random.default_rng(5).normal(0, 2, NUM_RESIDUALS)),
         {"max_tokens": np.full(40, 99)},
     )
-    few, all_ended = np.arange(40) < 15, np.ones(40, bool)
-    assert law.updated(features, np.full(40, 50), few) is law
+    ended, all_ended = np.arange(40) < 15, np.ones(40, bool)
+    assert law.updated(features, np.full(40, 50), ended) is law
     after = law.updated(features, np.full(40, 50), all_ended)
     np.testing.assert_allclose(after.residuals, np.log(50))  # equal lengths need no features
     assert after.forecast(features, np.zeros(40)).tail == pytest.approx(0)
@@ -96,6 +96,6 @@ def test_a_prediction_that_does_not_help_is_dropped():
     assert law.updated({"max_tokens": 2 * lengths}, lengths, ended).weights.any()
 
 
-def test_too_few_requests_are_refused():
+def test_fewer_requests_than_needed_are_refused():
     with pytest.raises(ValueError, match="lengths must have at least 2 entries; got 1"):
         fit_length_model({"max_tokens": np.ones(1)}, np.ones(1), ("max_tokens",))
