@@ -20,7 +20,7 @@ from .emission import emit
 from .forward import Decoder, decode, decode_cost
 from .prefill import launch_prefill, prefill, start
 from .sampling.constraints import Constraints
-from .speculation import Speculator, check_speculation, draft, verify_and_emit
+from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, Signal, State, Trace
 
 __all__ = ["Decoder", "generate", "launch_prefill", "prefill", "replay", "run", "schedule", "start", "step"]
@@ -92,10 +92,9 @@ def speculative_step(
     rows, state, batch = gather_active(state, width, speculator.drafter.most_tokens)
     room = rows.gather(state.cache.granted) * state.cache.page_size
     constraints, laws = rows.gather(constraints), take_rows(controller, rows)
-    drafts, num_drafted, size = draft(speculator, batch, room, constraints)
-    after, trace = verify_and_emit(
-        decoder, params, laws, speculator, batch, drafts, num_drafted, size, constraints
-    )
+    model = ControlledModel(decoder, params, laws)
+    drafted, plan = draft(speculator, model, batch, room, constraints)
+    after, trace = verify_and_emit(speculator, model, drafted, plan, constraints)
     state = scatter(state, rows, batch.state, after)
     trace = jax.vmap(lambda x: rows.scatter(x, jax.tree.map(lambda y: jnp.zeros((), y.dtype), x)))(trace)
     state = record(state, trace.token, trace.emitted)

@@ -4,24 +4,33 @@ Randomness is a function of (key, seed, position), so sampling draws the same to
 asks. A drafted token is accepted if and only if it is the token that the verified logits draw there: the text
 is that of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
 
-The life of a pass: a drafter continues each row's text (`suffix`), the draft-length law decides how many of
-the drafted tokens to verify (`draft_length`), one forward pass runs over all of them and emission is repeated
-position by position, up to the first token that differs (`verification`).
+The life of a pass: drafters continue each row's text (`suffix`, then `pruned`, in a `cascade`), the
+draft-length law decides how many of the drafted tokens to verify (`draft_length`), one forward pass runs over
+all of them, and emission is repeated position by position, up to the first token that differs
+(`verification`).
 """
 
+from .cascade import Cascade
 from .draft_length import DraftLength
-from .drafter import Draft, Drafter
-from .speculator import Speculator, check_speculation, draft, speculator, verify_and_emit
-from .suffix import SuffixDrafter
+from .drafter import ControlledModel, Draft, Drafter
+from .pruned import PrunedDrafter, pruned_drafter
+from .speculator import PassPlan, Speculator, check_speculation, draft, speculator, verify_and_emit
+from .suffix import SuffixDrafter, suffix_drafter
 
 __all__ = [
+    "Cascade",
+    "ControlledModel",
     "Draft",
     "DraftLength",
     "Drafter",
+    "PassPlan",
+    "PrunedDrafter",
     "Speculator",
     "SuffixDrafter",
     "check_speculation",
     "draft",
+    "pruned_drafter",
     "speculator",
+    "suffix_drafter",
     "verify_and_emit",
 ]

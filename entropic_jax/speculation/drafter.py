@@ -1,10 +1,11 @@
 """Drafter protocol: proposes the next tokens of every row, with the probability that they are accepted."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from ..batch import Batch
+from ..forward import Decoder
 
 
 class Draft(NamedTuple):
@@ -13,6 +14,14 @@ class Draft(NamedTuple):
     tokens: jax.Array  # int32 [rows, k]
     num_tokens: jax.Array  # int32 [rows], how many of the k are proposed
     acceptance: jax.Array  # float32 [rows, k], P(accepted | those before it were accepted), before correction
+
+
+class ControlledModel(NamedTuple):
+    """The model and the control law whose next tokens are to be drafted."""
+
+    decoder: Decoder
+    params: Any
+    controller: Any  # of the rows of the batch
 
 
 class Drafter(Protocol):
@@ -25,9 +34,15 @@ class Drafter(Protocol):
     def most_tokens(self) -> int:
         """k, the tokens it proposes at most."""
 
-    def draft(self, batch: Batch) -> Draft:
-        """Proposes tokens for every row of the batch.
+    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+        """Proposes tokens for every active row of the batch.
 
         Args:
+            model: whose tokens they are to be.
             batch: the rows, with their text (`State.text`).
+            most: int32 `[rows]`, tokens of a row that can be verified at most.
+
+        Returns:
+            The batch, in which only the cache past each row's length and the costs in the ledger may have
+            changed, and the draft, whose `num_tokens` are at most `most`.
         """

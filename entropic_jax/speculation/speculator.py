@@ -1,17 +1,16 @@
 """Speculator: a drafter and the draft-length law, and the pass that they make."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..batch import Batch
 from ..control.controller import pytree
-from ..forward import Decoder
 from ..sampling.constraints import Constraints
 from ..state import State, Trace
 from .draft_length import DraftLength, draft_length
-from .drafter import Draft, Drafter
+from .drafter import ControlledModel, Draft, Drafter
 from .suffix import suffix_drafter
 from .verification import CHANGED, emit_accepted, pass_cost, single_token_rows, verify
 
@@ -26,6 +25,14 @@ class Speculator:
     def init(self, rows: int) -> jax.Array:
         """What is remembered per row (`State.speculation`)."""
         return self.law.init(rows)
+
+
+class PassPlan(NamedTuple):
+    """What one pass verifies."""
+
+    draft: Draft
+    num_drafted: jax.Array  # int32 [rows], drafted tokens to verify
+    size: jax.Array  # int32 [], index of the pass's size among the law's widths
 
 
 def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | None = None) -> Speculator:
@@ -55,57 +62,55 @@ def check_speculation(controller: Any, state: State) -> None:
 
 
 def draft(
-    speculator: Speculator, batch: Batch, room: jax.Array, constraints: Constraints | None
-) -> tuple[Draft, jax.Array, jax.Array]:
+    speculator: Speculator,
+    model: ControlledModel,
+    batch: Batch,
+    room: jax.Array,
+    constraints: Constraints | None,
+) -> tuple[Batch, PassPlan]:
     """Drafts tokens, and decides how many of them to verify.
 
     Args:
         speculator: the drafter and the law.
+        model: whose tokens are drafted.
         batch: the rows of the pass.
         room: int32 `[rows]`, positions that a row's pages hold.
         constraints: of these rows; a row that is masked or forced gets one token.
 
     Returns:
-        The draft, the number of tokens to verify, int32 `[rows]`, and the index of the pass's size among the
-        law's widths.
+        The batch, and the plan of the pass.
     """
     state = batch.state
-    drafted = speculator.drafter.draft(batch)
     # A pass writes one position a token, and the last token that it may emit fills the row.
-    most = jnp.minimum(room, state.limit) - state.length - 1
+    most = jnp.maximum(jnp.minimum(room, state.limit) - state.length - 1, 0)
     if constraints is not None:
         most = jnp.where(single_token_rows(constraints), 0, most)
-    drafted = drafted._replace(num_tokens=jnp.clip(drafted.num_tokens, 0, jnp.maximum(most, 0)))
-    return drafted, *speculator.law.choose(drafted, batch.active, state.speculation)
+    batch, drafted = speculator.drafter.draft(model, batch, most)
+    drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, most))
+    return batch, PassPlan(drafted, *speculator.law.choose(drafted, batch.active, state.speculation))
 
 
 def verify_and_emit(
-    decoder: Decoder,
-    params: Any,
-    controller: Any,
     speculator: Speculator,
+    model: ControlledModel,
     batch: Batch,
-    drafted: Draft,
-    num_drafted: jax.Array,
-    size: jax.Array,
+    plan: PassPlan,
     constraints: Constraints | None,
 ) -> tuple[State, Trace]:
     """Runs the pass of the chosen size and emits what it verifies.
 
     Args:
-        decoder: the model's pure functions.
-        params: its parameters.
-        controller: the control law of these rows.
         speculator: the law whose widths are compiled.
+        model: whose tokens are verified.
         batch: the rows of the pass.
-        drafted: the drafted tokens.
-        num_drafted: int32 `[rows]`, how many of them to verify.
-        size: int32 `[]`, index among the law's widths.
+        plan: of the pass.
         constraints: of these rows.
 
     Returns:
         The state of the rows, and the trace `[k + 1, rows]`.
     """
+    decoder, params, controller = model
+    drafted, num_drafted, size = plan
     k = drafted.tokens.shape[1]
 
     def of_width(width: int) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..batch import Batch
 from ..control.controller import STATIC, pytree
-from .drafter import Draft
+from .drafter import ControlledModel, Draft
 
 # P(accepted) of the token that follows a match of so many tokens, measured on held-out code sampled at
 # temperature 0.7 and 1 (`python -m benchmarks.speculation`).
@@ -33,7 +33,7 @@ class SuffixDrafter:
         """The longest match that is told apart from longer ones."""
         return self.acceptance.shape[0] - 1
 
-    def draft(self, batch: Batch) -> Draft:
+    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
         state = batch.state
         text, last = state.text, state.length + state.evicted
@@ -45,8 +45,8 @@ class SuffixDrafter:
         place = end[:, None] + 1 + offset % period[:, None]
         tokens = jnp.take_along_axis(text, jnp.minimum(place, text.shape[1] - 1), 1)
         known = jnp.minimum(matched[:, None] + offset, self.longest)
-        num_tokens = jnp.where(batch.active & (matched > 0), self.most_tokens, 0)
-        return Draft(tokens, num_tokens, jnp.asarray(self.acceptance)[known])
+        num_tokens = jnp.where(batch.active & (matched > 0), jnp.minimum(most, self.most_tokens), 0)
+        return batch, Draft(tokens, num_tokens, jnp.asarray(self.acceptance)[known])
 
 
 def suffix_drafter(most_tokens: int = 15) -> SuffixDrafter:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, generate, parameters, start
+from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import presets
 from entropic_jax.control.controller import STATIC, pytree
-from entropic_jax.speculation import Draft, Speculator, SuffixDrafter, speculator
+from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.speculation import Cascade, Draft, PrunedDrafter, Speculator, SuffixDrafter, speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.state import FULL, RUNNING, STOPPED
 from tests.tiny import model, prompts
@@ -37,12 +39,12 @@ class Script:
     acceptance: jax.Array  # float32 [], what it claims
     most_tokens: Annotated[int, STATIC] = 5
 
-    def draft(self, batch: Any) -> Draft:
+    def draft(self, model: Any, batch: Any, most: jax.Array) -> tuple[Any, Draft]:
         state = batch.state
         place = (state.length + state.evicted + 1)[:, None] + jnp.arange(self.most_tokens)
         tokens = self.tokens[state.seed[:, None], jnp.minimum(place, self.tokens.shape[1] - 1)]
         claimed = jnp.broadcast_to(self.acceptance, tokens.shape)
-        return Draft(tokens, jnp.where(batch.active, self.most_tokens, 0), claimed)
+        return batch, Draft(tokens, jnp.where(batch.active, self.most_tokens, 0), claimed)
 
 
 def scripted(tokens: np.ndarray, widths: tuple[int, ...] = (1, 3)) -> Speculator:
@@ -226,6 +228,23 @@ def test_the_suffix_drafter_follows_repetition(plain):
     tokens, _, trace = run(drafts, max_tokens=44, **greedy)
     assert tokens == expected[0]
     assert trace.from_draft.sum() > 0.2 * trace.emitted.sum()  # greedy texts of a random model repeat
+
+
+@pytest.mark.parametrize("cascaded", [False, True])
+def test_pruned_drafts_change_nothing(plain, cascaded):
+    few = Selection(
+        dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=2), page_size=PAGE
+    )
+    tables = jnp.array([0.9, 0.8], jnp.float32), jnp.array([2.0], jnp.float32)
+    drafter: Any = PrunedDrafter(*tables, 0.5, 0.3, 0, policy=few, most_tokens=2)
+    if cascaded:
+        drafter = Cascade((SuffixDrafter(speculator(ROWS).drafter.acceptance, 2), drafter))
+    drafts = Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))
+    tokens, state, trace = run(drafts)
+    assert tokens == plain[0]
+    assert trace.from_draft.sum() > 0.3 * trace.emitted.sum()
+    chex.assert_trees_all_equal(state.ledger.steps, plain[1].ledger.steps)
+    assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
 
 
 def test_what_cannot_be_combined_is_refused(plain):
