@@ -23,6 +23,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "sampling": "sampling.md",
     "serving": "serving.md",
     "soak": "soak.md",
+    "speculation": "speculation.md",
 }
 
 

@@ -49,9 +49,7 @@ def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | Non
 def check_speculation(controller: Any, state: State) -> None:
     """Raises ValueError where a controller or a state cannot be combined with speculative decoding."""
     if state.text is None:
-        raise ValueError(
-            "state must have been started with a speculator to draft tokens; got one without text"
-        )
+        raise ValueError("state must be started with a speculator to draft tokens; got one without text")
     if getattr(controller, "observes", None) is not None:
         raise ValueError(
             "controller must not observe attention where tokens are drafted, since a pass attends for "

@@ -17,7 +17,7 @@ BENCHMARKS = sorted(
 
 def test_all_are_there():
     names = "ablation bandwidth decode entropy kernels long_context optimisers publish sampling serving"
-    assert [*names.split(), "serving_overhead", "soak"] == BENCHMARKS
+    assert [*names.split(), "serving_overhead", "soak", "speculation"] == BENCHMARKS
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,0 +1,55 @@
+"""Benchmark of lossless speculation: what a verification pass costs, what is accepted, and tokens a second.
+
+    python -m benchmarks.speculation [--quick] [--contexts 512,2048] [--temperatures 0.7,1.0] [--document]
+
+Every arm decodes the same prompts of held-out text with the same seeds, in turn with the others, so their
+texts must be equal up to ties. Texts that fall into a loop are left out of the rates.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from ..harness.paths import ROOT
+from ..harness.publishing import add_document_option, load_or_measure, publish
+from . import measure, report
+
+
+def main() -> None:
+    """Measure or read results, print them, store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that everything runs")
+    parser.add_argument("--contexts", help="tokens of the prompts (512,2048,7936)")
+    parser.add_argument("--temperatures", help="of the sampling (0.7,1.0)")
+    parser.add_argument("--prompts", type=int, help="texts of each context (8)")
+    parser.add_argument("--tokens", type=int, help="tokens to generate for each (128)")
+    parser.add_argument("--repeat", type=int, help="measurements of each time (5)")
+    parser.add_argument("--threads", type=int, default=2, help="cores")
+    embedded = ROOT / "models" / "embedded"
+    parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
+    parser.add_argument(
+        "--output", type=Path, help="file of the results (benchmarks/results/speculation-CPU.json)"
+    )
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    add_document_option(parser, "speculation")
+    options = parser.parse_args()
+    quick = options.quick
+    options.contexts = [int(n) for n in (options.contexts or ("96" if quick else "512,2048,7936")).split(",")]
+    options.temperatures = [
+        float(t) for t in (options.temperatures or ("1.0" if quick else "0.7,1.0")).split(",")
+    ]
+    options.prompts = options.prompts or (1 if quick else 8)
+    options.tokens = options.tokens or (12 if quick else 128)
+    options.repeat = options.repeat or (1 if quick else 5)
+
+    console = Console()
+    results = load_or_measure(options, "speculation", lambda: measure.run(options, console), "cpu")
+    publish("speculation", report, results, options.document, console)
+
+
+if __name__ == "__main__":
+    main()

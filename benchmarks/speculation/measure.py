@@ -1,0 +1,165 @@
+"""Measurements of speculation: milliseconds of a pass by its tokens, and rates of every arm in turn."""
+
+import argparse
+import time
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.batch import Batch
+from entropic_jax.control.controller import STATIC, pytree
+from entropic_jax.speculation import Draft, Speculator
+from entropic_jax.speculation.draft_length import DraftLength
+
+from ..harness.cores import pin_to_cores
+from ..harness.provenance import describe_run
+from .workload import WIDTHS, arms, loops, windows
+
+LAUNCH = 32  # steps
+
+
+@pytree
+class Nonsense:
+    """Always drafts tokens that no text holds, so that every pass emits one token."""
+
+    most_tokens: Annotated[int, STATIC] = max(WIDTHS) - 1
+
+    def draft(self, model: Any, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+        """See `speculation.Drafter`."""
+        rows = batch.active.shape[0]
+        tokens = jnp.full((rows, self.most_tokens), -2, jnp.int32)
+        return batch, Draft(tokens, jnp.minimum(most, self.most_tokens), jnp.full(tokens.shape, 0.9))
+
+
+def always(width: int) -> Speculator:
+    """A speculator whose passes all have `width` tokens."""
+    costs = jnp.where(jnp.arange(len(WIDTHS)) == WIDTHS.index(width), 1e-3, 1e3)
+    return Speculator(Nonsense(), DraftLength(costs, 0.0, WIDTHS))
+
+
+def begin(model: models.Model, prompt: list[int], tokens: int, temperature: float, speculator: Any) -> Any:
+    """The state of one row after its prompt.
+
+    Args:
+        model: that continues the prompt.
+        prompt: token ids.
+        tokens: to generate.
+        temperature: of the sampling.
+        speculator: or None.
+    """
+    pool = allocate(model.decoder.shape, 1, len(prompt) + tokens + max(WIDTHS))
+    return start(
+        model.decoder,
+        model.params,
+        chain(),
+        pool,
+        [prompt],
+        key=jax.random.key(0),
+        max_tokens=tokens,
+        sample=parameters(1, temperature=temperature),
+        speculator=speculator,
+    )
+
+
+def launch(model: models.Model, state: Any, speculator: Any, steps: int) -> tuple[Any, Any, float]:
+    """One launch: the state, the trace on the host, and its seconds."""
+    began = time.perf_counter()
+    state, trace = generate(
+        model.decoder, model.params, chain(), state, steps, capacity=LAUNCH, speculator=speculator
+    )
+    trace = jax.device_get(trace)
+    return state, trace, time.perf_counter() - began
+
+
+def pass_seconds(model: models.Model, prompt: list[int], repeat: int) -> dict[int, float]:
+    """Median seconds of a pass by its number of tokens; 0 stands for a step of plain decoding.
+
+    Args:
+        model: that runs the passes.
+        prompt: token ids before them.
+        repeat: launches of every size, taken in turn.
+    """
+    arms: dict[int, Any] = {0: None} | {width: always(width) for width in WIDTHS}
+    tokens = LAUNCH * (repeat + 1)
+    states = {width: begin(model, prompt, tokens, 1.0, arm) for width, arm in arms.items()}
+    seconds: dict[int, list[float]] = {width: [] for width in arms}
+    for repetition in range(repeat + 1):
+        for width, arm in arms.items():
+            states[width], trace, taken = launch(model, states[width], arm, LAUNCH)
+            assert int(trace.emitted.sum()) == LAUNCH
+            if repetition:  # the first compiles
+                seconds[width].append(taken / LAUNCH)
+    return {width: float(np.median(values)) for width, values in seconds.items()}
+
+
+def decode_text(
+    model: models.Model, prompt: list[int], tokens: int, temperature: float, speculator: Any
+) -> dict[str, Any]:
+    """One text: tokens, seconds without the prompt, passes, tokens drafted and accepted.
+
+    Args:
+        model: that continues the prompt.
+        prompt: token ids.
+        tokens: to generate.
+        temperature: of the sampling.
+        speculator: or None.
+    """
+    state = begin(model, prompt, tokens, temperature, speculator)
+    jax.block_until_ready(state.cache)
+    text: list[int] = []
+    seconds, drafted, accepted, passes = 0.0, 0, 0, 0
+    while len(text) < tokens:
+        state, trace, taken = launch(model, state, speculator, LAUNCH)
+        if not trace.emitted.any():
+            break
+        seconds += taken
+        text += trace.token[trace.emitted[:, 0], 0].tolist()
+        drafted += int(trace.num_drafted.sum())
+        accepted += int(trace.from_draft.sum())
+        passes += int((trace.emitted & ~trace.from_draft).sum())
+    counts = {"drafted": drafted, "accepted": accepted, "passes": passes}
+    return {"text": text, "seconds": seconds, **counts}
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure everything that the options ask for."""
+    pin_to_cores(options.threads)
+    results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
+    results |= {"model": options.model.name, "dtype": "float32", "costs": [], "rates": []}
+    model = models.load(options.model, "float32")
+    cells = [(c, t) for c in options.contexts for t in options.temperatures]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("passes", total=len(options.contexts) + len(cells) * options.prompts)
+        for context in options.contexts:
+            (prompt,) = windows(options.model / "tokenizer.json", context, 1)
+            seconds = pass_seconds(model, prompt, options.repeat)
+            results["costs"].append({"context": context, "seconds": {str(n): s for n, s in seconds.items()}})
+            progress.advance(task)
+        for context, temperature in cells:
+            progress.update(task, description=f"{context} tokens, T = {temperature}")
+            prompts = windows(options.model / "tokenizer.json", context, options.prompts)
+            for arm in arms().values():  # compile
+                decode_text(model, prompts[0], 4, temperature, arm)
+            for number, prompt in enumerate(prompts):
+                entry: dict[str, Any] = {"context": context, "temperature": temperature, "prompt": number}
+                texts = {
+                    name: decode_text(model, prompt, options.tokens, temperature, arm)
+                    for name, arm in arms().items()
+                }
+                plain = texts["off"]["text"]
+                for text in texts.values():
+                    tokens = text.pop("text")
+                    text["equal"] = next(
+                        (i for i, pair in enumerate(zip(tokens, plain, strict=False)) if pair[0] != pair[1]),
+                        len(plain),
+                    )
+                    text["tokens"] = len(tokens)
+                results["rates"].append({**entry, "loops": loops(plain), "arms": texts})
+                progress.advance(task)
+    return results
