@@ -111,25 +111,28 @@ def verify_and_emit(
     drafted, num_drafted, size = plan
     k = drafted.tokens.shape[1]
 
-    def of_width(width: int) -> Any:
-        def run(state: State) -> Any:
-            verified, logits = verify(
-                decoder, params, batch._replace(state=state), drafted, num_drafted, width
-            )
-            cost = pass_cost(decoder, params, batch, num_drafted)
-            after, trace = emit_accepted(
-                decoder, controller, verified, logits, drafted, num_drafted, cost, constraints
-            )
-            short = k + 1 - trace.emitted.shape[0]
-            trace = jax.tree.map(lambda x: jnp.pad(x, ((0, short),) + ((0, 0),) * (x.ndim - 1)), trace)
-            return after.cache.layers, {name: getattr(after, name) for name in CHANGED}, trace
-
-        return run
-
-    passes = [of_width(width) for width in speculator.law.widths]
-    layers, changed, trace = jax.lax.switch(size, passes, batch.state)
-    accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
     state = batch.state
+    changed = {name: getattr(state, name) for name in CHANGED}
+
+    def run(width: int, layers: Any, changed: Any) -> tuple[Any, Any, Trace]:
+        before = batch._replace(state=state._replace(**changed, cache=state.cache._replace(layers=layers)))
+        verified, logits = verify(decoder, params, before, drafted, num_drafted, width)
+        cost = pass_cost(decoder, params, before, num_drafted)
+        after, trace = emit_accepted(
+            decoder, controller, verified, logits, drafted, num_drafted, cost, constraints
+        )
+        short = k + 1 - trace.emitted.shape[0]
+        trace = jax.tree.map(lambda x: jnp.pad(x, ((0, short),) + ((0, 0),) * (x.ndim - 1)), trace)
+        return after.cache.layers, {name: getattr(after, name) for name in CHANGED}, trace
+
+    blank = jax.eval_shape(lambda: run(1, state.cache.layers, changed)[2])
+    carry = state.cache.layers, changed, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+    for index, width in enumerate(speculator.law.widths):
+        # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
+        turns = (size == index).astype(jnp.int32)
+        carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x[:2]), carry)
+    layers, changed, trace = carry
+    accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
     shift = speculator.law.learn(drafted, state.speculation, num_drafted, accepted)
     return state._replace(
         **changed,

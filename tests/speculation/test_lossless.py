@@ -1,5 +1,6 @@
 """Speculative decoding emits the tokens of plain decoding, whatever a drafter proposes."""
 
+import re
 from typing import Annotated, Any
 
 import chex
@@ -245,6 +246,30 @@ def test_pruned_drafts_change_nothing(plain, cascaded):
     assert trace.from_draft.sum() > 0.3 * trace.emitted.sum()
     chex.assert_trees_all_equal(state.ledger.steps, plain[1].ledger.steps)
     assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
+
+
+def test_no_copy_of_the_cache_in_a_launch():
+    """Neither drafts nor passes of several sizes copy the page pool."""
+    m = model()
+    few = PrunedDrafter(jnp.array([0.9]), jnp.zeros(0), shortest_context=0, most_tokens=2)
+    drafter = Cascade((SuffixDrafter(speculator(2).drafter.acceptance, 2), few))
+    drafts = Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))
+    pool = allocate(m.decoder.shape, 2, 328, page_size=PAGE)
+    state = start(
+        m.decoder,
+        m.params,
+        chain(),
+        pool,
+        prompts(9, 5),
+        key=jax.random.key(0),
+        max_tokens=9,
+        speculator=drafts,
+    )
+    shape = re.escape(f"f32[{','.join(map(str, state.cache.layers[0].keys.shape))}]")
+    text = generate.lower(m.decoder, m.params, chain(), state, 5, speculator=drafts).compile().as_text()
+    assert re.search(shape, text), "the shape of the pool does not occur: the test looks for the wrong thing"
+    copies = re.findall(rf"= {shape}\S* (?:copy|select|transpose|copy-start)\(.*", text)
+    assert not copies, copies
 
 
 def test_what_cannot_be_combined_is_refused(plain):
