@@ -24,12 +24,18 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `exhaustive` or `mutation` unless `-m` names the mark."""
-    for mark in ("exhaustive", "mutation"):
+    """Deselects tests marked `slow`, `exhaustive` or `mutation` unless `-m` names the mark.
+
+    A test that is named with `::` runs, slow or not. The files of the server come first: they take longest,
+    and a process of pytest-xdist that begins one last would work alone.
+    """
+    named = any("::" in argument for argument in config.args)
+    for mark in ("exhaustive", "mutation", *(() if named else ("slow",))):
         if mark not in config.option.markexpr:
             left_out = [item for item in items if item.get_closest_marker(mark)]
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: "serving" not in item.path.parts)
 
 
 @pytest.fixture(autouse=True, scope="module")
