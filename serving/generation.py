@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from entropic_jax.speculation_names import OFF
+
+from . import speculation_options
 from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request
 
@@ -43,6 +46,7 @@ def load(
     dtype: str | None = None,
     control: Control | None = None,
     kv_cache_dtype: "KvCacheDtype" = "auto",
+    speculate: str = OFF,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -53,18 +57,20 @@ def load(
         dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
         control: Names the preset and its gains; None samples plainly.
         kv_cache_dtype: Of the KV cache.
+        speculate: Name of the drafter of speculative decoding, "off" for none.
     """
     from entropic_jax import models
 
     from . import offline, samplers
 
     control, dtype = control or Control(), dtype or default_dtype()
+    speculation_options.check(speculate, control.preset, control.method, pruning_is_refused=True)
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
         return samplers.engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, offline.MOST_ROWS)
-    return offline.Engine(models.load(path, dtype), preset, belief, kv_cache_dtype)
+    return offline.Engine(models.load(path, dtype), preset, belief, kv_cache_dtype, speculate)
 
 
 def default_dtype() -> str:

@@ -10,6 +10,7 @@ import jax
 from entropic_jax.control_gains import GAINS, PRESETS
 from entropic_jax.parameter_table import ParameterError, short
 
+from . import speculation_options
 from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control
 from .engine.options import EngineOptions
 
@@ -26,20 +27,23 @@ ENGINE_NAMES = tuple(
     if field.name not in (*GAIN_NAMES, "preset", "max_queue")
 )
 
+SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
+
 
 def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, EngineOptions]:
     """The control of every sequence and the options of the engine.
 
     Args:
         preset: A name of `ENGINE_PRESETS`.
-        options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`.
+        options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
+            `SPECULATIVE_CONFIG`.
 
     Raises:
         TypeError: for a name that is neither.
         ValueError: for an invalid value.
     """
     for name in options:
-        if name not in (*ENGINE_NAMES, *GAIN_NAMES):
+        if name not in (*ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
     if preset not in ENGINE_PRESETS:
         raise ParameterError(
@@ -57,13 +61,16 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
         "preset": preset,
         "max_queue": IN_FLIGHT,
     }
+    if (config := options.get(SPECULATIVE_CONFIG)) is not None:
+        engine |= speculation_options.engine_fields(options.get("speculate"), config)
     if isinstance(budgets := engine.get("budgets", {}), Mapping):
         engine["budgets"] = tuple(budgets.items())
     checked = EngineOptions(**engine)
+    speculation_options.check(checked.speculate, preset, checked.method, pruning_is_refused=True)
     return Control(preset, tuple(gains.items()), checked.method, checked.budgets), checked
 
 
 def _suggestion(name: str) -> str:
-    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES)
+    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG)
     close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(known)}"

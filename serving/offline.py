@@ -13,6 +13,8 @@ from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_table import short
 from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
+from entropic_jax.speculation import Speculator, make_speculator
+from entropic_jax.speculation_names import OFF, check_drafter
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from . import chat_template, memory
@@ -21,6 +23,7 @@ from .request import Request, RequestError
 from .transcript import TRACE_FIELDS, Completion, Token, Transcript
 
 LAUNCH = 64  # most steps of a launch
+SPECULATIVE_LAUNCH = 8  # the same where a step is a pass that may emit several tokens
 FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
 MOST_ROWS = 8  # sequences that a step advances
 MOST_HELD = 32  # sequences held together where a schedule chooses among them
@@ -43,7 +46,10 @@ class Engine:
         preset: presets.Preset | None = None,
         belief_temperature: float = 1.0,
         kv_cache_dtype: KvCacheDtype = "auto",
+        speculate: str = OFF,
     ) -> None:
+        """`speculate` names the drafter, one of `speculation_names.DRAFTERS`."""
+        check_drafter(speculate)
         if model.tokenizer is None:
             raise ValueError("model must have a tokenizer; got one from a directory without tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
@@ -55,6 +61,7 @@ class Engine:
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
         self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
+        self.speculate = speculate
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -154,7 +161,9 @@ class Engine:
         }
         if not transcripts:
             return
-        state = self._start(requests, prompts)
+        speculator = self._speculator(power_of_two(len(requests)))
+        capacity = LAUNCH if speculator is None else SPECULATIVE_LAUNCH
+        state = self._start(requests, prompts, speculator)
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
         open_rows = set(transcripts)
         while open_rows:
@@ -164,8 +173,9 @@ class Engine:
                 self.preset.controller,
                 state,
                 steps,
-                capacity=LAUNCH,
+                capacity=capacity,
                 width=self.preset.width,
+                speculator=speculator,
             )
             host: Trace = jax.device_get(trace)
             status, ended = np.asarray(state.status), False
@@ -197,7 +207,14 @@ class Engine:
             settled += transcript.add(int(trace.token[step, row]), metrics)
         return settled
 
-    def _start(self, requests: Sequence[Request], prompts: list[list[int]]) -> State:
+    def _speculator(self, rows: int) -> Speculator | None:
+        """What drafts tokens for a batch of so many rows."""
+        width = rows if self.preset.width is None else min(rows, self.preset.width)
+        return make_speculator(self.speculate, width)
+
+    def _start(
+        self, requests: Sequence[Request], prompts: list[list[int]], speculator: Speculator | None
+    ) -> State:
         rows = power_of_two(len(requests))
         padding = rows - len(requests)
         needed = max(positions(r, p) for p, r in zip(prompts, requests, strict=True))
@@ -220,6 +237,7 @@ class Engine:
             stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,
             page_policy=self.preset.page_policy,
             belief_temperature=self.belief_temperature,
+            speculator=speculator,
         )
 
 

@@ -23,6 +23,8 @@ TRACE_FIELDS = (
     "certificate",
     "entropic_time",
     "cost",
+    "num_drafted",
+    "from_draft",
 )
 
 
@@ -77,6 +79,21 @@ class Completion:
     trace: dict[str, list[float]]
     error: str | None = None
 
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens that were verified."""
+        return int(sum(self.trace.get("num_drafted", ())))
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens that were drafted and accepted."""
+        return int(sum(self.trace.get("from_draft", ())))
+
+    @property
+    def passes(self) -> int:
+        """Passes of the model that the tokens took; one a token without drafts."""
+        return len(self.token_ids) - self.num_accepted
+
     def as_json(self) -> dict[str, Any]:
         """A tree of what JSON can hold; a number that is not finite becomes null."""
         tree = asdict(self)
@@ -85,6 +102,7 @@ class Completion:
             name: [value if math.isfinite(value) else None for value in values]
             for name, values in self.trace.items()
         }
+        tree |= {name: getattr(self, name) for name in ("passes", "num_drafted", "num_accepted")}
         if self.error is None:
             del tree["error"]
         return tree

@@ -20,6 +20,7 @@ LAYERS = (
         "entropic_jax.parameter_table",
         "entropic_jax.sampling_params",
         "entropic_jax.control_gains",
+        "entropic_jax.speculation_names",
     ),
     ("entropic_jax.cpu_runtime",),
     ("entropic_jax.pallas",),

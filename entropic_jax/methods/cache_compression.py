@@ -15,6 +15,7 @@ from .. import loop
 from ..cache import Cache, Layer, shrink
 from ..control import Controller
 from ..pallas.paged_attention.quantised import Pool, gather, put_pages, reads_as
+from ..speculation import Speculator
 from ..state import RUNNING, State, Trace
 from .policies import CompressionPolicy, MethodState, top_mask
 
@@ -28,6 +29,7 @@ def generate(
     *,
     capacity: int = 64,
     width: int | None = None,
+    speculator: Speculator | None = None,
 ) -> tuple[State, Trace]:
     """`loop.generate`, with compression of the rows that are due.
 
@@ -39,24 +41,29 @@ def generate(
         steps: most steps of the launch. It ends earlier when a row's compression becomes due.
         capacity: most steps that the trace holds; static.
         width: most sequences that advance in a step; None is all.
+        speculator: as in `loop.generate`; not together with compression.
 
     Returns:
         The state and the trace, as `loop.generate`.
 
     Raises:
         ValueError: for a model with sliding-window attention. A window counts positions of the text, which a
-            compressed cache no longer holds.
+            compressed cache no longer holds. Also where a cache would be compressed and tokens drafted.
     """
     steps = min(int(steps), capacity)
     compression = _compression(state)
     if compression is not None:
+        if speculator is not None:
+            raise ValueError("speculator must be None where the cache is compressed")
         window = getattr(getattr(decoder, "config", None), "sliding_window", None)
         if window is not None:
             raise ValueError(f"decoder must have no sliding_window to compress its cache; got {window}")
         state = compress_due_rows(state)
         steps_left = np.asarray(jnp.where(pending_rows(state), compression.delay - state.ledger.steps, 0))
         steps = min([steps, *steps_left[steps_left > 0].tolist()])
-    state, trace = loop.generate(decoder, params, controller, state, steps, capacity=capacity, width=width)
+    state, trace = loop.generate(
+        decoder, params, controller, state, steps, capacity=capacity, width=width, speculator=speculator
+    )
     return compress_due_rows(state), trace
 
 

@@ -14,6 +14,7 @@ from .cascade import Cascade
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
 from .pruned import PrunedDrafter, pruned_drafter
+from .registry import make_speculator
 from .speculator import PassPlan, Speculator, check_speculation, draft, speculator, verify_and_emit
 from .suffix import SuffixDrafter, suffix_drafter
 
@@ -29,6 +30,7 @@ __all__ = [
     "SuffixDrafter",
     "check_speculation",
     "draft",
+    "make_speculator",
     "pruned_drafter",
     "speculator",
     "suffix_drafter",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options, kv_cache, sampling_options
+from .. import control_options, kv_cache, sampling_options, speculation_options
 from ..generation import EMBEDDED
 from ..request import Request, RequestError
 from . import model_options
@@ -51,10 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     sampling_options.add_arguments(parser.add_argument_group("sampling parameters"))
     control_options.add_arguments(parser)
+    speculation_options.add_speculate(parser)
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one object: text, token_ids, finish_reason, usage, trace (nats)",
+        help="print one object: text, token_ids, finish_reason, usage, passes, trace (nats)",
     )
 
 
@@ -118,7 +119,9 @@ def _load(options: argparse.Namespace) -> "Generator":
     remember_compilations()
     try:
         control = control_options.read(options)
-        return generation.load(options.model, options.dtype, control, options.kv_cache_dtype)
+        return generation.load(
+            options.model, options.dtype, control, options.kv_cache_dtype, options.speculate
+        )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error
 

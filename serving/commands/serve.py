@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from entropic_jax.parameter_table import Number
 
-from .. import control_options, generation_config, kv_cache
+from .. import control_options, generation_config, kv_cache, speculation_options
 from ..generation import EMBEDDED
 from ..http.settings import Limits, OnEngineFailure, Settings
 from ..option_types import number, positive
@@ -173,6 +173,8 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="an answer does not depend on other requests, bit for bit; slower",
     )
+    speculation_options.add_speculate(group)
+    speculation_options.add_config(group)
 
 
 def _limits(group: argparse._ArgumentGroup) -> None:
@@ -312,6 +314,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
                 budgets=settings.control.budgets,
                 clarification=dict(settings.control.gains).get("clarification", ""),
                 branches=dict(settings.control.gains).get("branches"),
+                **speculation_options.engine_fields(options.speculate, options.speculative_config),
             ),
             progress=WarmProgress(),
             control=settings.control,

@@ -141,6 +141,10 @@ class BlockManager:
         """Record that a row, which shares no page, holds only so many pages after compression."""
         self.reserved[row] = pages
 
+    def trim(self, row: int, length: int) -> None:
+        """Record that a row has given back its pages past the first `length` positions."""
+        self.reserved[row] = min(self.reserved[row], -(-length // self.page_size))
+
     def free(self, row: int) -> None:
         """Return the pages of a row whose sequence leaves; the caller frees the row on the device."""
         if self.prefix_cache is not None:

@@ -19,6 +19,7 @@ from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.sampling_params import DEVICE_PARAMETERS
+from entropic_jax.speculation import Speculator
 from entropic_jax.state import FULL, ROW_FIELDS, TopLogprobs
 
 from ..transcript import TRACE_FIELDS
@@ -35,7 +36,7 @@ NUM_INTEGERS = 7 + len(INT_PARAMS)
 
 
 Array = Any  # a NumPy array on the host, a JAX array in a program
-SAVED_FIELDS = ("history", "signal", "action", "control", "ledger")
+SAVED_FIELDS = ("history", "signal", "action", "control", "ledger", "speculation")
 
 
 class DeviceState(NamedTuple):
@@ -77,13 +78,15 @@ class UpdateBatch(NamedTuple):
     # The penalties' history, in the batches that place rows with penalties.
     prompt_history: Array | None = None  # bool [k, vocabulary]
     generated_history: Array | None = None  # int32 [k, vocabulary]
+    text: Array | None = None  # int32 [k, context + 1], tokens by position, where drafters read them
 
 
 class DecodeOutput(NamedTuple):
-    """The result of one launch of `n` steps; the tokens of slot r are its first `num_tokens[r]`."""
+    """The result of one launch; the tokens of slot r are the first `num_tokens[r]` of n."""
 
     num_tokens: jax.Array  # int32 [s]
-    token: jax.Array  # int32 [n, s]; n is the capacity, plus the tokens that branches may hold back
+    # int32 [n, s]; n is the tokens that the capacity allows, plus those that branches may hold back
+    token: jax.Array
     metrics: jax.Array  # float32 [len(TRACE_FIELDS), n, s]
     status: jax.Array  # int32 [s]
     length: jax.Array  # int32 [s], positions of the text, those evicted from the cache included
@@ -152,7 +155,11 @@ def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
             prompt=put(history.prompt, batch.prompt_history),
             generated=put(history.generated, batch.generated_history),
         )
+    text = state.text
+    if text is not None:
+        text = put(text, batch.text)
     return state._replace(
+        text=text,
         seed=put(state.seed, batch.int_params[:, SEED]),
         token=put(state.token, batch.int_params[:, TOKEN]),
         length=put(state.length, batch.int_params[:, NUM_SHARED] * state.cache.page_size),
@@ -245,6 +252,7 @@ def decode(
     constraints: Constraints,
     forced: jax.Array,
     prior: AR1,
+    speculator: Speculator | None = None,
     *,
     width: int,
     page_policy: PagePolicy | None,
@@ -262,6 +270,7 @@ def decode(
         constraints: Per-slot constraints of all steps, without the forced tokens.
         forced: int32 `[capacity, slots]`, the token that each step must emit, -1 where it samples.
         prior: Of H₁ along a sequence, for the expected drop.
+        speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
         width: Slots that a step computes, static; the first `width` that run.
         page_policy: Which pages the steps read, None for all; static.
         samples: Whether the engine's sampler draws the tokens of some rows; static.
@@ -279,7 +288,9 @@ def decode(
     def step(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
         controller = device_state.controller.for_launch(samples)
         step_constraints = constraints._replace(forced=forced[index])
-        return loop.step(decoder, params, controller, state, width=width, constraints=step_constraints)
+        if speculator is None:
+            return loop.step(decoder, params, controller, state, width=width, constraints=step_constraints)
+        return loop.speculative_step(decoder, params, controller, speculator, state, width, step_constraints)
 
     if samples and plan is not None and branch_state is not None:
         branch_state, state, num_steps, trace = branching.launch(
@@ -288,6 +299,8 @@ def decode(
     else:
         state, num_steps, trace = loop.run(step, state, steps, capacity)
         trace = jax.tree.map(lambda x: x[:, ::group], trace)
+    if speculator is not None:  # pages granted for drafts that were not accepted go back to the pool
+        state = state._replace(cache=cache.shrink(state.cache, state.length))
     tally = jnp.zeros(len(SearchCounts._fields), jnp.int32)
     if branch_state is not None:
         branch_state, tally = branching.take_tally(branch_state)

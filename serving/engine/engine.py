@@ -149,7 +149,9 @@ class LLMEngine:
     def _scheduler(self, device_state: Any, metrics_hooks: MetricsHooks) -> Scheduler:
         rows, pages, page_size = self.sizes.rows, self.sizes.pages, self.sizes.page_size
         pages_per_row = device_state.state.cache.table.shape[1]
-        vocabulary = self.model.decoder.shape.vocabulary
+        vocabulary, gains = self.model.decoder.shape.vocabulary, num_gains(device_state.controller)
+        text = device_state.state.text
+        text_length = None if text is None else text.shape[1]
         scheduler = Scheduler(
             self.programs,
             device_state,
@@ -157,7 +159,7 @@ class LLMEngine:
             BlockManager(
                 rows, pages, page_size, PrefixCache() if self.options.enable_prefix_caching else None
             ),
-            StateUpdates(rows, pages, pages_per_row, num_gains(device_state.controller), vocabulary),
+            StateUpdates(rows, pages, pages_per_row, gains, vocabulary, text_length),
             Ranking(self.options.policy, self.row_controllers.prior),
             metrics_hooks,
             self.tokenizer,
@@ -220,6 +222,7 @@ class LLMEngine:
             "longest_wait": ranking.longest_wait,
             "longest_wait_allowed": ranking.longest_allowed(self.sizes.rows),
             **dict(zip(SearchCounts._fields, scheduler.collector.tally.tolist(), strict=True)),
+            **scheduler.collector.draft_counts._asdict(),
             "prefix_queries": 0 if prefix_cache is None else prefix_cache.queries,
             "prefix_hits": 0 if prefix_cache is None else prefix_cache.hits,
             "prefix_pages": 0 if prefix_cache is None else len(prefix_cache),

@@ -54,6 +54,7 @@ def initial_device_state(
         sample=parameters(rows, bias_slots=BIASES),
         stop=[[-1] * STOPS],
         belief_temperature=belief_temperature,
+        speculator=shapes.speculator(rows),
     )
     if shapes.method is not None:
         # Programs consume the state, so no two leaves may share a buffer.

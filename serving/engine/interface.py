@@ -66,7 +66,8 @@ class Delta(NamedTuple):
     usage: Usage | None = None  # with the last
     cached_tokens: int = 0  # tokens of the prompt found in the prefix cache
     # With the last: entropic_time, mean_entropy, kept_fraction, certificate, cost (roofline seconds), and the
-    # wall seconds queue_time and, where there was one, prefill_time.
+    # wall seconds queue_time and, where there was one, prefill_time; and passes of the model that the tokens
+    # took, with the drafted tokens verified and accepted in them (passes, num_drafted, num_accepted).
     summary: Mapping[str, float] = {}
     timed_out: bool = False  # with "error": the request's timeout has passed
     param: str | None = None  # with "error": the field of the request that is at fault, if it is one
@@ -104,10 +105,10 @@ class Engine(Protocol):
 
         `running` and `waiting` count requests, `kv_usage` is in [0, 1]. Counted since the start are
         `preemptions`, `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), and the
-        fields of `entropix_branches.SearchCounts`. `longest_wait` for a first row and `longest_wait_allowed`
-        are in rounds of admissions. `sequences` are those in flight, each with `id`, `state` ("waiting",
-        "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the scheduler's π), `entropy`,
-        `entropic_time` and `waited` (seconds).
+        fields of `entropix_branches.SearchCounts` and `output_collector.DraftCounts`. `longest_wait` for a
+        first row and `longest_wait_allowed` are in rounds of admissions. `sequences` are those in flight,
+        each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the
+        scheduler's π), `entropy`, `entropic_time` and `waited` (seconds).
         """
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:

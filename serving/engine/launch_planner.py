@@ -3,16 +3,16 @@
 import time
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
 from .device_state import DecodeOutput
 from .options import Sizes
-from .programs import Programs
+from .programs import DecodeProgram, Programs
 from .sequence import DECODE, Sequence
 
 # Seconds that a launch should take. With free rows, launches stay short so that new requests start prefill
@@ -43,7 +43,8 @@ class InFlight(NamedTuple):
 
     running: list[tuple[Sequence, int, int]]  # sequences that decode, with their row and epoch
     steps: int
-    width: int
+    tokens: int  # that a sequence may emit in them, at most
+    program: DecodeProgram
     start_time: float
     output: DecodeOutput | None
     chunks: list[ScheduledChunk]
@@ -69,9 +70,13 @@ class LaunchPlanner:
         self.min_length = np.zeros(sizes.rows, np.int32)
         self.report_logprobs = np.zeros(sizes.rows, bool)
         self._constraints = no_constraints(sizes.rows, programs.decoder.shape.vocabulary)
-        self.nothing_forced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
+        self._nothing_forced = {
+            speculates: jnp.full((sizes.shapes.steps(speculates), sizes.rows), -1, jnp.int32)
+            for speculates in {False, sizes.shapes.speculates}
+        }
+        self.may_prune = len(sizes.shapes.page_policies) > 1  # whether sequences may leave pages unread
         self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
-        self._step_seconds: dict[int, float] = {}
+        self._step_seconds: dict[tuple[int, bool], float] = {}  # by width and whether tokens are drafted
 
     def prefill_chunk(self, sequences: list[Sequence]) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
         """The next chunk of the prompts in prefill, which counts as prefilled from here on.
@@ -115,14 +120,30 @@ class LaunchPlanner:
         """The smallest batch bucket that holds so many rows."""
         return next(width for width in self.sizes.shapes.widths if width >= running)
 
-    def decode_program(self, running: list[Sequence]) -> tuple[int, PagePolicy | None, bool]:
-        """Width, page policy and whether the sampler is on, of the program that decodes these sequences."""
+    def speculates(self, running: list[Sequence]) -> bool:
+        """Whether to draft tokens for these sequences.
+
+        Drafts are verified densely, so not beside a sequence that may leave pages unread. A sequence that is
+        held to a grammar or replays known tokens advances by one token a step in any case.
+        """
+        return (
+            self.sizes.shapes.speculates
+            and not any(s.row_gains.pruning for s in running)
+            and any(
+                s.engine_request.grammar is None and s.num_scheduled >= s.num_replay_tokens for s in running
+            )
+        )
+
+    def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
+        """The program that decodes these sequences."""
         shapes = self.sizes.shapes
         page_policy = shapes.page_policies[-1 if any(s.row_gains.pruning for s in running) else 0]
         samples = shapes.samplers[-1 if any(s.row_gains.sampler for s in running) else 0]
-        return self.width(len(running)), page_policy, samples
+        return DecodeProgram(self.width(len(running)), page_policy, samples, speculates)
 
-    def num_steps(self, running: list[Sequence], limit: int, prefilling: int, waiting: bool) -> int:
+    def num_steps(
+        self, running: list[Sequence], limit: int, prefilling: int, waiting: bool, speculates: bool
+    ) -> int:
         """How many steps a launch should have.
 
         Args:
@@ -130,6 +151,7 @@ class LaunchPlanner:
             limit: Steps, at most.
             prefilling: Number of sequences in prefill.
             waiting: Whether requests wait for a row.
+            speculates: Whether the steps draft tokens.
         """
         if len(running) + prefilling < self.sizes.rows:
             if any(s.num_scheduled == 0 for s in running):
@@ -140,8 +162,9 @@ class LaunchPlanner:
             seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)
         else:
             seconds = self.seconds_when_full
-        steps = int(seconds / self._step_seconds.get(self.width(len(running)), seconds))
-        return max(1, min(steps, limit, self.sizes.shapes.capacity))
+        key = self.width(len(running)), speculates
+        steps = int(seconds / self._step_seconds.get(key, seconds))
+        return max(1, min(steps, limit, self.sizes.shapes.steps(speculates)))
 
     def defer_decode(self, running: int, prefilling: int, waiting: bool) -> bool:
         """Whether decoding rows should wait for those in prefill, which will soon share their steps.
@@ -161,22 +184,33 @@ class LaunchPlanner:
         self.last_decode = timestamp
         return False
 
-    def record_launch(self, width: int, steps: int, seconds: float) -> None:
-        """Update the estimate of the seconds that a step of this width takes.
+    def record_launch(self, program: DecodeProgram, steps: int, seconds: float) -> None:
+        """Update the estimate of the seconds that a step of such a program takes.
 
         Args:
-            width: Rows that the launch computed.
+            program: That ran.
             steps: Steps that it ran.
             seconds: That it took.
         """
-        previous = self._step_seconds.get(width, seconds / steps)
-        self._step_seconds[width] = previous + 0.2 * (seconds / steps - previous)
+        key = program.width, program.speculates
+        previous = self._step_seconds.get(key, seconds / steps)
+        self._step_seconds[key] = previous + 0.2 * (seconds / steps - previous)
 
-    def forced_tokens(self, running: list[Sequence], steps: int) -> Any:
-        """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere."""
+    def nothing_forced(self, speculates: bool) -> jax.Array:
+        """Tokens to replay where there are none: int32 `[steps, rows]`, all -1."""
+        return self._nothing_forced[speculates]
+
+    def forced_tokens(self, running: list[Sequence], steps: int, speculates: bool) -> Any:
+        """Tokens that rows replay, int32 `[steps of the program, rows]`; -1 elsewhere.
+
+        Args:
+            running: Sequences that decode.
+            steps: Of the launch.
+            speculates: Whether the steps draft tokens.
+        """
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
-            return self.nothing_forced
-        forced = np.full(self.nothing_forced.shape, -1, np.int32)
+            return self.nothing_forced(speculates)
+        forced = np.full(self.nothing_forced(speculates).shape, -1, np.int32)
         for s in running:
             tokens = s.generated[s.num_scheduled : min(s.num_scheduled + steps, s.num_replay_tokens)]
             forced[: len(tokens), s.row] = tokens

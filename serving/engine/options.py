@@ -15,8 +15,9 @@ from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.parameter_table import Choice, Flag, Number, ParameterError, short
+from entropic_jax.speculation_names import OFF
 
-from .. import memory
+from .. import memory, speculation_options
 from ..control_options import BUDGETS, METHODS, SAMPLERS
 from ..kv_cache import KvCacheDtype
 from .programs import Shapes
@@ -68,6 +69,8 @@ class EngineOptions:
     branches: int | None = None  # of entropix, at most; 1 decides token by token
     method: str = "dense"  # sparse prefill or KV compression, for all requests
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
+    speculate: str = OFF  # the drafter of speculative decoding
+    num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     compile_workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +89,13 @@ class EngineOptions:
         for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
             Flag().check(name, getattr(self, name))
         Choice(METHODS).check("method", self.method)
+        speculation_options.check(
+            self.speculate,
+            self.preset,
+            self.method,
+            num_speculative_tokens=self.num_speculative_tokens,
+            batch_invariant=self.batch_invariant,
+        )
         _check_budgets(self.budgets)
         _check_clarification(self.clarification, self.preset)
         choices = {
@@ -301,6 +311,8 @@ def _shapes(
         samplers=samplers,
         method=method,
         plan=plan,
+        speculate=options.speculate,
+        num_speculative_tokens=options.num_speculative_tokens,
     )
 
 

@@ -1,7 +1,7 @@
 """Output collector: from the outputs of a launch to new tokens of its sequences, and to those that ended."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,23 @@ from .device_state import DecodeOutput
 from .launch_planner import InFlight
 from .prefix_cache import ROOT_HASH, page_hashes
 from .running_batch import RunningBatch
-from .sequence import Sequence, alternatives
+from .sequence import ACCEPTED, DRAFTED, Sequence, alternatives
 
 NOT_NUMBERS = "the model computed logits that are not numbers"
+
+
+class DraftCounts(NamedTuple):
+    """Counts of speculative decoding since the start."""
+
+    num_drafts: int = 0  # passes that verified drafted tokens of a row, one for each such row
+    num_draft_tokens: int = 0  # tokens verified in them
+    num_accepted_tokens: int = 0  # of these, accepted
+
+    def with_launch(self, metrics: np.ndarray) -> "DraftCounts":
+        """The counts after a launch: metrics `[len(TRACE_FIELDS), n, rows]`, 0 where nothing was emitted."""
+        drafted = metrics[DRAFTED]
+        new = (drafted > 0).sum(), drafted.sum(), metrics[ACCEPTED].sum()
+        return DraftCounts(*(count + int(more) for count, more in zip(self, new, strict=True)))
 
 
 class OutputCollector:
@@ -34,6 +48,7 @@ class OutputCollector:
         """
         self.batch, self.page_size, self.tokenizer, self.exact = batch, page_size, tokenizer, exact
         self.tally = np.zeros(len(SearchCounts._fields), np.int64)  # counts of the branching sampler
+        self.draft_counts = DraftCounts()
         self.last_collected = time.perf_counter()
 
     def collect(self, launch: InFlight) -> None:
@@ -79,10 +94,13 @@ class OutputCollector:
         seconds = timestamp - max(launch.start_time, self.last_collected)
         self.last_collected = timestamp
         if steps and launch.prefill is None:
-            batch.planner.record_launch(launch.width, steps, seconds)
+            batch.planner.record_launch(launch.program, steps, seconds)
         tokens, metrics = np.asarray(output.token).T.tolist(), np.asarray(output.metrics)
         emitted = np.arange(metrics.shape[1])[:, None] < num_tokens
-        sums = np.where(emitted, metrics, 0.0).sum(1)
+        valid = np.where(emitted, metrics, 0.0)
+        sums = valid.sum(1)
+        if launch.program.speculates:
+            self.draft_counts = self.draft_counts.with_launch(valid)
         batch.expected_drop[:] = np.asarray(output.expected_drop)
         self.tally += np.asarray(output.tally)
         status, length = np.asarray(output.status).tolist(), np.asarray(output.length)
@@ -91,8 +109,7 @@ class OutputCollector:
         for sequence, row, epoch in launch.running:
             if sequence.epoch != epoch:
                 continue
-            batch.length[row] = length[row]
-            batch.steps_in_flight[row] -= launch.steps
+            batch.collected(row, int(length[row]), launch)
             sequence.cost = cost[row]
             count = int(num_tokens[row])
             first = _skip_replayed(sequence, count)
@@ -107,7 +124,7 @@ class OutputCollector:
             if not sequence.ended and status[row] != RUNNING:
                 error = NOT_NUMBERS if status[row] == FAILED else None
                 batch.end(sequence, FINISH_REASONS[status[row]], error)
-        batch.metrics_hooks.launched(launch.width, steps, num_tokens, metrics, seconds)
+        batch.metrics_hooks.launched(launch.program.width, steps, num_tokens, metrics, seconds)
 
     def _emit(
         self,
@@ -138,6 +155,8 @@ class OutputCollector:
         manager = self.batch.block_manager
         if sequence.needs_replay(self.exact) or manager.prefix_cache is None:
             return  # prefill of the text would not make the same pages
+        if sequence.num_drafted and self.batch.planner.may_prune:
+            return  # summaries of its pages may count keys of drafts that were not accepted
         text = (*sequence.prompt, *sequence.generated)[:-1]
         of_prompt = sequence.page_hashes
         parent = of_prompt[-1] if of_prompt else ROOT_HASH

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
+from entropic_jax.speculation import Speculator, make_speculator
+from entropic_jax.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.state import ROW_FIELDS
 
 from .device_state import (
@@ -34,6 +36,18 @@ from .device_state import (
     save_row,
 )
 
+# Steps of a launch without drafts for each of one with them, whose steps may emit several tokens.
+SPECULATIVE_SHARE = 4
+
+
+class DecodeProgram(NamedTuple):
+    """Which decode program it is: its static arguments."""
+
+    width: int  # rows that a step computes
+    page_policy: PagePolicy | None  # which pages the steps read
+    samples: bool  # whether the engine's sampler draws the tokens of some rows
+    speculates: bool = False  # whether steps draft tokens and verify several at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -47,6 +61,26 @@ class Shapes:
     method: Method | None = None  # sparse prefill or KV compression
     plan: SearchPlan | None = None  # of the branches that sequences may have
     exact: bool = False  # a step computes the same rows whether any branches or none
+    speculate: str = OFF  # name of the drafter
+    num_speculative_tokens: int | None = None  # k, tokens drafted for a row in a step, at most
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there are programs that draft tokens."""
+        return self.speculate != OFF
+
+    def steps(self, speculates: bool) -> int:
+        """Steps of a launch, at most."""
+        return max(1, self.capacity // SPECULATIVE_SHARE) if speculates else self.capacity
+
+    def tokens(self, speculates: bool) -> int:
+        """Tokens that a row emits in a step, at most."""
+        k = DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
+        return 1 + k if speculates else 1
+
+    def speculator(self, rows: int) -> Speculator | None:
+        """What drafts the tokens of so many rows."""
+        return make_speculator(self.speculate, rows, self.num_speculative_tokens)
 
     @property
     def segment(self) -> int | None:
@@ -85,6 +119,7 @@ class Programs:
         state = device_state.state._replace(cache=no_cache)
         row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
         self.blank = jax.tree.map(jnp.copy, state._replace(**row))
+        self._speculators = {width: shapes.speculator(width) for width in shapes.widths}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
@@ -118,7 +153,7 @@ class Programs:
         steps: int,
         constraints: Constraints,
         forced: Any,
-        program: tuple[int, PagePolicy | None, bool],
+        program: DecodeProgram,
     ) -> tuple[DeviceState, DecodeOutput]:
         """Run `decode`.
 
@@ -127,10 +162,22 @@ class Programs:
             steps: At most so many.
             constraints: Of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
-            program: Width, page policy, and whether the sampler is on.
+            program: Its static arguments.
         """
-        arguments = (self.params, device_state, np.int32(steps), constraints, forced, self.prior)
+        arguments = self.decode_arguments(device_state, steps, constraints, forced, program)
         return self._program(("decode", *program), *arguments)(*arguments)
+
+    def decode_arguments(
+        self,
+        device_state: DeviceState,
+        steps: int,
+        constraints: Constraints,
+        forced: Any,
+        program: DecodeProgram,
+    ) -> tuple:
+        """The arguments of a decode program, those that are not static."""
+        speculator = self._speculators[program.width] if program.speculates else None
+        return self.params, device_state, np.int32(steps), constraints, forced, self.prior, speculator
 
     def save_row(self, device_state: DeviceState, row: int) -> dict[str, Any]:
         """Run `save_row`."""
@@ -173,7 +220,7 @@ class Programs:
                 return partial(compress, method=self.shapes.method), 0
             case ("prefill", _, _, scored):
                 return partial(prefill, self.decoder, scored=scored, method=self.shapes.method), 1
-            case ("decode", width, page_policy, samples):
+            case ("decode", width, page_policy, samples, _):
                 static = dict(width=width, page_policy=page_policy, samples=samples)
                 shared = dict(plan=self.shapes.plan, exact=self.shapes.exact)
                 return partial(decode, self.decoder, **static, **shared), 1

@@ -9,7 +9,7 @@ from ..transcript import Token
 from .block_manager import BlockManager
 from .interface import Delta
 from .kv_compression import KVCompression
-from .launch_planner import LaunchPlanner
+from .launch_planner import InFlight, LaunchPlanner
 from .metrics_hooks import MetricsHooks
 from .output_stream import QueuedOutputStream, wake
 from .sequence import DECODE, ENDED, PREFILL, Sequence
@@ -45,7 +45,8 @@ class RunningBatch:
         self.sequences: list[Sequence | None] = [None] * rows
         self.limit = np.zeros(rows, np.int64)  # length at which the row is full
         self.length = np.zeros(rows, np.int64)  # of the text, as last collected
-        self.steps_in_flight = np.zeros(rows, np.int64)  # given to the device since
+        self.steps_in_flight = np.zeros(rows, np.int64)  # given to the device since; each emits a token
+        self.tokens_in_flight = np.zeros(rows, np.int64)  # that these steps may emit, at most
         self.prior_drop = expected_drop
         self.expected_drop = np.full(rows, expected_drop)
         self.deltas: list[tuple[QueuedOutputStream, Delta]] = []
@@ -70,7 +71,7 @@ class RunningBatch:
     def decoding(self) -> list[Sequence]:
         """Sequences in decode that may get another token.
 
-        One whose tokens in flight fill its row has none to get, unless a search may take some back.
+        One whose steps in flight fill its row has none to get, unless a search may take some back.
         """
         unfilled = self.length + self.steps_in_flight < self.limit
         return [s for s in self.occupied if s.stage == DECODE and (s.branches or unfilled[s.row])]
@@ -91,19 +92,37 @@ class RunningBatch:
         """
         sequence.row, sequence.epoch = row, sequence.epoch + 1
         self.sequences[row], self.limit[row] = sequence, limit
-        self.length[row], self.steps_in_flight[row] = len(sequence.prefill_tokens) - 1, 0
+        self.length[row] = len(sequence.prefill_tokens) - 1
+        self.steps_in_flight[row] = self.tokens_in_flight[row] = 0
         self.expected_drop[row] = self.prior_drop
         self.kv_compression.admit(sequence)
         min_tokens = sequence.request.min_tokens
         self.planner.min_length[row] = len(sequence.prompt) + min_tokens if min_tokens else 0
         self.planner.report_logprobs[row] = sequence.logprobs is not None
 
-    def reserve(self, running: list[Sequence], steps: int) -> bool:
-        """Reserve the pages that so many steps may need; False where the pool has no room."""
+    def reserve(self, running: list[Sequence], tokens: int) -> bool:
+        """Reserve pages for so many more tokens of each; False where the pool has no room."""
         rows = np.array([s.row for s in running])
-        length = np.minimum(self.limit[rows], self.length[rows] + self.steps_in_flight[rows] + steps)
+        length = np.minimum(self.limit[rows], self.length[rows] + self.tokens_in_flight[rows] + tokens)
         length -= self.kv_compression.num_evicted[rows]
         return self.block_manager.reserve(rows, length, self.updates)
+
+    def launched(self, running: list[Sequence], steps: int, tokens: int) -> None:
+        """Take note of steps given to the device, in which each sequence may emit so many tokens."""
+        rows = [s.row for s in running]
+        for sequence in running:
+            sequence.num_scheduled += steps
+        self.steps_in_flight[rows] += steps
+        self.tokens_in_flight[rows] += tokens
+
+    def collected(self, row: int, length: int, launch: InFlight) -> None:
+        """Take note of the length of a row after a launch."""
+        self.length[row] = length
+        self.steps_in_flight[row] -= launch.steps
+        self.tokens_in_flight[row] -= launch.tokens
+        if launch.program.speculates:  # its end has released the pages that drafts did not come to need
+            most = min(self.limit[row], length + self.tokens_in_flight[row])
+            self.block_manager.trim(row, max(length, int(most)))
 
     def vacate(self, sequence: Sequence) -> None:
         """Take the row and the pages from a sequence."""

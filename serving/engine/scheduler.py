@@ -33,7 +33,7 @@ from .metrics_hooks import MetricsHooks
 from .options import Sizes
 from .output_collector import OutputCollector
 from .priority import Ranking
-from .programs import Programs
+from .programs import DecodeProgram, Programs
 from .running_batch import RunningBatch
 from .sequence import DECODE, PREFILL, WAITING, Sequence
 from .state_updates import Placement, StateUpdates
@@ -52,11 +52,12 @@ class _Decode(NamedTuple):
 
     running: list[Sequence]
     steps: int
-    width: int
+    program: DecodeProgram
     output: DecodeOutput | None
 
 
-NO_PREFILL, NO_DECODE = _Prefill([], None, False), _Decode([], 0, 0, None)
+NO_PREFILL = _Prefill([], None, False)
+NO_DECODE = _Decode([], 0, DecodeProgram(0, None, False), None)
 
 
 class Scheduler:
@@ -188,6 +189,7 @@ class Scheduler:
                 prefilled=sequence.stage == DECODE,
                 gains=sequence.row_gains.values,
                 history=history,
+                text=(*sequence.prompt, *sequence.generated),
                 branches=sequence.branches,
             )
         )
@@ -239,20 +241,22 @@ class Scheduler:
         masks = grammars.token_masks(self.batch.decoding, self.end) if constrained else {}
         if not constrained and self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
             return NO_DECODE
-        running, steps = self._reserve_pages(prefilling, constrained)
+        running, steps, speculates = self._reserve_pages(prefilling, constrained)
         if not running:
             return NO_DECODE
         self.apply_updates()
-        program = self.planner.decode_program(running)
+        program = self.planner.decode_program(running, speculates)
         constraints = self.planner.constraints(masks)
-        forced = self.planner.forced_tokens(running, steps)
+        forced = self.planner.forced_tokens(running, steps, speculates)
         self.device_state, output = self.programs.decode(
             self.device_state, steps, constraints, forced, program
         )
-        for sequence in running:
-            sequence.num_scheduled += steps
-            self.batch.steps_in_flight[sequence.row] += steps
-        return _Decode(running, steps, program[0], output)
+        self.batch.launched(running, steps, self._tokens(steps, speculates))
+        return _Decode(running, steps, program, output)
+
+    def _tokens(self, steps: int, speculates: bool) -> int:
+        """Tokens that a sequence emits in so many steps, at most."""
+        return steps * self.sizes.shapes.tokens(speculates)
 
     def _compress(self) -> None:
         """Compress the KV cache of prompts that are due."""
@@ -263,24 +267,31 @@ class Scheduler:
                 self.programs, self.device_state, self.batch.sequences, self.block_manager
             )
 
-    def _reserve_pages(self, prefilling: int, constrained: bool) -> tuple[list[Sequence], int]:
-        """The sequences that decode and their steps, with pages reserved; preempts until there are enough."""
-        batch = self.batch
-        while running := batch.decoding:
-            rows = [s.row for s in running]
-            limit = int((batch.limit - batch.length - batch.steps_in_flight)[rows].max())
-            steps = 1
-            if not constrained:
-                steps = self.planner.num_steps(running, limit, prefilling, bool(self.waiting))
-            steps = self.kv_compression.limit_steps(running, steps)
-            while True:
-                if batch.reserve(running, steps):
-                    return running, steps
-                if steps <= 1:
-                    break
-                steps //= 2
+    def _reserve_pages(self, prefilling: int, constrained: bool) -> tuple[list[Sequence], int, bool]:
+        """The sequences that decode, their steps and whether these draft tokens, with pages reserved.
+
+        Where pages run short, first the steps become fewer, then nothing is drafted, then a sequence is
+        preempted.
+        """
+        while running := self.batch.decoding:
+            for speculates in (True, False) if self.planner.speculates(running) else (False,):
+                steps = self._num_steps(running, prefilling, constrained, speculates)
+                while steps and not self.batch.reserve(running, self._tokens(steps, speculates)):
+                    steps //= 2
+                if steps:
+                    return running, steps, speculates
             self._preempt()
-        return [], 0
+        return [], 0, False
+
+    def _num_steps(
+        self, running: list[Sequence], prefilling: int, constrained: bool, speculates: bool
+    ) -> int:
+        """Steps of a launch of these sequences, if there are pages for them."""
+        batch, rows, steps = self.batch, [s.row for s in running], 1
+        limit = int((batch.limit - batch.length - batch.steps_in_flight)[rows].max())
+        if not constrained:
+            steps = self.planner.num_steps(running, limit, prefilling, bool(self.waiting), speculates)
+        return self.kv_compression.limit_steps(running, steps)
 
     def _preempt(self) -> None:
         """Take the row from the sequence of lowest priority; it waits again, and keeps its tokens."""
@@ -315,7 +326,8 @@ class Scheduler:
             InFlight(
                 running=running,
                 steps=decode.steps,
-                width=decode.width,
+                tokens=self._tokens(decode.steps, decode.program.speculates),
+                program=decode.program,
                 start_time=start_time,
                 output=decode.output,
                 chunks=prefill.chunks,

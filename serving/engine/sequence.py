@@ -16,9 +16,12 @@ from .row_controllers import RowGains
 # Cost of prefilling one token relative to decoding one: a decode step reads all weights for one token a row.
 PREFILL_TOKEN_COST = 0.25
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
-ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST = (
+ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST, DRAFTED, ACCEPTED = (
     TRACE_FIELDS.index(name)
-    for name in ("entropy", "temperature", "kept_fraction", "certificate", "entropic_time", "cost")
+    for name in (
+        *("entropy", "temperature", "kept_fraction", "certificate", "entropic_time", "cost"),
+        *("num_drafted", "from_draft"),
+    )
 )
 
 
@@ -146,6 +149,16 @@ class Sequence:
         return exact or self.row_gains.pruning or self.private_pages
 
     @property
+    def num_drafted(self) -> int:
+        """Drafted tokens that were verified for it."""
+        return int(self.metric_sums[DRAFTED])
+
+    @property
+    def num_accepted(self) -> int:
+        """Its tokens that were drafted and accepted."""
+        return int(self.metric_sums[ACCEPTED])
+
+    @property
     def ended(self) -> bool:
         """Whether it has finished or was ended."""
         return self.stage == ENDED
@@ -233,6 +246,9 @@ class Sequence:
             "cost": self.cost if self.branches else float(self.metric_sums[COST]),
             "queue_time": (self.admitted_time or timestamp) - self.arrival_time,
             "preemptions": float(self.preemptions),
+            "passes": float(len(self.generated) - self.num_accepted),
+            "num_drafted": float(self.num_drafted),
+            "num_accepted": float(self.num_accepted),
         }
         if self.admitted_time is not None and self.first_token_time is not None:
             summary["prefill_time"] = self.first_token_time - self.admitted_time

@@ -43,6 +43,7 @@ class Placement(NamedTuple):
     prefilled: bool  # the shared pages hold everything before `token`, so the row can decode at once
     gains: np.ndarray
     history: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
+    text: tuple[int, ...] = ()  # all tokens known, for drafters
     branches: int = 0  # that it may have; 0: it does not search
 
 
@@ -57,7 +58,17 @@ class StateUpdates:
         vocabulary: Tokens of the model.
     """
 
-    def __init__(self, rows: int, pages: int, pages_per_row: int, gains: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        pages: int,
+        pages_per_row: int,
+        gains: int,
+        vocabulary: int,
+        text_length: int | None = None,
+    ) -> None:
+        """`text_length`: positions of a row's text, None where no drafter reads it."""
+        self.text_length = text_length
         self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row
         self.gains, self.vocabulary = gains, vocabulary
         self._clear()
@@ -106,6 +117,7 @@ class StateUpdates:
             gains=np.zeros((PLACEMENTS, self.gains), np.float32),
             prompt_history=history,
             generated_history=None if history is None else history.astype(np.int32),
+            text=None if self.text_length is None else np.zeros((PLACEMENTS, self.text_length), np.int32),
         )
 
     def _batch(
@@ -147,6 +159,8 @@ def _write(batch: UpdateBatch, index: int, placement: Placement) -> None:
     batch.bias_values[index, : len(request.logit_bias)] = list(request.logit_bias.values())
     batch.shared_pages[index, : len(shared)] = shared
     batch.gains[index] = placement.gains
+    if batch.text is not None:
+        batch.text[index, : len(placement.text)] = placement.text
     if (
         placement.history is not None
         and batch.prompt_history is not None

@@ -12,7 +12,7 @@ from entropic_jax.control_gains import MESO, SCALES
 
 from .launch_planner import empty_chunk
 from .options import EngineOptions, cores
-from .programs import Programs
+from .programs import DecodeProgram, Programs
 from .scheduler import Scheduler
 
 
@@ -65,9 +65,12 @@ def _examples(programs: Programs, scheduler: Scheduler, options: EngineOptions) 
     prunes = MESO in SCALES.get(options.preset, ())
     page_policies = shapes.page_policies if full or prunes else shapes.page_policies[:1]
     samplers = shapes.samplers if full else shapes.samplers[-1:]
-    for program in itertools.product(shapes.widths, page_policies, samplers):
-        constraints, forced = planner.constraints({}), planner.nothing_forced
-        arguments = (programs.params, device_state, np.int32(1), constraints, forced, programs.prior)
+    decode = [DecodeProgram(*p) for p in itertools.product(shapes.widths, page_policies, samplers)]
+    if shapes.speculates:
+        decode += [DecodeProgram(width, page_policies[0], False, True) for width in shapes.widths]
+    for program in decode:
+        constraints, forced = planner.constraints({}), planner.nothing_forced(program.speculates)
+        arguments = programs.decode_arguments(device_state, 1, constraints, forced, program)
         examples.append((("decode", *program), arguments))
     return examples
 

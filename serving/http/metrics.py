@@ -29,6 +29,9 @@ COUNTERS = (
     ("preemptions", "num_preemptions", "Sequences that lost their pages to others."),
     ("prefix_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
+    ("num_drafts", "spec_decode_num_drafts", "Verifications of drafted tokens, by sequence and pass."),
+    ("num_draft_tokens", "spec_decode_num_draft_tokens", "Drafted tokens that were verified."),
+    ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
 )
 ENTROPIC_COUNTERS = (
     ("compilations", "compilations_after_warmup", "Programs compiled after warm-up; each made someone wait."),

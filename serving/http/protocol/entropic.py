@@ -53,6 +53,7 @@ class Trace(Answer):
     temperature: list[float | None]
     kept_fraction: list[float | None]
     surprisal: list[float | None]
+    from_draft: list[float | None]  # 1 where the token was drafted and accepted
 
 
 class EntropicResult(Answer):
@@ -62,6 +63,9 @@ class EntropicResult(Answer):
     mean_entropy: float | None = None
     kept_fraction: float | None = None
     certificate: float | None = None
+    passes: int | None = None  # of the model, that the tokens took
+    num_drafted: int | None = None  # drafted tokens that were verified in them
+    num_accepted: int | None = None  # and accepted
     trace: Trace | None = None
 
 
@@ -73,4 +77,5 @@ TRACED = (
     "surprisal",
     "entropic_time",
     "dropped_mass_limit",
+    "from_draft",
 )

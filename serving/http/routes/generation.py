@@ -25,6 +25,7 @@ from ..worker_pools import LONG
 from . import errors
 
 SUMMARY = ("entropic_time", "mean_entropy", "kept_fraction", "certificate")
+COUNTS = ("passes", "num_drafted", "num_accepted")  # of the summary, too
 T = TypeVar("T")
 
 
@@ -312,6 +313,7 @@ def entropic(body: SamplingBody, delta: Delta, choice: Choice) -> dict[str, Any]
     fields: dict[str, Any] = {}
     if delta.finish_reason is not None:
         fields = {name: number(delta.summary.get(name)) for name in SUMMARY}
+        fields |= {name: int(delta.summary[name]) for name in COUNTS if name in delta.summary}
     if body.entropic is not None and body.entropic.trace and (delta.tokens or fields):
         fields["trace"] = {
             "token_ids": [token.id for token in delta.tokens],

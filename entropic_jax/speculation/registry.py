@@ -1,0 +1,42 @@
+"""Speculators by the name of their drafter, with passes of a few compiled sizes."""
+
+from ..speculation_names import DEFAULT_DRAFTED, OFF, check_drafter
+from .draft_length import draft_length
+from .speculator import Speculator, speculator
+from .suffix import suffix_drafter
+
+LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arithmetic
+FACTORIES = {"suffix": suffix_drafter}
+
+
+def make_speculator(name: str, rows: int, num_tokens: int | None = None) -> Speculator | None:
+    """The speculator of a batch; None for the name "off".
+
+    Args:
+        name: of the drafter, one of `speculation_names.DRAFTERS`.
+        rows: of the batch.
+        num_tokens: k, the tokens drafted for a row at most; None for the default.
+
+    Raises:
+        ParameterError: for another name or number.
+    """
+    check_drafter(name, num_tokens)
+    if name == OFF:
+        return None
+    k = DEFAULT_DRAFTED if num_tokens is None else num_tokens
+    return speculator(rows, FACTORIES[name](k), draft_length(rows, widths=pass_widths(rows, k)))
+
+
+def pass_widths(rows: int, num_tokens: int) -> tuple[int, ...]:
+    """Compiled sizes of a pass, in tokens a row on average, ascending.
+
+    Args:
+        rows: of the batch.
+        num_tokens: k, the tokens drafted for a row at most.
+
+    >>> pass_widths(4, 15), pass_widths(64, 15), pass_widths(1, 4)
+    ((1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 5))
+    """
+    most = num_tokens + 1
+    powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
+    return tuple(width for width in (*powers, most) if width <= max(2, LARGEST_PASS // rows))

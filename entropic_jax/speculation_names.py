@@ -1,0 +1,77 @@
+"""Names and limits of speculative decoding, which every interface to it is derived from.
+
+The command line, `LLM`, the engine and the documentation read them. Imports neither JAX nor NumPy.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from .parameter_table import Choice, Number, ParameterError, short
+
+Speculate = Literal["off", "suffix"]
+DRAFTERS = get_args(Speculate)
+"""The values of `speculate`: no drafts, or the name of the drafter."""
+OFF = "off"
+
+DRAFTED = Number(int, 1, 15)
+"""Tokens drafted for a row in a pass, at most."""
+DEFAULT_DRAFTED = 15
+
+VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix"}
+"""The drafter for each method of vLLM's `speculative_config`."""
+CONFIG_KEYS = ("method", "num_speculative_tokens")
+
+
+def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:
+    """Raise ParameterError unless there is such a drafter, and it may draft so many tokens.
+
+    Args:
+        speculate: one of `DRAFTERS`.
+        num_speculative_tokens: k, None for the default; must be None where nothing is drafted.
+    """
+    Choice(DRAFTERS).check("speculate", speculate)
+    name = "num_speculative_tokens"
+    if num_speculative_tokens is None:
+        return
+    DRAFTED.check(name, num_speculative_tokens)
+    if speculate == OFF:
+        raise ParameterError(
+            f"{name} must not be set with speculate off; got {short(num_speculative_tokens)}", name
+        )
+
+
+def read_config(config: Any) -> tuple[str, int | None]:
+    """The drafter and k that vLLM's `speculative_config` describes.
+
+    Args:
+        config: a mapping with the keys of `CONFIG_KEYS`, or the text of one in JSON.
+
+    Raises:
+        ParameterError: for text that is not JSON, another key, or a value that is not accepted.
+
+    >>> read_config('{"method": "ngram", "num_speculative_tokens": 4}')
+    ('suffix', 4)
+    """
+    name = "speculative_config"
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            raise ParameterError(f"{name} must be a JSON object; got {short(config)}", name) from None
+    if not isinstance(config, Mapping):
+        raise ParameterError(f"{name} must be a mapping with the key method; got {short(config)}", name)
+    for key in config:
+        if key not in CONFIG_KEYS:
+            message = f"{name} must have no keys but {' and '.join(CONFIG_KEYS)}; got {short(key)}"
+            raise ParameterError(message, name)
+    method, number = config.get("method"), config.get("num_speculative_tokens")
+    if method not in VLLM_METHODS:
+        message = f"{name} must have the method {' or '.join(VLLM_METHODS)}; got {short(method)}"
+        raise ParameterError(message, name)
+    if number is not None:
+        try:
+            DRAFTED.check("num_speculative_tokens", number)
+        except ParameterError as error:
+            raise ParameterError(f"{name}: {error}", name) from None
+    return VLLM_METHODS[method], number
