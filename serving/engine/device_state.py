@@ -320,7 +320,7 @@ def _output(
     return DecodeOutput(
         num_tokens=trace.num_tokens,
         token=trace.token,
-        metrics=jnp.stack([getattr(trace, name) for name in TRACE_FIELDS]),
+        metrics=jnp.stack([getattr(trace, name).astype(jnp.float32) for name in TRACE_FIELDS]),
         status=leading(state.status) if branch_state is None else branching.status(branch_state, state),
         length=leading(state.length + state.evicted),
         table=leading(state.cache.table),
