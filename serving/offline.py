@@ -38,6 +38,7 @@ class Engine:
         preset: Of control; None for `off`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
         kv_cache_dtype: Of the KV cache.
+        speculate: Name of the drafter, one of `speculation_names.DRAFTERS`.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class Engine:
         kv_cache_dtype: KvCacheDtype = "auto",
         speculate: str = OFF,
     ) -> None:
-        """`speculate` names the drafter, one of `speculation_names.DRAFTERS`."""
         check_drafter(speculate)
         if model.tokenizer is None:
             raise ValueError("model must have a tokenizer; got one from a directory without tokenizer.json")

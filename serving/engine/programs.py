@@ -175,7 +175,15 @@ class Programs:
         forced: Any,
         program: DecodeProgram,
     ) -> tuple:
-        """The arguments of a decode program, those that are not static."""
+        """The arguments of a decode program, those that are not static.
+
+        Args:
+            device_state: Consumed.
+            steps: At most so many.
+            constraints: Of the rows.
+            forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
+            program: Its static arguments.
+        """
         speculator = self._speculators[program.width] if program.speculates else None
         return self.params, device_state, np.int32(steps), constraints, forced, self.prior, speculator
 

@@ -108,7 +108,13 @@ class RunningBatch:
         return self.block_manager.reserve(rows, length, self.updates)
 
     def launched(self, running: list[Sequence], steps: int, tokens: int) -> None:
-        """Take note of steps given to the device, in which each sequence may emit so many tokens."""
+        """Take note of steps given to the device.
+
+        Args:
+            running: Sequences that decode in them.
+            steps: Steps of the launch.
+            tokens: That each sequence may emit in them, at most.
+        """
         rows = [s.row for s in running]
         for sequence in running:
             sequence.num_scheduled += steps
@@ -116,7 +122,13 @@ class RunningBatch:
         self.tokens_in_flight[rows] += tokens
 
     def collected(self, row: int, length: int, launch: InFlight) -> None:
-        """Take note of the length of a row after a launch."""
+        """Take note of the length of a row after a launch.
+
+        Args:
+            row: Of a sequence that decoded in it.
+            length: Of its text.
+            launch: That has been collected.
+        """
         self.length[row] = length
         self.steps_in_flight[row] -= launch.steps
         self.tokens_in_flight[row] -= launch.tokens

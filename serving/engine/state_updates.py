@@ -67,7 +67,16 @@ class StateUpdates:
         vocabulary: int,
         text_length: int | None = None,
     ) -> None:
-        """`text_length`: positions of a row's text, None where no drafter reads it."""
+        """No changes.
+
+        Args:
+            rows: Of the batch.
+            pages: Of the pool.
+            pages_per_row: Of a row, at most.
+            gains: Of a row's controllers, with their switches.
+            vocabulary: Number of tokens.
+            text_length: Positions of a row's text, None where no drafter reads it.
+        """
         self.text_length = text_length
         self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row
         self.gains, self.vocabulary = gains, vocabulary

@@ -27,6 +27,7 @@ PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", max_steps=8)
 DRAFTS = dict(speculate="suffix")
 SUFFIX = dict(**PLAIN, **DRAFTS, num_speculative_tokens=3)
 GREEDY, WARM, NARROW = dict(temperature=0.0), dict(temperature=0.7), {9: 9.0, 17: 9.0, 33: 8.0}
+LOOPED = dict(temperature=0.0, logit_bias={9: 100.0})  # one token over and over
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
 
 
 def test_passes_are_counted_per_request_and_per_token(off, suffix):
-    request = engine_request("greedy", repetitive(30), max_tokens=40, **GREEDY)
+    request = engine_request("looped", repetitive(30), max_tokens=40, **LOOPED)
     ((plain, last),) = run(off, request)
     assert (last.summary["passes"], last.summary["num_drafted"], last.summary["num_accepted"]) == (40, 0, 0)
     before = suffix.snapshot()
@@ -152,7 +153,7 @@ def test_prefixes_are_shared(off, suffix):
 
 def test_generated_pages_are_shared_where_no_request_prunes(model, off):  # noqa: F811
     ids = repetitive(30, 3)
-    first = engine_request("first", ids, max_tokens=30, **GREEDY)
+    first = engine_request("first", ids, max_tokens=30, **LOOPED)
     for engine in engine_of(model, **SUFFIX, pruning=False):
         ((tokens, last),) = run(engine, first)
         assert last.summary["num_accepted"] > 5
@@ -194,12 +195,12 @@ def test_failed_logits_end_one_row(model, suffix):  # noqa: F811
 
 
 def test_no_program_copies_the_pool(suffix):
-    run(suffix, engine_request("one", repetitive(20), **GREEDY))
+    run(suffix, engine_request("one", repetitive(20), **LOOPED))
     copies_no_pool(suffix, "decode")
 
 
 def test_metrics_have_the_names_of_vllm(suffix):
-    run(suffix, engine_request("one", repetitive(20), **GREEDY))
+    run(suffix, engine_request("one", repetitive(20), **LOOPED))
     lines = Metrics(suffix, "tiny").text().decode().splitlines()
     values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
     snapshot = suffix.snapshot()
@@ -210,7 +211,7 @@ def test_metrics_have_the_names_of_vllm(suffix):
 def test_llm_with_several_continuations(directory):
     params = [
         SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=24, ignore_eos=True, logit_bias=NARROW),
-        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=24, ignore_eos=True, **LOOPED),
     ]
     prompts = ["def add(a, b):\n    return a + b\n" * 2, "ab" * 20]
     texts = {}
@@ -226,7 +227,7 @@ def test_llm_with_several_continuations(directory):
 
 def test_generate_command(directory, entropic):
     line = ["generate", "--model", directory, "--prompt", "ab" * 20, "--json", "--max-tokens", "30"]
-    line += ["--temperature", "0", "--ignore-eos"]
+    line += ["--temperature", "0", "--ignore-eos", "--repetition-penalty", "0.5"]  # which makes it repeat
     trees = []
     for speculate in ("off", "suffix"):
         status, out, errors = entropic(*line, "--speculate", speculate)
@@ -305,6 +306,6 @@ def test_llm_refuses_a_preset_that_prunes(directory):
 
 
 def test_the_last_delta_has_the_summary(suffix):
-    tokens, last = collect(suffix.submit(engine_request("one", repetitive(20), **GREEDY)))
+    tokens, last = collect(suffix.submit(engine_request("one", repetitive(20), **LOOPED)))
     assert isinstance(last, Delta)
     assert last.summary["passes"] + last.summary["num_accepted"] == len(tokens)
