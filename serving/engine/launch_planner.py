@@ -129,9 +129,7 @@ class LaunchPlanner:
         return (
             self.sizes.shapes.speculates
             and not any(s.row_gains.pruning for s in running)
-            and any(
-                s.engine_request.grammar is None and s.num_scheduled >= s.num_replay_tokens for s in running
-            )
+            and any(s.grammar is None and s.num_scheduled >= s.num_replay_tokens for s in running)
         )
 
     def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
