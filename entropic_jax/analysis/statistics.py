@@ -57,7 +57,14 @@ def compared(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
 
 
 def differences(rows: Rows, base: Rows, field: str, *keys: str) -> Estimate:
-    """The difference of a field from the baseline, in its own unit, over pairs that agree in `keys`."""
+    """The difference of a field from the baseline, in its own unit, over pairs that agree in `keys`.
+
+    Args:
+        rows: measurements.
+        base: measurements of the baseline.
+        field: name of the value that is compared.
+        *keys: names of the fields that a pair has in common.
+    """
     known = {tuple(r[k] for k in keys): r[field] for r in base}
     return estimate([r[field] - known[tuple(r[k] for k in keys)] for r in rows])
 

@@ -122,6 +122,14 @@ def information(
 
     Every window is scored alone, one sequence in a step, as in `speed`: with more rows a step, each would pay
     a smaller part of the weights.
+
+    Args:
+        workload: model, text and gains.
+        context: tokens of a window, those that are scored included.
+        seed: of the choice of windows.
+        names: of the presets.
+        sequences: how many windows.
+        scored: tokens at the end of a window that are scored.
     """
     subject = workload.subject
     shape = subject.decoder.shape

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention.quantised import put_pages, stored
-from ..pallas.paged_attention.reference import update_summary
+from ..pallas.paged_attention.write_reference import update_summary
 from .statistics import Observer
 
 

@@ -16,7 +16,7 @@ BYTES = ir.IntType(8).as_pointer()
 
 
 @intrinsic
-def as_pointer(context, address):
+def as_pointer(context: Any, address: Any) -> Any:
     """An integer as a pointer."""
 
     def generate(context, builder, signature, arguments):
@@ -26,7 +26,7 @@ def as_pointer(context, address):
 
 
 @intrinsic
-def as_address(context, value):
+def _as_address(context, value):
     """A pointer as an integer."""
 
     def generate(context, builder, signature, arguments):
@@ -36,7 +36,7 @@ def as_address(context, value):
 
 
 @njit(nogil=True)
-def words(address, count):
+def words(address: int, count: int) -> Any:
     """An array of `count` machine words at an address."""
     return carray(as_pointer(address), (count,), np.intp)
 
@@ -48,13 +48,13 @@ def _buffer(table, number):
 
 
 @njit(nogil=True)
-def operand(frame, number):
+def operand(frame: int, number: int) -> tuple[int, Any]:
     """The address of the data of an operand, and its dimensions."""
     return _buffer(words(frame, 15)[9], number)
 
 
 @njit(nogil=True)
-def result(frame, number):
+def result(frame: int, number: int) -> tuple[int, Any]:
     """The address of the data of a result, and its dimensions."""
     return _buffer(words(frame, 15)[14], number)
 
@@ -76,7 +76,7 @@ def symbol_address(name: str) -> Any:
 
 
 @intrinsic
-def allocate(context, size):
+def allocate(context: Any, size: Any) -> Any:
     """The address of `size` bytes of new memory, to be freed with `free`."""
 
     def generate(context, builder, signature, arguments):
@@ -88,7 +88,7 @@ def allocate(context, size):
 
 
 @intrinsic
-def free(context, address):
+def free(context: Any, address: Any) -> Any:
     """Free memory that `allocate` returned."""
 
     def generate(context, builder, signature, arguments):
@@ -101,7 +101,7 @@ def free(context, address):
 
 
 @njit(nogil=True)
-def floats(address, shape):
+def floats(address: int, shape: tuple[int, ...]) -> Any:
     """An array of float32 at an address."""
     return carray(as_pointer(address), shape, np.float32)
 
@@ -111,12 +111,12 @@ def xla_handler(body: Any) -> Any:
 
     @cfunc(types.intp(types.voidptr))
     def call(argument):
-        frame = words(as_address(argument), 15)
+        frame = words(_as_address(argument), 15)
         if frame[1] != 0:  # XLA asks for the handler's metadata: answer with the version of its interface
             metadata = words(words(frame[1], 4)[3], 5)
             metadata[3] = words(frame[2] + 4 * 8, 1)[0]  # from XLA's own table of functions
             return 0
-        body(as_address(argument))
+        body(_as_address(argument))
         return 0
 
     return call

@@ -59,38 +59,68 @@ inlined = njit(**FAST, inline="always")
 
 
 @compiled
-def array(address, shape, dtype):
-    """An array of `dtype` at an address."""
+def array(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array of `dtype` at an address.
+
+    Args:
+        address: of the first element.
+        shape: of the array.
+        dtype: of its elements.
+    """
     return carray(as_pointer(address), shape, dtype)
 
 
 @compiled
-def integers(address, shape):
+def integers(address: int, shape: tuple[int, ...]) -> Any:
     """An array of int32 at an address."""
     return carray(as_pointer(address), shape, np.int32)
 
 
 @compiled
-def operand_floats(frame, number, shape):
-    """An operand as an array of float32."""
+def operand_floats(frame: int, number: int, shape: tuple[int, ...]) -> Any:
+    """An operand as an array of float32.
+
+    Args:
+        frame: address of the call frame.
+        number: of the operand, from 0.
+        shape: of the array.
+    """
     return floats(operand(frame, number)[0], shape)
 
 
 @compiled
-def operand_integers(frame, number, shape):
-    """An operand as an array of int32."""
+def operand_integers(frame: int, number: int, shape: tuple[int, ...]) -> Any:
+    """An operand as an array of int32.
+
+    Args:
+        frame: address of the call frame.
+        number: of the operand, from 0.
+        shape: of the array.
+    """
     return integers(operand(frame, number)[0], shape)
 
 
 @compiled
-def result_floats(frame, number, shape):
-    """A result as an array of float32."""
+def result_floats(frame: int, number: int, shape: tuple[int, ...]) -> Any:
+    """A result as an array of float32.
+
+    Args:
+        frame: address of the call frame.
+        number: of the result, from 0.
+        shape: of the array.
+    """
     return floats(result(frame, number)[0], shape)
 
 
 @compiled
-def result_integers(frame, number, shape):
-    """A result as an array of int32."""
+def result_integers(frame: int, number: int, shape: tuple[int, ...]) -> Any:
+    """A result as an array of int32.
+
+    Args:
+        frame: address of the call frame.
+        number: of the result, from 0.
+        shape: of the array.
+    """
     return integers(result(frame, number)[0], shape)
 
 

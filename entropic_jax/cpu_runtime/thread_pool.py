@@ -17,8 +17,8 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from .call_frame import symbol_address
+from .instructions import intrinsic_of
 from .mailbox import ARGUMENT, BUSY, DONE, FUNCTION, JOB, MAILBOX, THREADS
-from .vector import intrinsic_of
 
 SPINS = 20_000  # before the first sleep
 SHORT_SLEEP, LONG_SLEEP = 10, 2000  # µs
@@ -29,7 +29,7 @@ mailbox_address = symbol_address(MAILBOX)
 
 
 @intrinsic
-def load_acquire(context, address):
+def _load_acquire(context, address):
     """The word at an address, and with it everything that was written before it."""
 
     def generate(context, builder, signature, arguments):
@@ -40,7 +40,7 @@ def load_acquire(context, address):
 
 
 @intrinsic
-def store_release(context, address, value):
+def _store_release(context, address, value):
     """Write a word, after everything that was written before."""
 
     def generate(context, builder, signature, arguments):
@@ -53,7 +53,7 @@ def store_release(context, address, value):
 
 
 @intrinsic
-def fetch_add(context, address, value):
+def _fetch_add(context, address, value):
     """Add to a word atomically; returns the old value."""
 
     def generate(context, builder, signature, arguments):
@@ -65,7 +65,7 @@ def fetch_add(context, address, value):
 
 
 @intrinsic
-def compare_and_swap(context, address, expected, value):
+def _compare_and_swap(context, address, expected, value):
     """Replace a word if it equals `expected`; returns 1 if it did."""
 
     def generate(context, builder, signature, arguments):
@@ -78,7 +78,7 @@ def compare_and_swap(context, address, expected, value):
 
 
 @intrinsic
-def call_task(context, function, argument, chunk):
+def _call_task(context, function, argument, chunk):
     """Call the task at the address `function`."""
 
     def generate(context, builder, signature, arguments):
@@ -91,38 +91,44 @@ def call_task(context, function, argument, chunk):
 
 
 @njit(nogil=True)
-def run_chunks(mailbox):
+def _run_chunks(mailbox):
     """Run chunks of the job in the mailbox until none is left; returns how many."""
     num_chunks = 0
     while True:
-        job = load_acquire(mailbox + JOB)
+        job = _load_acquire(mailbox + JOB)
         left = job & 0xFFFFFFFF
         if left == 0:
             return num_chunks
-        function, argument = load_acquire(mailbox + FUNCTION), load_acquire(mailbox + ARGUMENT)
-        if compare_and_swap(mailbox + JOB, job, job - 1) == 1:
-            call_task(function, argument, left - 1)
-            fetch_add(mailbox + DONE, 1)
+        function, argument = _load_acquire(mailbox + FUNCTION), _load_acquire(mailbox + ARGUMENT)
+        if _compare_and_swap(mailbox + JOB, job, job - 1) == 1:
+            _call_task(function, argument, left - 1)
+            _fetch_add(mailbox + DONE, 1)
             num_chunks += 1
 
 
 @njit(nogil=True)
-def parallel_for(function, argument, num_chunks):
-    """Call the task `function(argument, chunk)` for every chunk, on all threads."""
+def parallel_for(function: int, argument: int, num_chunks: int) -> None:
+    """Call the task `function(argument, chunk)` for every chunk, on all threads.
+
+    Args:
+        function: address of the task.
+        argument: a word that every call gets, such as the address of the task's arguments.
+        num_chunks: how often the task is called; with chunk numbers from 0.
+    """
     mailbox = mailbox_address()
-    if num_chunks < 2 or load_acquire(mailbox + THREADS) < 2 or compare_and_swap(mailbox + BUSY, 0, 1) == 0:
+    if num_chunks < 2 or _load_acquire(mailbox + THREADS) < 2 or _compare_and_swap(mailbox + BUSY, 0, 1) == 0:
         for chunk in range(num_chunks):
-            call_task(function, argument, chunk)
+            _call_task(function, argument, chunk)
         return
-    generation = (load_acquire(mailbox + JOB) >> 32) + 1
-    store_release(mailbox + DONE, 0)
-    store_release(mailbox + FUNCTION, function)
-    store_release(mailbox + ARGUMENT, argument)
-    store_release(mailbox + JOB, ((generation & 0x3FFFFFFF) << 32) | num_chunks)
-    run_chunks(mailbox)
-    while load_acquire(mailbox + DONE) < num_chunks:
+    generation = (_load_acquire(mailbox + JOB) >> 32) + 1
+    _store_release(mailbox + DONE, 0)
+    _store_release(mailbox + FUNCTION, function)
+    _store_release(mailbox + ARGUMENT, argument)
+    _store_release(mailbox + JOB, ((generation & 0x3FFFFFFF) << 32) | num_chunks)
+    _run_chunks(mailbox)
+    while _load_acquire(mailbox + DONE) < num_chunks:
         pass
-    store_release(mailbox + BUSY, 0)
+    _store_release(mailbox + BUSY, 0)
 
 
 def worker_loop() -> Any:
@@ -138,8 +144,8 @@ def worker_loop() -> Any:
         set_timer_slack()
         mailbox = mailbox_address()
         idle, duration = 0, SHORT_SLEEP
-        while load_acquire(mailbox + THREADS) > 1:
-            if run_chunks(mailbox) > 0:
+        while _load_acquire(mailbox + THREADS) > 1:
+            if _run_chunks(mailbox) > 0:
                 idle, duration = 0, SHORT_SLEEP
                 continue
             idle += 1

@@ -18,6 +18,7 @@ from entropic_jax.pallas.paged_attention import (
     prefill_gpu,
     prefill_tpu,
     reference,
+    write_reference,
     write_tpu,
 )
 from entropic_jax.pallas.paged_attention import cases as paged_cases
@@ -72,7 +73,7 @@ def programs(platform: str) -> Iterator[Program]:
         yield prefill(case, prefill_tpu.prefill if on_tpu else prefill_gpu.prefill)
     for shape in WRITES:
         # What the kernel for TPU declines, and all on a GPU, plain JAX writes.
-        yield write(*shape, write_tpu.write if on_tpu and shape[1] % 128 == 0 else reference.write)
+        yield write(*shape, write_tpu.write if on_tpu and shape[1] % 128 == 0 else write_reference.write)
     for case in paged_cases.LARGE:
         if case.kept is not None and case.pages is None:
             yield select_pages(case)

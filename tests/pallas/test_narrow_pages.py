@@ -7,7 +7,7 @@ import pytest
 
 from entropic_jax import cpu_runtime
 from entropic_jax.pallas import paged_attention
-from entropic_jax.pallas.paged_attention import cases, cpu, cpu_write, quantised, reference
+from entropic_jax.pallas.paged_attention import cases, cpu, cpu_write, quantised, write_reference
 
 KINDS = ("bfloat16", "int8")
 SHAPES = (
@@ -52,7 +52,7 @@ def written(kind, poison=False):
         slot = np.full(rows, position % size)
         location = (jnp.asarray(page, jnp.int32), jnp.asarray(slot, jnp.int32))
         vectors = (jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32))
-        makers = (cpu_write.write, reference.write)
+        makers = (cpu_write.write, write_reference.write)
         ways = [jax.jit(m)(*way, *vectors, *location) for m, way in zip(makers, ways, strict=True)]
     return ways
 

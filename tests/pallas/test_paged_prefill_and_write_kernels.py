@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas.paged_attention import cases, prefill_gpu, prefill_tpu, reference, write_tpu
+from entropic_jax.pallas.paged_attention import cases, prefill_gpu, prefill_tpu, write_reference, write_tpu
 
 from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
 from .test_paged_attention_kernels import check_rows, copies_recorded
@@ -218,7 +218,7 @@ def check_quantised_write(dtype, mode):
     for pool in tiles:
         pool.scale[3] = np.nan
     arguments = (tiles, summaries, k, v, page, slot)
-    expected = jax.jit(reference.write)(*jax.tree.map(jnp.asarray, arguments))
+    expected = jax.jit(write_reference.write)(*jax.tree.map(jnp.asarray, arguments))
     written = run(write_tpu.write, mode, *arguments)
     for ours, theirs in zip(*map(jax.tree.leaves, (written, expected)), strict=True):
         ours, theirs = (np.asarray(x, np.float32)[:-1] for x in (ours, theirs))
@@ -238,9 +238,9 @@ def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(sto
     every = np.ones(tiles[0].shape[:3], bool)
     tiles = tuple(cases.poisoned(stored, np.nan_to_num(x, nan=1.0), every) for x in tiles)
     inputs = jax.tree.map(jnp.asarray, (tiles, summaries, k, v, page, slot))
-    expected = reference.write(*inputs)
-    monkeypatch.setattr(reference, "default_device", lambda: SimpleNamespace(platform="tpu"))
-    for ours, theirs in zip(*map(jax.tree.leaves, (reference.write(*inputs), expected)), strict=True):
+    expected = write_reference.write(*inputs)
+    monkeypatch.setattr(write_reference, "default_device", lambda: SimpleNamespace(platform="tpu"))
+    for ours, theirs in zip(*map(jax.tree.leaves, (write_reference.write(*inputs), expected)), strict=True):
         np.testing.assert_array_equal(ours[:-1], theirs[:-1])
 
 

@@ -13,47 +13,17 @@ The package has five operations, each with several back ends (see `dispatch`):
 All back ends of an operation have the same contract. One that does not support a case raises
 NotImplementedError with the reason. Gradients are those of the reference in plain JAX; page selection is a
 step function and has none.
-
-Args of `decode(q, keys, values, page_table, page_list, num_pages, window_start, context_length)`:
-    q: queries `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim. `group` is the number of
-    query
-        heads that share a KV head.
-    keys, values: page pools `[pool, kv_heads, page_size, head_dim]`, or `Quantised` pools of that shape.
-    page_table: int32 `[rows, max_pages]`, the pages of a row in the pool, in order of position.
-    page_list: int32 `[rows, kv_heads, max_listed]`, the pages to read as entries of the row's page table,
-        ascending and distinct. None reads every page.
-    num_pages: int32 `[rows, kv_heads]`, how many entries of the page list are valid. None with `page_list`.
-    window_start, context_length: int32 `[rows]`. Positions p with window_start ≤ p < context_length are
-        attended to, as far as their page is listed; none where context_length ≤ window_start.
-
-Returns:
-    `PartialAttention(out, log_sum_exp)`: the output in the shape of q, and ln Σ exp(q · k) over the positions
-    attended to, float32 `[rows, kv_heads, group]`; zeros and −inf where there are none. Pages that are not
-    listed, or lie outside the window, are not read; what a page holds past the context length never reaches
-    the result.
-
-Args of `select_pages(q, summary, information, page_table, context_length, dropped_mass_limit, page_size,
-rules)`:
-    q, page_table, context_length: as for `decode`. summary: `PageSummary`, the element-wise bounds and the
-    sum of the keys of every page of the pool. information: float32 `[pool, kv_heads]`, ≥ 0: the weight of a
-    page beside its attention mass. dropped_mass_limit: ε, float32 `[rows]`: the share of the weighted
-    attention mass that may stay unread. 0 keeps
-        every page.
-    page_size: positions in a page; static.
-    rules: `SelectionRules`; static.
-
-Returns:
-    `PageChoice`.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...devices import default_device
 from ..dispatch import Operation, for_platform, interpreted
-from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference
+from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference, write_reference
 from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
 from .split_kv import merge_partials
 
@@ -108,7 +78,7 @@ WRITE = Operation(
     {
         "tpu": for_platform("tpu", f"{__name__}.write_tpu", "write"),
         "cpu": cpu_write.write,
-        "xla": reference.write,
+        "xla": write_reference.write,
         "interpret": interpreted(f"{__name__}.write_tpu", "write"),
     },
 )
@@ -119,18 +89,42 @@ SELECT_PAGES = Operation(
 
 
 def decode(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
-    *, backend: str | None = None,
-) -> PartialAttention:  # fmt: skip
-    """Attention of one query per row; the arguments are in the package's docstring.
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    backend: str | None = None,
+) -> PartialAttention:
+    """Attention of one query per row.
 
     Args:
+        q: queries `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim. `group` is the number
+            of query heads that share a KV head.
+        keys: page pool `[pool, kv_heads, page_size, head_dim]`, or a `Quantised` pool of that shape.
+        values: page pool of the same shape and dtype.
+        page_table: int32 `[rows, max_pages]`, the pages of a row in the pool, in order of position.
+        page_list: int32 `[rows, kv_heads, max_listed]`, the pages to read as entries of the row's page table,
+            ascending and distinct. None reads every page.
+        num_pages: int32 `[rows, kv_heads]`, how many entries of the page list are valid. None with
+            `page_list`.
+        window_start: int32 `[rows]`, first position that is attended to, as far as its page is listed.
+        context_length: int32 `[rows]`, end of the positions attended to; none where it is not above
+            `window_start`.
         backend: the name of the back end to use; None takes the first that supports the case.
+
+    Returns:
+        The output in the shape of q, and ln Σ exp(q · k) over the positions attended to, float32 `[rows,
+        kv_heads, group]`; zeros and −inf where there are none. Pages that are not listed, or lie outside the
+        window, are not read; what a page holds past the context length never reaches the result.
 
     Raises:
         ValueError: a page list is not ascending and distinct. It is checked only where its values are known:
-        not
-            under `jit`, where the result of such a list is undefined.
+            not under `jit`, where the result of such a list is undefined.
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, context_length)
@@ -156,13 +150,25 @@ _decode.defvjp(_decode_forward, _decode_backward)
 
 
 def decode_by_page(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
-    *, backend: str | None = None,
-) -> tuple[PartialAttention, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: Any,
+    num_pages: Any,
+    window_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    backend: str | None = None,
+) -> tuple[PartialAttention, jax.Array]:
     """Attention of one query per row, and the attention mass of each page.
 
     `decode` treats every page as a row of its own, whatever back end computes it, so that each listed page is
     read once; the partial results are merged (split-KV).
+
+    Args:
+        q, keys, values, page_table, page_list, num_pages, window_start, context_length: as for `decode`.
+        backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
         The result of `decode`, and the masses, float32 `[rows, kv_heads, group, max_pages]`. They sum to 1
@@ -176,7 +182,7 @@ def decode_by_page(
     def within_pages(position):
         return jnp.clip(position[:, None] - start, 0, size).reshape(-1)
 
-    single_page = (None, None)
+    single_page: tuple[Any, Any] = (None, None)
     if page_list is not None:
         listed = jnp.arange(page_list.shape[2]) < num_pages[..., None]
         row, head = jnp.arange(rows)[:, None, None], jnp.arange(kv_heads)[:, None]
@@ -185,8 +191,8 @@ def decode_by_page(
         kept = kept.swapaxes(1, 2).reshape(rows * max_pages, kv_heads)
         single_page = (jnp.zeros((*kept.shape, 1), jnp.int32), kept)
     bounds = (within_pages(window_start), within_pages(context_length))
-    positions = (page_table.reshape(-1, 1), *single_page, *bounds)
-    partials = decode(jnp.repeat(q, max_pages, 0), keys, values, *positions, backend=backend)
+    pages_as_rows = (jnp.repeat(q, max_pages, 0), keys, values, page_table.reshape(-1, 1))
+    partials = decode(*pages_as_rows, *single_page, *bounds, backend=backend)
 
     def split_pages(x):  # [rows, kv_heads, pages, …]
         return jnp.moveaxis(x.reshape(rows, max_pages, *x.shape[1:]), 1, 2)
@@ -200,9 +206,18 @@ def decode_by_page(
 
 
 def prefill(
-    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
-    *, backend: str | None = None,
-):  # fmt: skip
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    backend: str | None = None,
+) -> jax.Array:
     """Causal attention of several queries per row.
 
     Query i of a row is at position query_start[row] + i. It sees the positions from window_start[row, i] to
@@ -242,9 +257,18 @@ _prefill.defvjp(_prefill_forward, _prefill_backward)
 
 
 def verify(
-    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
-    *, backend: str | None = None,
-):  # fmt: skip
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    backend: str | None = None,
+) -> jax.Array:
     """Causal attention of at most `MAX_VERIFIED` queries per row, as in the verification of drafted tokens.
 
     On a CPU, query i of a row has the bits that `decode` gives at its position, whatever n is; TPUs and GPUs
@@ -276,15 +300,36 @@ _verify.defvjp(_verify_forward, _prefill_backward)
 
 
 def select_pages(
-    q, summary: PageSummary, information, page_table, context_length, dropped_mass_limit,
-    page_size: int, rules: SelectionRules, *, backend: str | None = None,
-) -> PageChoice:  # fmt: skip
-    """The pages to read for each row and KV head; the arguments are in the package's docstring."""
+    q: jax.Array,
+    summary: PageSummary,
+    information: jax.Array,
+    page_table: jax.Array,
+    context_length: jax.Array,
+    dropped_mass_limit: jax.Array,
+    page_size: int,
+    rules: SelectionRules,
+    *,
+    backend: str | None = None,
+) -> PageChoice:
+    """The pages to read for each row and KV head.
+
+    Args:
+        q: queries `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim.
+        summary: the element-wise bounds and the sum of the keys of every page of the pool.
+        information: float32 `[pool, kv_heads]`, ≥ 0: the weight of a page beside its attention mass.
+        page_table: int32 `[rows, max_pages]`, the pages of a row in the pool, in order of position.
+        context_length: int32 `[rows]`, positions that each row holds.
+        dropped_mass_limit: ε, float32 `[rows]`: the share of the weighted attention mass that may stay
+            unread. 0 keeps every page.
+        page_size: positions in a page; static.
+        rules: which pages are always kept, and how mass is estimated; static.
+        backend: the name of the back end to use; None takes the first that supports the case.
+    """
     operands = (q, summary, information, page_table, context_length, dropped_mass_limit)
     return SELECT_PAGES(*operands, page_size, rules, backend=backend)
 
 
-def writes_in_order(tiles, summaries, k, v) -> bool:
+def writes_in_order(tiles: Any, summaries: Any, k: jax.Array, v: jax.Array) -> bool:
     """Whether `write` takes its rows one after the other, so that several may write to one page.
 
     Then a row's tokens can be written as rows, and pages and summaries get the bits of one write per token.
@@ -302,14 +347,26 @@ def writes_in_order(tiles, summaries, k, v) -> bool:
     return k.shape[1] <= MAX_VERIFIED or WRITE.kernel_name(*operands) == "cpu"
 
 
-def write(tiles, summaries, k, v, page, slot, *, backend: str | None = None):
+def write(
+    tiles: Any,
+    summaries: Any,
+    k: jax.Array,
+    v: jax.Array,
+    page: jax.Array,
+    slot: jax.Array,
+    *,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
     """Store one key and one value per row in place, and update the summaries of their pages.
 
     Args:
-        tiles: the page pools of keys and values. summaries: key_min, key_max, key_sum and value_norm of the
-        layer, see `cache.Layer`. k, v: `[rows, kv_heads, head_dim]`. page, slot: int32 `[rows]`, the page in
-        the pool and the slot in the page. Slot 0 begins a page and resets
-            its summaries. The last page of the pool is a bin: what it holds afterwards is undefined.
+        tiles: the page pools of keys and values.
+        summaries: key_min, key_max, key_sum and value_norm of the layer, see `cache.Layer`.
+        k: keys `[rows, kv_heads, head_dim]`.
+        v: values of the same shape.
+        page: int32 `[rows]`, the page in the pool. The last page of the pool is a bin: what it holds
+            afterwards is undefined.
+        slot: int32 `[rows]`, the slot in the page; 0 begins a page and resets its summaries.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -332,7 +389,7 @@ def _write_backward(backend, residuals, gradient):
     *operands, page, slot = residuals
 
     def write_to(tiles, summaries, k, v):
-        return reference.write(tiles, summaries, k, v, page, slot)
+        return write_reference.write(tiles, summaries, k, v, page, slot)
 
     _, pull = jax.vjp(write_to, *operands)
     return (*pull(gradient), None, None)

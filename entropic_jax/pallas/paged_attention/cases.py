@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
     values: Any
     page_table: np.ndarray
     page_list: np.ndarray | None
-    num_pages: np.ndarray | None
+    num_pages: Any
     window_start: np.ndarray
     context_length: np.ndarray
 
@@ -134,7 +134,13 @@ def build(case: Case, seed: int = 0) -> Arguments:
 
 
 def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:
-    """A pool of x in a dtype, NaN where it is not read."""
+    """A pool of x in a dtype, NaN where it is not attended to.
+
+    Args:
+        dtype: of the pool.
+        x: `[pool, kv_heads, page, head_dim]`.
+        read: bool `[pool, kv_heads, page]`, the slots that are attended to.
+    """
     if dtype not in LARGEST:
         return np.where(read[..., None], x, np.nan).astype(jnp.dtype(dtype))
     scale = np.abs(x).max(-1) / LARGEST[dtype]
@@ -151,8 +157,20 @@ def floats(pool: Any) -> np.ndarray:
     return pool.astype(np.float64)
 
 
-def seen(case: Case, page_table, page_list, num_pages, window_start, context_length) -> np.ndarray:
-    """Which slots of the pool are attended to: bool `[pool, kv_heads, page]`."""
+def seen(
+    case: Case,
+    page_table: np.ndarray,
+    page_list: np.ndarray | None,
+    num_pages: Any,
+    window_start: np.ndarray,
+    context_length: np.ndarray,
+) -> np.ndarray:
+    """Which slots of the pool are attended to: bool `[pool, kv_heads, page]`.
+
+    Args:
+        case: sizes.
+        page_table, page_list, num_pages, window_start, context_length: as for `decode`.
+    """
     pool = case.rows * case.max_pages + 1
     read = np.zeros((pool, case.kv_heads, case.page), bool)
     position = np.arange(case.page)

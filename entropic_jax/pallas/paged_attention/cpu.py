@@ -45,7 +45,7 @@ class Shape(NamedTuple):
         return max(1, 256 // (self.head_dim * self.group))
 
 
-def pool_dtype(keys, values) -> str:
+def pool_dtype(keys: Any, values: Any) -> str:
     """The name of the dtype of two page pools. Raises NotImplementedError if it is not supported."""
     dtypes = {jnp.dtype(pool.dtype).name for pool in (keys, values)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "int8"}:
@@ -55,19 +55,36 @@ def pool_dtype(keys, values) -> str:
 
 
 def decode(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    context_length: jax.Array,
 ) -> PartialAttention:
     """Float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8.
 
-    The contract is in the package's docstring.
+    See the package for the contract.
     """
     ends = (window_start[:, None], context_length[:, None])
     part = _attend(q[:, :, None], keys, values, page_table, page_list, num_pages, *ends)
     return PartialAttention(part.out[:, :, 0], part.log_sum_exp[:, :, 0])
 
 
-def verify(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
-    """As `decode`. The contract is in the package's docstring."""
+def verify(
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+) -> jax.Array:
+    """As `decode`. See the package for the contract."""
     n = q.shape[3]
     if n > MAX_QUERIES:
         raise NotImplementedError(f"{n} queries per row: at most {MAX_QUERIES} are supported")
@@ -231,12 +248,12 @@ def _page_attention(shape: Shape) -> Any:
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
-    from ...cpu_runtime import vector
+    from ...cpu_runtime.instructions import ITEMSIZE
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, operand, words
 
     kv_heads, group, head_dim, page_size, dense, dtype = shape
     attend_page, pages_per_piece, scaled = _page_attention(shape), shape.pages_per_piece, dtype == "int8"
-    tile = page_size * head_dim * vector.ITEMSIZE[dtype]  # bytes
+    tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
     score_bytes = 4 * (group * shape.queries_at_once + 1) * page_size
 

@@ -15,16 +15,16 @@ from .reference import MIN_WEIGHT, PageChoice, PageSummary, SelectionRules
 
 
 def select_pages(
-    q,
+    q: jax.Array,
     summary: PageSummary,
-    information,
-    page_table,
-    context_length,
-    dropped_mass_limit,
+    information: jax.Array,
+    page_table: jax.Array,
+    context_length: jax.Array,
+    dropped_mass_limit: jax.Array,
     page_size: int,
     rules: SelectionRules,
 ) -> PageChoice:
-    """Float32, head_dim a multiple of 16. The contract is in the package's docstring."""
+    """Float32, head_dim a multiple of 16. See the package for the contract."""
     check_supported(q.dtype, *(x.dtype for x in summary), information.dtype)
     rows, kv_heads, group, head_dim = q.shape
     if head_dim % 16:

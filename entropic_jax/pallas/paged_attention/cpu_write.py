@@ -16,8 +16,10 @@ from .cpu import pool_dtype
 from .quantised import LARGEST
 
 
-def write(tiles, summaries, k, v, page, slot):
-    """Float32 vectors into pages of float32, bfloat16 or int8. The contract is in the package's docstring."""
+def write(
+    tiles: Any, summaries: Any, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array
+) -> tuple[Any, Any]:
+    """Float32 vectors into pages of float32, bfloat16 or int8. See the package for the contract."""
     check_supported(*(x.dtype for x in (*summaries, k, v)))
     dtype = pool_dtype(*tiles)
     pools, tree = jax.tree.flatten((tuple(tiles), tuple(summaries)))

@@ -60,19 +60,19 @@ class Shape(NamedTuple):
 
 
 def decode(
-    q,
-    keys,
-    values,
-    page_table,
-    page_list,
-    num_pages,
-    window_start,
-    context_length,
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    context_length: jax.Array,
     *,
     soft_cap: float | None = None,
-    interpret=None,
+    interpret: Any = None,
 ) -> PartialAttention:
-    """The contract is in the package's docstring.
+    """See the package for the contract.
 
     Args:
         soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).

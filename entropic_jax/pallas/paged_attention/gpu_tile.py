@@ -19,8 +19,12 @@ COLUMNS = 64  # that are modified in, or copied out of, shared memory together
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of bfloat16
 
 
-def check(q, keys, values) -> None:
-    """Raise NotImplementedError for a case that the GPU kernels do not support."""
+def check(q: Any, keys: Any, values: Any) -> None:
+    """Raise NotImplementedError for a case that the GPU kernels do not support.
+
+    Args:
+        q, keys, values: as for `decode` and `prefill`.
+    """
     group, (size, head_dim) = q.shape[2], keys.shape[2:]
     is_quantised = isinstance(keys, Quantised)
     tile_dtype = keys.dtype if is_quantised else jnp.dtype("bfloat16")
@@ -45,15 +49,21 @@ def num_consumers(head_dim: int) -> int:
     return 1 if head_dim > 128 else 2
 
 
-def num_tile_slots(keys, consumers: int, fixed: int) -> int:
-    """How many tiles of K and V fit into shared memory beside `fixed` bytes for other buffers."""
+def num_tile_slots(keys: Any, consumers: int, fixed: int) -> int:
+    """How many tiles of K and V fit into shared memory.
+
+    Args:
+        keys: page pool.
+        consumers: warpgroups that widen tiles of their own.
+        fixed: bytes of the other buffers.
+    """
     is_quantised, head_dim = isinstance(keys, Quantised), keys.shape[-1]
     widened_tiles = is_quantised * consumers * 2 * TILE * head_dim * 2
     tile = 2 * TILE * (head_dim * keys.dtype.itemsize + is_quantised * 4)
     return (SHARED_BYTES - fixed - widened_tiles) // tile
 
 
-def copied_arrays(keys, values) -> list[jax.Array]:
+def copied_arrays(keys: Any, values: Any) -> list[jax.Array]:
     """The arrays to copy tiles from: keys and values, each followed by its scales if it is quantised."""
     if not isinstance(keys, Quantised):
         return [keys, values]
@@ -80,22 +90,30 @@ def quantised(shape: Any) -> bool:
     return shape.dtype != jnp.bfloat16
 
 
-def positions(shape: Any, size, axis: int):
-    """Indices along an axis of a product, or of a tile in shared memory."""
-    return cast_layout(shape, jax.lax.broadcasted_iota(jnp.int32, size, axis), plgpu.Layout.WGMMA)
+def positions(shape: Any, size: Any, axis: int) -> Any:
+    """Indices along an axis of a product, or of a tile in shared memory.
+
+    Args:
+        shape: the static parameters of the kernel.
+        size: of the tile, rows and columns.
+        axis: that the indices count along.
+    """
+    return _cast_layout(shape, jax.lax.broadcasted_iota(jnp.int32, size, axis), plgpu.Layout.WGMMA)
 
 
-def empty_softmax(shape: Any):
+def empty_softmax(shape: Any) -> Any:
     """The initial state of an online softmax: maximum and total of each row, and the weighted sum."""
     row, full_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
     return (
-        cast_layout(shape, jnp.full((ROWS,), NEGATIVE, jnp.float32), row),
-        cast_layout(shape, jnp.zeros((ROWS,), jnp.float32), row),
-        cast_layout(shape, jnp.zeros((ROWS, shape.head_dim), jnp.float32), full_layout),
+        _cast_layout(shape, jnp.full((ROWS,), NEGATIVE, jnp.float32), row),
+        _cast_layout(shape, jnp.zeros((ROWS,), jnp.float32), row),
+        _cast_layout(shape, jnp.zeros((ROWS, shape.head_dim), jnp.float32), full_layout),
     )
 
 
-def attend(shape: Any, q, tiles, widened_tiles, softmax, *, seen, edge, clear):
+def attend(
+    shape: Any, q: Any, tiles: Any, widened_tiles: Any, softmax: Any, *, seen: Any, edge: Any, clear: Any
+) -> Any:
     """Update an online softmax with a tile of K and V; scores are in units of ln 2.
 
     Args:
@@ -116,9 +134,9 @@ def attend(shape: Any, q, tiles, widened_tiles, softmax, *, seen, edge, clear):
         k, v = widened_tiles
 
     pl.when(edge)(lambda: clear(v))
-    score = scores(shape, q, k)
+    score = _scores(shape, q, k)
     if quantised(shape):
-        score = score * over_columns(shape, tiles[1], score.shape)
+        score = score * _over_columns(shape, tiles[1], score.shape)
     if shape.soft_cap is not None:
         # The tanh instruction is not precise enough.
         score = shape.soft_cap - 2 * shape.soft_cap / (1.0 + jnp.exp2(score * (2 * LOG2_E / shape.soft_cap)))
@@ -131,19 +149,25 @@ def attend(shape: Any, q, tiles, widened_tiles, softmax, *, seen, edge, clear):
     total = total * shrink + weight.sum(axis=1)
     weighted = weighted * over_rows(shrink, weighted)
     if quantised(shape):
-        weight = jnp.where(mask, weight * over_columns(shape, tiles[3], weight.shape), 0.0)
-    return new, total, add_product(shape, weighted, weight.astype(jnp.bfloat16), v)
+        weight = jnp.where(mask, weight * _over_columns(shape, tiles[3], weight.shape), 0.0)
+    return new, total, _add_product(shape, weighted, weight.astype(jnp.bfloat16), v)
 
 
-def release_tile(shape: Any, empty) -> None:
+def release_tile(shape: Any, empty: Any) -> None:
     """Return a tile to the producer warpgroup, by its barrier."""
     if shape.interpreted or quantised(shape):
         plgpu.commit_smem()  # loads read it, not products alone, and a copy could overtake them
     plgpu.barrier_arrive(empty)
 
 
-def zero_outside(shape: Any, v, is_inside) -> None:
-    """Zero a tile of V outside of `is_inside(size, axis)`: a weight of zero times NaN would be NaN."""
+def zero_outside(shape: Any, v: Any, is_inside: Any) -> None:
+    """Zero a tile of V elsewhere: a weight of zero times NaN would be NaN.
+
+    Args:
+        shape: the static parameters of the kernel.
+        v: tile of V in shared memory.
+        is_inside: `is_inside(size, axis)` says which positions are attended to.
+    """
     size = (TILE, COLUMNS)
     inside = is_inside(size, 0)
     for column in range(0, shape.head_dim, COLUMNS):
@@ -152,30 +176,36 @@ def zero_outside(shape: Any, v, is_inside) -> None:
     plgpu.commit_smem()
 
 
-def widen(shape: Any, narrow_tile, wide_tile) -> None:
-    """Convert a tile of 8 bits to one of bfloat16, both in shared memory."""
+def widen(shape: Any, narrow_tile: Any, wide_tile: Any) -> None:
+    """Convert a tile of 8 bits to one of bfloat16.
+
+    Args:
+        shape: the static parameters of the kernel.
+        narrow_tile: of 8 bits, in shared memory.
+        wide_tile: is filled, in shared memory.
+    """
     width = min(shape.head_dim, 128)
     for column in range(0, shape.head_dim, width):
         part = narrow_tile.at[:, pl.ds(column, width)]
         # In this layout a thread holds the elements that it has of a product once they are twice as wide.
         x = part[...] if shape.interpreted else plgpu.load(part, (), layout=plgpu.Layout.WGMMA_UPCAST_2X)
         x = x.astype(jnp.bfloat16) if shape.dtype == jnp.int8 else x.astype(jnp.float32).astype(jnp.bfloat16)
-        wide_tile[:, pl.ds(column, width)] = cast_layout(shape, x, plgpu.Layout.WGMMA)
+        wide_tile[:, pl.ds(column, width)] = _cast_layout(shape, x, plgpu.Layout.WGMMA)
     plgpu.commit_smem()
 
 
-def over_columns(shape: Any, scale, size):
+def _over_columns(shape: Any, scale: Any, size: Any) -> Any:
     """The scales of a tile, in shared memory, broadcast over the rows of a product."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     scale = scale[...] if shape.interpreted else plgpu.load(scale, (), layout=layout)
     return jax.lax.broadcast_in_dim(scale, size, [1])
 
 
-def cast_layout(shape: Any, x, layout):
+def _cast_layout(shape: Any, x: Any, layout: Any) -> Any:
     return x if shape.interpreted else plgpu.layout_cast(x, layout)
 
 
-def scores(shape: Any, q, k):
+def _scores(shape: Any, q: Any, k: Any) -> Any:
     """The product of q and the transpose of k, both in shared memory."""
     if shape.interpreted:
         return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
@@ -187,7 +217,7 @@ def scores(shape: Any, q, k):
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, TILE), jnp.float32))
 
 
-def add_product(shape: Any, weighted, weight, v):
+def _add_product(shape: Any, weighted: Any, weight: Any, v: Any) -> Any:
     """The sum and the product of weight, in registers, with v, in shared memory."""
     if shape.interpreted:
         return weighted + jnp.dot(weight, v[...], preferred_element_type=jnp.float32)

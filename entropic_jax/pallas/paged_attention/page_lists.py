@@ -11,6 +11,9 @@ def check(page_table: Any, page_list: Any, num_pages: Any) -> None:
 
     The arguments are those of `decode`. Nothing is checked while a program is traced, as values are not
     known then; check new page lists outside of `jit` first.
+
+    Args:
+        page_table, page_list, num_pages: as for `decode`.
     """
     if (page_list is None) != (num_pages is None):
         missing, present = ("page_list", "num_pages") if page_list is None else ("num_pages", "page_list")

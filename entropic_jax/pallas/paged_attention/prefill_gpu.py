@@ -62,20 +62,25 @@ class QueryBlock(NamedTuple):
 
 
 def prefill(
-    q,
-    keys,
-    values,
-    page_table,
-    page_list,
-    num_pages,
-    window_start,
-    query_start,
-    context_length,
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
     *,
     soft_cap: float | None = None,
-    interpret=None,
-):
-    """The contract is in the package's docstring; `soft_cap` and `interpret` as in `gpu.decode`."""
+    interpret: Any = None,
+) -> jax.Array:
+    """The contract is in the package's docstring; `soft_cap` and `interpret` as in `gpu.decode`.
+
+    Args:
+        soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
+        interpret: parameters of the GPU interpreter, to run on any platform.
+    """
     rows, kv_heads, group, n, head_dim = q.shape
     check(q[:, :, :, 0], keys, values)
     consumers = num_consumers(head_dim)

@@ -1,5 +1,7 @@
 """Prefill attention in plain JAX: many queries per row, to all pages or to listed pages."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,10 +12,10 @@ from .reference import CHUNK_POSITIONS, NEGATIVE, decode
 FAR = 2**30  # a position beyond every query
 
 
-def of_all(q, keys, values, page_table, window_start, query_start, context_length):
+def _of_all(q, keys, values, page_table, window_start, query_start, context_length):
     """Causal attention of several queries per row to all pages, with an online softmax over chunks of pages.
 
-    The contract is in the package's docstring. Scores are kept as `[kv_heads, positions, queries]`, so that
+    See the package for the contract. Scores are kept as `[kv_heads, positions, queries]`, so that
     reductions over positions vectorise.
     """
     rows, kv_heads, group, n, head_dim = q.shape
@@ -57,28 +59,57 @@ def of_all(q, keys, values, page_table, window_start, query_start, context_lengt
     return out.reshape(rows, kv_heads, group, n, head_dim)
 
 
-def prefill(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
-    """The contract is in the package's docstring."""
+def prefill(
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+) -> jax.Array:
+    """See the package for the contract."""
     if page_list is not None:
-        return of_listed(
+        return _of_listed(
             q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length
         )
-    return of_all(q, keys, values, page_table, window_start, query_start, context_length)
+    return _of_all(q, keys, values, page_table, window_start, query_start, context_length)
 
 
-def verify(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
-    """Every query is a row of `decode`. The contract is in the package's docstring."""
+def verify(
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+) -> jax.Array:
+    """Every query is a row of `decode`. See the package for the contract."""
     rows, _, _, n, _ = q.shape
-    each = lambda x: None if x is None else jnp.repeat(x, n, 0)
+    each: Any = lambda x: None if x is None else jnp.repeat(x, n, 0)
     end = query_start[:, None] + jnp.arange(1, n + 1, dtype=jnp.int32)
     end = jnp.where(end <= context_length[:, None], end, 0)
-    lists = (each(page_table), each(page_list), each(num_pages))
+    page_list, num_pages = each(page_list), each(num_pages)
     queries = jnp.moveaxis(q, 3, 1).reshape(rows * n, *q.shape[1:3], q.shape[4])
-    part = decode(queries, keys, values, *lists, window_start.reshape(-1), end.reshape(-1))
+    part = decode(
+        queries,
+        keys,
+        values,
+        each(page_table),
+        page_list,
+        num_pages,
+        window_start.reshape(-1),
+        end.reshape(-1),
+    )
     return jnp.moveaxis(part.out.reshape(rows, n, *part.out.shape[1:]), 1, 3)
 
 
-def of_listed(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+def _of_listed(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
     """Causal attention of several queries per row; each (row, KV head) reads only its listed pages."""
     rows, kv_heads, group, n, head_dim = q.shape
     size, dtype = keys.shape[2], q.dtype

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .reference import NEGATIVE
 from .split_kv import PrefillShape, entry_ranges
-from .tpu import (
+from .tpu_tile import (
     BLOCK,
     CHUNK_BYTES,
     LANES,
@@ -52,19 +52,23 @@ class ListedPages(NamedTuple):
 
 
 def prefill(
-    q,
-    keys,
-    values,
-    page_table,
-    page_list,
-    num_pages,
-    window_start,
-    query_start,
-    context_length,
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
     *,
     soft_cap: float | None = None,
-):
-    """The contract is in the package's docstring; `soft_cap` as in `tpu.decode`."""
+) -> jax.Array:
+    """The contract is in the package's docstring; `soft_cap` as in `tpu.decode`.
+
+    Args:
+        soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
+    """
     check(q, keys, values)
     rows, kv_heads, group, n, head_dim = q.shape
     size = keys.shape[2]

@@ -5,17 +5,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...devices import default_device
-from .quantised import Quantised, gather, quantise, stored
+from .quantised import Quantised, gather
 
 CHUNK_POSITIONS = 256  # positions read at once
-UNROLLED_ROWS = 16  # up to this number of rows, unrolled writes are cheaper than a loop over rows
 LANES = 128  # of a TPU's registers, to which it pads the last axis of an array
 NEGATIVE = -1e30  # a masked score; finite, so that a fully masked chunk gives no NaN
 PASSES = 24  # of the bisection for the threshold of the gates
 WAYS, ROUNDS = 64, 4  # thresholds tried at once, and how often, to find that of a selection
 MIN_WEIGHT = 1e-12  # pages of less weight are kept only if all are, not to reach `min_pages`
+
+Array = jax.Array | np.ndarray
 
 
 class PartialAttention(NamedTuple):
@@ -56,11 +58,18 @@ class PageChoice(NamedTuple):
 
 
 def decode(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    context_length: jax.Array,
 ) -> PartialAttention:
     """The rows one after another, each with an online softmax over chunks of its listed pages.
 
-    The contract is in the package's docstring.
+    See the package for the contract.
     """
     rows, kv_heads, group, head_dim = q.shape
     size = keys.shape[2]
@@ -128,7 +137,13 @@ class PageEstimate(NamedTuple):
 
 
 def estimate_pages(
-    q, summary: PageSummary, information, page_table, context_length, page_size: int, rules: SelectionRules
+    q: Array,
+    summary: PageSummary,
+    information: Array,
+    page_table: Array,
+    context_length: Array,
+    page_size: int,
+    rules: SelectionRules,
 ) -> PageEstimate:
     """Estimate the attention mass of every page from the page summaries.
 
@@ -136,6 +151,9 @@ def estimate_pages(
         mass_b = mean over the group of softmax_b(s_b + ln n_b),   weight_b ∝ mass_b · information_b
 
     n_b is the number of positions in page b. The arguments are those of `select_pages`.
+
+    Args:
+        q, summary, information, page_table, context_length, page_size, rules: as for `select_pages`.
 
     Source: the upper bound u_b is that of Quest (Tang et al. 2024, arXiv 2406.10774), section 3.
     """
@@ -168,12 +186,12 @@ def estimate_pages(
 
 
 def select_pages(
-    q,
+    q: jax.Array,
     summary: PageSummary,
-    information,
-    page_table,
-    context_length,
-    dropped_mass_limit,
+    information: jax.Array,
+    page_table: jax.Array,
+    context_length: jax.Array,
+    dropped_mass_limit: jax.Array,
     page_size: int,
     rules: SelectionRules,
 ) -> PageChoice:
@@ -181,7 +199,7 @@ def select_pages(
 
     Sink pages and recent pages are kept and count towards the mass. Pages of equal weight are kept together.
     A pass costs more than what it computes, so each tries `WAYS` thresholds and takes the highest that keeps
-    enough; the next pass divides the interval above it. The contract is in the package's docstring.
+    enough; the next pass divides the interval above it. See the package for the contract.
     """
     mass, weight, bound, in_use, always_kept = estimate_pages(
         q, summary, information, page_table, context_length, page_size, rules
@@ -228,7 +246,9 @@ def _places(kept):
     return jnp.zeros_like(number).at[row, place].set(number, mode="drop").reshape(kept.shape)
 
 
-def page_gates(weight, always_kept, dropped_mass_limit, softness):
+def page_gates(
+    weight: jax.Array, always_kept: jax.Array, dropped_mass_limit: jax.Array, softness: float
+) -> jax.Array:
     """Soft page selection: a gate in (0, 1) for each page, differentiable in the weight and in ε.
 
         gate_b = sigmoid((ln weight_b − θ) / softness),   Σ gate_b · weight_b = 1 − ε
@@ -269,7 +289,16 @@ def page_gates(weight, always_kept, dropped_mass_limit, softness):
 
 
 def prefill_gathered(
-    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length, gate=None
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: Any,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    gate: jax.Array | None = None,
 ) -> PartialAttention:
     """`prefill` without a loop of dynamic length, so that it can be differentiated; it reads every page.
 
@@ -309,63 +338,22 @@ def prefill_gathered(
 
 
 def decode_gathered(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length, gate=None
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: Any,
+    window_start: jax.Array,
+    context_length: jax.Array,
+    gate: jax.Array | None = None,
 ) -> PartialAttention:
-    """`decode` by `prefill_gathered`: its query is at the last position."""
+    """`decode` by `prefill_gathered`: its query is at the last position.
+
+    Args:
+        gate: `[rows, kv_heads, pages]` in (0, 1], multiplies the attention to each page before normalisation.
+        q, keys, values, page_table, page_list, num_pages, window_start, context_length: as for `decode`.
+    """
     positions = (page_table, page_list, num_pages, window_start[:, None], context_length - 1, context_length)
     part = prefill_gathered(q[:, :, :, None], keys, values, *positions, gate)
     return PartialAttention(part.out[:, :, :, 0], part.log_sum_exp[:, :, :, 0])
-
-
-def write(tiles, summaries, k, v, page, slot):
-    """Every pool is updated in place. The contract is in the package's docstring."""
-    key, value = (stored(x, pool) for pool, x in zip(tiles, (k, v), strict=True))
-    tiles = tuple(_put(pool, x, page, slot) for pool, x in zip(tiles, (k, v), strict=True))
-    joins = (jnp.minimum, jnp.maximum, jnp.add, jnp.maximum)
-    new = (key, key, key, jnp.linalg.norm(value, axis=-1))
-    parts = zip(summaries, new, joins, strict=True)
-    return tiles, tuple(update_summary(pool, x, page, slot, join) for pool, x, join in parts)
-
-
-def update_summary(pool, x, page, slot, join):
-    """Update one summary of each row's page with x.
-
-    Args:
-        pool: the summary of all pages `[pool, …]`.
-        x: `[rows, …]`.
-        page, slot: int32 `[rows]`, where x belongs; slot 0 resets the summary.
-        join: combines the old summary with x, e.g. `jnp.minimum`.
-    """
-    if default_device().platform != "cpu":
-        fresh = (slot == 0).reshape(-1, *(1,) * (x.ndim - 1))
-        return pool.at[page].set(jnp.where(fresh, x, join(pool[page], x)))
-
-    def row(i, pool):
-        old = jax.lax.dynamic_index_in_dim(pool, page[i], keepdims=False)
-        new = jnp.where(slot[i] == 0, x[i], join(old, x[i]))
-        return jax.lax.dynamic_update_slice(pool, new[None], (page[i], *(0,) * new.ndim))
-
-    return _over_rows(x.shape[0], row, pool)
-
-
-def _put(pool: Any, x, page, slot) -> Any:
-    if isinstance(pool, Quantised):
-        tile, scale = quantise(x, pool.dtype)
-        column = pool.scale.swapaxes(2, 3)  # as a tile with one number per position
-        scales = _put(column, scale[..., None], page, slot).swapaxes(2, 3)
-        return Quantised(_put(pool.tiles, tile, page, slot), scales)
-    x = x.astype(pool.dtype)
-    platform = default_device().platform
-    if platform == "tpu" and pool.shape[3] % LANES:
-        # The pool may have positions along the lanes, where a scatter would copy it: write whole pages.
-        in_slot = jnp.arange(pool.shape[2])[:, None] == slot[:, None, None, None]
-        return pool.at[page].set(jnp.where(in_slot, x[:, :, None], pool[page]))
-    if platform != "cpu":
-        return pool.at[page, :, slot].set(x)
-    put = lambda i, pool: jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
-    return _over_rows(x.shape[0], put, pool)
-
-
-def _over_rows(rows: int, body, pool):
-    # XLA's CPU backend copies the array that it scatters into. On other platforms each slice is a launch.
-    return jax.lax.fori_loop(0, rows, body, pool, unroll=rows if rows <= UNROLLED_ROWS else 1)

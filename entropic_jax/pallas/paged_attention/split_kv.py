@@ -43,7 +43,14 @@ class PrefillShape:
     soft_cap: float | None
 
 
-def work_lists(page_table, page_list, num_pages, window_start, context_length, size: int) -> WorkLists:
+def work_lists(
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: Any,
+    window_start: jax.Array,
+    context_length: jax.Array,
+    size: int,
+) -> WorkLists:
     """The work lists of `decode`: the listed pages that overlap the window.
 
     Args:
@@ -71,13 +78,21 @@ def work_lists(page_table, page_list, num_pages, window_start, context_length, s
     return WorkLists(pages, begin, stop, low, high)
 
 
-def entry_ranges(shape: PrefillShape, page_list, num_pages, window_start, query_start, context_length):
+def entry_ranges(
+    shape: PrefillShape,
+    page_list: jax.Array | None,
+    num_pages: Any,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+) -> Any:
     """For each block of queries of a prefill, the first entry of the page list to read and one past the last.
 
     Args:
-        shape: of the kernel: it has `queries` per block, `blocks`, `page` positions and `most` entries of a
-        list. page_list, num_pages, query_start, context_length: as for `prefill`. window_start: int32 `[rows,
-        blocks · queries]`, padded.
+        shape: of the kernel: it has `queries` per block, `blocks`, `page` positions and `max_listed` entries
+            of a list.
+        page_list, num_pages, query_start, context_length: as for `prefill`.
+        window_start: int32 `[rows, blocks · queries]`, padded.
 
     Returns:
         int32 `[rows, kv_heads, blocks]` twice.
@@ -97,7 +112,7 @@ def entry_ranges(shape: PrefillShape, page_list, num_pages, window_start, query_
     return begin, jnp.where(until > since, stop, 0)
 
 
-def merge_partials(out, log_sum_exp, written) -> PartialAttention:
+def merge_partials(out: Any, log_sum_exp: Any, written: Any) -> PartialAttention:
     """Merge partial attention results by their log-sum-exps.
 
     Args:

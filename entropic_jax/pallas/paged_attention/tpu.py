@@ -17,14 +17,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .quantised import Quantised
 from .reference import LANES, NEGATIVE, PartialAttention
 from .split_kv import merge_partials, work_lists
+from .tpu_tile import (
+    BLOCK,
+    CHUNK_BYTES,
+    SCALARS,
+    check,
+    joined,
+    pools_as_laid_out,
+    product,
+    scaled,
+    sublanes_of,
+    tiles_of,
+)
 
-CHUNK_BYTES = 1 << 21  # of K and V together, in one of the two buffers in VMEM
-BLOCK = 512  # positions per step of the softmax
 PARTS = 2  # partial results of each list
-SCALARS = 1 << 19  # bytes of SMEM for the work lists; more rows go into another call
 
 
 class Shape(NamedTuple):
@@ -50,9 +58,17 @@ class Item(NamedTuple):
 
 
 def decode(
-    q, keys, values, page_table, page_list, num_pages, window_start, context_length,
-    *, soft_cap: float | None = None,
-) -> PartialAttention:  # fmt: skip
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
+) -> PartialAttention:
     """The contract is in the package's docstring; `soft_cap` c: scores are c · tanh(score / c)."""
     check(q, keys, values)
     rows, kv_heads, group, head_dim = q.shape
@@ -88,49 +104,6 @@ def decode(
     out, log_sum_exp, written = (jnp.concatenate(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
     out, log_sum_exp = merge_partials(out[..., :group, :], log_sum_exp[..., :group], written)
     return PartialAttention(out.astype(q.dtype), log_sum_exp)
-
-
-def check(q, keys, values) -> None:
-    """Raise NotImplementedError for a case that the TPU kernels do not support."""
-    size, head_dim = keys.shape[2:]
-    quantised = isinstance(keys, Quantised)
-    expected = keys.dtype if quantised else q.dtype
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or {keys.dtype, values.dtype} != {expected}:
-        raise NotImplementedError(
-            f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: all float32, all bfloat16, or quantised pages"
-        )
-    if quantised and size % LANES:
-        raise NotImplementedError(f"page_size {size} is not a multiple of {LANES}, which {keys.dtype} needs")
-    if head_dim % LANES and size % LANES:
-        raise NotImplementedError(
-            f"head_dim {head_dim} and page_size {size}: neither is a multiple of {LANES}, "
-            "and each call would copy the whole pool"
-        )
-    name, other = ("head_dim", head_dim) if head_dim % LANES else ("page_size", size)
-    if other % (least := sublanes_of(keys.dtype)):
-        raise NotImplementedError(f"{name} {other} is not a multiple of {least}, which {keys.dtype} needs")
-
-
-def sublanes_of(dtype) -> int:
-    """Rows of a tile of the registers."""
-    return 32 // dtype.itemsize
-
-
-def pools_as_laid_out(keys, values):
-    """The axis of a tile that counts positions, and the pools with their axes in the order of memory.
-
-    If head_dim is not a multiple of the lanes, XLA avoids padding by laying out the positions along the
-    lanes. To swap the axes accordingly is free; the other order would cost a copy of the pool.
-    """
-    position_axis = int(keys.shape[3] % LANES != 0)
-
-    def swap(x):
-        return x.swapaxes(2, 3) if position_axis else x
-
-    def as_laid_out(pool):
-        return pool._replace(tiles=swap(pool.tiles)) if isinstance(pool, Quantised) else swap(pool)
-
-    return position_axis, (as_laid_out(keys), as_laid_out(values))
 
 
 def _call(shape: Shape, q, keys, values, lists):
@@ -188,9 +161,25 @@ def _call(shape: Shape, q, keys, values, lists):
 
 
 def _kernel(
-    shape: Shape, pages, ends, q, keys, values, out, log_sum_exp, k_buffer, v_buffer, q_buffer, top, total,
-    sum_of, out_buffer, log_buffer, input_semaphore, output_semaphore,
-):  # fmt: skip
+    shape: Shape,
+    pages,
+    ends,
+    q,
+    keys,
+    values,
+    out,
+    log_sum_exp,
+    k_buffer,
+    v_buffer,
+    q_buffer,
+    top,
+    total,
+    sum_of,
+    out_buffer,
+    log_buffer,
+    input_semaphore,
+    output_semaphore,
+):
     """One part of every list: its chunks in a row, with the copies of the next chunk in progress."""
     part = pl.program_id(0)
     lists = shape.lists
@@ -356,37 +345,9 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             sum_of[head] = sum_of[head] * shrink[:, :1] + part
 
 
-def tiles_of(pool):
-    """The tiles of a buffer of pages, without their scales."""
-    return pool.tiles if isinstance(pool, Quantised) else pool
-
-
-def joined(tiles, position_axis: int):
-    """Tiles `[pages, …]` concatenated along their axis of positions."""
-    return jnp.concatenate(list(tiles), 1) if position_axis else tiles.reshape(-1, tiles.shape[2])
-
-
-def scaled(x, pool, seen, start, pages: int, head: int):
-    """`x` `[…, positions]` times the scales of a buffer's pages from `start` on; 0 where not seen."""
-    if not isinstance(pool, Quantised):
-        return x
-    return jnp.where(seen, x * jnp.concatenate([pool.scale[start + i, head] for i in range(pages)], 1), 0.0)
-
-
 def _positions(shape, block_axis: int, slot_axis: int, page: int):
     iota = partial(jax.lax.broadcasted_iota, jnp.int32, shape)
     return iota(block_axis) * page + iota(slot_axis)
-
-
-def product(a, b, axis: int):
-    """A matrix product over axis 1 of a and the given axis of b, in full precision for float32."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (axis,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _normalise(shape: Shape, top, total, sum_of, out, log_sum_exp):

@@ -7,6 +7,7 @@ and writes it back, for as many rows at the same time as VMEM holds.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .quantised import Quantised, quantise, stored
-from .tpu import LANES, check, sublanes_of, tiles_of
+from .tpu_tile import LANES, check, sublanes_of, tiles_of
 
 BUFFER_BYTES = 1 << 22  # of VMEM for the rows that are written at the same time
 
 
-def write(tiles, summaries, k, v, page, slot):
-    """The contract is in the package's docstring."""
+def write(
+    tiles: Any, summaries: Any, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array
+) -> tuple[Any, Any]:
+    """See the package for the contract."""
     keys, values = tiles
     *key_summaries, value_norm = summaries
     check(k, keys, values)

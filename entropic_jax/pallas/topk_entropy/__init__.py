@@ -69,6 +69,13 @@ def topk_entropy(
     Temperatures are numbers or `[rows]`. They are clipped to [1e-9, 1e9], except 0, which is greedy.
     Raises ValueError for k outside [1, V].
 
+    Args:
+        logits: `[rows, vocabulary]`, float32 or bfloat16; −inf counts for nothing.
+        k: how many tokens, in [1, vocabulary]; static.
+        temperature: float32, a number or `[rows]`, ≥ 0, of what is sampled from; 0 is greedy, with moments 0.
+        calibration: float32, a number or `[rows]`, > 0, at which the distribution is a belief.
+        backend: the name of the back end to use; None takes the first that supports the case.
+
     >>> result = topk_entropy(jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]])), 2)
     >>> result.indices.tolist(), round(float(result.head.head_mass[0]), 4)
     ([[0, 1]], 0.75)
@@ -90,6 +97,11 @@ def project(
     backend: str | None = None,
 ) -> TopkEntropy:
     """`topk_entropy(hidden @ weight, …)`, fused where the back end can; gradients are the reference's.
+
+    Args:
+        hidden: `[rows, hidden]`.
+        weight: `[hidden, vocabulary]`.
+        k, temperature, calibration, backend: as for `topk_entropy`.
 
     >>> project(jnp.eye(2), jnp.array([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]), 1).indices.tolist()
     [[1], [0]]

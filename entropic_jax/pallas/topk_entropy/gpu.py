@@ -37,7 +37,12 @@ def topk_entropy(
     size: int | None = None,
     portable: bool = False,
 ) -> TopkEntropy:
-    """See the package. `size` of a segment is chosen if it is None; `portable` is for the interpreter."""
+    """See the package.
+
+    Args:
+        size: logits of a segment; None chooses.
+        portable: whether to use nothing that the interpreter lacks.
+    """
     check(logits, k)
     rows, vocabulary = logits.shape
     if logits.size >= 2**31:

@@ -4,6 +4,8 @@ Tokens are pairs of a value and an index, ordered by descending value and then b
 K. E. Batcher, Sorting networks and their applications, 1968.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,8 +16,13 @@ STAGES = 7  # log₂ of the lanes
 NOWHERE = 2**31 - 1  # the index of no token, whose value is −inf
 
 
-def before(value, index, other, other_index):
-    """Whether a token comes before another one."""
+def before(value: Any, index: Any, other: Any, other_index: Any) -> Any:
+    """Whether a token comes before another: it is likelier, or as likely with a lower index.
+
+    Args:
+        value, index: of the one token.
+        other, other_index: of the other.
+    """
     return (value > other) | ((value == other) & (index < other_index))
 
 
@@ -54,11 +61,16 @@ def _fold(values, indices, ascending):
     return _exchange_from(STAGES - 1, values, indices, ascending)
 
 
-def merge(values: jax.Array, indices: jax.Array, best: jax.Array, best_indices: jax.Array, group: int):
+def merge(values: jax.Array, indices: jax.Array, best: jax.Array, best_indices: jax.Array, group: int) -> Any:
     """The first 128 tokens of each row of the group, in ascending order.
 
     They come from `best` `[group, 128]`, ascending, and from values and indices
     `[strips · 3 · group, 128]`, in this order, where strips is a power of two.
+
+    Args:
+        values, indices: `[strips · 3 · group, 128]` in this order, strips a power of two.
+        best, best_indices: `[group, 128]`, ascending.
+        group: rows that are worked on at once.
     """
     three = 3 * group
 

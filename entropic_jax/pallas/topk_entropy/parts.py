@@ -49,7 +49,13 @@ def weigh(apart: jax.Array, inverse_temperature: jax.Array) -> tuple[jax.Array, 
 
 
 def shifted(sums: jax.Array, moved: jax.Array, inverse_temperature: jax.Array) -> jax.Array:
-    """Sums of (1, d, d²) exp(d / T), on the last axis, after the largest logit has risen by −moved."""
+    """Sums of (1, d, d²) exp(d / T), on the last axis, after the largest logit has risen by −moved.
+
+    Args:
+        sums: `[..., 3]`.
+        moved: the largest logit minus the new one, ≤ 0.
+        inverse_temperature: 1 / T.
+    """
     zeroth, once, twice = (sums[..., part] for part in range(3))
     shrink = jnp.exp(moved * inverse_temperature)
     parts = (zeroth, once + moved * zeroth, twice + moved * (2 * once + moved * zeroth))
@@ -59,7 +65,14 @@ def shifted(sums: jax.Array, moved: jax.Array, inverse_temperature: jax.Array) -
 def finish(
     parts: RowPartials, temperature: jax.Array, calibration: jax.Array, vocabulary: int
 ) -> TopkEntropy:
-    """Entropies and head from the parts: the sums of the rest plus those of the k largest."""
+    """Entropies and head from the parts: the sums of the rest plus those of the k largest.
+
+    Args:
+        parts: of each row.
+        temperature: float32 `[rows]`.
+        calibration: float32 `[rows]`.
+        vocabulary: number of logits of a row.
+    """
     apart = distance(parts.values, parts.highest[:, None])
     two = []
     heads = []

@@ -4,6 +4,8 @@ The code uses the dialects of Mosaic GPU, which the interpreter does not know. W
 whole arrays do the same.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,10 +27,21 @@ def _elements(*arrays: mgpu.FragmentedArray):
             )
 
 
-def append(selected, values, places, to_values, to_places, count, portable: bool) -> None:
-    """Append the selected elements to lists in shared memory, in any order; `count[0]` counts them.
+def append(
+    selected: Any, values: Any, places: Any, to_values: Any, to_places: Any, count: Any, portable: bool
+) -> None:
+    """Append the selected elements to lists in shared memory, in any order.
 
     Elements that do not fit are counted but not stored.
+
+    Args:
+        selected: bool, which elements are appended.
+        values: float32, in registers.
+        places: int32, in registers.
+        to_values: list of the values, in shared memory.
+        to_places: list of the places, in shared memory.
+        count: int32 `[1]`, elements so far; those that do not fit are counted and not stored.
+        portable: whether to use nothing that the interpreter lacks.
     """
     size = to_values.shape[0]
     if portable:
@@ -56,8 +69,18 @@ def append(selected, values, places, to_values, to_places, count, portable: bool
     store(selected, values, places, to_values, to_places, count)
 
 
-def place_at(numbers, limit: int, values, places, to_values, to_places, portable: bool) -> None:
-    """Store each element whose number is below the limit under that number, in shared memory."""
+def place_at(
+    numbers: Any, limit: int, values: Any, places: Any, to_values: Any, to_places: Any, portable: bool
+) -> None:
+    """Store elements under their numbers in lists in shared memory.
+
+    Args:
+        numbers: int32, the place of each element in the lists.
+        limit: elements whose number is not below it are left out.
+        values, places: in registers.
+        to_values, to_places: lists in shared memory.
+        portable: whether to use nothing that the interpreter lacks.
+    """
     if portable:
         number = jnp.where(numbers < limit, numbers, to_values.shape[0])
         for ref, array in ((to_values, values), (to_places, places)):

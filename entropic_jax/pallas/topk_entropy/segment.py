@@ -64,8 +64,25 @@ def memory(shape: Segments, dtype: Any) -> SharedMemory:
     )
 
 
-def kernel(shape: Segments, logits_ref, scales_ref, values_ref, places_ref, numbers_ref, *held) -> None:
-    """From logits `[rows · length]` to the best tokens `[rows, count, LARGEST_K]`, the highest and sums."""
+def kernel(
+    shape: Segments,
+    logits_ref: Any,
+    scales_ref: Any,
+    values_ref: Any,
+    places_ref: Any,
+    numbers_ref: Any,
+    *held: Any,
+) -> None:
+    """The best tokens and the sums of one segment of a row.
+
+    Args:
+        shape: the static parameters.
+        logits_ref: `[rows · length]`.
+        scales_ref: float32 `[rows, 2]`, 1/T of belief and sampling.
+        values_ref, places_ref: the best of each segment, `[rows, count, LARGEST_K]`.
+        numbers_ref: the highest logit and the sums of each segment, `[rows, count, LARGEST_K]`.
+        *held: `SharedMemory`.
+    """
     held = SharedMemory(*held)
     row, segment = lax.axis_index("row"), lax.axis_index("segment")
     begin = segment * shape.size

@@ -51,11 +51,17 @@ class BucketLists(NamedTuple):
     turns: Any  # int32, the same
 
 
-def kernel(shape: Shape, first: bool, projecting: bool, active_ref, scales_ref, *refs) -> None:
+def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_ref: Any, *refs: Any) -> None:
     """One grid step: one block of logits of one block of rows.
 
-    The other refs are, in this order: hidden, if the kernel projects; the logits or the weights; the state
-    before, except in the first sweep; the state; the lists; and the products, if the kernel projects.
+    Args:
+        shape: the static parameters.
+        first: whether this is the first sweep, without a state before.
+        projecting: whether logits are a product.
+        active_ref: int32, per block of rows: above 0 where the sweep is needed.
+        scales_ref: float32 `[rows, 2]`, 1/T of belief and sampling.
+        *refs: hidden, where it is projected; logits or weights; the state before, but for the first sweep;
+            the state; the lists; and the products, where there are any.
     """
     left = iter(refs)
     hidden_ref: Any = next(left) if projecting else None

@@ -46,7 +46,12 @@ def topk_entropy(
     buckets: int | None = None,
     width: int | None = None,
 ) -> TopkEntropy:
-    """See the package. `buckets` and `width`, powers of two from 128 on, are chosen if they are None."""
+    """See the package.
+
+    Args:
+        buckets: lists per row, a power of two from 128 on; None chooses.
+        width: logits of a block, a power of two from 128 on; None chooses.
+    """
     check(logits, k)
     rows, vocabulary = logits.shape
     buckets = buckets or _buckets(k)
@@ -67,7 +72,11 @@ def project(
     buckets: int | None = None,
     width: int | None = None,
 ) -> TopkEntropy:
-    """See the package. Each group of `PROJECTED_ROWS` rows reads the weights once."""
+    """See the package. Each group of `PROJECTED_ROWS` rows reads the weights once.
+
+    Args:
+        buckets, width: as for `topk_entropy`.
+    """
     check(weight, k)
     if hidden.dtype != weight.dtype:
         raise NotImplementedError(
