@@ -203,7 +203,13 @@ class Predicted:
         self.num_ended, self.current = -1, model
 
     def features(self, view: View, rows: np.ndarray, entropy: np.ndarray) -> dict[str, np.ndarray]:
-        """The features of some requests, `[rows]`."""
+        """The features of some requests, `[rows]`.
+
+        Args:
+            view: the queue as a policy sees it.
+            rows: int `[rows]`, the requests.
+            entropy: float `[rows]`, nats, the mean entropy of each.
+        """
         done = view.recent_age[view.recent_ended]
         recent = float(done.mean()) if len(done) else float(np.median(view.max_tokens))
         return {

@@ -56,6 +56,8 @@ class Sequence:
         prompt: Token ids.
         transcript: Turns sampled tokens into the completion.
         row_gains: Control of its row.
+        grammar: Takes the place of the request's own and constrains at least as much; None for the
+            request's own.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Sequence:
         row_gains: RowGains,
         grammar: Grammar | None = None,
     ) -> None:
-        """`grammar` takes the place of the request's own; it constrains at least as much."""
         self.engine_request, self.output_stream = engine_request, output_stream
         self.prompt, self.transcript, self.row_gains = prompt, transcript, row_gains
         self.stop_tokens: tuple[int, ...] = ()
