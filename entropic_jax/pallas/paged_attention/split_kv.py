@@ -5,7 +5,7 @@ softmax. Their partial results are merged by their log-sum-exps.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +89,7 @@ def entry_ranges(
     """For each block of queries of a prefill, the first entry of the page list to read and one past the last.
 
     Args:
-        shape: of the kernel: it has `queries` per block, `blocks`, `page` positions and `max_listed` entries
-            of a list.
+        shape: the static parameters of the kernel.
         page_list, num_pages, query_start, context_length: as for `prefill`.
         window_start: int32 `[rows, blocks · queries]`, padded.
 
