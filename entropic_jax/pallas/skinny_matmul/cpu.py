@@ -29,7 +29,7 @@ def supports_weight(shape: tuple[int, ...], dtype: Any) -> bool:
 
 
 def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Float32 rows times weights of float32 or bfloat16, each with a multiple of 64 columns.
+    """Float32 rows times weights of float32, or of bfloat16 with a multiple of 64 columns.
 
     The contract is in the package's docstring.
     """
@@ -42,8 +42,8 @@ def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Arr
             f"{x.dtype} times {names}: only float32 times one of {', '.join(WEIGHT_DTYPES)} is supported"
         )
     columns = tuple(weight.shape[1] for weight in weights)
-    if any(count % BLOCK for count in columns):
-        raise NotImplementedError(f"weights of {columns} columns: only multiples of {BLOCK} are supported")
+    if dtypes == {"bfloat16"} and any(count % BLOCK for count in columns):
+        raise NotImplementedError(f"bfloat16 of {columns} columns: only multiples of {BLOCK} are supported")
     name = _register(x.shape[1], columns, *dtypes)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights))
@@ -61,7 +61,7 @@ def _compile(name: str, inputs: int, columns: tuple[int, ...], dtype: str) -> It
     from numba import njit
 
     from ...cpu_runtime import vector
-    from ...cpu_runtime.call_frame import operand, result, symbol_address, thread_task, xla_handler
+    from ...cpu_runtime.call_frame import floats, operand, result, symbol_address, thread_task, xla_handler
     from ...cpu_runtime.thread_pool import parallel_for
 
     eight_rows, four_rows, two_rows, single_row = (
@@ -69,8 +69,19 @@ def _compile(name: str, inputs: int, columns: tuple[int, ...], dtype: str) -> It
     )
     size = jnp.dtype(dtype).itemsize
     narrow = VECTORS[8] * vector.LANES
-    blocks = [0, *np.cumsum([count // BLOCK for count in columns]).tolist()]
+    blocks = [0, *np.cumsum([-(-count // BLOCK) for count in columns]).tolist()]
     num_blocks, first_blocks, widths = blocks[-1], tuple(blocks[:-1]), columns
+
+    @njit(nogil=True)
+    def narrow_block(x, weight, out, rows, width, column):
+        """All rows times the last columns, which do not fill a block; float32."""
+        factors, outputs = floats(x, (rows, inputs)), floats(out, (rows, width))
+        matrix = floats(weight, (inputs, width))
+        for row in range(rows):
+            outputs[row, column:] = np.float32(0)
+            for i in range(inputs):
+                for c in range(column, width):
+                    outputs[row, c] += factors[row, i] * matrix[i, c]
 
     @njit(nogil=True)
     def block(frame, number):
@@ -84,6 +95,9 @@ def _compile(name: str, inputs: int, columns: tuple[int, ...], dtype: str) -> It
         weight = operand(frame, 1 + w)[0]
         out = result(frame, w)[0]
         rows, row = shape[0], 0
+        if column + BLOCK > width:
+            narrow_block(x, weight, out, rows, width, column)
+            return
         while row < rows:
             left = rows - row
             source, target = x + 4 * row * inputs, out + 4 * row * width
