@@ -67,8 +67,14 @@ def assert_same_bits(model: models.Model, dtype: str = "float32") -> None:
         np.testing.assert_array_equal(passes(model, 4, split, dtype)[0][:1], alone)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("LlamaForCausalLM", "float32"),
+        pytest.param("LlamaForCausalLM", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("Qwen3ForCausalLM", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_dense_models(architecture, dtype):
     assert_same_bits(tiny(architecture), dtype)
 
