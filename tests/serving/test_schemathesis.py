@@ -17,6 +17,7 @@ BEYOND_SCHEMA = re.compile(
     r"|prompt must (have between|ask for at most|have at most)\b"
     r"|\w+ must be (below|above|at most) \w+ = "
     r"|\w+ must not be set with the (law|preset) "
+    r"|(allowed_token_ids|bad_words) must leave a token\b"
 )
 
 

@@ -213,6 +213,10 @@ def test_the_document_is_truthful(live):
     assert "422" not in text and "HTTPValidationError" not in text
     body = tree["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == 4095
+    assert body["allowed_token_ids"]["anyOf"][0]["items"]["maximum"] == 4095
+    assert tree["components"]["schemas"]["Entropic"]["additionalProperties"] is False
+    longest = tree["components"]["schemas"]["TokenizeBody"]["properties"]["prompt"]["maxLength"]
+    assert longest == live.frontend.settings.limits.tokenize
     assert "securitySchemes" not in tree["components"]
 
 

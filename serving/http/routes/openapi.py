@@ -37,9 +37,12 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
     for name in ("CompletionBody", "DetokenizeBody", "ChatBody"):
-        for field in ("prompt", "tokens", "stop_token_ids"):
+        for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
             if field in schemas[name]["properties"]:
                 _tokens(schemas[name]["properties"][field], last)
+    longest = frontend.settings.limits.tokenize
+    schemas["TokenizeBody"]["properties"]["prompt"]["maxLength"] = longest
+    schemas["DetokenizeBody"]["properties"]["tokens"]["maxItems"] = longest
     for name in ("CompletionBody", "ChatBody"):
         for field in {"n", "best_of"} & schemas[name]["properties"].keys():
             number = schemas[name]["properties"][field]["anyOf"][0]
