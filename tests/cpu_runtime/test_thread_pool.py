@@ -24,7 +24,7 @@ from numba import cfunc, types
 from entropic_jax.cpu_runtime import threads
 threads.start()
 from entropic_jax.cpu_runtime.kernel import allocate, compiled, free, parallel_for, thread_task, words
-from entropic_jax.cpu_runtime.thread_pool import fetch_add
+from entropic_jax.cpu_runtime.thread_pool import _fetch_add
 
 chunks, helped_jobs, rounds = int(sys.argv[1]), int(sys.argv[2]), 1_000_000
 this_thread = ctypes.CDLL(None).pthread_self
@@ -40,7 +40,7 @@ def compute(seed, chunk):
 @compiled
 def task(argument, chunk):
     job = words(argument, 1 + 3 * chunks)
-    fetch_add(argument + 8 * (1 + 3 * chunk), 1)
+    _fetch_add(argument + 8 * (1 + 3 * chunk), 1)
     job[2 + 3 * chunk] = this_thread()
     job[3 + 3 * chunk] = compute(job[0], chunk)
 

@@ -57,24 +57,24 @@ MUTANTS = (
         POOL,
         (
             "the caller does not wait for the helpers",
-            "while load_acquire(mailbox + DONE) < num_chunks:",
-            "while load_acquire(mailbox + DONE) < 0:",
+            "while _load_acquire(mailbox + DONE) < num_chunks:",
+            "while _load_acquire(mailbox + DONE) < 0:",
         ),
         (
             "a chunk is done before it is run",
-            "            call_task(function, argument, left - 1)\n            fetch_add(mailbox + DONE, 1)\n",
-            "            fetch_add(mailbox + DONE, 1)\n            call_task(function, argument, left - 1)\n",
+            "            _call_task(function, argument, left - 1)\n            _fetch_add(mailbox + DONE, 1)\n",
+            "            _fetch_add(mailbox + DONE, 1)\n            _call_task(function, argument, left - 1)\n",
         ),
         (
             "two threads take the same chunk",
-            "if compare_and_swap(mailbox + JOB, job, job - 1) == 1:",
-            "if compare_and_swap(mailbox + JOB, job, job - 1) >= 0:",
+            "if _compare_and_swap(mailbox + JOB, job, job - 1) == 1:",
+            "if _compare_and_swap(mailbox + JOB, job, job - 1) >= 0:",
         ),
-        ("the pool is never released", "    store_release(mailbox + BUSY, 0)\n", ""),
-        ("two callers use the pool at once", " or compare_and_swap(mailbox + BUSY, 0, 1) == 0:", ":"),
+        ("the pool is never released", "    _store_release(mailbox + BUSY, 0)\n", ""),
+        ("two callers use the pool at once", " or _compare_and_swap(mailbox + BUSY, 0, 1) == 0:", ":"),
     ),
     *sown(
-        f"{RUNTIME}/vector.py",
+        f"{RUNTIME}/instructions.py",
         NARROW_READ,
         (
             "bfloat16 is widened by 15 bits",
@@ -86,6 +86,10 @@ MUTANTS = (
         f"{RUNTIME}/vector.py",
         DECODE,
         ("a coefficient of the exponential", "0.24016445", "0.24116445"),
+    ),
+    *sown(
+        f"{RUNTIME}/instructions.py",
+        DECODE,
         (
             "lanes of four keys are not all summed",
             "    for step in (2, 1):\n        swapped",
@@ -230,7 +234,7 @@ MUTANTS = (
         ),
     ),
     *sown(
-        f"{PAGED}/tpu.py",
+        f"{PAGED}/tpu_tile.py",
         TPU_BLOCKS,
         (
             "all pages of a block have the scales of its first",
