@@ -62,8 +62,8 @@ MUTANTS = (
         ),
         (
             "a chunk is done before it is run",
-            "            _call_task(function, argument, left - 1)\n            _fetch_add(mailbox + DONE, 1)\n",
-            "            _fetch_add(mailbox + DONE, 1)\n            _call_task(function, argument, left - 1)\n",
+            "_call_task(function, argument, left - 1)\n            _fetch_add(mailbox + DONE, 1)\n",
+            "_fetch_add(mailbox + DONE, 1)\n            _call_task(function, argument, left - 1)\n",
         ),
         (
             "two threads take the same chunk",
