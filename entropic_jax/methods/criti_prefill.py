@@ -27,7 +27,8 @@ class CritiPrefill:
         dense_layers: number of layers, from the lowest, that read all pages.
         page_size: page size to allocate the cache with; None for any.
 
-    Source: Lv et al. 2024 (arXiv 2409.12490) and its release. Differs from the release: products are divided
+    Source: Lv et al. 2024 (arXiv 2409.12490) and its release, which reads all pages in the
+    lowest layer too. Differs from the release: products are divided
     by √head_dim (`scaled`); a block is a page, of 32 tokens where the cache is allocated for it.
     """
 
@@ -36,7 +37,7 @@ class CritiPrefill:
     scaled: bool = True
     segment: int = 512
     dense_below: int = 4096
-    dense_layers: int = 0
+    dense_layers: int = 1
     page_size: int | None = 32
 
     def init(self, rows: int, kv_heads: int, pages: int) -> tuple[()]:

@@ -242,3 +242,14 @@ def test_a_neighbour_changes_nothing():
     method = Method(EntropyPrefill(base=8, **SMALL))
     together, alone = surprisal(started(method, (97, 61))), surprisal(started(method, (97,)))
     np.testing.assert_allclose(together[:, 0], alone[:, 0], atol=1e-5)
+
+
+def test_criti_prefill_reads_its_lowest_layer_densely_as_its_release_does():
+    assert CritiPrefill().dense_layers == 1
+
+
+def test_normalised_entropies_as_measured_leave_every_budget_at_its_base():
+    policy = EntropyPrefill(base=64)
+    growing = [0.62, 0.62 * 1.374, 0.84, 0.95, 0.7, 0.7 * 1.374, 1.0]  # the greatest growth measured is 0.374
+    assert budgets(growing, policy) == [64.0] * len(growing)
+    assert max(budgets([0.84, 0.5, 0.95], policy)) > 64  # beyond 0.4 the law does act

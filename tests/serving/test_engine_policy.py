@@ -1,9 +1,14 @@
 """The scheduling policy of an engine, and the presets that it accepts in requests."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from entropic_jax.control.entropy_drop import PRIOR
 from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.row_controllers import RowControllers
 from entropic_jax.serving.request import RequestError
 
@@ -52,3 +57,26 @@ def test_full_has_its_other_scales_under_every_policy():
         RequestError, match=r"got 'full' \(no request may leave pages unread in this engine\)"
     ):
         row_controllers(pruning=False).row_gains(Control("full"))
+
+
+def waiting(max_tokens: int, arrival_time: float) -> SimpleNamespace:
+    return SimpleNamespace(
+        remaining_work=float(max_tokens),
+        max_length=max_tokens + 10,
+        row=-1,
+        arrival_time=arrival_time,
+        engine_request=SimpleNamespace(priority=0),
+        slack=lambda timestamp: 1.0,
+        rounds_waited=lambda rounds: 0.0,
+    )
+
+
+def test_the_order_of_admission_follows_stated_lengths_and_no_entropy():
+    """What the schedule gains under load is credited to the lengths that clients state."""
+    limits = [40, 10, 160, 80]
+    orders = []
+    for drops in (np.zeros(4), np.array([3.0, 0.0, 2.0, 1.0])):
+        ranking = Ranking("entropic", PRIOR)
+        sequences = [waiting(limit, time) for time, limit in enumerate(limits)]
+        orders.append([s.remaining_work for s in ranking.rank(sequences, 0.0, drops)])
+    assert orders == [sorted(map(float, limits))] * 2
