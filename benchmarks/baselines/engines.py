@@ -336,6 +336,7 @@ class LlamaCpp:
         self.library.llama_memory_clear(memory, True)
         context, read, tokens = prompts.shape[1], distinct(prompts), []
         for row, prompt in enumerate(read):
+            token = np.empty(0, np.int32)
             for start in range(0, context, self.chunk):
                 positions = np.arange(start, min(start + self.chunk, context))
                 with_logits = positions == context - 1

@@ -31,7 +31,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "midpoint": lambda logits, k: entropy.midpoint(entropy.top_k_summary(logits, k)).entropy,
 }
 # What a step of decoding asks for, beside the entropy alone.
-TIMED: dict[str, Estimator] = {
+TIMED: dict[str, Callable[..., Any]] = {
     "with varentropy": lambda logits, k: entropy.entropy_statistics(logits),
     **ESTIMATORS,
 }

@@ -78,7 +78,7 @@ def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
         share = float(lengths.sum()) / (shape.rows * shape.context)
         entries[name] = {"engine": f"{backend}, ragged", "kept": share}
     for dtype in ("bfloat16", "int8") if on_cpu() else ("int8", "float8_e4m3fn"):
-        pools = [cast_pool(pool, dtype) for pool in (keys, values)]
+        pools = (cast_pool(keys, dtype), cast_pool(values, dtype))
         backend = accepting_backends(q, *pools, table, first, last)[0]
         decode = jax.jit(partial(paged_attention.decode, backend=backend))
         name = f"{backend}, {dtype}"

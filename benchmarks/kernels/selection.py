@@ -43,4 +43,5 @@ def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
 
 
 def _choose(backend: str, page: int, *arguments: Any) -> Any:
-    return paged_attention.select_pages(*arguments, page, SelectionRules(), backend=backend)
+    select_pages: Any = paged_attention.select_pages
+    return select_pages(*arguments, page, SelectionRules(), backend=backend)

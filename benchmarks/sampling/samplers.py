@@ -26,7 +26,7 @@ class Sampler(NamedTuple):
     """A sampler: its control laws, its sampling parameters, and its plan of branches, if it has one."""
 
     preset: Preset
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     plan: SearchPlan | None = None
 
 

@@ -41,7 +41,8 @@ class TextPrompts(Prompts):
 
     def __call__(self, index: int, arrival: Arrival) -> str:
         """The text of a prompt."""
-        return self.tokenizer.decode(self.prompts(index, arrival), skip_special_tokens=False)
+        prompt = self.prompts(index, arrival)
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def drive(
