@@ -43,7 +43,7 @@ def always(width: int) -> Speculator:
 
 
 def begin(model: models.Model, prompt: list[int], tokens: int, temperature: float, speculator: Any) -> Any:
-    """The state of one row after its prompt.
+    """The state of one row after its prompt, in a cache of one size for all prompts: one program serves all.
 
     Args:
         model: that continues the prompt.
@@ -52,7 +52,7 @@ def begin(model: models.Model, prompt: list[int], tokens: int, temperature: floa
         temperature: of the sampling.
         speculator: or None.
     """
-    pool = allocate(model.decoder.shape, 1, len(prompt) + tokens + max(WIDTHS))
+    pool = allocate(model.decoder.shape, 1, model.config.max_position_embeddings)
     return start(
         model.decoder,
         model.params,
