@@ -21,6 +21,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "long_context": "long-context.md",
     "optimisers": "training.md",
     "sampling": "sampling.md",
+    "scheduling": "scheduling.md",
     "serving": "serving.md",
     "soak": "soak.md",
     "speculation": "speculation.md",

@@ -16,6 +16,7 @@ from ..long_context import plot as long_context_plot
 from ..long_context import report as long_context
 from ..optimisers import report as optimisers
 from ..sampling import report as sampling
+from ..scheduling import report as scheduling
 from ..serving import report as serving
 from ..soak import report as soak
 
@@ -28,6 +29,7 @@ REPORTS = {  # benchmarks whose section comes from one file
     "long_context": (long_context, LONG_CONTEXT),
     "optimisers": (optimisers, RESULTS / "optimisers.json"),
     "sampling": (sampling, RESULTS / "sampling-amd-epyc.json"),
+    "scheduling": (scheduling, RESULTS / "scheduling-simulation.json"),
     "serving": (serving, RESULTS / "serving-amd-epyc.json"),
     "soak": (soak, RESULTS / "soak-amd-epyc.json"),
 }

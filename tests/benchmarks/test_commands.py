@@ -16,8 +16,8 @@ BENCHMARKS = sorted(
 
 
 def test_all_are_there():
-    names = "ablation bandwidth decode entropy kernels long_context optimisers publish sampling serving"
-    assert [*names.split(), "serving_overhead", "soak", "speculation"] == BENCHMARKS
+    names = "ablation bandwidth decode entropy kernels long_context optimisers publish sampling scheduling"
+    assert [*names.split(), "serving", "serving_overhead", "soak", "speculation"] == BENCHMARKS
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,0 +1,54 @@
+"""Scheduling benchmark: a simulation of the scheduling laws beside their controls, on two traces and more.
+
+    python -m benchmarks.scheduling [--quick] [--seeds 4] [--document]
+
+Every policy is compared with first come, first served on the same requests: round robin, the entropic law
+with its own entropies and with those of other requests, shortest remaining by oracle and by prediction.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from ..harness.provenance import describe_run
+from ..harness.publishing import add_document_option, load_or_measure, publish
+from . import measure, report
+
+
+def main() -> None:
+    """Simulate or read results, print them, store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few requests: shows that everything runs")
+    parser.add_argument("--seeds", type=int, default=4, help="simulations of each policy")
+    parser.add_argument("--output", type=Path, help="benchmarks/results/scheduling-simulation.json")
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, simulate nothing")
+    add_document_option(parser, "scheduling")
+    options = parser.parse_args()
+    console = Console()
+    results = load_or_measure(options, "scheduling", lambda: simulate(options, console), "device")
+    publish("scheduling", report, results, options.document and not options.quick, console)
+
+
+def simulate(options: argparse.Namespace, console: Console) -> dict:
+    """Every condition and seed."""
+    count, seeds = (30, 2) if options.quick else (measure.COUNT, options.seeds)
+    description = describe_run(Console(quiet=True))  # nothing is timed: a busy machine does not matter
+    rows = []
+    for condition in measure.conditions(options.quick):
+        for seed in range(seeds):
+            rows += measure.measure(condition, seed, count)
+        console.print(f"{condition.law}, max_tokens {condition.limits}", highlight=False)
+    return {
+        **{key: description[key] for key in ("date", "commit")},
+        "device": "simulation",
+        "count": count,
+        "places": measure.PLACES,
+        "load": measure.LOAD,
+        "seeds": seeds,
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
