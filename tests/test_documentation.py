@@ -73,7 +73,7 @@ def test_a_file_that_does_not_exist_is_found(tmp_path):
 def test_the_api_reference_has_every_module_of_the_loop():
     pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
-    folders = ("control", "attention", "sampling", "calibration")
+    folders = ("control", "attention", "sampling", "speculation", "calibration")
     files = [path for folder in folders for path in (ROOT / "entropic_jax" / folder).glob("*.py")]
     files += [path for path in (ROOT / "entropic_jax").glob("*.py") if path.stem not in INTERNAL]
     modules = {

@@ -42,12 +42,12 @@ NOTES = (
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """A table for each kind of workload."""
-    made = []
+    result_tables = []
     for (limits, telling, preemptive), group in split(
         [{**r, "tells": r["telling"] > 0} for r in results["rows"]], "limits", "tells", "preemptive"
     ):
-        made.append((TITLES[limits, telling, preemptive], *_grid(group)))
-    return made
+        result_tables.append((TITLES[limits, telling, preemptive], *_grid(group)))
+    return result_tables
 
 
 def _grid(rows: Rows) -> tuple[list[str], list[list[str]]]:

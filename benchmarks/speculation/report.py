@@ -23,7 +23,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         ratios = [f"{seconds[str(width)] / plain:.2f}" for width in WIDTHS]
         rows.append([str(entry["context"]), f"{1e3 * plain:.2f}", *ratios])
     header = ["tokens of context", "decode step, ms", *(f"{width} tokens" for width in WIDTHS)]
-    made: list[Table] = [("A verification pass ÷ a decode step, median", header, rows)]
+    result_tables: list[Table] = [("A verification pass ÷ a decode step, median", header, rows)]
     rows = []
     cells = dict.fromkeys((entry["context"], entry["temperature"]) for entry in results["rates"])
     for context, temperature in cells:
@@ -51,8 +51,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
             )
     header = ["context", "T", "drafts", "speed ÷ off, median (range)", "tokens a pass", "accepted ÷ verified"]
     header += ["texts equal to off", "looped, left out"]
-    made.append(("Decoding held-out text, one sequence", header, rows))
-    return made
+    result_tables.append(("Decoding held-out text, one sequence", header, rows))
+    return result_tables
 
 
 def stamps(results: dict[str, Any]) -> str:

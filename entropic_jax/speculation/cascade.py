@@ -34,11 +34,11 @@ class Cascade:
             asking = batch._replace(active=batch.active & ~promising)
             after, draft = drafter.draft(model, asking, most)
             batch = after._replace(active=batch.active)
-            best = replace(best, draft, ~promising & (draft.num_tokens > 0))
+            best = _replace_rows(best, draft, ~promising & (draft.num_tokens > 0))
         return batch, best
 
 
-def replace(old: Draft, new: Draft, flag: jax.Array) -> Draft:
+def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:
     """The new draft, which may be narrower, in the flagged rows, bool `[rows]`; the old one in the others."""
     wider = ((0, 0), (0, old.tokens.shape[1] - new.tokens.shape[1]))
     return Draft(

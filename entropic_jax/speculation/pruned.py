@@ -21,7 +21,7 @@ from ..state import RUNNING, State
 from .drafter import ControlledModel, Draft
 from .verification import CHANGED
 
-FEW_PAGES = Selection(dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=2, min_pages=4))
+SPARSE_PAGES = Selection(dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=2, min_pages=4))
 # P(accepted) by quartile of the draft's entropy (nats), 1/8 of the pages at 7936 positions of held-out code.
 ENTROPY_EDGES, ACCEPTANCE = (0.3, 1.3, 3.2), (0.99, 0.97, 0.94, 0.91)
 
@@ -35,7 +35,7 @@ class PrunedDrafter:
     dropped_mass_limit: jax.Array | float = 0.3  # ε of the drafts, unless the pruning law sets a larger one
     stop_below: jax.Array | float = 0.6  # P(all accepted so far) below which no further token is drafted
     shortest_context: jax.Array | int = 2048  # positions, below which reading few pages saves nothing
-    policy: Annotated[PagePolicy, STATIC] = FEW_PAGES
+    policy: Annotated[PagePolicy, STATIC] = SPARSE_PAGES
     most_tokens: Annotated[int, STATIC] = 7  # k, the tokens drafted at most
 
     def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
@@ -92,7 +92,7 @@ class PrunedDrafter:
         return after._replace(history=history), trace.token, trace.entropy, trace.emitted
 
 
-def pruned_drafter(most_tokens: int = 7, policy: PagePolicy = FEW_PAGES) -> PrunedDrafter:
+def pruned_drafter(most_tokens: int = 7, policy: PagePolicy = SPARSE_PAGES) -> PrunedDrafter:
     """A pruned drafter with the acceptance measured on the embedded model.
 
     Args:

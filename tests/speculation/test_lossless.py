@@ -233,11 +233,11 @@ def test_the_suffix_drafter_follows_repetition(plain):
 
 @pytest.mark.parametrize("cascaded", [False, True])
 def test_pruned_drafts_change_nothing(plain, cascaded):
-    few = Selection(
+    sparse = Selection(
         dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=2), page_size=PAGE
     )
     tables = jnp.array([0.9, 0.8], jnp.float32), jnp.array([2.0], jnp.float32)
-    drafter: Any = PrunedDrafter(*tables, 0.5, 0.3, 0, policy=few, most_tokens=2)
+    drafter: Any = PrunedDrafter(*tables, 0.5, 0.3, 0, policy=sparse, most_tokens=2)
     if cascaded:
         drafter = Cascade((SuffixDrafter(speculator(ROWS).drafter.acceptance, 2), drafter))
     drafts = Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))
@@ -251,8 +251,8 @@ def test_pruned_drafts_change_nothing(plain, cascaded):
 def test_no_copy_of_the_cache_in_a_launch():
     """Neither drafts nor passes of several sizes copy the page pool."""
     m = model()
-    few = PrunedDrafter(jnp.array([0.9]), jnp.zeros(0), shortest_context=0, most_tokens=2)
-    drafter = Cascade((SuffixDrafter(speculator(2).drafter.acceptance, 2), few))
+    sparse = PrunedDrafter(jnp.array([0.9]), jnp.zeros(0), shortest_context=0, most_tokens=2)
+    drafter = Cascade((SuffixDrafter(speculator(2).drafter.acceptance, 2), sparse))
     drafts = Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))
     pool = allocate(m.decoder.shape, 2, 328, page_size=PAGE)
     state = start(
