@@ -19,6 +19,7 @@ from ..sampling import report as sampling
 from ..scheduling import report as scheduling
 from ..serving import report as serving
 from ..soak import report as soak
+from ..speculation import report as speculation
 
 ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
 DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-16384-8")]
@@ -32,6 +33,7 @@ REPORTS = {  # benchmarks whose section comes from one file
     "scheduling": (scheduling, RESULTS / "scheduling-simulation.json"),
     "serving": (serving, RESULTS / "serving-amd-epyc.json"),
     "soak": (soak, RESULTS / "soak-amd-epyc.json"),
+    "speculation": (speculation, RESULTS / "speculation-intel-xeon-processor.json"),
 }
 
 

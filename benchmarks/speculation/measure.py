@@ -133,6 +133,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     results |= {"model": options.model.name, "dtype": "float32", "costs": [], "rates": []}
     model = models.load(options.model, "float32")
     cells = [(c, t) for c in options.contexts for t in options.temperatures]
+    costs: dict[int, list[float]] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("passes", total=len(options.contexts) + len(cells) * options.prompts)
@@ -140,17 +141,18 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             (prompt,) = windows(options.model / "tokenizer.json", context, 1)
             seconds = pass_seconds(model, prompt, options.repeat)
             results["costs"].append({"context": context, "seconds": {str(n): s for n, s in seconds.items()}})
+            costs[context] = [seconds[width] / seconds[0] for width in WIDTHS]
             progress.advance(task)
         for context, temperature in cells:
             progress.update(task, description=f"{context} tokens, T = {temperature}")
             prompts = windows(options.model / "tokenizer.json", context, options.prompts)
-            for arm in arms().values():  # compile
+            for arm in arms(costs[context]).values():  # compile
                 decode_text(model, prompts[0], 4, temperature, arm)
             for number, prompt in enumerate(prompts):
                 entry: dict[str, Any] = {"context": context, "temperature": temperature, "prompt": number}
                 texts = {
                     name: decode_text(model, prompt, options.tokens, temperature, arm)
-                    for name, arm in arms().items()
+                    for name, arm in arms(costs[context]).items()
                 }
                 plain = texts["off"]["text"]
                 for text in texts.values():

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.speculation import Cascade, Speculator, pruned_drafter, suffix_drafter
-from entropic_jax.speculation.draft_length import draft_length
+from entropic_jax.speculation.draft_length import DraftLength
 
 from ..harness.held_out_text import module_tokens
 
@@ -32,9 +33,13 @@ def loops(tokens: list[int]) -> bool:
     return len(last) == LOOP_WINDOW and len(set(zip(last[1:], last, strict=False))) < LOOP_PAIRS
 
 
-def arms() -> dict[str, Speculator | None]:
-    """The speculators by name; None is plain decoding, the baseline."""
-    law = draft_length(1, widths=WIDTHS)
+def arms(costs: list[float]) -> dict[str, Speculator | None]:
+    """The speculators by name; None is plain decoding, the baseline.
+
+    Args:
+        costs: of a pass of each width, in plain decode steps, as measured before.
+    """
+    law = DraftLength(jnp.asarray(costs, jnp.float32), widths=WIDTHS)
     return {
         "off": None,
         "suffix": Speculator(suffix_drafter(), law),
