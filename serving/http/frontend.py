@@ -28,6 +28,14 @@ class FrontendError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, retry_after: float | None = None
     ) -> None:
+        """A refusal.
+
+        Args:
+            status: HTTP status of the response, from 400 to 599.
+            message: Sent to the client.
+            param: Field of the request that is at fault, if it is one.
+            retry_after: Seconds after which the client may try again; None sends no Retry-After.
+        """
         super().__init__(message)
         self.status, self.param, self.retry_after = status, param, retry_after
 
@@ -47,6 +55,14 @@ class Frontend:
     def __init__(
         self, engine: Engine, model: ServedModel, settings: Settings, metrics: Metrics | None = None
     ) -> None:
+        """A front end without requests in flight.
+
+        Args:
+            engine: Generates the tokens.
+            model: Names, tokenizer and chat template of the model that the engine runs.
+            settings: Limits, timeouts and default control.
+            metrics: Record of the requests; None begins a new one.
+        """
         self.engine, self.model, self.settings = engine, model, settings
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
         self.grammars = Grammars(model, settings.limits.grammar)
@@ -75,7 +91,16 @@ class Frontend:
             raise FrontendError(503, "the server is shutting down", retry_after=RETRY)
 
     async def run_in(self, pool: WorkerPool, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread of a pool; FrontendError where its queue is full."""
+        """Call a function in a thread of a pool, and return its result.
+
+        Args:
+            pool: Whose thread makes the call.
+            function: May block.
+            *arguments: Of the function.
+
+        Raises:
+            FrontendError: The pool's queue is full (429).
+        """
         try:
             return await pool.run(function, *arguments)
         except QueueFullError as error:

@@ -33,7 +33,13 @@ class TextGrammar:
     """The state of one text in a grammar (an `engine.interface.Grammar`)."""
 
     def __init__(self, matcher: Any, vocabulary: int, name: str) -> None:
-        """`name`: the field of the request that states the grammar, for errors."""
+        """The state before the first token.
+
+        Args:
+            matcher: An `llguidance.LLMatcher` that nothing else advances.
+            vocabulary: Number of token ids, which sets the size of the mask.
+            name: The field of the request that states the grammar, for errors.
+        """
         self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
         self.failure: RequestError | None = None
 

@@ -46,6 +46,13 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self, engine: Engine, model: str, prefix: str = "vllm") -> None:
+        """Metrics without observations.
+
+        Args:
+            engine: Its snapshot is read at each scrape.
+            model: Value of the label `model_name`.
+            prefix: Of the metrics that vLLM has, before a colon.
+        """
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, prefix))
         label = {"labelnames": ["model_name"], "registry": self.registry}
@@ -170,6 +177,13 @@ class EngineCollector(Collector):
     """Metrics from the engine's snapshot, read at each scrape."""
 
     def __init__(self, engine: Engine, model: str, prefix: str) -> None:
+        """A collector for one engine.
+
+        Args:
+            engine: Its snapshot is read at each scrape.
+            model: Value of the label `model_name`.
+            prefix: Of the metrics that vLLM has, before a colon.
+        """
         self.engine, self.model, self.prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Any]:

@@ -115,7 +115,13 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None) -> int:
-    """Serve until a signal, let requests in flight end, and return the exit status."""
+    """Serve until a signal, let requests in flight end, and return the exit status.
+
+    Args:
+        frontend: Answers the requests; its engine is closed at the end.
+        listener: A socket that listens.
+        tracer_provider: An OpenTelemetry provider that receives a span per request; None traces nothing.
+    """
     server = Server(frontend, tracer_provider)
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

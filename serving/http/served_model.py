@@ -25,7 +25,16 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, prompt: str | Sequence[int], special: bool = True, name: str = "prompt") -> list[int]:
-        """The token ids of a text, or the given ids. RequestError with the param `name` for unknown ids."""
+        """The token ids of a prompt.
+
+        Args:
+            prompt: A text, or token ids, which are returned as they are.
+            special: Add the special tokens that the model expects around a text, such as BOS.
+            name: The field of the request that states the prompt, for errors.
+
+        Raises:
+            RequestError: An id is outside the vocabulary.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special)
         if (wrong := max(prompt, default=0)) >= self.vocabulary:

@@ -116,7 +116,13 @@ class Usage(Answer):
 
 
 def usage(prompt: int, completion: int, cached: int) -> Mapping[str, Any]:
-    """The `usage` object of an answer."""
+    """The `usage` object of an answer.
+
+    Args:
+        prompt: Tokens of the prompt.
+        completion: Tokens generated.
+        cached: Tokens of the prompt that the prefix cache supplied, at most `prompt`.
+    """
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

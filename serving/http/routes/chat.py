@@ -32,20 +32,20 @@ def router(frontend: Frontend) -> APIRouter:
         responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        return await unknown_fields.warn(http, body, await answer(frontend, body, http))
+        return await unknown_fields.warn(http, body, await _answer(frontend, body, http))
 
     return routes
 
 
-async def answer(frontend: Frontend, body: ChatBody, http: Request) -> Response:
+async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response:
     """The response to a request, whole or as a stream."""
     model = frontend.check_model(body.model)
     name = generation.identifier("chatcmpl", body.request_id)
-    silent = limit(body) == 0
-    choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
+    silent = _limit(body) == 0
+    choices = await generation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
     if body.stream:
         head = generation.head_of(name, "chat.completion.chunk", model)
-        render = lambda choice, delta: pieces(frontend, body, choice, delta)
+        render = lambda choice, delta: _pieces(frontend, body, choice, delta)
         news = generation.arriving(frontend, choices, silent)
         source = generation.events(choices, body, head, render, news)
         return generation.EventStream(source, frontend, choices)
@@ -53,23 +53,23 @@ async def answer(frontend: Frontend, body: ChatBody, http: Request) -> Response:
     if deltas is None:
         return Response(status_code=499)
     head = generation.head_of(name, "chat.completion", model)
-    answers = [full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
+    answers = [_full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
     return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
-def limit(body: ChatBody) -> int | None:
+def _limit(body: ChatBody) -> int | None:
     """The limit on the tokens of the answer, by either of its names."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
-def prepare(
+def _prepare(
     frontend: Frontend, body: ChatBody, name: str
 ) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
     """The engine requests of a body, and the prompt and the request of every text.
 
     There is no request if no token is to be generated.
     """
-    count, most = body.choices, limit(body)
+    count, most = body.choices, _limit(body)
     if count > frontend.settings.limits.sequences:
         raise RequestError(f"n must be at most {frontend.settings.limits.sequences}; got {count}", "n")
     text = frontend.model.chat(
@@ -91,18 +91,18 @@ def prepare(
     return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 
-def full_choice(
+def _full_choice(
     frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
 ) -> Mapping[str, Any]:
     """A choice of the answer."""
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": "".join(token.text for token in delta.tokens)},
-        **said(frontend, body, choice, delta),
+        **_said(frontend, body, choice, delta),
     }
 
 
-def pieces(
+def _pieces(
     frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
 ) -> list[Mapping[str, Any]]:
     """The next chunks of an answer; the first states the role."""
@@ -114,11 +114,11 @@ def pieces(
     text = "".join(token.text for token in delta.tokens)
     if text or delta.tokens or delta.finish_reason is not None:
         piece = {"content": text} if text or delta.tokens else {}
-        chunks.append({"index": choice.index, "delta": piece, **said(frontend, body, choice, delta)})
+        chunks.append({"index": choice.index, "delta": piece, **_said(frontend, body, choice, delta)})
     return chunks
 
 
-def said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
+def _said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
     """The fields of a choice or chunk beside its text."""
     fields: dict[str, Any] = {"logprobs": None}
     if body.wants_logprobs and delta.tokens:

@@ -27,36 +27,36 @@ def router(frontend: Frontend) -> APIRouter:
         responses=STREAMED | documented(400, 401, 404, 408, 413, 429, 500, 503),
     )
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await unknown_fields.warn(http, body, await answer(frontend, body, http))
+        return await unknown_fields.warn(http, body, await _answer(frontend, body, http))
 
     return routes
 
 
-async def answer(frontend: Frontend, body: CompletionBody, http: Request) -> Response:
+async def _answer(frontend: Frontend, body: CompletionBody, http: Request) -> Response:
     """The response to a request, whole or as a stream."""
     model = frontend.check_model(body.model)
     name = generation.identifier("cmpl", body.request_id)
     silent = body.max_tokens == 0
-    choices = await generation.start(frontend, http, body, lambda: prepare(frontend, body, name))
+    choices = await generation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
     head = generation.head_of(name, "text_completion", model)
-    render = lambda choice, delta: [rendered(frontend, body, choice, delta)]
+    render = lambda choice, delta: [_rendered(frontend, body, choice, delta)]
     if body.stream:
         news = generation.arriving(frontend, choices, silent)
         if body.candidates > body.choices:
-            news = chosen(frontend, body, choices, silent)
+            news = _chosen(frontend, body, choices, silent)
         source = generation.events(choices, body, head, render, news)
         return generation.EventStream(source, frontend, choices)
     deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
     if deltas is None:
         return Response(status_code=499)
     answers = [
-        rendered(frontend, body, choice, delta)
-        for choice, delta in best(body, list(zip(choices, deltas, strict=True)))
+        _rendered(frontend, body, choice, delta)
+        for choice, delta in _best(body, list(zip(choices, deltas, strict=True)))
     ]
     return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
-def prepare(
+def _prepare(
     frontend: Frontend, body: CompletionBody, name: str
 ) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
     """The engine requests of a body, and the prompt and the request of every text.
@@ -91,7 +91,7 @@ def prepare(
     return engine_requests, list(zip(places, engine_requests, strict=True))
 
 
-def rendered(
+def _rendered(
     frontend: Frontend, body: CompletionBody, choice: generation.Choice, delta: Delta
 ) -> Mapping[str, Any]:
     """A choice of the answer, or its next chunk."""
@@ -121,16 +121,16 @@ def rendered(
     return answer
 
 
-async def chosen(
+async def _chosen(
     frontend: Frontend, body: CompletionBody, choices: Sequence[generation.Choice], silent: bool
 ) -> AsyncIterator[tuple[generation.Choice, Delta]]:
     """The best texts, each in one chunk, once all are complete."""
     deltas = await generation.finished(frontend, choices, silent)
-    for pair in best(body, list(zip(choices, deltas, strict=True))):
+    for pair in _best(body, list(zip(choices, deltas, strict=True))):
         yield pair
 
 
-def best(
+def _best(
     body: CompletionBody, deltas: list[tuple[generation.Choice, Delta]]
 ) -> list[tuple[generation.Choice, Delta]]:
     """The `n` texts of each prompt with the highest mean log-probability, if `best_of` is larger."""

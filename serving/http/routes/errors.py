@@ -55,7 +55,13 @@ def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
+    """The body of an error.
+
+    Args:
+        status: HTTP status, from 400 to 599; decides `type`.
+        message: For the client.
+        param: Field of the request that is at fault, if it is one.
+    """
     kind = TYPES.get(status, "Error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -63,7 +69,14 @@ def body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
 def answer(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error. Characters of the message that are not Unicode are replaced."""
+    """The response for an error.
+
+    Args:
+        status: HTTP status, from 400 to 599.
+        message: For the client; characters that are not Unicode are replaced.
+        param: Field of the request that is at fault, if it is one.
+        headers: Further headers, such as Retry-After.
+    """
     text = json.dumps(body(status, message, param)).encode("utf-8", "replace")
     return Response(text, status, dict(headers or {}), media_type="application/json")
 

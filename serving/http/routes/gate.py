@@ -38,7 +38,15 @@ class Gate:
         log_requests: bool,
         hosts: HostNames | None = None,
     ) -> None:
-        """`hosts`: that Host may name; None is any."""
+        """Middleware before an application.
+
+        Args:
+            app: Receives the requests that are admitted.
+            api_keys: A request must present one of these; if empty, it needs none.
+            max_bytes: Largest body of a request, in bytes.
+            log_requests: Log a line per request, except for the paths in `QUIET`.
+            hosts: That the header Host may name; None is any.
+        """
         self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts
         self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 

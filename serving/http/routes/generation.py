@@ -30,7 +30,13 @@ T = TypeVar("T")
 
 
 class Choice:
-    """A text that is being generated: its output stream, and how much of it has been sent."""
+    """A text that is being generated: its output stream, and how much of it has been sent.
+
+    Args:
+        index: Its `index` in the answer, from 0.
+        prompt: Token ids.
+        output_stream: Its deltas; None where no token is to be generated.
+    """
 
     def __init__(self, index: int, prompt: Sequence[int], output_stream: OutputStream | None) -> None:
         self.index, self.prompt, self.output_stream = index, prompt, output_stream
@@ -57,7 +63,15 @@ def identifier(prefix: str, request_id: str | None) -> str:
 def requests_of(
     frontend: Frontend, body: SamplingBody, prompt: Sequence[int], count: int, most: int
 ) -> list[Request]:
-    """`count` requests for one prompt, which differ in their seed."""
+    """Requests for one prompt, which differ in their seed. RequestError for a field that is out of range.
+
+    Args:
+        frontend: Whose model and limits hold.
+        body: Holds the sampling parameters.
+        prompt: Token ids, at least one and fewer than the model's context.
+        count: Number of requests.
+        most: Tokens to generate at most; the context may leave room for fewer.
+    """
     limits, context = frontend.settings.limits, frontend.model.context
     if isinstance(body.stop, list) and len(body.stop) > limits.stops:
         raise RequestError(f"stop must have at most {limits.stops} strings; got {len(body.stop)}", "stop")
@@ -89,7 +103,16 @@ def engine_requests_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> list[EngineRequest]:
-    """The engine requests, each with its own state of the body's grammar, if it has one."""
+    """The engine requests, each with its own state of the body's grammar, if it has one.
+
+    Args:
+        frontend: Supplies the default control, the timeout and the grammars.
+        body: Holds control, priority, deadline and grammar.
+        requests: Prompts with their sampling parameters.
+        name: Id of the answer, with which the ids of the engine requests begin.
+        logprobs: Alternatives reported per generated token; None reports no log-probabilities.
+        prompt_logprobs: The same per token of the prompt.
+    """
     default = frontend.settings.control
     constraint = constraint_of(body)
     return [
@@ -136,14 +159,14 @@ async def start(
     body: SamplingBody,
     prepare: Callable[[], tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]],
 ) -> list[Choice]:
-    """Prepare jobs and hand them in.
+    """Prepare engine requests and submit them.
 
     Args:
-        frontend: Takes the jobs.
+        frontend: Submits the engine requests.
         http: The request, whose size decides which threads prepare it.
         body: Of the request.
-        prepare: Returns the jobs, and for every text its prompt and its job. Runs in a thread, since long
-            prompts take their time.
+        prepare: Returns the engine requests, and for every text its prompt and its engine request. Runs in a
+            thread, since long prompts take their time.
     """
     frontend.check_able()
     pools = frontend.pools
@@ -172,7 +195,7 @@ def size_of(http: HttpRequest) -> int:
     return int(stated) if stated.isdecimal() else LONG
 
 
-async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIterator[Delta]:
+async def _deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIterator[Delta]:
     """The deltas of a choice; where its prompt alone is wanted (`silent`), without the tokens after it."""
     if choice.output_stream is None:
         yield Delta(finish_reason="length", usage=Usage(len(choice.prompt), 0))
@@ -188,10 +211,16 @@ async def deltas_of(frontend: Frontend, choice: Choice, silent: bool) -> AsyncIt
 
 
 async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) -> list[Delta]:
-    """One delta per choice, once all have ended; the first failure ends the others."""
+    """One delta per choice, once all have ended; the first failure ends the others.
+
+    Args:
+        frontend: Follows the output streams.
+        choices: Texts of which nothing has been read.
+        silent: Leave the generated tokens out, since only the prompt is evaluated (`max_tokens` 0).
+    """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(collected(deltas_of(frontend, choice, silent))) for choice in choices]
+            tasks = [group.create_task(collected(_deltas_of(frontend, choice, silent))) for choice in choices]
     finally:
         release(frontend, choices)
     results = [task.result() for task in tasks]
@@ -208,8 +237,12 @@ def release(frontend: Frontend, choices: Sequence[Choice]) -> None:
 async def arriving(
     frontend: Frontend, choices: Sequence[Choice], silent: bool
 ) -> AsyncIterator[tuple[Choice, Delta]]:
-    """The deltas of all choices as they come."""
-    sources = [deltas_of(frontend, choice, silent) for choice in choices]
+    """The deltas of all choices as they come.
+
+    Args:
+        frontend, choices, silent: As for `finished`.
+    """
+    sources = [_deltas_of(frontend, choice, silent) for choice in choices]
     async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
         async for index, delta in news:
             choices[index].take(delta)
@@ -234,7 +267,13 @@ async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T | None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Their engine requests end as soon as the client disconnects."""
+    """Server-sent events. Their engine requests end as soon as the client disconnects.
+
+    Args:
+        source: Encoded events.
+        frontend: Cancels the engine requests.
+        choices: The texts in the stream.
+    """
 
     def __init__(self, source: AsyncIterator[bytes], frontend: Frontend, choices: Sequence[Choice]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -256,7 +295,15 @@ async def events(
     render: Callable[[Choice, Delta], list[Mapping[str, Any]]],
     news: AsyncIterator[tuple[Choice, Delta]],
 ) -> AsyncIterator[bytes]:
-    """The events of a stream: what `render` makes of each delta, the usage, the end."""
+    """The events of a stream: a chunk for each delta, the usage, the end.
+
+    Args:
+        choices: The texts in the stream, whose tokens make up the usage.
+        body: Holds the stream options.
+        head: Fields that every event begins with, from `head_of`.
+        render: Returns the entries of `choices` for a delta, one event each.
+        news: Deltas as they come, each with its choice.
+    """
     options = body.stream_options
     include = bool(options and options.include_usage)
     running = bool(options and options.continuous_usage_stats)
@@ -304,12 +351,21 @@ def total(choices: Sequence[Choice]) -> Mapping[str, Any]:
 
 
 def head_of(name: str, kind: str, model: str) -> dict[str, Any]:
-    """The fields that every answer begins with."""
+    """The fields that every answer begins with.
+
+    Args:
+        name, kind, model: Values of the fields `id`, `object` and `model`.
+    """
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
 def entropic(body: SamplingBody, delta: Delta, choice: Choice) -> dict[str, Any]:
-    """The `entropic` object of a choice: a summary at its end, and the trace if requested."""
+    """The `entropic` object of a choice: a summary at its end, and the trace if requested.
+
+    Args:
+        body: Says whether the trace is requested.
+        delta, choice: The new tokens, and the text that they belong to. The last delta holds the summary.
+    """
     fields: dict[str, Any] = {}
     if delta.finish_reason is not None:
         fields = {name: number(delta.summary.get(name)) for name in SUMMARY}

@@ -19,7 +19,15 @@ def naming(model: ServedModel, as_ids: bool | None) -> Name:
 def of_completion(
     prompt: Sequence[PromptToken], tokens: Sequence[Token], most: int, offset: int, name: Name
 ) -> dict[str, Any]:
-    """The four lists of completions, and each token's measures beside them."""
+    """The four lists of completions, and each token's measures beside them.
+
+    Args:
+        prompt: Tokens of an echoed prompt; empty without echo.
+        tokens: Tokens generated since the last chunk.
+        most: Alternatives listed per token at most, beside the token itself.
+        offset: Characters of the text before the first of these tokens.
+        name: Names a token, as `naming` returns it.
+    """
     offsets, position = [], offset
     for text in [*(token.text for token in prompt), *(token.text for token in tokens)]:
         offsets.append(position)
@@ -48,6 +56,13 @@ def listed(
 
     Different tokens may have the same name, as parts of characters do. The most probable of them counts, so
     that the largest value belongs to the most probable token.
+
+    Args:
+        token: Id of the token that came.
+        logprob: Its natural log-probability.
+        top: The likeliest tokens, in order.
+        most: Alternatives listed at most, beside the token itself.
+        name: Names a token, as `naming` returns it.
     """
     logprobs: dict[str, float | None] = {}
     for alternative in [*top[:most], Alternative(token, logprob)]:
@@ -56,7 +71,13 @@ def listed(
 
 
 def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
-    """One entry a token."""
+    """One entry a token.
+
+    Args:
+        tokens: Tokens generated since the last chunk.
+        most: Alternatives listed per token at most.
+        name: Names a token, as `naming` returns it.
+    """
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = name(token)
@@ -80,7 +101,13 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
 
 
 def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict[str, Any] | None]:
-    """VLLM's `prompt_logprobs`: for each token of the prompt but the first, the candidates by id."""
+    """VLLM's `prompt_logprobs`: for each token of the prompt but the first, the candidates by id.
+
+    Args:
+        prompt: Tokens of the prompt, in order.
+        most: Alternatives listed per token at most, beside the token itself.
+        name: Names a token, as `naming` returns it.
+    """
     rows: list[dict[str, Any] | None] = []
     for token in prompt:
         if token.logprob is None:
