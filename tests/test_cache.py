@@ -184,6 +184,7 @@ def test_sizes_are_checked(name):
         cache.allocate(SHAPE, sizes.pop("rows"), sizes.pop("context"), **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 3, 4, 9])
 def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
     rng = np.random.default_rng(0)

@@ -33,6 +33,7 @@ def decoys(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_no_file_is_loaded_under_two_names():
     code = f"""if True:
         import collections, importlib, os, pkgutil, sys
@@ -56,6 +57,7 @@ def test_no_file_is_loaded_under_two_names():
     assert python("-W", "ignore", "-c", code) == "True []\n[] []\n"
 
 
+@pytest.mark.slow
 def test_commands_load_no_second_name(decoys):
     code = f"""if True:
         import sys

@@ -33,6 +33,7 @@ def dense_logits(tokens: list[int]) -> jax.Array:
     return m.decoder.logits(m.params, hidden)[0]
 
 
+@pytest.mark.slow
 def test_greedy_generation_is_the_argmax_of_dense_attention():
     texts = tiny.prompts(19, 1, 40)
     out, state, _ = tiny.finish(tiny.begin(texts, temperature=0.0))
@@ -42,6 +43,7 @@ def test_greedy_generation_is_the_argmax_of_dense_attention():
     assert (np.asarray(state.status) == FULL).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [4, 16, 128])
 def test_paged_logits_equal_dense_ones(page_size):
     (text,) = tiny.prompts(50)
@@ -55,6 +57,7 @@ def test_paged_logits_equal_dense_ones(page_size):
     np.testing.assert_allclose(trace.entropy[:, 0], entropy, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_its_neighbours_or_on_the_steps_of_a_launch():
     a, b, c, d = tiny.prompts(17, 5, 33, 9)
     settings = dict(seeds=[3, 4, 5, 6], **WARM)
@@ -79,6 +82,7 @@ def test_prefill_chunks_move_logits_by_rounding_only(monkeypatch):
     np.testing.assert_allclose(*surprisals, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_resuming_a_saved_state_equals_running_through(tmp_path):
     m = tiny.model()
     texts = tiny.prompts(12, 30)
@@ -161,6 +165,7 @@ def test_new_values_do_not_retrace():
         jitted(chain(), state)
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_cache_in_a_launch():
     m = tiny.model()
     state = tiny.begin(tiny.prompts(20, 9), context=96)
@@ -197,6 +202,7 @@ def test_prompts_that_cannot_be_served(change, message):
         tiny.begin(texts, **change)
 
 
+@pytest.mark.slow
 def test_replay_is_differentiable_in_the_parameters():
     m = tiny.model()
     (text,) = tiny.prompts(24)

@@ -53,6 +53,7 @@ def test_nothing_and_what_is_no_number(dtype):
     assert not np.isfinite(read[1:]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.05), ("float8_e4m3fn", 0.4)])
 def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
     exact, rounded = (teacher_forced(name)[1] for name in ("float32", dtype))
@@ -61,12 +62,14 @@ def test_the_error_of_the_surprisals_is_small_and_not_nothing(dtype, bound):
     assert np.abs(exact.entropy - rounded.entropy).max() < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_pages_kept_is_dense(dtype):
     dense, listed = (teacher_forced(dtype, page_policy)[1] for page_policy in (None, FINE_PAGES))
     np.testing.assert_allclose(dense.surprisal, listed.surprisal, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_hold_the_same_however_a_text_comes(dtype, monkeypatch):
     """Checks the first layer; later ones depend on attention, whose rounding may differ between chunks."""
@@ -103,6 +106,7 @@ def test_summaries_bound_the_keys_that_are_read(dtype):
     np.testing.assert_allclose(layer.value_norm[pages], jnp.linalg.norm(values, axis=-1).max(2), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fork_and_a_rewind_keep_what_was_stored(dtype):
     text, _ = tiny.prompts(37, 5)
@@ -129,6 +133,7 @@ def test_no_copy_of_the_pool_in_a_launch():
     assert not copies, copies
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_queries_through_quantised_pages():
     keys, values = (
         quantised.put_pages(

@@ -73,6 +73,7 @@ def tokens_of(controller: Any, width: int | None, texts=TEXTS, **options: Any):
     return tokens, temperature, jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_narrow_step_gives_every_row_the_tokens_of_a_wide_one(width):
     wide, _, wide_state = tokens_of(chain(), None, **PENALTIES)
@@ -84,6 +85,7 @@ def test_a_narrow_step_gives_every_row_the_tokens_of_a_wide_one(width):
     chex.assert_trees_all_close(state.ledger.entropic_time, wide_state.ledger.entropic_time, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_counts_the_tokens_of_its_own_row():
     controller = chain(Every(Counter(), 3), FirstRows())
     tokens, temperature, _ = tokens_of(controller, 2)
@@ -95,6 +97,7 @@ def test_every_counts_the_tokens_of_its_own_row():
     assert changes.tolist() == [True, False, False, True, False, False, True, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "controller",
     [
@@ -115,6 +118,7 @@ def test_the_structure_of_the_state_stands_still(controller, width):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
 
 
+@pytest.mark.slow
 def test_gains_per_row_go_with_their_rows():
     gains = jnp.array([0.1, 0.2, 0.3, 0.4])
     _, wide, _ = tokens_of(PerRow(Counter(gains)), None)
@@ -124,6 +128,7 @@ def test_gains_per_row_go_with_their_rows():
         np.testing.assert_allclose(narrow[row], wide[row], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [3, 4])
 def test_what_rows_share_is_not_gathered_even_if_it_is_as_long_as_the_batch(entries):
     table = np.float32([0.5, 0.75, 1.25, 1.5])[:entries]
@@ -158,6 +163,7 @@ def test_state_that_is_neither_per_row_nor_declared_as_shared_is_refused():
         tiny.begin(TEXTS, controller=Undeclared(np.ones(3, np.float32)))
 
 
+@pytest.mark.slow
 def test_a_row_that_emits_nothing_keeps_what_it_measured_and_what_it_obeys():
     m, controller = tiny.model(), Counter()
     state = tiny.begin(TEXTS, controller=controller)

@@ -37,6 +37,7 @@ def traced(controller, **options):
     return jax.device_get((trace, state.signal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,6 +59,7 @@ def test_tokens_and_traces_are_those_of_plain_jax(with_kernel, options):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
     logits = jax.random.normal(jax.random.key(0), (3, 96)).at[0, 5].set(9.0).at[1, :40].set(-jnp.inf)
     token, reported = jnp.array([5, 60, 7]), jnp.array([True, False, True])
@@ -70,6 +72,7 @@ def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
     np.testing.assert_allclose(plain.token_logprob, actual.token_logprob, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_pass_the_kernel(with_kernel):
     logits = jax.random.normal(jax.random.key(1), (2, 40)) * 3
     unit = jnp.float32(1.0)

@@ -28,6 +28,7 @@ def workload() -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_merged_pages_hold_what_their_parts_held():
     texts = [t[0] for t in (tiny.prompts(75, seed=1), tiny.prompts(75, seed=2))]
     fine = ablation.read(subject(), [t[:-8] for t in texts], 9, page_size=4)
@@ -59,6 +60,7 @@ def test_pages_merge_into_multiples_only():
         ablation.resume(state, chain(), page_size=24)
 
 
+@pytest.mark.slow
 def test_a_state_serves_every_configuration_and_stays_whole():
     small = workload()
     state = ablation.read(small.subject, tiny.prompts(40), 24)
@@ -74,6 +76,7 @@ def test_a_state_serves_every_configuration_and_stays_whole():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.cache), before)
 
 
+@pytest.mark.slow
 def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     rows = studies.quality(workload(), 420, 0, names=PRESETS, sequences=2, scored=24)
     by_preset = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
@@ -85,6 +88,7 @@ def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     assert len(lines) == len(PRESETS) and all(len(line) == len(head) for line in lines)
 
 
+@pytest.mark.slow
 def test_speed_takes_turns():
     rows = studies.speed(workload(), 60, names=("off", "meso"), steps=4, repeat=3)
     assert [r["preset"] for r in rows[:4]] == ["off", "meso", "meso", "off"]
@@ -93,6 +97,7 @@ def test_speed_takes_turns():
     assert all(len(line) == len(head) for line in lines)
 
 
+@pytest.mark.slow
 def test_under_load_everyone_is_served():
     base = workload()
     small = Workload(base.subject, base.stream, 3.0, base.gains)

@@ -32,6 +32,7 @@ def filled(lengths: list[int], chunks: tuple[int, ...], seed: int = 0):
     return pool, layer, k, v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(1,) * 20, (16, 4), (3, 1, 9, 7), (20,)])
 def test_pages_hold_what_was_written_and_their_summaries(chunks):
     lengths = [20, 13, 1]
@@ -52,6 +53,7 @@ def test_pages_hold_what_was_written_and_their_summaries(chunks):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("moments", [False, True])
 def test_a_chunk_leaves_the_bits_of_single_tokens(dtype, moments):

@@ -52,6 +52,7 @@ def run(texts, choice: Selection | None, drop: float = 0.0, **sizes):
     return generate(m.decoder, m.params, controller, state, 40, capacity=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_dropped_is_dense_token_for_token(kind):
     texts = tiny.prompts(50, 9)
@@ -63,6 +64,7 @@ def test_nothing_dropped_is_dense_token_for_token(kind):
     assert (np.asarray(trace.certificate) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
     [(kind, {}) for kind in KINDS]
@@ -82,6 +84,7 @@ def test_less_is_read_and_generation_goes_on(kind, change):
     cache.check(state.cache)
 
 
+@pytest.mark.slow
 def test_a_list_that_is_kept_between_refreshes_reads_the_pages_that_begin():
     texts = tiny.prompts(60)
     never = Selection(rules=LOOSE, dense_layers=0, refresh=1000)
@@ -101,6 +104,7 @@ def filled(length: int, page: int, seed: int = 0):
     return pool._replace(layers=(layer,)), layer, jnp.asarray(q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [0.0, 0.5, 1.0])
 def test_the_certificate_is_never_violated(guard):
     violated, informative = [], 0
@@ -132,6 +136,7 @@ def test_shared_lists_certify_nothing_they_do_not_know():
     assert (change <= np.asarray(reader.layer_stats[1].certificate)).all()
 
 
+@pytest.mark.slow
 def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     pool, layer, q = filled(200, 8)
     last, drop = jnp.full(2, 200, jnp.int32), jnp.full(2, 0.4)
@@ -149,6 +154,7 @@ def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     np.testing.assert_allclose(reached, 0.6, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_soft_selection_is_the_difference_quotient():
     m = tiny.model()
     (text,) = tiny.prompts(60)
@@ -165,6 +171,7 @@ def test_the_gradient_of_soft_selection_is_the_difference_quotient():
     np.testing.assert_allclose(gradient, numeric, rtol=0.05, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_surprisals_of_a_page_are_those_of_its_tokens():
     m = tiny.model()
     (text,) = tiny.prompts(30)

@@ -55,6 +55,7 @@ def observe(observation: Observation, layer, table, q, first, last):
     return jax.tree.map(np.asarray, observer.total())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 def test_measures_over_valid_positions(window):
     layer, table, q, last = scene()
@@ -147,6 +148,7 @@ class Watching:
         return action, tuple(signal.focus)
 
 
+@pytest.mark.slow
 def test_a_step_shows_its_attention_to_a_controller_that_asks():
     """Compared with attention over the whole sequence, layer by layer."""
     m, texts = tiny.model(), tiny.prompts(19, 6)

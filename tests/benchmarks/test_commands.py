@@ -30,6 +30,7 @@ def test_files_have_the_names_of_their_parts(name):
         assert "report.py" in files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BENCHMARKS, "baselines.worker"])
 def test_a_benchmark_tells_its_options(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]

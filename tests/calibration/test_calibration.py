@@ -123,6 +123,7 @@ def test_sizes_below_one_are_refused(context, tokens):
         calibration.split_sequences([[1, 2]], context, tokens)
 
 
+@pytest.mark.slow
 def test_forced_logits_are_those_of_a_dense_pass(monkeypatch):
     """In chunks, with sequences of several lengths that reuse one cache."""
     monkeypatch.setattr(teacher_forcing, "CHUNK", 16)
@@ -155,6 +156,7 @@ def test_autoregression_is_recovered(correlation, scale, mean):
     assert calibration.autoregression([np.full(9, 2.0)]) == (2.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_model_is_calibrated_on_what_it_wrote():
     """Text drawn at temperature 1.6 has T_cal 1.6, and the set-points are quantiles of H₁."""
     model, prompts, done = tiny.model(), tiny.prompts(*[1] * 16), []

@@ -101,6 +101,7 @@ def test_structure_and_types_stand_still(name):
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_jit_vmap_and_grad(name):
     make = TABLE[name]
@@ -119,6 +120,7 @@ def test_jit_vmap_and_grad(name):
     np.testing.assert_allclose(gradient, numeric, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_every_gain_of_a_law_has_a_finite_gradient(name):
     law = jax.tree.map(jnp.float32, TABLE[name](0.1))
@@ -157,6 +159,7 @@ def test_when_leaves_the_other_rows_alone():
     assert (np.diff(temperatures[:, 1]) > 0).all()
 
 
+@pytest.mark.slow
 def test_the_loop_obeys_its_controller():
     texts = tiny.prompts(8, 12)
     controller = Nudge(jnp.float32(0.05))

@@ -155,6 +155,7 @@ def feed_the_favourite(state, emitting, entropy):
 ENTROPIES = st.sampled_from([0, 1, 3, 11, 12, math.nan, math.inf])
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     arrays(np.float32, (150, 6), elements=ENTROPIES, fill=st.nothing()),
@@ -244,6 +245,7 @@ def test_a_new_demand_is_found_in_any_state_and_forgets_who_left():
     assert coming.arrival.tolist() == [1, 9, 1]  # the caller's arrays are not those of the state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [False, True])
 def test_mean_completion_time_of_the_laws(alike):
     rng = np.random.default_rng(5)
@@ -292,6 +294,7 @@ def quotas(controller):
     return jax.lax.scan(body, (action, controller.init(action)), entropies)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_contract(name):
     make, action = TABLE[name], plain_action(jnp.ones(4))

@@ -351,6 +351,7 @@ def test_open_loops_stay_finite_at_the_ends():
         assert np.isfinite(jax.tree.leaves(gradient)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [2.5, 3.2])
 def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
     rows, steps = 32, 300
@@ -377,6 +378,7 @@ def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
     np.testing.assert_allclose(surprisals[100:].mean(0), target, atol=0.2)
 
 
+@pytest.mark.slow
 def test_the_loop_holds_the_entropy_of_what_it_samples():
     texts = tiny.prompts(8, 12, 5)
     controller = chain(Exact(jnp.float32(2.0)), Mirostat(jnp.float32(1.5)))

@@ -88,6 +88,7 @@ assert not failures, failures
 pytestmark = pytest.mark.skipif(not cpu_runtime.numba_installed(), reason="Numba is not installed")
 
 
+@pytest.mark.slow
 def test_every_chunk_runs_once_and_the_caller_waits_for_it():
     environment = {k: v for k, v in os.environ.items() if k != "ENTROPIC_KERNELS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -135,6 +135,7 @@ def test_the_window_holds_the_newest_queries_of_any_chunks():
         np.testing.assert_array_equal(window.q[row], q[row, :, :, done[row] - 6 : done[row]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "adakv"])
 def test_what_is_kept_is_the_best_in_order_and_pages_come_back(kind):
     policy = KINDS[kind]
@@ -167,6 +168,7 @@ def test_what_is_kept_is_the_best_in_order_and_pages_come_back(kind):
         np.testing.assert_allclose(layer.value_norm[page], norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_budget_is_dense(kind):
     dense, _ = run(started())
@@ -175,6 +177,7 @@ def test_a_full_budget_is_dense(kind):
     assert np.asarray(state.evicted).tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_goes_on_as_long_as_it_was_to(kind):
     out, state = run(started(Method(compression=KINDS[kind])))
@@ -185,6 +188,7 @@ def test_generation_goes_on_as_long_as_it_was_to(kind):
     assert (np.asarray(state.length + state.evicted) == [128, 79]).all()
 
 
+@pytest.mark.slow
 def test_what_is_left_is_attended_to_at_its_old_positions():
     """Moving the first page and the newest eight together does not change what the model computes."""
     moved = cache_compression.compress(
@@ -210,6 +214,7 @@ def test_adakv_shares_a_layers_budget():
     assert even.tolist() == [[20 // PAGE, 20 // PAGE]]
 
 
+@pytest.mark.slow
 def test_adakv_reads_what_each_head_holds():
     before = started(Method(compression=KINDS["adakv"]), (90, 60))
     free = int(before.cache.available)
@@ -252,6 +257,7 @@ def test_shared_pages_are_left_alone():
         np.testing.assert_array_equal(after.cache.layers[0].keys[page], kept[0].keys[page])
 
 
+@pytest.mark.slow
 def test_pruning_after_compression_after_sparse_prefill():
     """All three combined; with budgets that keep and read everything, this is plain generation."""
     fine = Selection(
@@ -282,6 +288,7 @@ def test_methods_by_name():
         add_method("adakv", preset("full"))
 
 
+@pytest.mark.slow
 def test_quest_reads_the_pages_of_greatest_bound_and_everything_where_the_budget_allows():
     way = add_method("quest", preset("off"), budget=64)
     dense, _ = run(started())

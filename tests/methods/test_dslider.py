@@ -144,6 +144,7 @@ def test_the_pull_towards_the_mean_fades_with_the_divergence():
     assert 0 <= far < 0.1 < 0.9 < near <= 1
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_left_alone_and_generation_is_reproducible():
     law = dslider.DSlider(vocabulary=96)
     texts = tiny.prompts(9, 14)

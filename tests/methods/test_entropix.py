@@ -154,6 +154,7 @@ def test_rank_is_the_share_of_tokens_with_less():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quadrants", [FLOW, CLARIFY, EXPLORE, RESAMPLE, ADAPT])
 def test_each_quadrant_draws_as_it_should(quadrants):
     """The first candidate is distributed as softmax of the truncated logits at the quadrant's temperature."""
@@ -190,6 +191,7 @@ def test_each_quadrant_draws_as_it_should(quadrants):
     np.testing.assert_allclose(reported[real], log_p[candidates[0][real]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_decide_and_draw_for_themselves():
     logits = spread(1.0, 6)
     controller = law()
@@ -203,6 +205,7 @@ def test_rows_decide_and_draw_for_themselves():
     assert (np.asarray(other.token) != np.asarray(batched.token)).any()
 
 
+@pytest.mark.slow
 def test_the_clarification_is_said_in_full_and_then_not_again_at_once():
     controller = law(thresholds=forcing(CLARIFY), clarification=(7, 8, 9), patience=4)
     action, law_state = undecided(2), controller.init(undecided(2))
@@ -218,6 +221,7 @@ def test_the_clarification_is_said_in_full_and_then_not_again_at_once():
     np.testing.assert_allclose(clarification_index.temperature, warm, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_left_alone():
     logits = spread(1.0, 3)
     for controller in (law(), entropix_released.AsReleased()):
@@ -227,6 +231,7 @@ def test_greedy_rows_are_left_alone():
         assert after.temperature[0] == after.temperature[2] == 0
 
 
+@pytest.mark.slow
 def test_new_gains_do_not_retrace_and_vmap():
     signal, action = at(spread(1.0, 2)), undecided(2)
     temperature = lambda constants: (
@@ -320,6 +325,7 @@ def test_its_top_p_cuts_the_likeliest_and_its_noise_never_changes():
 # In the loop.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("released", [False, True])
 def test_generation_is_reproducible_and_independent_of_the_launch(released):
     make = entropix_released.AsReleased if released else law

@@ -73,6 +73,7 @@ def assert_true_to_the_model(prompt: list[int], trace) -> None:
     np.testing.assert_allclose(trace.entropic_time[-1], fall, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_without_branches_it_is_the_loop():
     plan, controller, texts = ALONE, law(thresholds=forcing(ADAPT)), tiny.prompts(9, 14)
     actual = tokens(finish(begin(texts, plan, controller), plan, controller), plan)
@@ -95,6 +96,7 @@ def alone(prompt, branch_of: int, slot: int, steps: int, controller):
     return trace, jax.tree.map(lambda x: np.asarray(x)[0], find_entropix_state(state.control))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [False, True])
 def test_the_best_branch_goes_on(look):
     plan = PLAN

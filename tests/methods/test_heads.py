@@ -22,6 +22,7 @@ def test_heads_are_measured_per_layer_and_segment():
         profile_heads(model.decoder, model.params, list(range(16)), policy)
 
 
+@pytest.mark.slow
 def test_what_the_base_budget_leaves_unread():
     model, tokens = tiny.model(), tiny.prompts(70)[0]
     profile = {

@@ -195,6 +195,7 @@ def test_the_best_are_the_best(data):
     assert index[: int(count)].tolist() == sorted(order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_full_budget_is_dense(policy):
     dense = started()
@@ -202,6 +203,7 @@ def test_a_full_budget_is_dense(policy):
     np.testing.assert_allclose(surprisal(full), surprisal(dense), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_small_budget_reads_less_and_not_what_is_unused(policy):
     small, poisoned = (started(Method(policy(base=8, **SMALL)), unused=x) for x in (0.0, jnp.nan))
@@ -214,6 +216,7 @@ def test_a_small_budget_reads_less_and_not_what_is_unused(policy):
     np.testing.assert_array_equal(surprisal(small), surprisal(poisoned))
 
 
+@pytest.mark.slow
 def test_short_prompts_are_read_densely():
     policy = EntropyPrefill(base=8, **{**SMALL, "dense_below": 64})
     short = Method(policy)
@@ -238,6 +241,7 @@ def test_what_is_spent_is_counted():
         assert float(state.page_policy_state.prefill_cost.positions[row]) == positions
 
 
+@pytest.mark.slow
 def test_a_neighbour_changes_nothing():
     method = Method(EntropyPrefill(base=8, **SMALL))
     together, alone = surprisal(started(method, (97, 61))), surprisal(started(method, (97,)))

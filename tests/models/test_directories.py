@@ -109,6 +109,7 @@ def test_precisions(directory, on_disk, in_memory):
     same(actual, jax.tree.map(lambda leaf: leaf.astype(on_disk).astype(in_memory), exact))
 
 
+@pytest.mark.slow
 def test_half_precision_computes_in_it(directory):
     exact, half = models.load(directory), models.load(directory, dtype="bfloat16")
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
@@ -288,6 +289,7 @@ def test_experts_need_numbers():
         models.initialise(Config("MixtralForCausalLM", 61, 16, 24, 2, 4, 2), seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
 def test_matrices_stay_as_narrow_as_they_are_stored(tmp_path):
     config = Config("LlamaForCausalLM", 128, 64, 192, 2, 1, 1, tie_word_embeddings=True)

@@ -82,6 +82,7 @@ def greedy(model, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens.numpy(), torch.cat(seen, dim=1).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_agrees_with_transformers(family, changes, tmp_path: Path):
     """Reading a model of transformers and writing one for it: the same logits all three times."""

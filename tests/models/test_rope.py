@@ -55,6 +55,7 @@ def test_the_loop_on_the_cpu_changes_nothing():
     )
 
 
+@pytest.mark.slow
 def test_cosines_are_computed_once_per_step():
     """Not once per layer, head and half, which would cost prefill more than attention does."""
     config = Config("LlamaForCausalLM", 11, 8, 12, 3, 2)

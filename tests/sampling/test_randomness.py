@@ -10,6 +10,7 @@ from entropic_jax.sampling.randomness import random_bits, row_keys
 SEEDS, POSITIONS = jnp.array([0, 7, -1, 2**31 - 1], jnp.int32), jnp.array([0, 1, 5, 131071], jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("count", [1, 2, 4097])
 def test_bits_are_those_of_jax(kind, count):

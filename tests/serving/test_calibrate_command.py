@@ -60,14 +60,14 @@ def test_a_directory_that_cannot_be_written_is_named_before_the_work(
 def test_what_is_wrong_is_said(entropic, model, text, tmp_path):
     (tmp_path / "short").write_text("abc")
     for arguments, said in (
-        (("--text", str(tmp_path / "none")), "--text is"),
+        (("--text", str(tmp_path / "none")), "--text must be a readable file; got"),
         (("--text", str(tmp_path / "short")), "--text: sequences must have at least 64 tokens to predict"),
         (("--text", text, "--tokens", "0"), "must be an integer between 1 and 2147483647; got 0"),
         (
             ("--text", text, "--out", str(tmp_path)),
             f"--out must be a file in a writable directory; got {tmp_path} (it is a directory)",
         ),
-        (("--text", text, "--out", str(tmp_path / "a" / "b")), "cannot be written (No such file or dir"),
+        (("--text", text, "--out", str(tmp_path / "a" / "b")), "writable directory; got"),
         (
             ("--text", text, "--model", str(tmp_path / "none")),
             "--model must be a directory with a model; got",

@@ -23,6 +23,7 @@ def checks():
     return self_test.checks()
 
 
+@pytest.mark.slow
 def test_a_sound_machine(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from entropic_jax import models
 
 
+@pytest.mark.slow
 def test_json_and_plain_text_agree(entropic, directory):
     common = ("generate", "--model", directory, "--prompt", "abc", "--seed", "3", "--max-tokens", "20")
     status, out, err = entropic(*common, "--json")
@@ -17,6 +20,7 @@ def test_json_and_plain_text_agree(entropic, directory):
     assert entropic(*common) == (0, tree["text"] + "\n", "")
 
 
+@pytest.mark.slow
 def test_a_batch_is_what_its_lines_are_alone(entropic, directory, tmp_path):
     lines = [
         {"prompt": "abc", "seed": 3, "max_tokens": 12},

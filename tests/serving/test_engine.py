@@ -15,15 +15,8 @@ from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, QueueFullError
 from entropic_jax.serving.request import Request, RequestError
 
-EXACT = dict(
-    max_num_seqs=4,
-    max_num_batched_tokens=128,
-    block_size=4,
-    max_steps=4,
-    batch_invariant=True,
-    warmup="none",
-    scheduling_policy="entropic",
-)
+EXACT = dict(max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True)
+EXACT |= dict(warmup="none", scheduling_policy="entropic")
 WARM = dict(temperature=0.9, top_p=0.95)
 VOCABULARY = 258
 
@@ -108,6 +101,7 @@ def copies_no_pool(engine: LLMEngine, *kinds: str) -> None:
     assert seen == {*kinds}
 
 
+@pytest.mark.slow
 def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
     single = engine_request("mine", prompt(37, 99), seed=5, **WARM)
     ((alone, last),) = run(exact, single)
@@ -118,6 +112,7 @@ def test_a_job_gets_the_same_alone_and_in_a_crowd(exact):
     assert [tokens for tokens, _ in reversed(again)] == [tokens for tokens, _ in results]
 
 
+@pytest.mark.slow
 def test_a_prefix_is_found_and_changes_nothing(exact, plain):
     ids = prompt(100, 1007)
     first = engine_request("first", ids, seed=3, **WARM)
@@ -141,6 +136,7 @@ def test_generated_pages_are_found_by_a_prompt_that_continues_the_text(model):
         assert last.cached_tokens == 36  # 39 positions were in the cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch_invariant):
     engine_requests = [
@@ -184,6 +180,7 @@ def test_control_is_a_matter_of_each_sequence(exact):
     assert all(m["kept_fraction"] == 1 for d in exact.submit(off[0]) for t in d.tokens for m in [t.metrics])
 
 
+@pytest.mark.slow
 def test_a_pruned_job_survives_preemption(model, exact):
     gains = (
         ("dropped_mass_limit", 0.3),
@@ -326,6 +323,7 @@ def test_readers_in_an_event_loop(exact):
     assert asyncio.run(main()) == [tokens for tokens, _ in run(exact, *crowd(50))]
 
 
+@pytest.mark.slow
 def test_the_queue_is_bounded_and_drains(model):
     engine = LLMEngine(model, EngineOptions(**{**EXACT, "max_queue": 3, "max_num_seqs": 1}))
     output_streams = []

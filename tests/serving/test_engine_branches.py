@@ -108,6 +108,7 @@ def reference(model, calibration):
         return offline(model, calibration, THREE, *searching(), *ENDS.values())
 
 
+@pytest.mark.slow
 def test_as_offline_alone_and_in_a_crowd(reference, exact):
     engine_requests, expected = searching(), reference[:5]
     assert [run(exact, request)[0][0] for request in engine_requests] == expected

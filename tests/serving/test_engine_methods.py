@@ -70,6 +70,7 @@ OTHERS = ("entropy-prefill", "criti-prefill", "snapkv", "adakv", "quest")
 RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["entropyinfer", *RARELY])
 def test_as_offline_alone_and_in_a_crowd(model, name):
     single = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
@@ -101,6 +102,7 @@ class Events(MetricsHooks):
         self.seen.append(("finished", sequence.engine_request.id))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "together"), [("entropyinfer", True), ("dense", False)])
 def test_pages_emptied_serve_others(model, name, together):
     """Two long prompts do not fit beside one another, unless the first is compressed."""
@@ -126,6 +128,7 @@ def test_what_a_method_made_is_not_shared(model):
         )
 
 
+@pytest.mark.slow
 def test_preemption_tells_a_compressed_row_its_tokens_again(model):
     engine_requests = [
         engine_request(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)
@@ -138,12 +141,14 @@ def test_preemption_tells_a_compressed_row_its_tokens_again(model):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 def test_no_program_copies_the_pool(model):
     for engine in engine_of(model, "entropyinfer"):
         run(engine, *crowd())
         copies_no_pool(engine, "prefill", "decode", "compress")
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses(model):
     for engine in engine_of(model, "snapkv"):
         with pytest.raises(RequestError, match="method must be snapkv; got 'h2o'"):

@@ -13,6 +13,7 @@ from tests.serving.test_engine import WARM, engine_of, engine_request, model, pr
 __all__ = ["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("int8_per_token_head", "int8"), ("bfloat16", "bfloat16")])
 def test_with_a_narrow_cache_a_job_still_gets_the_same_whatever_befalls_it(model, name, dtype):
     options = dict(kv_cache_dtype=name, num_pages=40)
@@ -50,6 +51,7 @@ def test_fp8_is_declined_where_it_would_copy_the_cache(model):
         LLMEngine(model, EngineOptions(kv_cache_dtype="fp8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head"])
 def test_without_a_server_too(model, name):
     request = Request(prompt=prompt(30, 1), max_tokens=12, temperature=0.0)

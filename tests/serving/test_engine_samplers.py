@@ -49,6 +49,7 @@ def sampled(control: Control, seed: int = 1):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
@@ -76,6 +77,7 @@ def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
+@pytest.mark.slow
 def test_preemption_keeps_what_a_law_remembers(model, calibration):
     control = Control("dslider")
     engine_requests = [
@@ -89,6 +91,7 @@ def test_preemption_keeps_what_a_law_remembers(model, calibration):
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_steps_without_it_do_not_pay_for_it(model, calibration):
     options = dict(batch_invariant=False, max_num_seqs=2)
     for engine in engine_of(model, calibration, "entropix", **options):
@@ -102,6 +105,7 @@ def test_steps_without_it_do_not_pay_for_it(model, calibration):
         assert cost[False] < cost[True]
 
 
+@pytest.mark.slow
 def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
     always = calibration._replace(quantiles=(0.0,) * 7, varentropy_quantiles=(90.0,) * 7)
     for engine in engine_of(model, always, "entropix", clarification="hm"):
@@ -112,6 +116,7 @@ def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
         assert words[0] not in run(engine, dataclasses.replace(single, request=never))[0][0]
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses(model, calibration):
     for engine in engine_of(model, calibration, "entropix"):
         with pytest.raises(

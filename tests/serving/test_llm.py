@@ -35,6 +35,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_the_engine_comes_back_in_order(llm):
     params = [SamplingParams(max_tokens=4 + 3 * i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     outputs = llm.generate(PROMPTS, params)
@@ -64,6 +65,7 @@ def test_prompts_take_every_form(llm):
     assert conversations_of([{"role": "user"}]) == [[{"role": "user"}]]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_the_command_line(llm, capsys):
     flags = ["--max-tokens", "24", "--temperature", "0.7", "--top-p", "0.9", "--seed", "5", "--json"]
     assert main(["generate", "--prompt", PROMPTS[0], *flags]) == 0

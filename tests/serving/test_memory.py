@@ -49,6 +49,7 @@ def test_none_is_refused_where_it_means_nothing(name):
         EngineOptions(**{name: None})
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_fit_together_run_one_after_the_other(model, available):
     engine = Engine(model)
     requests = [Request(prompt="abc" * n, max_tokens=8, temperature=0.0) for n in range(1, 4)]

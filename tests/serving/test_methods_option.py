@@ -12,6 +12,7 @@ def test_the_command_line_knows_every_method():
     assert tuple(METHODS) == control_options.METHODS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "quest"])
 def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
     common = ("generate", "--model", directory, "--prompt", "a" * 90, "--json", "--temperature", "0")

@@ -91,6 +91,7 @@ def expected(off):
     return results(off, requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped):
     before = suffix.snapshot()
@@ -104,6 +105,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
     assert drafted >= accepted > 40
 
 
+@pytest.mark.slow
 def test_passes_are_counted_per_request_and_per_token(off, suffix):
     request = engine_request("looped", repetitive(30), max_tokens=40, **LOOPED)
     ((plain, last),) = run(off, request)
@@ -119,6 +121,7 @@ def test_passes_are_counted_per_request_and_per_token(off, suffix):
     assert suffix.snapshot()["num_accepted_tokens"] - before["num_accepted_tokens"] == accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [40, 52])
 def test_preemption_changes_nothing_and_drafts_preempt_nobody(model, expected, monkeypatch, pages):  # noqa: F811
     for engine in engine_of(model, **SUFFIX, num_pages=pages):
@@ -151,6 +154,7 @@ def test_prefixes_are_shared(off, suffix):
     assert tokens == plain
 
 
+@pytest.mark.slow
 def test_generated_pages_are_shared_where_no_request_prunes(model, off):  # noqa: F811
     ids = repetitive(30, 3)
     first = engine_request("first", ids, max_tokens=30, **LOOPED)
@@ -163,6 +167,7 @@ def test_generated_pages_are_shared_where_no_request_prunes(model, off):  # noqa
         assert after == run(off, follow)[0][0]
 
 
+@pytest.mark.slow
 def test_rows_that_prune_pages_decode_plainly(off, suffix):
     pruned = [
         engine_request(f"p{i}", repetitive(80, i), Control("full"), seed=i, max_tokens=30, **WARM)
@@ -173,6 +178,7 @@ def test_rows_that_prune_pages_decode_plainly(off, suffix):
     assert suffix.snapshot()["num_drafts"] == before
 
 
+@pytest.mark.slow
 def test_only_grammars_decode_plainly(off, suffix):
     held = lambda: [engine_request("held", repetitive(12), seed=1, grammar=Alternating(), **WARM)]
     before = suffix.snapshot()["num_drafts"]
@@ -180,6 +186,7 @@ def test_only_grammars_decode_plainly(off, suffix):
     assert suffix.snapshot()["num_drafts"] == before
 
 
+@pytest.mark.slow
 def test_failed_logits_end_one_row(model, suffix):  # noqa: F811
     """A row whose pass computes NaN ends; its neighbours, which draft, do not."""
     import dataclasses
@@ -208,6 +215,7 @@ def test_metrics_have_the_names_of_vllm(suffix):
         assert values[f"vllm:spec_decode_{key}_total"] == snapshot[key] > 0
 
 
+@pytest.mark.slow
 def test_llm_with_several_continuations(directory):
     params = [
         SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=24, ignore_eos=True, logit_bias=NARROW),
@@ -225,6 +233,7 @@ def test_llm_with_several_continuations(directory):
     assert texts[True] == texts[False]
 
 
+@pytest.mark.slow
 def test_generate_command(directory, entropic):
     line = ["generate", "--model", directory, "--prompt", "ab" * 20, "--json", "--max-tokens", "30"]
     line += ["--temperature", "0", "--ignore-eos", "--repetition-penalty", "0.5"]  # which makes it repeat

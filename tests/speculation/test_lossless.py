@@ -111,6 +111,7 @@ def corrupted(script: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
     return np.where(rng.random(script.shape) < share, rng.integers(0, 96, script.shape), script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 1.0])
 def test_the_tokens_are_those_of_plain_decoding(plain, truth, share):
     tokens, state, trace = run(scripted(corrupted(truth, share)))
@@ -155,6 +156,7 @@ def test_measurements_and_totals_are_those_of_plain_decoding(plain, truth):
     assert (state.ledger.flops >= plain[1].ledger.flops * 0.99).all()
 
 
+@pytest.mark.slow
 def test_control_per_token_counts_accepted_tokens_only(truth):
     controller = presets.preset("micro").controller
     plain = run(None, controller=controller)
@@ -183,6 +185,7 @@ def test_a_row_fills_the_whole_cache(truth):
     assert (np.asarray(state.length) <= CONTEXT).all()
 
 
+@pytest.mark.slow
 def test_drafts_shrink_where_pages_run_short(truth):
     """With a pool that holds the rows but no spare page, drafts shrink and no row stalls."""
     needed = sum(-(-(n - 1 + 12) // PAGE) for n in (9, 16, 5, 17))
@@ -192,6 +195,7 @@ def test_drafts_shrink_where_pages_run_short(truth):
     assert (np.asarray(state.status) != RUNNING).all()
 
 
+@pytest.mark.slow
 def test_the_first_rows_of_a_narrow_step(plain, truth):
     expected = run(None, width=2)
     tokens, _, trace = run(scripted(corrupted(truth, 0.3)), width=2)
@@ -219,6 +223,7 @@ def test_failed_logits_end_a_row_and_no_other(plain, truth):
     assert (np.asarray(state.status) != RUNNING).all()
 
 
+@pytest.mark.slow
 def test_the_suffix_drafter_follows_repetition(plain):
     drafts = speculator(ROWS)
     drafts = Speculator(
@@ -231,6 +236,7 @@ def test_the_suffix_drafter_follows_repetition(plain):
     assert trace.from_draft.sum() > 0.2 * trace.emitted.sum()  # greedy texts of a random model repeat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cascaded", [False, True])
 def test_pruned_drafts_change_nothing(plain, cascaded):
     sparse = Selection(
@@ -248,6 +254,7 @@ def test_pruned_drafts_change_nothing(plain, cascaded):
     assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_cache_in_a_launch():
     """Neither drafts nor passes of several sizes copy the page pool."""
     m = model()

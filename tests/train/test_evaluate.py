@@ -82,6 +82,7 @@ def test_compression_counts_every_token_and_what_xz_writes(
         assert len(packed) == (tmp_path / "file.xz").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.standard_promotion
 def test_evaluation_and_card(

@@ -3,7 +3,7 @@
 import secrets
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from entropic_jax.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS
 
@@ -25,6 +25,16 @@ FIELDS = tuple(line for line in PARAMETERS.values() if line.scope in (DEVICE, HO
 Alternatives = annotation(PARAMETERS["logprobs"].accepts)
 Sequences: Any = annotation(PARAMETERS["n"].accepts)
 SamplingFields: Any = optional_fields("SamplingFields", FIELDS)
+
+
+def _boolean(value: Any) -> Any:
+    """The value, unless it only equals a boolean, as 0 does."""
+    if not isinstance(value, bool):
+        raise ValueError("must be false")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_boolean)]
 
 
 class NamedSchema(Body):
@@ -94,7 +104,7 @@ class SamplingBody(SamplingFields):
     deadline: Seconds | None = Field(
         None, description="seconds after which the answer is late; urgency rises until then"
     )
-    use_beam_search: Literal[False] | None = Field(None, description="no beam search is built")
+    use_beam_search: No | None = Field(None, description="no beam search is built")
     user: str | None = None
     request_id: str | None = Field(None, max_length=128)
     entropic: Entropic | None = None

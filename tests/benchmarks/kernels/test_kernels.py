@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.kernels import attention, checks, prefill, report, timing
 
@@ -64,6 +65,7 @@ def test_tables_and_notes():
     assert "sum small fails: twice" in report.notes(RESULTS)
 
 
+@pytest.mark.slow
 def test_the_cases_of_hardware_are_right_in_plain_jax():
     sampled = list(checks.calls("xla"))[::4]
     verdicts = {name: checks.verdict(call) for _, name, call in sampled}
