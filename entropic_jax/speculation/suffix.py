@@ -14,8 +14,8 @@ from ..batch import Batch
 from ..control.controller import STATIC, pytree
 from .drafter import ControlledModel, Draft
 
-# P(accepted) of the token that follows a match of so many tokens, measured on held-out code sampled at
-# temperature 0.7 and 1 (`python -m benchmarks.speculation`).
+# P(accepted) of the token that follows a match of so many tokens, on some 5000 tokens of held-out code
+# sampled at temperature 0.7 and 1. Starting values: each row corrects them by its own record.
 ACCEPTANCE = (
     *(0.0, 0.27, 0.45, 0.60, 0.66, 0.68, 0.78, 0.76, 0.76, 0.76, 0.80, 0.82, 0.84, 0.86, 0.88, 0.90, 0.93),
 )
@@ -50,7 +50,7 @@ class SuffixDrafter:
 
 
 def suffix_drafter(most_tokens: int = 15) -> SuffixDrafter:
-    """A suffix drafter with the acceptance measured on the embedded model.
+    """A suffix drafter with the default table of acceptance.
 
     Args:
         most_tokens: k, the tokens drafted at most.
