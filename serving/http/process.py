@@ -21,8 +21,10 @@ from .routes.app import create
 from .settings import Settings
 
 logger = logging.getLogger("entropic_jax.serving.server")
-LAST_SECONDS = 3.0  # of the shutdown timeout at most: for the last bytes, and for the engine to end
-LAST_BYTES = 1  # seconds of them for the last bytes
+# The shutdown timeout ends with three stages: requests in flight are cut off and their last bytes sent; the
+# engine's thread ends; the process ends, which takes time on a busy machine.
+LAST_SECONDS, LARGEST_SHARE = 4.0, 1 / 3  # of all three at most, in seconds and as a share of the timeout
+LAST_BYTES, MARGIN = 0.25, 0.5  # shares of them: for the last bytes, and for the end of the process
 ENGINE_FAILED = 1  # exit status
 SHORTEST_LIFE = 60.0  # seconds; a server whose engine fails sooner would only fail again after a restart
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
@@ -46,13 +48,15 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=LAST_BYTES,
+                timeout_graceful_shutdown=LAST_BYTES * last_seconds(settings.drain),  # type: ignore[bad-argument-type]
                 http=limited(settings.limits.connections, settings.limits.head),
             )
         )
         self.frontend = frontend
         self.deadline: float | None = None  # after a signal: when the process must have ended
         self.status = 0
+        self.signalled = threading.Event()
+        self._logged = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,6 +71,14 @@ class Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept requests, and log the address."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            logger.info("listening", extra={"address": address, "model": self.frontend.model.names[0]})
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; at the second signal, stop waiting."""
         if self.deadline is not None:
@@ -74,6 +86,31 @@ class Server(uvicorn.Server):
             return
         self.frontend.draining = True
         self.deadline = time.monotonic() + self.frontend.settings.drain
+        self.signalled.set()
+
+    def end_in_time(self) -> None:
+        """After a signal, end the process before its deadline whatever else goes on. Run in a daemon thread."""
+        self.signalled.wait()
+        settings = self.frontend.settings
+        time.sleep(settings.drain - MARGIN / 2 * last_seconds(settings.drain))
+        self.log_end(forced=True)
+        leave(self.status)
+
+    def seconds_for_engine(self) -> float:
+        """Seconds that the engine's thread has to end; none after a second signal."""
+        settings = self.frontend.settings
+        if self.deadline is None:
+            return LAST_SECONDS
+        left = self.deadline - time.monotonic() - MARGIN * last_seconds(settings.drain)
+        return 0.0 if self.force_exit else min(LAST_SECONDS, max(0.0, left))
+
+    def log_end(self, **extra: Any) -> None:
+        """Log once that the process ends, and how long before its deadline."""
+        if not self._logged:
+            self._logged = True
+            if self.deadline is not None:
+                extra["seconds_left"] = round(self.deadline - time.monotonic(), 2)
+            logger.info("stopped", extra=extra)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to stop; called ten times a second."""
@@ -85,11 +122,16 @@ class Server(uvicorn.Server):
         if self.deadline is not None and not self.should_exit:
             if not self.frontend.busy:
                 self.should_exit = True
-            elif time.monotonic() >= self.deadline - min(LAST_SECONDS, self.frontend.settings.drain / 4):
+            elif time.monotonic() >= self.deadline - last_seconds(self.frontend.settings.drain):
                 logger.warning("drain timed out", extra={"ended": len(self.frontend.output_streams)})
                 self.frontend.abandon()
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+def last_seconds(timeout: float) -> float:
+    """How many seconds before the end of a shutdown timeout the requests in flight are cut off."""
+    return min(LAST_SECONDS, LARGEST_SHARE * timeout)
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -123,17 +165,14 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
         tracer_provider: An OpenTelemetry provider that receives a span per request; None traces nothing.
     """
     server = Server(frontend, tracer_provider)
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    logger.info("listening", extra={"address": address, "model": frontend.model.names[0]})
     start_time = time.monotonic()
+    threading.Thread(target=server.end_in_time, name="shutdown", daemon=True).start()
     server.run(sockets=[listener])
-    left = LAST_SECONDS if server.deadline is None else max(0.0, server.deadline - time.monotonic())
     frontend.pools.close()
-    ended = frontend.engine.close(timeout=min(left, LAST_SECONDS))
+    ended = frontend.engine.close(timeout=server.seconds_for_engine())
     if tracer_provider is not None:
         tracer_provider.shutdown()  # sends what is left
-    logger.info("stopped", extra={} if ended else {"compiling": True})
+    server.log_end(**({} if ended else {"compiling": True}))
     lived = time.monotonic() - start_time
     if server.status == ENGINE_FAILED and frontend.settings.on_engine_failure == "restart":
         if lived >= SHORTEST_LIFE:

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
-from entropic_jax.serving.http.process import bind
+from entropic_jax.serving.http.process import MARGIN, bind, last_seconds
 from entropic_jax.serving.http.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +26,10 @@ pytestmark = pytest.mark.slow
 class Process:
     """A server process and its log."""
 
-    def __init__(self, *options: str, **environment: str) -> None:
-        command = [sys.executable, ROOT / "serving" / "server.py", "--port", "0", "--warmup", "none"]
+    def __init__(
+        self, *options: str, program: Path = ROOT / "serving" / "server.py", **environment: str
+    ) -> None:
+        command = [sys.executable, program, "--port", "0", "--warmup", "none"]
         command += ["--max-num-seqs", "2", "--max-model-len", "512", "--log-format", "json", *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
@@ -52,8 +55,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(*options: str, **environment: str) -> Iterator[Process]:
-    server = Process(*options, **environment)
+def started(*options: str, **settings: Any) -> Iterator[Process]:
+    server = Process(*options, **settings)
     try:
         yield server
     finally:
@@ -116,6 +119,25 @@ def test_sigterm_while_programs_compile_ends_in_time(tmp_path, waiting):
             if answer is not None:
                 answer.exception()  # the server has gone, or has answered 503
         assert server.lines[-1]["message"] == "stopped"
+        assert server.lines[-1]["seconds_left"] > MARGIN / 2 * last_seconds(12) - 0.5
+
+
+def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
+    """A front end that cannot close its pools, as after a deadlock."""
+    program = tmp_path / "hanging.py"
+    program.write_text(
+        "import sys, time\n"
+        "from entropic_jax.serving.http.worker_pools import WorkerPools\n"
+        "WorkerPools.close = lambda pools: time.sleep(100)\n"
+        "from entropic_jax.serving.cli import main\n"
+        "sys.exit(main(['serve', *sys.argv[1:]]))\n"
+    )
+    with started("--shutdown-timeout", "6", program=program) as server:
+        start = time.monotonic()
+        assert server.end(signal.SIGTERM) == 0
+        assert time.monotonic() - start < 6
+        assert server.lines[-1]["message"] == "stopped" and server.lines[-1]["forced"]
+        assert server.lines[-1]["seconds_left"] > 0.25
 
 
 @pytest.mark.parametrize(
