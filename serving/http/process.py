@@ -48,10 +48,11 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=LAST_BYTES * last_seconds(settings.drain),  # type: ignore[bad-argument-type]
                 http=limited(settings.limits.connections, settings.limits.head),
             )
         )
+        last_bytes: Any = LAST_BYTES * last_seconds(settings.drain)  # uvicorn waits for fractions, too
+        self.config.timeout_graceful_shutdown = last_bytes
         self.frontend = frontend
         self.deadline: float | None = None  # after a signal: when the process must have ended
         self.status = 0
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
         self.signalled.set()
 
     def end_in_time(self) -> None:
-        """After a signal, end the process before its deadline whatever else goes on. Run in a daemon thread."""
+        """After a signal, end the process before its deadline, whatever else goes on. For a daemon thread."""
         self.signalled.wait()
         settings = self.frontend.settings
         time.sleep(settings.drain - MARGIN / 2 * last_seconds(settings.drain))

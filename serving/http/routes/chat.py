@@ -10,7 +10,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
-from . import generation, logprobs, unknown_fields
+from . import generation, logprobs, preparation, rendering, unknown_fields
 from .errors import documented
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -40,11 +40,11 @@ def router(frontend: Frontend) -> APIRouter:
 async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response:
     """The response to a request, whole or as a stream."""
     model = frontend.check_model(body.model)
-    name = generation.identifier("chatcmpl", body.request_id)
+    name = preparation.identifier("chatcmpl", body.request_id)
     silent = _limit(body) == 0
-    choices = await generation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
+    choices = await preparation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
     if body.stream:
-        head = generation.head_of(name, "chat.completion.chunk", model)
+        head = rendering.head_of(name, "chat.completion.chunk", model)
         render = lambda choice, delta: _pieces(frontend, body, choice, delta)
         news = generation.arriving(frontend, choices, silent)
         source = generation.events(choices, body, head, render, news)
@@ -52,9 +52,9 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
     deltas = await generation.unless_gone(http, generation.finished(frontend, choices, silent))
     if deltas is None:
         return Response(status_code=499)
-    head = generation.head_of(name, "chat.completion", model)
+    head = rendering.head_of(name, "chat.completion", model)
     answers = [_full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
-    return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
+    return rendering.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
 def _limit(body: ChatBody) -> int | None:
@@ -83,11 +83,11 @@ def _prepare(
         frontend.model.check_length(text)
     tokens = tuple(frontend.model.encode(text, special=False))[-(body.truncate_prompt_tokens or 0) :]
     most = frontend.model.context if most is None else most
-    requests = generation.requests_of(frontend, body, tokens, count, most)
+    requests = preparation.requests_of(frontend, body, tokens, count, most)
     if most == 0:
         return [], [(tokens, None)] * count
     num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
-    engine_requests = generation.engine_requests_of(frontend, body, requests, name, num_logprobs)
+    engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs)
     return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 
@@ -127,4 +127,4 @@ def _said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: 
     fields |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
     if body.return_token_ids:
         fields["token_ids"] = [token.id for token in delta.tokens]
-    return fields | generation.entropic(body, delta, choice)
+    return fields | rendering.entropic(body, delta)

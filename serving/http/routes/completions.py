@@ -10,7 +10,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.completion import Completion, CompletionBody
-from . import generation, logprobs, unknown_fields
+from . import generation, logprobs, preparation, rendering, unknown_fields
 from .errors import documented
 
 DEFAULT_TOKENS = 16
@@ -35,10 +35,10 @@ def router(frontend: Frontend) -> APIRouter:
 async def _answer(frontend: Frontend, body: CompletionBody, http: Request) -> Response:
     """The response to a request, whole or as a stream."""
     model = frontend.check_model(body.model)
-    name = generation.identifier("cmpl", body.request_id)
+    name = preparation.identifier("cmpl", body.request_id)
     silent = body.max_tokens == 0
-    choices = await generation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
-    head = generation.head_of(name, "text_completion", model)
+    choices = await preparation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
+    head = rendering.head_of(name, "text_completion", model)
     render = lambda choice, delta: [_rendered(frontend, body, choice, delta)]
     if body.stream:
         news = generation.arriving(frontend, choices, silent)
@@ -53,7 +53,7 @@ async def _answer(frontend: Frontend, body: CompletionBody, http: Request) -> Re
         _rendered(frontend, body, choice, delta)
         for choice, delta in _best(body, list(zip(choices, deltas, strict=True)))
     ]
-    return generation.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
+    return rendering.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
 def _prepare(
@@ -83,11 +83,11 @@ def _prepare(
         special = body.add_special_tokens is not False
         read = frontend.model.encode(prompt, special) or frontend.model.beginning()
         tokens = tuple(read)[-(body.truncate_prompt_tokens or 0) :]
-        requests += generation.requests_of(frontend, body, tokens, count, most)
+        requests += preparation.requests_of(frontend, body, tokens, count, most)
         places += [tokens] * count
     if most == 0 and of_prompt is None:
         return [], [(tokens, None) for tokens in places]
-    engine_requests = generation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
+    engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
     return engine_requests, list(zip(places, engine_requests, strict=True))
 
 
@@ -107,7 +107,7 @@ def _rendered(
         "logprobs": None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
-        **generation.entropic(body, delta, choice),
+        **rendering.entropic(body, delta),
     }
     if body.logprobs is not None:
         prompt = delta.prompt if body.echo else ()

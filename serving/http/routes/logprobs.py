@@ -6,7 +6,7 @@ from typing import Any
 from ...engine.interface import PromptToken
 from ...transcript import Alternative, Token
 from ..served_model import ServedModel
-from .generation import measured, number
+from .rendering import measured, number
 
 Name = Callable[[int], str]
 

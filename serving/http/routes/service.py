@@ -9,7 +9,7 @@ from ... import version
 from ..frontend import Frontend, FrontendError
 from ..protocol.service import EngineState, Health, ModelCard, ModelList, Version
 from .errors import documented
-from .generation import answered
+from .rendering import answered
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 

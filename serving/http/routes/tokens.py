@@ -17,7 +17,8 @@ from ..protocol.tokens import (
     TokenizerInfo,
 )
 from .errors import documented
-from .generation import answered, size_of
+from .preparation import size_of
+from .rendering import answered
 
 
 def router(frontend: Frontend) -> APIRouter:

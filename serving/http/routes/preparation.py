@@ -1,0 +1,154 @@
+"""Preparation of generation requests: from a body to engine requests, submitted."""
+
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request as HttpRequest
+
+from ...engine.interface import EngineRequest
+from ...request import Request, RequestError
+from .. import grammar, log
+from ..frontend import Frontend, refusals
+from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
+from ..worker_pools import LONG
+from .generation import Choice
+
+
+def identifier(prefix: str, request_id: str | None) -> str:
+    """The id of an answer, derived from the request id."""
+    return f"{prefix}-{request_id or log.request_id.get() or uuid.uuid4().hex}"
+
+
+def requests_of(
+    frontend: Frontend, body: SamplingBody, prompt: Sequence[int], count: int, most: int
+) -> list[Request]:
+    """Requests for one prompt, which differ in their seed. RequestError for a field that is out of range.
+
+    Args:
+        frontend: Whose model and limits hold.
+        body: Holds the sampling parameters.
+        prompt: Token ids, at least one and fewer than the model's context.
+        count: Number of requests.
+        most: Tokens to generate at most; the context may leave room for fewer.
+    """
+    limits, context = frontend.settings.limits, frontend.model.context
+    if isinstance(body.stop, list) and len(body.stop) > limits.stops:
+        raise RequestError(f"stop must have at most {limits.stops} strings; got {len(body.stop)}", "stop")
+    if not 0 < len(prompt) < context:
+        raise RequestError(
+            f"prompt must have between 1 and {context - 1} tokens, one less than the model's maximum context "
+            f"length of {context} tokens; got {len(prompt)}",
+            "prompt",
+        )
+    fields = body.sampling(dict(frontend.model.defaults))
+    max_tokens = max(1, min(most, context - len(prompt)))
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
+    last = frontend.model.vocabulary - 1
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if (highest := max(fields.get(name, ()), default=0)) > last:
+            raise RequestError(f"{name} must hold token ids between 0 and {last}; got {highest}", name)
+    first = body.first_seed()
+    return [
+        Request(prompt=prompt, max_tokens=max_tokens, seed=(first + k) % 2**31, **fields)
+        for k in range(count)
+    ]
+
+
+def engine_requests_of(
+    frontend: Frontend,
+    body: SamplingBody,
+    requests: Sequence[Request],
+    name: str,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> list[EngineRequest]:
+    """The engine requests, each with its own state of the body's grammar, if it has one.
+
+    Args:
+        frontend: Supplies the default control, the timeout and the grammars.
+        body: Holds control, priority, deadline and grammar.
+        requests: Prompts with their sampling parameters.
+        name: Id of the answer, with which the ids of the engine requests begin.
+        logprobs: Alternatives reported per generated token; None reports no log-probabilities.
+        prompt_logprobs: The same per token of the prompt.
+    """
+    default = frontend.settings.control
+    constraint = constraint_of(body)
+    return [
+        EngineRequest(
+            id=f"{name}-{index}",
+            request=request,
+            control=default if body.entropic is None else body.entropic.control(default),
+            priority=body.priority or 0,
+            deadline=body.deadline,
+            timeout=frontend.settings.request_timeout,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=None if constraint is None else frontend.grammars.compile(*constraint),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
+    """The field that constrains the text, and the grammar it stands for."""
+    form = body.response_format
+    if isinstance(form, ObjectFormat):
+        return "response_format", grammar.any_object()
+    if isinstance(form, SchemaFormat):
+        schema = form.json_schema.schema_
+        return "response_format.json_schema", grammar.from_schema("response_format.json_schema", schema)
+    constraints = body.structured_outputs
+    if constraints is None:
+        return None
+    if constraints.json_ is not None:
+        return "structured_outputs.json", grammar.from_schema("structured_outputs.json", constraints.json_)
+    if constraints.regex is not None:
+        return "structured_outputs.regex", grammar.from_regex(constraints.regex)
+    if constraints.choice is not None:
+        return "structured_outputs.choice", grammar.from_choices(constraints.choice)
+    if constraints.grammar is not None:
+        return "structured_outputs.grammar", grammar.from_text(constraints.grammar)
+    return ("structured_outputs.json_object", grammar.any_object()) if constraints.json_object else None
+
+
+async def start(
+    frontend: Frontend,
+    http: HttpRequest,
+    body: SamplingBody,
+    prepare: Callable[[], tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]],
+) -> list[Choice]:
+    """Prepare engine requests and submit them.
+
+    Args:
+        frontend: Submits the engine requests.
+        http: The request, whose size decides which threads prepare it.
+        body: Of the request.
+        prepare: Returns the engine requests, and for every text its prompt and its engine request. Runs in a
+            thread, since long prompts take their time.
+    """
+    frontend.check_able()
+    pools = frontend.pools
+    with refusals():
+        if body.constrains:
+            constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, body)
+            if constraint is not None and frontend.grammars.is_hard(constraint[1]):
+                await frontend.run_in(pools.grammars, frontend.grammars.compile, *constraint)
+        engine_requests, plan = await frontend.run_in(pools.for_text(size_of(http)), prepare)
+        output_streams = dict(
+            zip(
+                (engine_request.id for engine_request in engine_requests),
+                frontend.submit(engine_requests),
+                strict=True,
+            )
+        )
+    return [
+        Choice(index, prompt, None if engine_request is None else output_streams[engine_request.id])
+        for index, (prompt, engine_request) in enumerate(plan)
+    ]
+
+
+def size_of(http: HttpRequest) -> int:
+    """Bytes of the body; that of a body which does not say counts as long."""
+    stated = http.headers.get("content-length", "")
+    return int(stated) if stated.isdecimal() else LONG
