@@ -1,8 +1,8 @@
 """Suffix drafter: continues the longest match of a row's last tokens in the row's own text.
 
 Source: prompt lookup decoding (Saxena 2023); SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). Differs
-from the papers: the match is found on the device by comparing all positions at once, in place of a tree on
-the host; a match that overlaps its own continuation is continued periodically.
+from the papers: the match is found on the device, in the tokens themselves, in place of a tree on the
+host; a match that overlaps its own continuation is continued periodically.
 """
 
 from typing import Annotated
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..batch import Batch
 from ..control.controller import STATIC, pytree
+from ..pallas.longest_match import longest_match
 from .drafter import ControlledModel, Draft
 
 # P(accepted) of the token that follows a match of so many tokens, on some 5000 tokens of held-out code
@@ -56,32 +57,3 @@ def suffix_drafter(most_tokens: int = 15) -> SuffixDrafter:
         most_tokens: k, the tokens drafted at most.
     """
     return SuffixDrafter(jnp.asarray(ACCEPTANCE, jnp.float32), most_tokens)
-
-
-def longest_match(text: jax.Array, last: jax.Array, longest: int) -> tuple[jax.Array, jax.Array]:
-    """The latest of the longest earlier occurrences of the tokens that end each text.
-
-    Args:
-        text: int32 `[rows, context]`.
-        last: int32 `[rows]`, the position of the last token.
-        longest: matches of more tokens than this count as this many; static.
-
-    Returns:
-        The length of the match, 0 without one, and the position of its last token, both int32 `[rows]`.
-
-    >>> matched, end = longest_match(jnp.array([[5, 6, 7, 9, 6, 7, 0, 0]]), jnp.array([5]), 4)
-    >>> matched.tolist(), end.tolist()
-    ([2], [2])
-    """
-    rows, context = text.shape
-    position = jnp.arange(context)
-    matched = jnp.zeros((rows, context), jnp.int32)
-    same = position < last[:, None]
-    padded = jnp.pad(text, ((0, 0), (longest, 0)), constant_values=-1)
-    for back in range(longest):
-        token = jnp.take_along_axis(text, jnp.maximum(last - back, 0)[:, None], 1)
-        same &= (padded[:, longest - back : longest - back + context] == token) & (position >= back)
-        matched += same.astype(jnp.int32)
-    # One reduction over integers: XLA's CPU backend vectorises it, but not an argmax.
-    best = (matched * context + position).max(1)
-    return best // context, best % context
