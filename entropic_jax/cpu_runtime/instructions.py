@@ -7,6 +7,7 @@ is contiguous. Values are those of llvmlite; a `builder` emits code at its place
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -16,7 +17,10 @@ FLOAT, WORD, NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of an element, by dtype
 CACHE_LINE = 64  # bytes
-KEYS_AT_ONCE = 4  # keys whose scores are summed over the lanes together
+FOUR = ir.VectorType(FLOAT, 4)
+# Minimax coefficients of 2ᶠ on [−½, ½], ascending: relative error 9e-8.
+POWER_OF_TWO = (1, 0.693147004, 0.240222424, 0.0555073358, 0.00967151299, 0.00132647273)
+LOWEST_EXPONENT = -100  # of `exponential`: the products of its least value are normal numbers
 
 
 def intrinsic_of(num_arguments: int, emit: Callable[[Any, list[Any]], None]) -> Any:
@@ -150,27 +154,114 @@ def sum_lanes(builder: Any, value: Any) -> Any:
     return builder.extract_element(value, NARROW(0))
 
 
-def sum_lanes_of_four(builder: Any, values: Sequence[Any]) -> Any:
-    """The lane sums of four vectors, as a vector of four; each is added in the order of `sum_lanes`."""
+def broadcast_four(builder: Any, address: Any, offset: Any) -> Any:
+    """A vector that repeats the four floats at an address.
 
-    def lanes(*first):
-        numbers = [f + i for f in first for i in range(LANES // len(first))]
-        return ir.Constant(ir.VectorType(NARROW, LANES), numbers)
+    Args:
+        builder: of the function.
+        address: integer.
+        offset: in floats.
+    """
+    return permute(builder, [load(builder, address, offset, FOUR)], [i % 4 for i in range(LANES)])
+
+
+def permute(builder: Any, values: Sequence[Any], lanes: Sequence[int]) -> Any:
+    """The chosen lanes of one or two vectors, which are numbered through."""
+    mask = ir.Constant(ir.VectorType(NARROW, len(lanes)), list(lanes))
+    return builder.shuffle_vector(values[0], values[-1], mask)
+
+
+def transpose_fours(builder: Any, values: Sequence[Any]) -> list[Any]:
+    """Transposes four vectors as a matrix of fours: lanes 4 k … 4 k + 3 of vector m come from vector k."""
+
+    def fours(x, y, *numbers):
+        return permute(builder, [x, y], [4 * number + i for number in numbers for i in range(4)])
 
     a, b, c, d = values
+    low, high = [(fours(x, y, 0, 1, 4, 5), fours(x, y, 2, 3, 6, 7)) for x, y in ((a, b), (c, d))]
+    return [
+        fours(low[half], high[half], *numbers) for half in (0, 1) for numbers in ((0, 2, 4, 6), (1, 3, 5, 7))
+    ]
 
-    def halves(x, y):
-        low, high = (builder.shuffle_vector(x, y, lanes(i, LANES + i)) for i in (0, 8))
-        return builder.fadd(low, high)
 
-    x, y = halves(a, b), halves(c, d)
-    parts = [builder.shuffle_vector(x, y, lanes(i, 8 + i, 16 + i, 24 + i)) for i in (0, 4)]
-    four = builder.fadd(*parts)  # lanes 4 k … 4 k + 3 are of vector k
-    for step in (2, 1):
-        swapped = ir.Constant(ir.VectorType(NARROW, LANES), [i ^ step for i in range(LANES)])
-        four = builder.fadd(four, builder.shuffle_vector(four, four, swapped))
-    first_lanes = ir.Constant(ir.VectorType(NARROW, KEYS_AT_ONCE), [0, 4, 8, 12])
-    return builder.shuffle_vector(four, four, first_lanes)
+def sum_lanes_of_fours(builder: Any, values: Sequence[Any]) -> Any:
+    """The sums of the fours of four vectors: lane 4 k + v is lanes 4 k … 4 k + 3 of vector v, by halves."""
+
+    def pairs(x, y, first, second):
+        """Two lanes of each four of x and of y."""
+        lanes = [k + lane for k in range(0, LANES, 4) for lane in (*first, *(LANES + i for i in second))]
+        return permute(builder, [x, y], lanes)
+
+    blocks = range(0, LANES, 4)
+    halves = []
+    for x, y in (values[:2], values[2:]):
+        interleaved = []
+        for i in (0, 2):
+            lanes = [k + i + j + LANES * second for k in blocks for j in (0, 1) for second in (0, 1)]
+            interleaved.append(permute(builder, [x, y], lanes))
+        halves.append(builder.fadd(*interleaved))
+    return builder.fadd(pairs(*halves, (0, 1), (0, 1)), pairs(*halves, (2, 3), (2, 3)))
+
+
+def constant(value: float) -> Any:
+    """A vector of one value."""
+    return ir.Constant(VECTOR, [float(value)] * LANES)
+
+
+def larger(builder: Any, x: Any, y: Any) -> Any:
+    """The larger of each pair of lanes; y where x or y is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def largest_lane(builder: Any, value: Any) -> Any:
+    """The largest lane of a vector without NaN."""
+    for step in (8, 4, 2, 1):
+        value = larger(builder, value, permute(builder, [value], [i ^ step for i in range(LANES)]))
+    return builder.extract_element(value, NARROW(0))
+
+
+def any_lane(builder: Any, condition: Any) -> Any:
+    """Whether a condition holds in any lane."""
+    bits = ir.IntType(LANES)
+    return builder.icmp_unsigned("!=", builder.bitcast(condition, bits), bits(0))
+
+
+def lanes_between(builder: Any, offset: Any, begin: Any, end: Any) -> Any:
+    """Which elements of a vector, the first of which has the number `offset`, are between two numbers.
+
+    Args:
+        builder: of the function.
+        offset: integer.
+        begin: the first number that counts.
+        end: behind the last number that counts.
+    """
+    words = ir.VectorType(NARROW, LANES)
+
+    def spread(value):
+        first_lane = builder.insert_element(
+            ir.Constant(words, ir.Undefined), builder.trunc(value, NARROW), NARROW(0)
+        )
+        return permute(builder, [first_lane], [0] * LANES)
+
+    number = ir.Constant(words, list(range(LANES)))
+    after_begin = builder.icmp_signed(">=", number, spread(builder.sub(begin, offset)))
+    return builder.and_(after_begin, builder.icmp_signed("<", number, spread(builder.sub(end, offset))))
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """The exponential of a vector of numbers up to 80, at least 2^`LOWEST_EXPONENT`; NaN of NaN."""
+    words = ir.VectorType(NARROW, LANES)
+    x = larger(builder, constant(LOWEST_EXPONENT * np.log(2)), x)
+    # eˣ = 2ⁿ · 2ᶠ. Adding 1.5 · 2²³ + 127 rounds to an integer, whose low bits are the exponent of 2ⁿ.
+    bias = constant(1.5 * 2**23 + 127)
+    biased = multiply_add(builder, x, constant(np.log2(np.e)), bias)
+    negative_n = builder.fsub(bias, biased)
+    fraction = multiply_add(builder, x, constant(np.log2(np.e)), negative_n)
+    value = constant(POWER_OF_TWO[-1])
+    for coefficient in POWER_OF_TWO[-2::-1]:
+        value = multiply_add(builder, value, fraction, constant(coefficient))
+    bits = builder.shl(builder.bitcast(biased, words), ir.Constant(words, [23] * LANES))
+    return builder.fmul(value, builder.bitcast(bits, VECTOR))
 
 
 def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body: Callable) -> list[Any]:

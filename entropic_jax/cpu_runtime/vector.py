@@ -1,4 +1,4 @@
-"""Vector kernels: the inner loops of attention and matrix products as hand-written LLVM vector code.
+"""Vector kernels: the inner loops of page selection and matrix products as hand-written LLVM vector code.
 
 Data is float32 unless a `dtype` says otherwise: bfloat16 and int8 are widened as they are read. The public
 functions return functions for Numba code, specialised for the given sizes.
@@ -12,7 +12,6 @@ from llvmlite import ir
 
 from .instructions import (
     FLOAT,
-    KEYS_AT_ONCE,
     LANES,
     NARROW,
     VECTOR,
@@ -26,108 +25,7 @@ from .instructions import (
     prefetch_elements,
     store,
     sum_lanes,
-    sum_lanes_of_four,
 )
-
-
-@cache
-def scores(group: int, head_dim: int, dtype: str) -> Any:
-    """`scores(keys, query, out, stride, begin, end, next_tile)`: dot products of queries and keys.
-
-        out[g, t] = query[g] · keys[t],   begin ≤ t < end
-
-    Args:
-        group, head_dim: query heads that share the KV head; a multiple of `LANES`.
-        dtype: of the keys. The tile at the address `next_tile` is prefetched on the way.
-    """
-    parts = head_dim // LANES
-    heads_at_once = max(1, min(group, 16 // parts))
-
-    def emit(builder, values):
-        keys, query, out, stride, begin, end, next_tile = values
-        for first in range(0, group, heads_at_once):
-            heads = range(first, min(group, first + heads_at_once))
-            queries = {
-                (g, j): load(builder, query, g * head_dim + j * LANES) for g in heads for j in range(parts)
-            }
-
-            def products(t):
-                """The products of a key with each query head, as vectors whose lanes add up to the score."""
-                offset = builder.mul(t, WORD(head_dim))
-                part_offset = lambda j: builder.add(offset, WORD(j * LANES))
-                key = [load_widened(builder, keys, part_offset(j), dtype) for j in range(parts)]
-                if first == 0:
-                    prefetch_elements(builder, next_tile, offset, head_dim, dtype)
-                values = [builder.fmul(key[0], queries[g, 0]) for g in heads]
-                for j in range(1, parts):
-                    values = [
-                        multiply_add(builder, key[j], queries[g, j], x)
-                        for g, x in zip(heads, values, strict=True)
-                    ]
-                return values
-
-            def four_keys(t, _):
-                sums_of_keys = zip(
-                    *(products(builder.add(t, WORD(i))) for i in range(KEYS_AT_ONCE)), strict=True
-                )
-                for g, values in zip(heads, sums_of_keys, strict=True):
-                    target = builder.add(builder.mul(stride, WORD(g)), t)
-                    store(builder, sum_lanes_of_four(builder, values), out, target)
-                return []
-
-            def single_key(t, _):
-                for g, value in zip(heads, products(t), strict=True):
-                    target = builder.add(builder.mul(stride, WORD(g)), t)
-                    store(builder, sum_lanes(builder, value), out, target)
-                return []
-
-            span = builder.and_(builder.sub(end, begin), WORD(-KEYS_AT_ONCE))
-            middle = builder.add(begin, span)
-            loop(builder, begin, middle, KEYS_AT_ONCE, [], four_keys)
-            loop(builder, middle, end, 1, [], single_key)
-
-    return intrinsic_of(7, emit)
-
-
-@cache
-def accumulate(group: int, head_dim: int, dtype: str) -> Any:
-    """`accumulate(weights, values, out, stride, begin, end, next_tile)`: out[g] += Σ weights[g, t] values[t].
-
-    Args:
-        group: query heads of a KV head.
-        head_dim: a multiple of the vector's width.
-        dtype: of the values.
-    """
-    parts = head_dim // LANES
-    heads_at_once = max(1, min(group, 16 // parts))
-
-    def emit(builder, values):
-        weights, data, out, stride, begin, end, next_tile = values
-        for first in range(0, group, heads_at_once):
-            cells = [(g, j) for g in range(first, min(group, first + heads_at_once)) for j in range(parts)]
-            start = [load(builder, out, g * head_dim + j * LANES) for g, j in cells]
-
-            def row(t, sums):
-                offset = builder.mul(t, WORD(head_dim))
-                part_offset = lambda j: builder.add(offset, WORD(j * LANES))
-                value = [load_widened(builder, data, part_offset(j), dtype) for j in range(parts)]
-                if first == 0:
-                    prefetch_elements(builder, next_tile, offset, head_dim, dtype)
-                weight = {
-                    g: broadcast(
-                        builder, load(builder, weights, builder.add(builder.mul(stride, WORD(g)), t), FLOAT)
-                    )
-                    for g in {g for g, _ in cells}
-                }
-                return [
-                    multiply_add(builder, value[j], weight[g], x)
-                    for (g, j), x in zip(cells, sums, strict=True)
-                ]
-
-            for (g, j), x in zip(cells, loop(builder, begin, end, 1, start, row), strict=True):
-                store(builder, x, out, g * head_dim + j * LANES)
-
-    return intrinsic_of(7, emit)
 
 
 @cache

@@ -84,16 +84,50 @@ MUTANTS = (
     ),
     *sown(
         f"{RUNTIME}/vector.py",
-        DECODE,
-        ("a coefficient of the exponential", "0.24016445", "0.24116445"),
+        MOMENTS_ON_CPU,
+        ("a coefficient of the exponentials", "0.24016445", "0.24116445"),
     ),
     *sown(
         f"{RUNTIME}/instructions.py",
         DECODE,
+        ("a coefficient of 2ᶠ", "0.240222424", "0.241222424"),
         (
-            "lanes of four keys are not all summed",
-            "    for step in (2, 1):\n        swapped",
-            "    for step in (2,):\n        swapped",
+            "lanes of a key are not all summed",
+            "pairs(*halves, (2, 3), (2, 3))",
+            "pairs(*halves, (0, 1), (0, 1))",
+        ),
+    ),
+    *sown(
+        f"{RUNTIME}/attention.py",
+        DECODE,
+        (
+            "the old maximum counts as 0",
+            "drop = builder.fsub(load(builder, top, 0, FLOAT), peak)",
+            "drop = builder.fneg(peak)",
+        ),
+        (
+            "sums are not rescaled",
+            "builder.fmul(load(builder, out, j * LANES), shrink)",
+            "load(builder, out, j * LANES)",
+        ),
+        (
+            "the last scores of a page, not the largest",
+            "return [larger(builder, value, carried[0])]",
+            "return [value]",
+        ),
+    ),
+    *sown(
+        f"{RUNTIME}/attention.py",
+        NARROW_READ,
+        (
+            "scores are divided by the scales",
+            "return builder.fmul(value, load(builder, scale, t))",
+            "return builder.fdiv(value, load(builder, scale, t))",
+        ),
+        (
+            "weights are multiplied by the scales of keys",
+            "scaled_by(weight, value_scale, t)",
+            "scaled_by(weight, key_scale, t)",
         ),
     ),
     *sown(
@@ -105,10 +139,7 @@ MUTANTS = (
     *sown(
         f"{PAGED}/cpu.py",
         DECODE,
-        ("the old maximum counts as 0", "shrink = np.exp(top[", "shrink = np.exp(np.float32(0) * top["),
-        ("sums are not rescaled", "if shrink != np.float32(1):", "if shrink > np.float32(1):"),
         ("the next page is not looked up", "if entry + 1 < end:", "if entry + 1 < begin:"),
-        ("the last score of a page, not the largest", "peak = max(peak, weight[t])", "peak = weight[t]"),
         (
             "pieces are merged without their maximum",
             "peak = max(peak, top[p, ",
@@ -119,8 +150,6 @@ MUTANTS = (
         f"{PAGED}/cpu.py",
         NARROW_READ,
         ("NaN counts as no mass", "if mass != 0:", "if mass > 0:"),
-        ("scores are divided by the scales", "weight *= floats(key_scale", "weight /= floats(key_scale"),
-        ("weights are divided by the scales", "weight *= floats(value_scale", "weight /= floats(value_scale"),
     ),
     *sown(
         f"{PAGED}/cpu_select_pages.py",

@@ -39,11 +39,6 @@ class Shape(NamedTuple):
     def pages_per_piece(self) -> int:
         return max(1, PIECE // self.page_size)
 
-    @property
-    def queries_at_once(self) -> int:
-        """Queries whose heads fill the accumulators of `vector.scores` together."""
-        return max(1, 256 // (self.head_dim * self.group))
-
 
 def pool_dtype(keys: Any, values: Any) -> str:
     """The name of the dtype of two page pools. Raises NotImplementedError if it is not supported."""
@@ -169,43 +164,16 @@ def _page_readers(shape: Shape) -> tuple[Any, Any]:
     return page_range, page_of_entry
 
 
-def _online_softmax(shape: Shape) -> Any:
-    """Compile the update of a query head's softmax by the scores of a page, which become weights."""
-    from ...cpu_runtime import vector
-    from ...cpu_runtime.kernel import compiled, floats
-
-    page_size, scaled, exponentials = shape.page_size, shape.dtype == "int8", vector.exponentials()
-
-    @compiled
-    def update(weight, power, top, total, sums, low, high, key_scale, value_scale):
-        if scaled:
-            weight *= floats(key_scale, (page_size,))[low:high]
-        peak = top[0]
-        for t in range(high - low):
-            peak = max(peak, weight[t])
-        shrink = np.exp(top[0] - peak)
-        total[0] = total[0] * shrink + exponentials(weight, peak, power)
-        top[0] = peak
-        if shrink != np.float32(1):
-            for d in range(sums.shape[0]):
-                sums[d] *= shrink
-        if scaled:
-            weight *= floats(value_scale, (page_size,))[low:high]
-
-    return update
-
-
 def _page_attention(shape: Shape) -> Any:
     """Compile the attention of all queries of a (row, KV head) to one page."""
-    from ...cpu_runtime import vector
-    from ...cpu_runtime.kernel import compiled, floats, integers
+    from ...cpu_runtime import attention
+    from ...cpu_runtime.kernel import compiled, floats
 
-    group, head_dim, page_size, at_once = shape.group, shape.head_dim, shape.page_size, shape.queries_at_once
-    update = _online_softmax(shape)
-    scores, accumulate = (f(group, head_dim, shape.dtype) for f in (vector.scores, vector.accumulate))
-    scores_at_once, accumulate_at_once = (
-        f(group * at_once, head_dim, shape.dtype) for f in (vector.scores, vector.accumulate)
-    )
+    group, head_dim, page_size, dtype = shape.group, shape.head_dim, shape.page_size, shape.dtype
+    scaled, stride, block_bytes = dtype == "int8", attention.padded(page_size), 4 * attention.LANES * head_dim
+    scores = attention.scores(group, head_dim, page_size, dtype)
+    softmax = attention.softmax(page_size, head_dim, scaled)
+    accumulate = attention.accumulate(group, head_dim, page_size, dtype)
 
     @compiled
     def attend_page(query, key, value, next_key, next_value, key_scale, value_scale, state, bounds, scratch):
@@ -213,34 +181,38 @@ def _page_attention(shape: Shape) -> Any:
         out, top, total = state
         low, high = bounds
         n = low.shape[0]
-        score = floats(scratch, (group * at_once, page_size))
-        power = integers(scratch + 4 * group * at_once * page_size, (page_size,))
-        i = 0
-        while i < n:
-            # Queries that see the same positions go together; each is computed as it is alone.
-            number = min(at_once, n - i)
-            for j in range(1, number):
-                if low[i + j] != low[i] or high[i + j] != high[i]:
-                    number = 1
-                    break
-            if number < at_once:
-                number = 1
-            begin, end = low[i], high[i]
-            if end > begin:
-                heads = 4 * i * group * head_dim
-                if number == 1:
-                    scores(key, query + heads, scratch, page_size, begin, end, next_key)
-                else:
-                    scores_at_once(key, query + heads, scratch, page_size, begin, end, next_key)
+        first, last, begin, end = n, 0, page_size, 0
+        for i in range(n):
+            if high[i] > low[i]:
+                first, last = min(first, i), i + 1
+                begin, end = min(begin, low[i]), max(end, high[i])
+        if end == 0:
+            return
+        if scaled and stride > page_size:  # vectors of scales must not reach behind the pool
+            scale = floats(scratch, (2, stride))
+            scale[0, :page_size] = floats(key_scale, (page_size,))
+            scale[1, :page_size] = floats(value_scale, (page_size,))
+            key_scale, value_scale = scratch, scratch + 4 * stride
+        block, weights = scratch + 8 * stride, scratch + 8 * stride + block_bytes
+        heads = 4 * first * group * head_dim
+        scores(key, query + heads, weights, block, (last - first) * group, begin, end, next_key)
+        i = first
+        while i < last:
+            # Queries that see the same positions go together; none may touch a value that it does not see.
+            number = 1
+            while i + number < last and low[i + number] == low[i] and high[i + number] == high[i]:
+                number += 1
+            if high[i] > low[i]:
+                start = weights + 4 * (i - first) * group * stride
                 for g in range(number * group):
                     h = i * group + g
-                    sums = floats(out + 4 * h * head_dim, (head_dim,))
-                    weight = score[g, begin:end]
-                    update(weight, power, top[h:], total[h:], sums, begin, end, key_scale, value_scale)
-                if number == 1:
-                    accumulate(scratch, value, out + heads, page_size, begin, end, next_value)
-                else:
-                    accumulate_at_once(scratch, value, out + heads, page_size, begin, end, next_value)
+                    sums = out + 4 * h * head_dim
+                    weight = start + 4 * g * stride
+                    softmax(
+                        weight, top + 4 * h, total + 64 * h, sums, low[i], high[i], key_scale, value_scale
+                    )
+                sums = out + 4 * i * group * head_dim
+                accumulate(start, value, sums, number * group, low[i], high[i], next_value)
             i += number
 
     return attend_page
@@ -248,14 +220,16 @@ def _page_attention(shape: Shape) -> Any:
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
-    from ...cpu_runtime.instructions import ITEMSIZE
+    from ...cpu_runtime.attention import padded
+    from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, operand, words
 
     kv_heads, group, head_dim, page_size, dense, dtype = shape
     attend_page, pages_per_piece, scaled = _page_attention(shape), shape.pages_per_piece, dtype == "int8"
     tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
-    score_bytes = 4 * (group * shape.queries_at_once + 1) * page_size
+    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, beside the weights of each head
+    weight_bytes = 4 * padded(page_size)
 
     @compiled
     def attend_piece(job_address, piece_number):
@@ -279,14 +253,20 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         query = operand(frame, 0)[0] + 4 * (row * kv_heads + head) * heads * head_dim
         out = out_data + 4 * piece_number * heads * head_dim
         floats(out, (heads * head_dim,))[:] = np.float32(0)
-        top = floats(top_data + 4 * piece_number * heads, (heads,))
-        total = floats(total_data + 4 * piece_number * heads, (heads,))
-        top[:], total[:] = LOW, np.float32(0)
+        top_address = top_data + 4 * piece_number * heads
+        floats(top_address, (heads,))[:] = LOW
         key_scales, value_scales = np.int64(0), np.int64(0)
         if scaled:
             key_scales, value_scales = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
-        scratch = allocate(score_bytes + 16 * n)
-        low, high = words(scratch + score_bytes, n), words(scratch + score_bytes + 8 * n, n)
+        # Totals by lane; scales, a block of keys and weights of a page; bounds.
+        scratch_bytes = page_scratch + heads * weight_bytes
+        memory = allocate(CACHE_LINE + 4 * LANES * heads + scratch_bytes + 16 * n)
+        total_address = (memory + CACHE_LINE - 1) & -CACHE_LINE
+        total = floats(total_address, (heads, LANES))
+        total[:] = np.float32(0)
+        scratch = total_address + 4 * LANES * heads
+        bound_address = scratch + scratch_bytes
+        low, high = words(bound_address, n), words(bound_address + 8 * n, n)
         begin, end = max(first_entry, piece * pages_per_piece), min(end_entry, (piece + 1) * pages_per_piece)
         next_page = np.int64(page_table[page_of_entry(frame, row, head, begin)])
         for entry in range(begin, end):
@@ -304,11 +284,17 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
                 values + next_tile * tile,
                 key_scales + 4 * tile_number * page_size,
                 value_scales + 4 * tile_number * page_size,
-                (out, top, total),
+                (out, top_address, total_address),
                 (low, high),
                 scratch,
             )
-        free(scratch)
+        totals = floats(total_data + 4 * piece_number * heads, (heads,))
+        for h in range(heads):
+            mass = np.float32(0)
+            for lane in range(LANES):
+                mass += total[h, lane]
+            totals[h] = mass
+        free(memory)
 
     return attend_piece
 
