@@ -173,7 +173,7 @@ def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
         scaled: whether scores are multiplied by the float32 at `key_scale`, and weights, once they are added
             up, by those at `value_scale`, each `[padded(page_size)]`.
     """
-    low, zero = constant(np.finfo(np.float32).min), constant(0)
+    low, zero = constant(float(np.finfo(np.float32).min)), constant(0)
     parts = head_dim // LANES
 
     def emit(builder, values):

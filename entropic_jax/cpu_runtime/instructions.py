@@ -187,20 +187,19 @@ def transpose_fours(builder: Any, values: Sequence[Any]) -> list[Any]:
 def sum_lanes_of_fours(builder: Any, values: Sequence[Any]) -> Any:
     """The sums of the fours of four vectors: lane 4 k + v is lanes 4 k … 4 k + 3 of vector v, by halves."""
 
-    def pairs(x, y, first, second):
-        """Two lanes of each four of x and of y."""
-        lanes = [k + lane for k in range(0, LANES, 4) for lane in (*first, *(LANES + i for i in second))]
-        return permute(builder, [x, y], lanes)
+    def add(x, y, *orders):
+        """The sum of two permutations of the lanes of x and y, the same in each of their fours."""
+        return builder.fadd(
+            *(
+                permute(builder, [x, y], [4 * k + i for k in range(LANES // 4) for i in lanes])
+                for lanes in orders
+            )
+        )
 
-    blocks = range(0, LANES, 4)
-    halves = []
-    for x, y in (values[:2], values[2:]):
-        interleaved = []
-        for i in (0, 2):
-            lanes = [k + i + j + LANES * second for k in blocks for j in (0, 1) for second in (0, 1)]
-            interleaved.append(permute(builder, [x, y], lanes))
-        halves.append(builder.fadd(*interleaved))
-    return builder.fadd(pairs(*halves, (0, 1), (0, 1)), pairs(*halves, (2, 3), (2, 3)))
+    a, b, c, d = values
+    other = LANES  # the first lane of the second vector
+    x, y = (add(*v, (0, other, 1, other + 1), (2, other + 2, 3, other + 3)) for v in ((a, b), (c, d)))
+    return add(x, y, (0, 1, other, other + 1), (2, 3, other + 2, other + 3))
 
 
 def constant(value: float) -> Any:

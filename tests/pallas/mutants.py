@@ -93,8 +93,8 @@ MUTANTS = (
         ("a coefficient of 2ᶠ", "0.240222424", "0.241222424"),
         (
             "lanes of a key are not all summed",
-            "pairs(*halves, (2, 3), (2, 3))",
-            "pairs(*halves, (0, 1), (0, 1))",
+            "(2, 3, other + 2, other + 3)",
+            "(2, 2, other + 2, other + 2)",
         ),
     ),
     *sown(
