@@ -12,6 +12,7 @@ from .attention.page_reader import ReadStats, dense_step_stats
 from .attention.statistics import Observer
 from .batch import Batch
 from .cache import ModelShape, note_surprisal
+from .mesh import max_over_shards, sum_over_shards, tensor_shards
 from .state import Focus, State
 
 
@@ -101,9 +102,18 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
     if reader is None:
         read = dense_step_stats(decoder.shape, TokenSpan(state.length, count))
     else:
-        read, state = reader.total(), state._replace(page_policy_state=reader.memory())
+        read, state = over_shards(reader.total()), state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])
     return batch._replace(state=state), Forward(logits, read, observer.total() if observer else None)
+
+
+def over_shards(read: ReadStats) -> ReadStats:
+    """What a step read of the KV heads of all shards, from what it read of the shard's own."""
+    shards = tensor_shards()
+    if shards == 1:
+        return read
+    summed = sum_over_shards(read._replace(certificate=jnp.zeros_like(read.certificate)))
+    return summed._replace(dropped=summed.dropped / shards, certificate=max_over_shards(read.certificate))
 
 
 def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) -> ledger.Cost:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import control
+from . import control, sharding
 from .batch import gather_active, record, scatter
 from .control import Controller, take_rows
 from .emission import emit
@@ -146,15 +146,20 @@ def generate(
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
-    if speculator is None:
-        advance = lambda state, number: step(decoder, params, controller, state, width=width)
-    else:
+    if speculator is not None:
         check_speculation(controller, state)
-        advance = lambda state, number: speculative_step(
-            decoder, params, controller, speculator, state, width
-        )
-    state, _, trace = run(advance, state, steps, capacity)
-    return state, trace
+
+    def program(params, state, controller, speculator, steps):
+        if speculator is None:
+            advance = lambda state, number: step(decoder, params, controller, state, width=width)
+        else:
+            advance = lambda state, number: speculative_step(
+                decoder, params, controller, speculator, state, width
+            )
+        state, _, trace = run(advance, state, steps, capacity)
+        return state, trace
+
+    return sharding.launch(decoder, program, params, state, controller, speculator, steps)
 
 
 def run(
@@ -219,5 +224,9 @@ def replay(
     Returns:
         The state, and the trace `[steps, rows]`.
     """
-    body = lambda state, token: step(decoder, params, controller, state, token)
-    return jax.lax.scan(body, state, tokens.T)
+
+    def program(params, state, controller, tokens):
+        body = lambda state, token: step(decoder, params, controller, state, token)
+        return jax.lax.scan(body, state, tokens.T)
+
+    return sharding.launch(decoder, program, params, state, controller, tokens)

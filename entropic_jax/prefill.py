@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import entropy, ledger, sampling
+from . import entropy, ledger, sampling, sharding
 from .attention.attend import TokenSpan
 from .attention.page_selection import PagePolicy
 from .batch import gather, scatter
@@ -101,7 +101,8 @@ def start(
     if speculator is not None:
         text = _prompt_text(prompts, cache.table.shape[1] * cache.page_size)
         state = state._replace(text=text, speculation=speculator.init(len(prompts)))
-    return _prefill_prompts(decoder, params, _with_own_buffers(state), prompts, total)
+    state = sharding.place(_with_own_buffers(state), getattr(decoder, "mesh", None))
+    return _prefill_prompts(decoder, params, state, prompts, total)
 
 
 def _empty_state(
@@ -328,7 +329,16 @@ def append(
     )
 
 
-launch_prefill = partial(jax.jit, static_argnames=("decoder", "scored"), donate_argnames="state")(prefill)
+@partial(jax.jit, static_argnames=("decoder", "scored"), donate_argnames="state")
+def launch_prefill(
+    decoder: Decoder, params: Any, state: State, chunk: PrefillChunk, *, scored: bool = False
+) -> tuple[State, PrefillOutput]:
+    """`prefill` as a program, on the decoder's mesh if it has one; the state is consumed."""
+
+    def program(params, state, chunk):
+        return prefill(decoder, params, state, chunk, scored=scored)
+
+    return sharding.launch(decoder, program, params, state, chunk)
 
 
 def score_tokens(logits: jax.Array, following: jax.Array) -> TopLogprobs:

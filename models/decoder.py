@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from entropic_jax.cache import ModelShape
 
-from . import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from . import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, sharding
 from .config import Config, Family, ModelError
 from .layers import Attend, CausalLM
 
@@ -82,6 +83,12 @@ class Decoder:
     """The functions of a model: static and hashable, to close over or to pass to jit as a static argument."""
 
     config: Config
+    mesh: Mesh | None = None  # None: of one device
+
+    @property
+    def partition_specs(self) -> Params:
+        """The PartitionSpec of every parameter on the mesh."""
+        return sharding.partition_specs(structure(self.config)[1])
 
     @property
     def shape(self) -> ModelShape:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from entropic_jax.mesh import sum_over_shards
+
 from .config import ModelError
 from .layers import Linear
 
@@ -89,7 +91,8 @@ class SparseMLP(nnx.Module):
         weights, expert_ids = jax.lax.top_k(probabilities, self.experts_per_token)
         if self.normalise:
             weights = weights / weights.sum(axis=-1, keepdims=True)
-        return self.experts(flat, expert_ids, weights.astype(x.dtype)).reshape(x.shape)
+        out = sum_over_shards(self.experts(flat, expert_ids, weights.astype(x.dtype)))
+        return out.reshape(x.shape)
 
 
 def grouped(

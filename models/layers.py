@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from entropic_jax.mesh import first_of_shard, gather_last_axis, sum_over_shards, tensor_shards
 from entropic_jax.pallas.rms_norm import rms_norm
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
@@ -58,6 +59,17 @@ class Linear(nnx.Module):
         return fused_linear(x, self)[0]
 
 
+class RowParallelLinear(Linear):
+    """x @ kernel + bias, where the devices of a mesh hold the kernel and x by inputs: their products are summed.
+
+    On one device it is a `Linear`.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        product = sum_over_shards(skinny_matmul(x, self.kernel[...])[0])
+        return product if self.bias is None else product + self.bias[...]
+
+
 def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """The outputs of several linear layers for the same x; one pass over x where it has few rows."""
     products = skinny_matmul(x, *(layer.kernel[...] for layer in layers))
@@ -67,13 +79,21 @@ def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
 
 
 class Embedding(nnx.Module):
-    """Token embedding, `weight` [vocabulary, hidden]."""
+    """Token embedding, `weight` [vocabulary, hidden], which the devices of a mesh hold by vocabulary."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         self.weight = nnx.Param(jnp.zeros((vocabulary, hidden)))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        weight = self.weight[...]
+        if tensor_shards() == 1:
+            return jnp.take(weight, tokens, axis=0, mode="clip")
+        rows = weight.shape[0]
+        last = rows * tensor_shards() - 1
+        local = jnp.clip(tokens, 0, last) - first_of_shard(rows)
+        held = (local >= 0) & (local < rows)
+        vectors = jnp.take(weight, local, axis=0, mode="clip")
+        return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), weight.dtype)))
 
 
 class RMSNorm(nnx.Module):
@@ -99,7 +119,7 @@ class MLP(nnx.Module):
     def __init__(self, hidden: int, inner: int, bias: bool = False) -> None:
         self.gate_proj = Linear(hidden, inner, bias)
         self.up_proj = Linear(hidden, inner, bias)
-        self.down_proj = Linear(inner, hidden, bias)
+        self.down_proj = RowParallelLinear(inner, hidden, bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
@@ -131,7 +151,7 @@ class Attention(nnx.Module):
         self.q_proj = Linear(config.hidden_size, queries, bias)
         self.k_proj = Linear(config.hidden_size, keys, bias)
         self.v_proj = Linear(config.hidden_size, keys, bias)
-        self.o_proj = Linear(queries, config.hidden_size, output_bias)
+        self.o_proj = RowParallelLinear(queries, config.hidden_size, output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
 
@@ -210,8 +230,8 @@ class CausalLM(nnx.Module):
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
         kernel = self.lm_head.kernel[...]
         if hidden.dtype == jnp.float32:
-            return skinny_matmul(hidden, kernel)[0]
-        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+            return gather_last_axis(skinny_matmul(hidden, kernel)[0])
+        return gather_last_axis(jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32))
 
     def rope_frequencies(self) -> np.ndarray:
         """The rotation angle per position of each pair, radians, float32 `[head_dim / 2]`."""

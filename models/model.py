@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from . import weights
+from . import sharding, weights
 from .config import Config, ModelError, from_json, read_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .tokenizer import Tokenizer
@@ -29,10 +30,11 @@ class Model:
     params: Params
     tokenizer: Tokenizer | None = None  # None where the directory has no tokenizer.json
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json as it is
+    mesh: Mesh | None = None  # of the devices that hold the arrays; None: one device
 
     @property
     def decoder(self) -> Decoder:
-        return Decoder(self.config)
+        return Decoder(self.config, self.mesh)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -43,7 +45,13 @@ class Model:
         return tuple(stated) if isinstance(stated, list) else (stated,)
 
 
-def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_stored: bool = True) -> Model:
+def load(
+    path: str | Path,
+    dtype: Any = "float32",
+    progress: bool = True,
+    as_stored: bool = True,
+    mesh: Mesh | None = None,
+) -> Model:
     """Read a Hugging Face model directory.
 
     Args:
@@ -53,9 +61,11 @@ def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_sto
         progress: whether to show a bar on stderr where that is a terminal.
         as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
             products widen them as they read: the same numbers, in half of the time.
+        mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only its
+            part. None puts them on the default device.
 
     Raises:
-        ModelError: the directory cannot be used; a ValueError.
+        ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
     """
     directory, dtype = Path(path), checked(dtype)
     if not directory.is_dir():
@@ -65,6 +75,8 @@ def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_sto
     try:
         config = from_json(raw, family(raw))
         _, shapes = structure(config)
+        if mesh is not None:
+            sharding.check_mesh(config, mesh)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     generation_file = directory / "generation_config.json"
@@ -75,8 +87,16 @@ def load(path: str | Path, dtype: Any = "float32", progress: bool = True, as_sto
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
         task = bar.add_task(f"loading {directory.name}", total=total)
-        params = weights.read(directory, config, dtype, lambda amount: bar.advance(task, amount), as_stored)
-    return Model(config, params, tokenizer, generation)
+        advance = lambda amount: bar.advance(task, amount)
+        params = weights.read(directory, config, dtype, advance, as_stored and mesh is None, mesh)
+    return Model(config, params, tokenizer, generation, mesh)
+
+
+def shard(model: Model, mesh: Mesh) -> Model:
+    """The model with its weights divided over the tensor axis of a mesh. Raises ModelError if it does not fit."""
+    sharding.check_mesh(model.config, mesh)
+    params = jax.device_put(model.params, sharding.shardings(model.params, mesh))
+    return dataclasses.replace(model, params=params, mesh=mesh)
 
 
 def save(model: Model, path: str | Path, dtype: Any = None) -> None:

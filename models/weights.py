@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from entropic_jax.pallas import skinny_matmul
 
 from .config import Config, ModelError, read_json
 from .decoder import FAMILIES, Params, structure
+from .sharding import partition_spec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -146,7 +148,12 @@ def abbreviated(names: list[str]) -> str:
 
 
 def read(
-    directory: Path, config: Config, dtype: np.dtype, advance: Callable[[int], None], as_stored: bool = False
+    directory: Path,
+    config: Config,
+    dtype: np.dtype,
+    advance: Callable[[int], None],
+    as_stored: bool = False,
+    mesh: Mesh | None = None,
 ) -> Params:
     """The parameters of a model directory.
 
@@ -156,6 +163,7 @@ def read(
         dtype: of the result.
         advance: called with the bytes of every tensor read.
         as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
+        mesh: over which every array is divided as soon as it is read; None for the default device.
     """
     tensors, expected = SafetensorsFiles(directory), entries(config)
     tensors.check(expected, config)
@@ -166,7 +174,12 @@ def read(
         parts = host if len(entry.shape) == 3 else host[None]
         for name, part in zip(entry.names, parts, strict=True):
             copy(tensors[name], part, entry.transposed)
-        arrays.append(jax.block_until_ready(jnp.asarray(host)))
+        if mesh is None:
+            array = jnp.asarray(host)
+        else:
+            spec = partition_spec(entry.path, host.ndim)
+            array = jax.device_put(host, NamedSharding(mesh, spec))
+        arrays.append(jax.block_until_ready(array))
         advance(host.size * dtype.itemsize)
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..devices import default_device
+from ..mesh import on_mesh
 
 
 @cache
@@ -40,6 +41,8 @@ def unavailable_reason() -> str | None:
     """The reason why CPU kernels cannot run here; None if they can."""
     if (platform := default_device().platform) != "cpu":
         return f"the default device is a {platform}"
+    if on_mesh():
+        return "the program runs on a mesh, whose devices would share the threads"
     if not numba_installed() or sys.platform not in ("linux", "darwin"):
         return "Numba is not installed or the platform has no POSIX threads"
     return None

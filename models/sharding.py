@@ -1,0 +1,72 @@
+"""Sharding of a model's parameters over the tensor axis of a mesh: a PartitionSpec for each array.
+
+Heads, feed-forward blocks and the vocabulary are divided. A pass needs two sums over the axis per layer, after
+the attention's output projection and after the feed-forward block's, one for the embedding, and one gathering
+of the logits. (Shoeybi et al., Megatron-LM, 2019; arXiv 1909.08053, section 3.)
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from entropic_jax.mesh import AXES, DATA, EXPERT, TENSOR
+
+from .config import Config, ModelError
+
+# Modules whose matrices [in, out] are divided by outputs, and those divided by inputs.
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+ROW_PARALLEL = ("o_proj", "down_proj")
+VOCABULARY_PARALLEL = ("embed_tokens",)
+
+
+def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
+    """The PartitionSpec of a parameter.
+
+    Args:
+        path: of the array in `Params`.
+        ndim: axes of the array; a matrix per expert has three.
+    """
+    module, kind = path[-2], path[-1]
+    if module in VOCABULARY_PARALLEL:
+        return P(TENSOR)
+    if module in COLUMN_PARALLEL:
+        return P(*(None,) * (ndim - 1), TENSOR)
+    if module in ROW_PARALLEL and kind == "kernel":
+        return P(*(None,) * (ndim - 2), TENSOR, None)
+    return P()
+
+
+def partition_specs(shapes: Any) -> Any:
+    """The PartitionSpec of every array of a model's `Params`."""
+
+    def spec(path: tuple[Any, ...], x: Any) -> P:
+        return partition_spec(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.ndim)
+
+    return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+def shardings(shapes: Any, mesh: Mesh) -> Any:
+    """The NamedSharding of every array of a model's `Params`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(shapes))
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raise ModelError, naming what does not fit, unless the model can be divided over the mesh."""
+    if mesh.axis_names != AXES:
+        raise ModelError(f"mesh must have the axes {', '.join(AXES)}; got {', '.join(mesh.axis_names)}")
+    for axis in (DATA, EXPERT):
+        if mesh.shape[axis] > 1:
+            raise ModelError(f"mesh must have one device along {axis}; got {mesh.shape[axis]}")
+    size = mesh.shape[TENSOR]
+    divided = {
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    if config.num_local_experts:
+        divided["moe_intermediate_size"] = config.moe_intermediate_size
+    for name, value in divided.items():
+        if value % size:
+            raise ModelError(f"tensor_parallel_size must divide {name}, {value}; got {size}")
