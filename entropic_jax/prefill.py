@@ -333,7 +333,15 @@ def append(
 def launch_prefill(
     decoder: Decoder, params: Any, state: State, chunk: PrefillChunk, *, scored: bool = False
 ) -> tuple[State, PrefillOutput]:
-    """`prefill` as a program, on the decoder's mesh if it has one; the state is consumed."""
+    """`prefill` as a program, on the decoder's mesh if it has one.
+
+    Args:
+        decoder: the model's pure functions. Static.
+        params: its parameters.
+        state: of the loop; it is consumed.
+        chunk: the tokens, and the rows that they belong to.
+        scored: as in `prefill`. Static.
+    """
 
     def program(params, state, chunk):
         return prefill(decoder, params, state, chunk, scored=scored)

@@ -31,7 +31,7 @@ def partition_specs(tree: T) -> T:
 
 
 def place(tree: T, mesh: Mesh | None) -> T:
-    """A pytree that contains a `State` or a `Cache`, each array on the devices that hold it; None: as it is."""
+    """Puts each array of a pytree that contains a `State` or a `Cache` on the devices that hold it."""
     if mesh is None:
         return tree
     return jax.device_put(tree, shardings(tree, mesh))

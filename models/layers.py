@@ -60,7 +60,7 @@ class Linear(nnx.Module):
 
 
 class RowParallelLinear(Linear):
-    """x @ kernel + bias, where the devices of a mesh hold the kernel and x by inputs: their products are summed.
+    """x @ kernel + bias; devices of a mesh hold x and the kernel by inputs, and their products are summed.
 
     On one device it is a `Linear`.
     """

@@ -61,8 +61,8 @@ def load(
         progress: whether to show a bar on stderr where that is a terminal.
         as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
             products widen them as they read: the same numbers, in half of the time.
-        mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only its
-            part. None puts them on the default device.
+        mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only
+            its part. None puts them on the default device.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -93,7 +93,7 @@ def load(
 
 
 def shard(model: Model, mesh: Mesh) -> Model:
-    """The model with its weights divided over the tensor axis of a mesh. Raises ModelError if it does not fit."""
+    """The model with its weights divided over a mesh. Raises ModelError if they cannot be."""
     sharding.check_mesh(model.config, mesh)
     params = jax.device_put(model.params, sharding.shardings(model.params, mesh))
     return dataclasses.replace(model, params=params, mesh=mesh)

@@ -1,8 +1,10 @@
 """Sharding of a model's parameters over the tensor axis of a mesh: a PartitionSpec for each array.
 
-Heads, feed-forward blocks and the vocabulary are divided. A pass needs two sums over the axis per layer, after
-the attention's output projection and after the feed-forward block's, one for the embedding, and one gathering
-of the logits. (Shoeybi et al., Megatron-LM, 2019; arXiv 1909.08053, section 3.)
+Heads, feed-forward blocks and the vocabulary are divided. A pass needs two sums over the axis per layer,
+after the output projection of the attention and after that of the feed-forward block, one sum for the
+embedding, and one gathering of the logits.
+
+Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
 """
 
 from typing import Any

@@ -17,6 +17,7 @@ FOLDERS = {"models": "entropic_jax.models", "serving": "entropic_jax.serving"}
 LAYERS = (
     (
         "entropic_jax.devices",
+        "entropic_jax.mesh",
         "entropic_jax.parameter_table",
         "entropic_jax.sampling_params",
         "entropic_jax.control_gains",
@@ -38,6 +39,7 @@ LAYERS = (
         "entropic_jax.sampling",
     ),
     (
+        "entropic_jax.sharding",
         "entropic_jax.batch",
         "entropic_jax.forward",
         "entropic_jax.emission",
@@ -60,7 +62,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # checkers. `entropic_jax.LLM` runs the serving engine.
 LAZY_EXPORTS = {"entropic_jax": ("entropic_jax.serving.llm",)}
 # A model does not know that it is controlled.
-A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.pallas")
+A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.mesh", "entropic_jax.pallas")
 
 
 def layer(module: str) -> str | None:

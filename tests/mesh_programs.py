@@ -1,0 +1,122 @@
+"""Runs tiny models on meshes of virtual devices, in a process of its own: prints what the tests compare.
+
+    python -m tests.mesh_programs llama 1 2 8
+
+JAX fixes the number of devices when it starts, so whoever runs it sets XLA_FLAGS.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from entropic_jax import allocate, generate, models, parameters, sharding, start
+from entropic_jax.attention.page_selection import Selection
+from entropic_jax.batch import gather_active
+from entropic_jax.control import presets
+from entropic_jax.forward import decode
+from entropic_jax.mesh import make_mesh
+from entropic_jax.pallas.paged_attention import SelectionRules
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    head_dim=16, max_position_embeddings=256,
+)  # fmt: skip
+FAMILIES = {
+    "llama": dict(architecture="LlamaForCausalLM", num_key_value_heads=8, attention_bias=True),
+    "qwen3": dict(
+        architecture="Qwen3ForCausalLM",
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        sliding_window=24,
+        layer_types=("full_attention", "sliding_attention"),
+    ),
+    "mixtral": dict(
+        architecture="MixtralForCausalLM",
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+    ),
+}
+PAGE_SIZE, ROWS, TOKENS = 8, 4, 16
+PAGES = Selection(dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=2), refresh=2)
+# Entropies of a random model are near ln 96 = 4.6 nats: with these limits it leaves pages unread.
+GAINS = presets.Gains(low_entropy=6.0, high_entropy=12.0, dropped_mass_limit=0.4, target_entropy=3.0)
+
+
+def model_of(family: str, shards: int) -> models.Model:
+    model = models.initialise(models.Config(**COMMON, **FAMILIES[family]), 1)
+    return model if shards == 1 else models.shard(model, make_mesh(shards))
+
+
+def begin(model: models.Model, preset: presets.Preset) -> Any:
+    """A state with prompts of several lengths, one of them sampled."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, COMMON["vocab_size"], length).tolist() for length in (40, 90, 9, 70)]
+    pool = sharding.create(lambda: allocate(model.decoder.shape, ROWS, 128, page_size=PAGE_SIZE), model.mesh)
+    return start(
+        model.decoder,
+        model.params,
+        preset.controller,
+        pool,
+        prompts,
+        key=jax.random.key(7),
+        max_tokens=TOKENS,
+        sample=parameters(ROWS, temperature=[0.0, 0.0, 0.0, 1.0], top_p=[1.0, 1.0, 1.0, 0.9]),
+        page_policy=preset.page_policy,
+    )
+
+
+def pass_of(model: models.Model, state: Any) -> Any:
+    """The compiled program of one decode pass, which returns logits."""
+
+    def program(params, state):
+        _, state, batch = gather_active(state, None)
+        batch, output = decode(model.decoder, params, batch, None)
+        return batch.state, output.logits
+
+    def launch(params, state):
+        return sharding.launch(model.decoder, program, params, state)
+
+    return jax.jit(launch, donate_argnums=1).lower(model.params, state).compile()
+
+
+def report(family: str, shards: int) -> dict[str, Any]:
+    """What a mesh of so many devices computes, and how."""
+    model = model_of(family, shards)
+    off, full = presets.preset("off"), presets.preset("full", gains=GAINS)
+    full = full._replace(page_policy=PAGES)
+    state = begin(model, off)
+    compiled = pass_of(model, state)
+    memory = compiled.memory_analysis()
+    largest = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, "nbytes"))
+    result = {
+        "layers": model.config.num_hidden_layers,
+        "program": compiled.as_text(),
+        "weight_bytes": largest(model.params),
+        "pool_bytes": largest(state.cache.layers),
+        "pool_shape": state.cache.layers[0].keys.addressable_shards[0].data.shape,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "weight_shards": [
+            max(s.data.size for s in x.addressable_shards) for x in jax.tree.leaves(model.params)
+        ],
+        "weight_sizes": [x.size for x in jax.tree.leaves(model.params)],
+        "logits": np.asarray(compiled(model.params, state)[1]).tolist(),
+    }
+    for name, preset in (("off", off), ("full", full)):
+        state = begin(model, preset)
+        _, trace = generate(model.decoder, model.params, preset.controller, state, TOKENS, capacity=TOKENS)
+        result[name] = {
+            "tokens": np.asarray(trace.token).T.tolist(),
+            "entropy": np.asarray(trace.entropy).tolist(),
+            "kept_fraction": np.asarray(trace.kept_fraction).tolist(),
+            "certificate": np.asarray(trace.certificate).tolist(),
+        }
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps({number: report(sys.argv[1], int(number)) for number in sys.argv[2:]}))

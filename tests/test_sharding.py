@@ -1,0 +1,160 @@
+"""Meshes: the same tokens on 1 to 8 devices, no hidden collective, and no device with more than its share."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from entropic_jax import models
+from entropic_jax.analysis.collectives import Collective, collectives
+from entropic_jax.mesh import AXES, make_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = {"llama": (2, 8), "qwen3": (4,), "mixtral": (2,)}
+# Virtual devices; what runs for a moment is compiled fast.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+MESHES = [(family, shards) for family, sizes in CASES.items() for shards in sizes]
+
+
+@cache
+def reports(family: str, shards: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one device reports, and what a mesh does (`tests.mesh_programs`)."""
+    arguments = [sys.executable, "-m", "tests.mesh_programs", family, "1", str(shards)]
+    environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=1200, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    return report["1"], report[str(shards)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "shards"), MESHES)
+def test_a_mesh_computes_what_one_device_computes(family, shards):
+    device, mesh = reports(family, shards)
+    np.testing.assert_allclose(mesh["logits"], device["logits"], atol=2e-4, rtol=0)
+    assert np.ptp(device["logits"]) > 1
+    for preset in ("off", "full"):
+        assert mesh[preset]["tokens"] == device[preset]["tokens"]
+        for name in ("entropy", "kept_fraction", "certificate"):
+            np.testing.assert_allclose(mesh[preset][name], device[preset][name], atol=1e-3)
+    assert np.mean(device["full"]["kept_fraction"]) < 0.9, "nothing was pruned: the test compares nothing"
+
+
+def forbidden(in_program: list[Collective], rows: int, vocabulary: int) -> list[Collective]:
+    """Collectives that move more than activations and logits: weights, or pages."""
+    return [
+        c
+        for c in in_program
+        if any(shape[:1] != (rows,) for shape in c.shapes) or c.num_bytes > rows * vocabulary * 4
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "shards"), MESHES)
+def test_a_pass_has_two_sums_per_layer_and_one_gathering_of_logits(family, shards):
+    device, mesh = reports(family, shards)
+    assert not collectives(device["program"])
+    in_program = collectives(mesh["program"])
+    operations = [collective.operation for collective in in_program]
+    assert operations.count("all-reduce") == 2 * mesh["layers"] + 1
+    assert operations.count("all-gather") == 1
+    assert len(operations) == 2 * mesh["layers"] + 2
+    assert not forbidden(in_program, rows=4, vocabulary=96)
+
+
+def test_a_gathering_of_the_pool_is_seen():
+    program = "%g = f32[65,8,8,16]{3,2,1,0} all-gather(%pool), dimensions={1}"
+    assert forbidden(collectives(program), rows=4, vocabulary=96)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "shards"), MESHES)
+def test_no_copy_of_the_pool(family, shards):
+    _, mesh = reports(family, shards)
+    shape = re.escape(f"f32[{','.join(map(str, mesh['pool_shape']))}]")
+    assert re.search(shape, mesh["program"]), "the shape of the pool does not occur"
+    copies = rf"= {shape}\S* (?:copy|select|transpose|copy-start|all-gather)\(.*"
+    assert not re.findall(copies, mesh["program"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "shards"), MESHES)
+def test_no_device_has_more_than_its_share(family, shards):
+    device, mesh = reports(family, shards)
+    divided = (mesh["weight_bytes"] + mesh["pool_bytes"]) / shards
+    replicated = device["argument_bytes"] - device["weight_bytes"] - device["pool_bytes"]
+    undivided = sum(
+        4 * size
+        for size, part in zip(mesh["weight_sizes"], mesh["weight_shards"], strict=True)
+        if part == size
+    )
+    assert mesh["argument_bytes"] <= divided + 1.05 * (replicated + undivided)
+    assert undivided < 0.05 * mesh["weight_bytes"]
+    assert mesh["pool_shape"][1] * shards == device["pool_shape"][1]
+
+
+CONFIG = dict(
+    architecture="LlamaForCausalLM",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "mesh", "message"),
+    [
+        ({"num_key_value_heads": 2}, ((1, 4, 1),), "must divide num_key_value_heads, 2; got 4"),
+        ({"intermediate_size": 50}, ((1, 4, 1),), "must divide intermediate_size, 50; got 4"),
+        ({"vocab_size": 97}, ((1, 2, 1),), "must divide vocab_size, 97; got 2"),
+        ({}, ((2, 1, 1),), "mesh must have one device along data; got 2"),
+        ({}, ((1, 1, 2),), "mesh must have one device along expert; got 2"),
+        ({}, ((2,), ("x",)), "mesh must have the axes data, tensor, expert; got x"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(change, mesh, message):
+    from entropic_jax.models.sharding import check_mesh
+
+    config = models.Config(**{**CONFIG, **change})
+    with pytest.raises(models.ModelError, match=message):
+        check_mesh(config, jax.sharding.AbstractMesh(*(mesh if len(mesh) > 1 else (*mesh, AXES))))
+
+
+def test_too_few_devices_are_refused_before_weights_are_read():
+    expected = (
+        f"tensor_parallel_size must be between 1 and {jax.device_count()}, the number of devices; got 64"
+    )
+    with pytest.raises(ValueError, match=expected):
+        make_mesh(64)
+
+
+def test_every_matrix_is_divided():
+    from entropic_jax.models.decoder import structure
+    from entropic_jax.models.sharding import partition_specs
+
+    for family in models.FAMILIES:
+        sizes = dict(
+            CONFIG, architecture=family, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+        )
+        shapes = structure(models.Config(**sizes))[1]
+        specs = partition_specs(shapes)
+        for (path, shape), spec in zip(
+            jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
+        ):
+            name = jax.tree_util.keystr(path)
+            matrix = shape.ndim > 1 and "'gate'" not in name
+            bias = "bias" in name and "_proj" in name and not ("o_proj" in name or "down_proj" in name)
+            assert ("tensor" in spec) == (matrix or bias), name
