@@ -133,7 +133,7 @@ def test_meshes_that_do_not_fit_are_refused(change, mesh, message):
         check_mesh(config, jax.sharding.AbstractMesh(*(mesh if len(mesh) > 1 else (*mesh, AXES))))
 
 
-def test_too_few_devices_are_refused_before_weights_are_read():
+def test_a_lack_of_devices_is_refused_before_weights_are_read():
     expected = (
         f"tensor_parallel_size must be between 1 and {jax.device_count()}, the number of devices; got 64"
     )
