@@ -42,6 +42,11 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(tree))
 
 
+def constrain(tree: T, mesh: Mesh) -> T:
+    """The pytree, within a program, divided as `place` divides it."""
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
+
+
 def create(function: Callable[[], T], mesh: Mesh | None) -> T:
     """`function()`, a new `State` or `Cache`, allocated shard by shard: no device ever holds all of it."""
     if mesh is None:

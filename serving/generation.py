@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from entropic_jax.speculation_names import OFF
 
-from . import speculation_options
+from . import parallelism, speculation_options
 from .control_options import SAMPLERS, Control, build, calibration_of
 from .request import Request
 
@@ -47,6 +47,7 @@ def load(
     control: Control | None = None,
     kv_cache_dtype: "KvCacheDtype" = "auto",
     speculate: str = OFF,
+    tensor_parallel_size: int = 1,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -58,6 +59,7 @@ def load(
         control: Names the preset and its gains; None samples plainly.
         kv_cache_dtype: Of the KV cache.
         speculate: Name of the drafter of speculative decoding, "off" for none.
+        tensor_parallel_size: Devices over which the model is divided.
     """
     from entropic_jax import models
 
@@ -65,12 +67,15 @@ def load(
 
     control, dtype = control or Control(), dtype or default_dtype()
     speculation_options.check(speculate, control.preset, control.method, pruning_is_refused=True)
+    if tensor_parallel_size > 1:
+        parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
         return samplers.engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, offline.MOST_ROWS)
-    return offline.Engine(models.load(path, dtype), preset, belief, kv_cache_dtype, speculate)
+    model = models.load(path, dtype, mesh=parallelism.mesh_of(tensor_parallel_size))
+    return offline.Engine(model, preset, belief, kv_cache_dtype, speculate)
 
 
 def default_dtype() -> str:

@@ -24,6 +24,11 @@ def page_bytes(shape: Any, page_size: int, itemsize: float) -> int:
     return int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize) * page_size
 
 
+def pooled_devices(mesh: Any) -> int:
+    """Devices whose memory a page pool is spread over; 1 on a CPU, where all devices have the same memory."""
+    return 1 if mesh is None or jax.default_backend() == "cpu" else mesh.size
+
+
 def available_memory() -> int | None:
     """Bytes that can still be allocated on the default device; None where it does not tell."""
     if jax.default_backend() != "cpu":

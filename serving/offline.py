@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import cache, loop, models, sampling
+from entropic_jax import cache, loop, models, sampling, sharding
 from entropic_jax.control import presets
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
@@ -228,7 +228,10 @@ class Engine:
             decoder,
             self.model.params,
             self.preset.controller,
-            cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=self.pages),
+            sharding.create(
+                lambda: cache.allocate(decoder.shape, rows, context, page_size=page_size, dtype=self.pages),
+                self.model.mesh,
+            ),
             prompts + [[]] * padding,
             key=jax.random.key(0),
             max_tokens=[r.max_tokens for r in requests] + [0] * padding,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options, kv_cache, sampling_options, speculation_options
+from .. import control_options, kv_cache, parallelism, sampling_options, speculation_options
 from ..generation import EMBEDDED
 from ..request import Request, RequestError
 from . import model_options
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic generate` takes."""
     model_options.add_model(parser)
     kv_cache.add_argument(parser)
+    parallelism.add_tensor_parallel_size(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
@@ -120,7 +121,12 @@ def _load(options: argparse.Namespace) -> "Generator":
     try:
         control = control_options.read(options)
         return generation.load(
-            options.model, options.dtype, control, options.kv_cache_dtype, options.speculate
+            options.model,
+            options.dtype,
+            control,
+            options.kv_cache_dtype,
+            options.speculate,
+            options.tensor_parallel_size,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

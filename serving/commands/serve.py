@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from entropic_jax.parameter_table import Number
 
-from .. import control_options, generation_config, kv_cache, speculation_options
+from .. import control_options, generation_config, kv_cache, parallelism, speculation_options
 from ..generation import EMBEDDED
 from ..http.settings import Limits, OnEngineFailure, Settings
 from ..option_types import number, positive
@@ -139,6 +139,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
     )
+    parallelism.add_arguments(group)
     group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
     kv_cache.add_argument(group)
     group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
@@ -314,6 +315,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
                 budgets=settings.control.budgets,
                 clarification=dict(settings.control.gains).get("clarification", ""),
                 branches=dict(settings.control.gains).get("branches"),
+                **parallelism.fields(options),
                 **speculation_options.engine_fields(options.speculate, options.speculative_config),
             ),
             progress=WarmProgress(),

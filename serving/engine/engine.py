@@ -22,7 +22,7 @@ from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
-from .. import samplers
+from .. import parallelism, samplers
 from ..control_options import SAMPLERS, Control, calibration_of
 from ..generation import default_dtype
 from ..kv_cache import pages_of
@@ -376,5 +376,6 @@ def start(
         OSError: Where a file cannot be read.
     """
     options = EngineOptions() if options is None else options
-    model = models.load(path, options.dtype or default_dtype())
+    mesh = parallelism.mesh_of(options.tensor_parallel_size, options.mesh)
+    model = models.load(path, options.dtype or default_dtype(), mesh=mesh)
     return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress, control)

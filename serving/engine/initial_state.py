@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from entropic_jax import State, allocate, loop, models, parameters
+from entropic_jax import State, allocate, loop, models, parameters, sharding
 from entropic_jax.sampling.constraints import no_constraints
 
 from .branching import new_branch_state
@@ -35,13 +35,16 @@ def initial_device_state(
     rows = sizes.rows * shapes.branches
     controller = row_controllers.controller(rows)
     laws = controller.for_launch(samples=True)
-    pool = allocate(
-        decoder.shape,
-        rows,
-        sizes.context,
-        pages=sizes.pages,
-        page_size=sizes.page_size,
-        dtype=cache_dtype,
+    pool = sharding.create(
+        lambda: allocate(
+            decoder.shape,
+            rows,
+            sizes.context,
+            pages=sizes.pages,
+            page_size=sizes.page_size,
+            dtype=cache_dtype,
+        ),
+        model.mesh,
     )
     state = loop.start(
         decoder,
@@ -61,7 +64,7 @@ def initial_device_state(
         memory = jax.tree.map(jnp.copy, shapes.method.memory(decoder.shape, state.cache))
         state = state._replace(page_policy_state=memory)
     if shapes.plan is None:
-        return DeviceState(state, controller)
+        return sharding.place(DeviceState(state, controller), model.mesh)
 
     def trace_of_step(state: State) -> Any:
         constraints = no_constraints(rows, decoder.shape.vocabulary)

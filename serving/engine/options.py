@@ -17,7 +17,7 @@ from entropic_jax.methods.method import Method
 from entropic_jax.parameter_table import Choice, Flag, Number, ParameterError, short
 from entropic_jax.speculation_names import OFF
 
-from .. import memory, speculation_options
+from .. import memory, parallelism, speculation_options
 from ..control_options import BUDGETS, METHODS, SAMPLERS
 from ..kv_cache import KvCacheDtype
 from .programs import Shapes
@@ -72,6 +72,10 @@ class EngineOptions:
     speculate: str = OFF  # the drafter of speculative decoding
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     compile_workers: int | None = None
+    tensor_parallel_size: int = 1  # devices over which the model is divided
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    mesh: Any = None  # a `jax.sharding.Mesh` from `entropic_jax.mesh.make_mesh`, instead of the sizes
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -96,6 +100,7 @@ class EngineOptions:
             num_speculative_tokens=self.num_speculative_tokens,
             batch_invariant=self.batch_invariant,
         )
+        parallelism.check(self)
         _check_budgets(self.budgets)
         _check_clarification(self.clarification, self.preset)
         choices = {
@@ -259,22 +264,24 @@ def _num_pages(
     """Pages of the pool: as many as all rows can use, or as fit into the memory."""
     spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
     of_page, pages = memory.page_bytes(model.decoder.shape, page_size, itemsize), options.num_pages
+    devices = memory.pooled_devices(model.mesh)
     if pages is None:
-        room = options.kv_cache_bytes or memory.cache_room(options.gpu_memory_utilization)
+        room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization)
         pages = min(options.max_num_seqs * (context // page_size + spare), room // of_page)
         if pages < 1:
             raise ValueError(f"kv_cache_bytes must be at least {of_page}, for one page; got {room}")
     if pages <= spare:
         raise ValueError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}")
-    _check_room(options, pages, of_page)
+    _check_room(options, pages, of_page, devices)
     return pages
 
 
-def _check_room(options: EngineOptions, pages: int, of_page: int) -> None:
+def _check_room(options: EngineOptions, pages: int, of_page: int, devices: int) -> None:
     """Raise ParameterError where pages of `of_page` bytes each are more than the memory has room for."""
     available = memory.available_memory()
-    if available is None or pages * of_page <= available:
+    if available is None or pages * of_page <= devices * available:
         return
+    available *= devices
     why = f"with {memory.gibibytes(available)} of memory available"
     if options.num_pages is not None:
         raise ParameterError(

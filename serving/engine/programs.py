@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropic_jax import sharding
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.methods.entropix_branches import SearchPlan
@@ -219,20 +220,37 @@ class Programs:
         """The function behind a key, with its static arguments, and the argument that it consumes."""
         match key:
             case ("apply", _):
-                return apply_updates, 1
+                return self._apply, 1
             case ("save",):
                 return save_row, ()
             case ("restore",):
-                return restore_row, 0
+                return self._restore_row, 0
             case ("compress",):
                 return partial(compress, method=self.shapes.method), 0
             case ("prefill", _, _, scored):
-                return partial(prefill, self.decoder, scored=scored, method=self.shapes.method), 1
+                return self._launch(
+                    partial(prefill, self.decoder, scored=scored, method=self.shapes.method)
+                ), 1
             case ("decode", width, page_policy, samples, _):
                 static = dict(width=width, page_policy=page_policy, samples=samples)
                 shared = dict(plan=self.shapes.plan, exact=self.shapes.exact)
-                return partial(decode, self.decoder, **static, **shared), 1
+                return self._launch(partial(decode, self.decoder, **static, **shared)), 1
         raise ValueError(f"key must name a program; got {key!r}")
+
+    def _launch(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """A program of the parameters and the device state, on the mesh if the model has one."""
+        return partial(sharding.launch, self.decoder, program)
+
+    def _apply(self, blank: Any, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
+        return self._on_mesh(apply_updates(blank, device_state, batch))
+
+    def _restore_row(self, device_state: DeviceState, row: Any, saved: dict[str, Any]) -> DeviceState:
+        return self._on_mesh(restore_row(device_state, row, saved))
+
+    def _on_mesh(self, device_state: DeviceState) -> DeviceState:
+        """The device state of a program without a model, divided as other programs take it."""
+        mesh = getattr(self.decoder, "mesh", None)
+        return device_state if mesh is None else sharding.constrain(device_state, mesh)
 
     def compile_ahead(
         self,
