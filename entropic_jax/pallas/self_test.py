@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..devices import default_device
-from . import entropy_moments, paged_attention, rms_norm, skinny_matmul, topk_entropy
+from . import entropy_moments, longest_match, paged_attention, rms_norm, skinny_matmul, topk_entropy
 from .dispatch import Operation
 from .paged_attention import PageSummary, SelectionRules
 from .paged_attention import cases as paged_cases
@@ -95,6 +95,7 @@ def checks() -> list[KernelCheck]:
         _project(dtype),
         _skinny_matmul(dtype),
         _rms_norm(dtype),
+        _longest_match(),
         _entropy_moments(),
     ]
 
@@ -258,6 +259,14 @@ def _rms_norm(dtype: str) -> KernelCheck:
     error = lambda result: difference(result, expected)
     arguments = (jnp.asarray(x), jnp.asarray(weight), 1e-5)
     return KernelCheck(rms_norm.RMS_NORM, arguments, (2,), error, _tolerance(dtype))
+
+
+def _longest_match() -> KernelCheck:
+    text = np.tile(np.arange(50, dtype=np.int32), (3, 4))
+    last = np.array([199, 120, 49], np.int32)
+    expected = (np.array([8, 8, 0]), np.array([149, 70, 48]))
+    error = lambda result: difference(result, expected)
+    return KernelCheck(longest_match.LONGEST_MATCH, (jnp.asarray(text), jnp.asarray(last), 8), (2,), error, 0)
 
 
 def _entropy_moments() -> KernelCheck:

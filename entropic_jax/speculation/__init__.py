@@ -13,6 +13,7 @@ all of them, and emission is repeated position by position, up to the first toke
 from .cascade import Cascade
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
+from .pass_costs import PassCosts
 from .pruned import PrunedDrafter, pruned_drafter
 from .registry import make_speculator
 from .speculator import PassPlan, Speculator, check_speculation, draft, speculator, verify_and_emit
@@ -24,6 +25,7 @@ __all__ = [
     "Draft",
     "DraftLength",
     "Drafter",
+    "PassCosts",
     "PassPlan",
     "PrunedDrafter",
     "Speculator",

@@ -1,10 +1,10 @@
 """Draft-length law: how many drafted tokens of each row to verify for the most accepted tokens a second.
 
-A pass over T tokens of all rows costs c(T); row r accepts the i-th drafted token with probability
-Πⱼ≤ᵢ P(accepted). For every compiled size T the likeliest drafted tokens fill the pass, and the size with the
-largest rate is taken:
+A pass over T tokens of rows with L cached positions costs c(T, L) = a(T) + b(T) L; row r accepts the i-th
+drafted token with probability Πⱼ≤ᵢ P(accepted). For every compiled size T the likeliest drafted tokens fill
+the pass, and the size with the largest rate is taken:
 
-    λ = max over T of (rows + Σ of the T − rows largest products) / c(T)
+    λ = max over T of (rows + Σ of the T − rows largest products) / c(T, L)
 
 At the optimum a token is verified if its product exceeds λ times the marginal cost, λ being the rate that
 results: the fixed point of the decision itself. One budget is shared by all rows, so drafts become short by
@@ -30,9 +30,10 @@ class DraftLength:
     verified token, shift ← shift + η (accepted − P).
     """
 
-    costs: jax.Array  # float32 [widths], of a pass of rows · width tokens, in plain decode passes
+    costs: jax.Array  # float32 [widths], of a pass of rows · width tokens, in any unit of time
     correction_rate: jax.Array | float = 0.1  # η
     widths: Annotated[tuple[int, ...], STATIC] = (1, 2, 4, 8, 16)  # tokens a row, on average, per pass
+    position_costs: jax.Array | float = 0.0  # float32 [widths], added by each cached position of a row
 
     def init(self, rows: int) -> jax.Array:
         """The shift of the log-odds before the first token, float32 `[rows]`."""
@@ -43,13 +44,16 @@ class DraftLength:
         odds = jnp.clip(jax.scipy.special.logit(draft.acceptance), -CERTAIN, CERTAIN)
         return jnp.where(draft.acceptance > 0, jax.nn.sigmoid(odds + shift[:, None]), 0.0)
 
-    def choose(self, draft: Draft, active: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(
+        self, draft: Draft, active: jax.Array, shift: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Shares a pass among the rows.
 
         Args:
             draft: of the drafter.
             active: bool `[rows]`.
             shift: correction of each row, float32 `[rows]`.
+            length: int32 `[rows]`, cached positions.
 
         Returns:
             The number of tokens to verify for each row, int32 `[rows]`, and the index of the width, int32
@@ -61,7 +65,9 @@ class DraftLength:
         order = jnp.argsort(-reach.reshape(-1), stable=True)
         gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach.reshape(-1)[order])])
         room = jnp.array([min(rows * (width - 1), rows * k) for width in self.widths])
-        rate = (active.sum(dtype=jnp.float32) + gain[room]) / jnp.asarray(self.costs)
+        positions = jnp.where(active, length, 0).sum(dtype=jnp.float32)
+        costs = jnp.asarray(self.costs) + jnp.asarray(self.position_costs) * positions
+        rate = (active.sum(dtype=jnp.float32) + gain[room]) / costs
         width = jnp.argmax(rate).astype(jnp.int32)
         rank = jnp.zeros(rows * k, jnp.int32).at[order].set(jnp.arange(rows * k, dtype=jnp.int32))
         chosen = (rank < room[width]).reshape(rows, k) & offered & (reach > 0)
@@ -96,6 +102,5 @@ def draft_length(
         widths: compiled sizes of a pass, tokens a row.
     """
     cost = lambda tokens: 1 + marginal_cost * (tokens - 1)
-    return DraftLength(
-        jnp.asarray([cost(rows * width) / cost(rows) for width in widths], jnp.float32), widths=widths
-    )
+    costs = jnp.asarray([cost(rows * width) / cost(rows) for width in widths], jnp.float32)
+    return DraftLength(costs, widths=widths, position_costs=jnp.zeros(len(widths), jnp.float32))

@@ -2,6 +2,7 @@
 
 from ..speculation_names import DEFAULT_DRAFTED, OFF, check_drafter
 from .draft_length import draft_length
+from .pass_costs import PassCosts
 from .speculator import Speculator, speculator
 from .suffix import suffix_drafter
 
@@ -9,13 +10,16 @@ LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arith
 FACTORIES = {"suffix": suffix_drafter}
 
 
-def make_speculator(name: str, rows: int, num_tokens: int | None = None) -> Speculator | None:
+def make_speculator(
+    name: str, rows: int, num_tokens: int | None = None, costs: PassCosts | None = None
+) -> Speculator | None:
     """The speculator of a batch; None for the name "off".
 
     Args:
         name: of the drafter, one of `speculation_names.DRAFTERS`.
         rows: of the batch.
         num_tokens: k, the tokens drafted for a row at most; None for the default.
+        costs: of a pass, as measured; None for those of `draft_length`.
 
     Raises:
         ParameterError: for another name or number.
@@ -24,7 +28,9 @@ def make_speculator(name: str, rows: int, num_tokens: int | None = None) -> Spec
     if name == OFF:
         return None
     k = DEFAULT_DRAFTED if num_tokens is None else num_tokens
-    return speculator(rows, FACTORIES[name](k), draft_length(rows, widths=pass_widths(rows, k)))
+    widths = pass_widths(rows, k)
+    law = draft_length(rows, widths=widths) if costs is None else costs.law(rows, widths)
+    return speculator(rows, FACTORIES[name](k), law)
 
 
 def pass_widths(rows: int, num_tokens: int) -> tuple[int, ...]:

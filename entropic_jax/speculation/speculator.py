@@ -85,7 +85,9 @@ def draft(
         most = jnp.where(single_token_rows(constraints), 0, most)
     batch, drafted = speculator.drafter.draft(model, batch, most)
     drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, most))
-    return batch, PassPlan(drafted, *speculator.law.choose(drafted, batch.active, state.speculation))
+    return batch, PassPlan(
+        drafted, *speculator.law.choose(drafted, batch.active, state.speculation, state.length)
+    )
 
 
 def verify_and_emit(

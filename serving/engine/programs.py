@@ -14,6 +14,8 @@ import numpy as np
 
 from entropic_jax import sharding
 from entropic_jax.attention.page_selection import PagePolicy
+from entropic_jax.cache import Cache
+from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
@@ -21,7 +23,7 @@ from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
-from entropic_jax.speculation import Speculator, make_speculator
+from entropic_jax.speculation import DraftLength, PassCosts, Speculator, make_speculator
 from entropic_jax.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.state import ROW_FIELDS
 
@@ -39,6 +41,7 @@ from .device_state import (
 
 # Steps of a launch without drafts for each of one with them, whose steps may emit several tokens.
 SPECULATIVE_SHARE = 4
+LONGEST_TIMED = 4096  # positions of the context at which passes are timed
 
 
 class DecodeProgram(NamedTuple):
@@ -79,9 +82,9 @@ class Shapes:
         k = DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
         return 1 + k if speculates else 1
 
-    def speculator(self, rows: int) -> Speculator | None:
-        """What drafts the tokens of so many rows."""
-        return make_speculator(self.speculate, rows, self.num_speculative_tokens)
+    def speculator(self, rows: int, costs: PassCosts | None = None) -> Speculator | None:
+        """What drafts the tokens of so many rows, given what passes cost on this machine."""
+        return make_speculator(self.speculate, rows, self.num_speculative_tokens, costs)
 
     @property
     def segment(self) -> int | None:
@@ -125,6 +128,29 @@ class Programs:
         self._lock = threading.Lock()
         self.compilations = 0
         self.compile_seconds = 0.0
+
+    def measure_pass_costs(self, cache: Cache) -> None:
+        """Time passes on this machine, so that drafts are as long as they pay.
+
+        Args:
+            cache: Of the engine: the passes run on pages of the same kind.
+        """
+        context = cache.table.shape[1] * cache.page_size
+        if not self.shapes.speculates or context <= SHORT:
+            return
+        costs = measure_pass_costs(
+            self.decoder,
+            self.params,
+            most_tokens=max(max(law.widths) * rows for rows, law in self._laws()),
+            context=min(context, LONGEST_TIMED),
+            page_size=cache.page_size,
+            dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
+        )
+        self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
+
+    def _laws(self) -> list[tuple[int, DraftLength]]:
+        """The draft-length law for each number of rows."""
+        return [(rows, speculator.law) for rows, speculator in self._speculators.items() if speculator]
 
     def apply(self, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
         """Run `apply_updates`."""

@@ -25,6 +25,8 @@ def compile_ahead(
 ) -> None:
     """Compile all programs (`warmup` "full"), those that every request needs ("min"), or none.
 
+    "full" also times verification passes, by which the draft-length law decides.
+
     "min" leaves out scored prompts, preemption, steps that leave pages unread unless the preset has the scale
     meso, and steps without the sampler if the preset is one. What is left out is compiled when it is first
     needed, and counted.
@@ -44,6 +46,8 @@ def compile_ahead(
         row, device_state = np.int32(0), scheduler.device_state
         saved = programs.save_row(device_state, 0)
         programs.compile_ahead([(("restore",), (device_state, row, saved))], 1, progress, stopped)
+    if options.warmup == "full" and not stopped():
+        programs.measure_pass_costs(scheduler.device_state.state.cache)
     trim_memory()
 
 

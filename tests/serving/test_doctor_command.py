@@ -40,6 +40,7 @@ def test_a_sound_machine(capsys):
         "topk_entropy.project",
         "skinny_matmul",
         "rms_norm",
+        "longest_match",
         "entropy_moments",
     }
     for operation in named.values():

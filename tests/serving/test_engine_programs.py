@@ -3,6 +3,7 @@
 import pytest
 
 from entropic_jax.serving.control_options import Control
+from entropic_jax.speculation.draft_length import draft_length
 from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     WARM,
     copies_no_pool,
@@ -46,3 +47,19 @@ def test_no_program_copies_the_pool(exact):  # noqa: F811
         engine_request("two", prompt(90, 1), Control("full"), presence_penalty=0.5),
     )
     copies_no_pool(exact, "apply", "prefill", "decode")
+
+
+@pytest.mark.slow
+def test_a_full_warm_up_times_passes_and_compiles_all_that_drafts_need(model):  # noqa: F811
+    options = dict(max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False, speculate="suffix")
+    for engine in engine_of(model, **options):
+        assert engine._ready.wait(300)
+        laws = dict(engine.programs._laws())
+        assert sorted(laws) == [1, 2]
+        for rows, law in laws.items():
+            assert law.costs.shape == (len(law.widths),) and (law.costs > 0).any()
+            assert law.costs.tolist() != draft_length(rows, widths=law.widths).costs.tolist()
+        run(
+            engine, *(engine_request(f"j{i}", [7, 8, 9] * 5, max_tokens=40, seed=i, **WARM) for i in range(3))
+        )
+        assert engine.compilations == 0

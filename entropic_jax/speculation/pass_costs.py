@@ -1,0 +1,41 @@
+"""Pass costs: seconds of a forward pass by its number of tokens and by the positions it reads, as measured.
+
+`calibration.measure_pass_costs` measures them on the machine at hand.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .draft_length import DraftLength
+
+
+class PassCosts(NamedTuple):
+    """Seconds of a pass: those of its products, and those of reading the rows' keys and values."""
+
+    tokens: tuple[int, ...]  # of a pass, ascending
+    seconds: tuple[float, ...]  # of a pass of so many tokens, at a context of no positions
+    widths: tuple[int, ...]  # tokens of one row, ascending
+    seconds_per_position: tuple[float, ...]  # added by each cached position of a row with so many tokens
+
+    def law(self, rows: int, widths: tuple[int, ...]) -> DraftLength:
+        """The draft-length law of a batch, interpolated between the sizes that were measured.
+
+        Args:
+            rows: of the batch.
+            widths: compiled sizes of a pass, tokens a row.
+        """
+        costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
+        slopes = _interpolate(widths, self.widths, self.seconds_per_position)
+        return DraftLength(jnp.asarray(costs), widths=widths, position_costs=jnp.asarray(slopes))
+
+
+def _interpolate(
+    x: list[int] | tuple[int, ...], known: tuple[int, ...], values: tuple[float, ...]
+) -> np.ndarray:
+    """Piecewise linear through the known values; beyond the last one in proportion to x. float32."""
+    inside = np.interp(x, known, values)
+    return np.where(np.asarray(x) > known[-1], values[-1] * np.asarray(x) / known[-1], inside).astype(
+        np.float32
+    )
