@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from .instructions import (
+    CACHE_LINE,
     FLOAT,
+    ITEMSIZE,
     LANES,
     WORD,
     any_lane,
@@ -28,7 +30,7 @@ from .instructions import (
     load_widened,
     loop,
     multiply_add,
-    prefetch_elements,
+    prefetch,
     store,
     sum_lanes_of_fours,
     transpose_fours,
@@ -37,6 +39,8 @@ from .instructions import (
 SLACK = 8.0  # nats by which scores may exceed the subtrahend of the softmax before it is raised
 CHUNK = 4  # elements of a key, or of a query head, that stand together in a vector of four keys
 QUADS = LANES // CHUNK  # vectors of four keys in a block of keys
+LINES_AT_ONCE = 4  # cache lines that are prefetched together
+ROWS_AT_ONCE = 8  # values that are added up between two prefetches
 HEADS = 4  # query heads whose scores of a block of keys fill the accumulators
 
 
@@ -73,6 +77,45 @@ def _for_first_batch(builder: Any, heads: Any, sizes: list[int], body: Callable)
     return first
 
 
+def _number_of_batches(builder: Any, heads: Any, sizes: list[int]) -> Any:
+    """How many batches cover the heads, if all but the last are of the first size."""
+    return _batch_number(builder, builder.add(heads, WORD(sizes[0] - 1)), sizes)
+
+
+def _batch_number(builder: Any, head: Any, sizes: list[int]) -> Any:
+    return builder.udiv(head, WORD(sizes[0]))
+
+
+class Prefetcher:
+    """Spreads the prefetches of a piece of memory evenly over the turns of a computation.
+
+    Prefetches in quick succession would wait for one another, and the computation for them.
+    """
+
+    def __init__(self, builder: Any, size: int, turns: Any):
+        """`size` bytes in a number of `turns`."""
+        self.builder, self.lines = builder, -(-size // CACHE_LINE)
+        rounded_up = builder.add(turns, WORD(self.lines - 1))
+        lines_per_turn = builder.udiv(rounded_up, turns)
+        rounded_up = builder.add(lines_per_turn, WORD(LINES_AT_ONCE - 1))
+        self.lines_per_turn = builder.and_(rounded_up, WORD(-LINES_AT_ONCE))
+
+    def take_turn(self, address: Any, turn: Any) -> None:
+        """Prefetch what falls to a turn, of the memory at an address."""
+        builder, lines = self.builder, WORD(self.lines)
+        begin = builder.mul(turn, self.lines_per_turn)
+        end = builder.add(begin, self.lines_per_turn)
+        end = builder.select(builder.icmp_signed("<", end, lines), end, lines)
+
+        def prefetch_lines(line, _):
+            first = builder.add(address, builder.mul(line, WORD(CACHE_LINE)))
+            for i in range(LINES_AT_ONCE):
+                prefetch(builder, builder.add(first, WORD(i * CACHE_LINE)))
+            return []
+
+        loop(builder, begin, end, LINES_AT_ONCE, [], prefetch_lines)
+
+
 @cache
 def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
     """`scores(keys, query, out, block, heads, begin, end, next_tile)`: dot products of queries and keys.
@@ -90,11 +133,14 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         dtype: of the keys. The tile at the address `next_tile` is prefetched on the way. `block` is scratch
             for `LANES · head_dim` floats.
     """
-    stride, sizes = padded(page_size), _batches(HEADS, group)
+    stride, parts, sizes = padded(page_size), head_dim // LANES, _batches(HEADS, group)
+    block_bytes = LANES * head_dim * ITEMSIZE[dtype]
     zero = constant(0)
 
     def emit(builder, values):
         keys, query, out, block, heads, begin, end, next_tile = values
+        turns = builder.mul(_number_of_batches(builder, heads, sizes), WORD(parts))
+        prefetcher = Prefetcher(builder, block_bytes, turns)
 
         def row_of(t, number):
             row = builder.add(t, WORD(number))
@@ -113,10 +159,6 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
             fours = transpose_fours(builder, elements)
             for m, value in enumerate(fours):
                 store(builder, value, block, block_offset(part, m, quad))
-            # A part of this block of keys goes with as many elements of the next tile, in their order.
-            next_part = builder.add(builder.mul(t, WORD(head_dim)), builder.shl(part, WORD(4)))
-            next_quad = builder.add(next_part, WORD(quad * CHUNK * LANES))
-            prefetch_elements(builder, next_tile, next_quad, CHUNK * LANES, dtype)
             return fours
 
         def block_offset(part, m, quad):
@@ -127,7 +169,11 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
             return [load(builder, block, block_offset(part, m, quad)) for m in range(CHUNK)]
 
         def batch(t, h, size, fours_of):
+            number = builder.mul(_batch_number(builder, h, sizes), WORD(parts))
+            next_block = builder.add(next_tile, builder.mul(t, WORD(head_dim * ITEMSIZE[dtype])))
+
             def add_part(part, sums):
+                prefetcher.take_turn(next_block, builder.add(number, builder.udiv(part, WORD(LANES))))
                 query_of = {}
                 for g in range(size):
                     offset = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(head_dim)), part)
@@ -248,7 +294,12 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
     def emit(builder, values):
         weights, data, out, heads, begin, end, next_tile = values
 
-        def batch(h, size, prefetching):
+        turns_per_batch = WORD(-(-page_size // ROWS_AT_ONCE))
+        turns = builder.mul(_number_of_batches(builder, heads, sizes), turns_per_batch)
+        prefetcher = Prefetcher(builder, page_size * head_dim * ITEMSIZE[dtype], turns)
+
+        def batch(h, size):
+            first_turn = builder.mul(_batch_number(builder, h, sizes), turns_per_batch)
             base = builder.mul(h, WORD(head_dim))
             places = [builder.add(base, WORD(i * LANES)) for i in range(size * parts)]
             start = [load(builder, out, place) for place in places]
@@ -257,8 +308,6 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
                 offset = builder.mul(t, WORD(head_dim))
                 part_offset = lambda j: builder.add(offset, WORD(j * LANES))
                 value = [load_widened(builder, data, part_offset(j), dtype) for j in range(parts)]
-                if prefetching:
-                    prefetch_elements(builder, next_tile, offset, head_dim, dtype)
                 after = []
                 for g in range(size):
                     place = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(stride)), t)
@@ -267,10 +316,17 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
                         after.append(multiply_add(builder, value[j], weight, sums[g * parts + j]))
                 return after
 
-            for place, x in zip(places, loop(builder, begin, end, 1, start, row), strict=True):
+            def rows(t, sums):
+                turn = builder.add(first_turn, builder.udiv(t, WORD(ROWS_AT_ONCE)))
+                prefetcher.take_turn(next_tile, turn)
+                after = builder.add(t, WORD(ROWS_AT_ONCE))
+                after = builder.select(builder.icmp_signed("<", after, end), after, end)
+                return loop(builder, t, after, 1, sums, row)
+
+            sums = loop(builder, begin, end, ROWS_AT_ONCE, start, rows)
+            for place, x in zip(places, sums, strict=True):
                 store(builder, x, out, place)
 
-        first = _for_first_batch(builder, heads, sizes, lambda h, size: batch(h, size, True))
-        _for_batches(builder, first, heads, sizes, lambda h, size: batch(h, size, False))
+        _for_batches(builder, WORD(0), heads, sizes, batch)
 
     return intrinsic_of(7, emit)
