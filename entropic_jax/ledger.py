@@ -17,6 +17,7 @@ from .state import Hardware, Ledger
 # cores, good for comparing costs in one run: for seconds, measure (`benchmarks.bandwidth`) and pass yours.
 HARDWARE = {
     "cpu": Hardware(200e9, 25e9),
+    "tpu-v4": Hardware(275e12, 1228e9),  # cloud.google.com/tpu/docs/v4
     "tpu-v5e": Hardware(197e12, 819e9),  # cloud.google.com/tpu/docs/v5e
     "tpu-v5p": Hardware(459e12, 2765e9),  # cloud.google.com/tpu/docs/v5p
     "tpu-v6e": Hardware(918e12, 1640e9),  # cloud.google.com/tpu/docs/v6e
@@ -25,6 +26,7 @@ HARDWARE = {
     "h200": Hardware(989e12, 4.8e12),
 }
 DEVICE_KINDS = {  # part of JAX's device kind, and the entry of `HARDWARE`
+    "v4": "tpu-v4",
     "v5 lite": "tpu-v5e",
     "v5p": "tpu-v5p",
     "v5": "tpu-v5p",

@@ -45,6 +45,23 @@ class Model:
         return tuple(stated) if isinstance(stated, list) else (stated,)
 
 
+def read_config(path: Path, mesh: Mesh | None = None) -> Config:
+    """The Config of a model directory, or of the config.json in it.
+
+    Raises ModelError where it cannot be used, or the model cannot be divided over the mesh.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    raw = read_json(file)
+    try:
+        config = from_json(raw, family(raw))
+        structure(config)
+        if mesh is not None:
+            sharding.check_mesh(config, mesh)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    return config
+
+
 def load(
     path: str | Path,
     dtype: Any = "float32",
@@ -70,15 +87,8 @@ def load(
     directory, dtype = Path(path), checked(dtype)
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
-    file = directory / "config.json"
-    raw = read_json(file)
-    try:
-        config = from_json(raw, family(raw))
-        _, shapes = structure(config)
-        if mesh is not None:
-            sharding.check_mesh(config, mesh)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
+    config = read_config(directory, mesh)
+    shapes = structure(config)[1]
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     tokenizer = Tokenizer.from_directory(directory)

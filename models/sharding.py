@@ -61,7 +61,11 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     for axis in (DATA, EXPERT):
         if mesh.shape[axis] > 1:
             raise ModelError(f"mesh must have one device along {axis}; got {mesh.shape[axis]}")
-    size = mesh.shape[TENSOR]
+    check_sizes(config, mesh.shape[TENSOR])
+
+
+def check_sizes(config: Config, size: int) -> None:
+    """Raise ModelError unless heads, feed-forward blocks and the vocabulary divide over so many devices."""
     divided = {
         "num_key_value_heads": config.num_key_value_heads,
         "intermediate_size": config.intermediate_size,

@@ -10,12 +10,12 @@ from typing import NoReturn
 from entropic_jax.parameter_table import ParameterError
 
 from . import version
-from .commands import ablate, bench, calibrate, doctor, generate, heads, models, serve
+from .commands import ablate, bench, calibrate, doctor, generate, heads, models, plan, serve
 from .option_types import message_of
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (generate, serve, bench, calibrate, ablate, heads, models, doctor)
+    for module in (generate, serve, bench, calibrate, ablate, heads, models, plan, doctor)
 }
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

@@ -1,0 +1,141 @@
+"""Ahead-of-time compilation of a decode step for TPUs that this machine does not have.
+
+libtpu compiles for a topology by name, and no weights exist: arguments are shapes. What the compiler reports
+is what a chip of that slice would hold and exchange.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+from entropic_jax import loop, sharding
+from entropic_jax.cache import allocate
+from entropic_jax.control.presets import Preset
+from entropic_jax.mesh import make_mesh
+from entropic_jax.models import Config
+from entropic_jax.models import sharding as model_sharding
+from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.sampling import parameters
+
+# libtpu must neither ask the cloud for a description of this machine, nor claim a device, nor report that
+# there is none.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+class Batch(NamedTuple):
+    """Sizes of the batch that a step is compiled for."""
+
+    rows: int
+    context: int  # positions of a row, at most
+    page_size: int
+    pages: int  # of the pool
+
+
+def devices_of(topology: str) -> list[jax.Device]:
+    """The devices of a TPU topology by name. Raises RuntimeError where no compiler for it is installed."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # the plugin raises what it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
+
+
+def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset) -> Any:
+    """The `State` of a batch, as shapes.
+
+    Args:
+        config: of the model.
+        batch: sizes of the batch.
+        dtype: of the KV cache.
+        preset: of control.
+    """
+    decoder = Decoder(config)
+
+    def start() -> Any:
+        pool = allocate(
+            decoder.shape,
+            batch.rows,
+            batch.context,
+            pages=batch.pages,
+            page_size=batch.page_size,
+            dtype=dtype,
+        )
+        return loop.start(
+            decoder,
+            None,
+            preset.controller,
+            pool,
+            [[]] * batch.rows,
+            key=jax.random.key(0),
+            max_tokens=0,
+            sample=parameters(batch.rows),
+            page_policy=preset.page_policy,
+        )
+
+    return jax.eval_shape(start)
+
+
+def compile_step(
+    config: Config, devices: list[jax.Device], batch: Batch, dtypes: tuple[Any, Any], preset: Preset
+) -> jax.stages.Compiled:
+    """Compile one decode step, divided over all of the devices.
+
+    Args:
+        config: of the model.
+        devices: of a topology, see `devices_of`.
+        batch: sizes of the batch.
+        dtypes: of the weights, and of the KV cache.
+        preset: of control.
+    """
+    mesh = make_mesh(len(devices), devices)
+    model_sharding.check_mesh(config, mesh)
+    decoder = Decoder(config, mesh)
+
+    def placed(x: Any, where: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where)
+
+    shapes = structure(config)[1]
+    weights_dtype = jnp.dtype(dtypes[0])
+    params = jax.tree.map(
+        partial(placed, dtype=weights_dtype), shapes, model_sharding.shardings(shapes, mesh)
+    )
+    state = state_shapes(config, batch, dtypes[1], preset)
+    state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
+
+    def step(params: Any, state: Any) -> Any:
+        return loop.step(decoder, params, preset.controller, state, width=preset.width)
+
+    def launch(params: Any, state: Any) -> Any:
+        return sharding.launch(decoder, step, params, state)
+
+    with _without_cache(), jax.default_device(devices[0]):
+        return jax.jit(launch, donate_argnums=1).lower(params, state).compile()
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    # An entry of the persistent cache cannot be loaded for a device that is not here.
+    settings: Any = jax.config
+    before = settings.jax_enable_compilation_cache
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_enable_compilation_cache", before)

@@ -1,0 +1,88 @@
+"""Public figures of TPU chips, and topologies by name: what a plan of a model on a slice is computed from."""
+
+import re
+from typing import NamedTuple
+
+from entropic_jax.ledger import HARDWARE
+
+GIB = 2**30
+SECONDS_PER_HOP = 1e-6  # from a chip to its neighbour, however little is sent
+
+
+class Chip(NamedTuple):
+    """A generation of TPUs."""
+
+    hardware: str  # its entry in `ledger.HARDWARE`
+    memory: int  # bytes of main memory
+    link_bandwidth: float  # bytes/s between neighbours, both directions together
+
+
+# cloud.google.com/tpu/docs; links: jax-ml.github.io/scaling-book/tpus.
+CHIPS = {
+    "v4": Chip("tpu-v4", 32 * GIB, 90e9),
+    "v5e": Chip("tpu-v5e", 16 * GIB, 90e9),
+    "v5p": Chip("tpu-v5p", 95 * GIB, 180e9),
+    "v6e": Chip("tpu-v6e", 32 * GIB, 180e9),
+}
+NAME = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+){1,2})")
+
+
+class Topology(NamedTuple):
+    """A slice of TPUs: chips in a grid, each linked to its neighbours."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of chips."""
+        number = 1
+        for size in self.shape:
+            number *= size
+        return number
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s from the main memory of a chip."""
+        return float(HARDWARE[self.chip.hardware].bandwidth)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of a chip in bfloat16."""
+        return float(HARDWARE[self.chip.hardware].peak)
+
+    @property
+    def hops(self) -> int:
+        """Links between the two chips that are furthest from each other, without links around the grid."""
+        return sum(size - 1 for size in self.shape)
+
+    def seconds(self, operation: str, num_bytes: int) -> float:
+        """Time of a collective over all chips: bytes over one link, and the latency of its hops.
+
+        A sum passes the bytes around twice and crosses the grid twice, everything else once.
+
+        Args:
+            operation: as in `collectives.Collective`.
+            num_bytes: of its results on a device.
+
+        >>> round(topology("v5e:2x4").seconds("all-reduce", 2**18) * 1e6, 1)
+        13.1
+        """
+        times = 2 if operation == "all-reduce" else 1
+        moved = num_bytes * (self.devices - 1) / self.devices
+        return times * (moved / self.chip.link_bandwidth + self.hops * SECONDS_PER_HOP)
+
+
+def topology(name: str) -> Topology:
+    """The topology of a name such as "v5e:2x4" or "v5p:2x2x2". Raises ValueError for an unknown one."""
+    match = NAME.fullmatch(name)
+    if match is None or match["chip"] not in CHIPS:
+        raise ValueError(
+            f"topology must be one of {', '.join(CHIPS)} with the shape of the slice, as in v5e:2x4; "
+            f"got {name!r}"
+        )
+    shape = tuple(int(size) for size in match["shape"].split("x"))
+    if 0 in shape:
+        raise ValueError(f"topology must have at least one chip along each axis; got {name!r}")
+    return Topology(name, CHIPS[match["chip"]], shape)

@@ -1,0 +1,251 @@
+"""Plan of a model on a slice of TPUs: bytes per chip, sequences that fit, collectives, and time of a step.
+
+Without a compiled step the numbers follow from shapes. With one, temporaries and collectives are the
+compiler's, and its total of what a chip holds is compared with the shapes'.
+"""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from entropic_jax.mesh import TENSOR
+from entropic_jax.models import Config, ModelError
+from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.models.sharding import check_sizes, partition_specs
+from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+
+from .chips import Topology, topology
+from .collectives import Collective, collectives
+
+UTILIZATION = 0.9  # of a chip's memory that may be in use
+# Slices with one host or two, the least memory first.
+SLICES = ("v5e:1x1", "v6e:1x1", "v5e:2x2", "v5e:2x4", "v6e:2x2", "v4:2x2x1", "v5e:4x4", "v6e:2x4", "v4:2x2x2")
+SLICES += ("v5p:2x2x1", "v6e:4x4", "v4:2x2x4", "v5p:2x2x2", "v5p:2x2x4")
+BATCHES = (1, 8, 32, 64, 128, 256)
+
+
+class Dtypes(NamedTuple):
+    """Of the weights, in which the model computes, and of the KV cache."""
+
+    weights: str
+    cache: str
+
+
+class Roofline(NamedTuple):
+    """The least time of a decode step, in milliseconds; the parts are sums, not overlapped."""
+
+    weights: float  # reading them, or multiplying by them if that takes longer
+    kv_cache: float
+    collectives: float
+
+    @property
+    def total(self) -> float:
+        """All parts one after the other."""
+        return sum(self)
+
+
+class Plan(NamedTuple):
+    """What a chip holds and a step costs; bytes are of one chip."""
+
+    source: str  # "compiled program" or "shapes"
+    devices: int
+    weight_bytes: int
+    page_bytes: int  # of a page of all layers, its summaries included
+    state_bytes: int  # of everything else that a step needs
+    temporary_bytes: int
+    argument_bytes: int | None  # weights, pool and state of `rows` rows, as compiled
+    memory_bytes: int
+    pages: int  # that fit
+    page_size: int
+    context: int
+    rows: int
+    collectives: tuple[Collective, ...]  # of one step
+    roofline: Roofline  # at `rows` rows of `context` positions
+    tokens_per_second: dict[int, float]  # by rows, each of `context` positions, as far as they fit
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of `context` positions that fit."""
+        return max(0, self.pages) // math.ceil(self.context / self.page_size)
+
+
+def weight_bytes(config: Config, devices: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of the weights on a chip: all, and those that a step reads, without the embedding's table.
+
+    Args:
+        config: of the model.
+        devices: of the tensor axis.
+        itemsize: bytes of a weight.
+    """
+    shapes = structure(config)[1]
+    parts = jax.tree.map(
+        lambda x, spec: x.size // (devices if TENSOR in spec else 1), shapes, partition_specs(shapes)
+    )
+    total = sum(jax.tree.leaves(parts)) * itemsize
+    return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize
+
+
+def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
+    """Bytes of a page of all layers on a chip: keys, values and summaries.
+
+    Args:
+        config: of the model.
+        devices: of the tensor axis.
+        page_size: positions of a page.
+        dtype: of keys and values.
+    """
+    heads, size = config.num_key_value_heads // devices, config.head_dim
+    tiles = 2 * page_size * size * bytes_per_number(dtype, size)
+    return int(config.num_hidden_layers * heads * (tiles + 4 * (3 * size + 1)))
+
+
+class StepNeeds(NamedTuple):
+    """What a decode step needs beside weights, pages and state; bytes are of one chip."""
+
+    temporary_bytes: int
+    argument_bytes: int | None  # of all arguments, as compiled
+    collectives: tuple[Collective, ...]
+
+
+def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes) -> StepNeeds:
+    """The needs of a dense decode step, by the layout of the model.
+
+    Args:
+        config: of the model.
+        devices: of the tensor axis.
+        rows: of the step.
+        dtypes: of weights and KV cache.
+    """
+    itemsize = jnp.dtype(dtypes.weights).itemsize
+    hidden, vocabulary = (rows, 1, config.hidden_size), (rows, config.vocab_size)
+    total = Collective("all-reduce", (hidden,), math.prod(hidden) * itemsize)
+    gathering = Collective("all-gather", (vocabulary,), math.prod(vocabulary) * 4)
+    # Logits three times over, and the activations of a layer.
+    widths = 3 * config.vocab_size + config.intermediate_size // devices + 2 * config.hidden_size
+    exchanged = (*(total,) * (2 * config.num_hidden_layers + 1), gathering)
+    return StepNeeds(4 * rows * widths, None, exchanged if devices > 1 else ())
+
+
+def from_program(compiled: jax.stages.Compiled) -> StepNeeds:
+    """The needs of a compiled step, as the compiler reports them."""
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
+    return StepNeeds(memory.temp_size_in_bytes, memory.argument_size_in_bytes, tuple(collectives(text)))
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of a `State`, as shapes, without its page pool."""
+    arrays = jax.tree.leaves(state._replace(key=(), cache=state.cache._replace(layers=())))
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def roofline(
+    config: Config,
+    topology: Topology,
+    rows: int,
+    context: int,
+    dtypes: Dtypes,
+    exchanged: Iterable[Collective],
+) -> Roofline:
+    """The least time of a decode step of `rows` rows that hold `context` positions each.
+
+    Args:
+        config: of the model.
+        topology: of the slice.
+        rows: of the step.
+        context: positions of a row.
+        dtypes: of weights and KV cache.
+        exchanged: the collectives of the step.
+    """
+    devices = topology.devices
+    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize)
+    flops = 2.0 * Decoder(config).shape.weights * rows / devices
+    heads = config.num_key_value_heads // devices
+    position = 2 * config.num_hidden_layers * heads * config.head_dim
+    cached = rows * context * position * bytes_per_number(dtypes.cache, config.head_dim)
+    return Roofline(
+        1e3 * max(read / topology.bandwidth, flops / topology.flops),
+        1e3 * cached / topology.bandwidth,
+        1e3 * sum(topology.seconds(c.operation, c.num_bytes) for c in exchanged),
+    )
+
+
+def make_plan(
+    config: Config,
+    slice_: Topology,
+    dtypes: Dtypes,
+    state: Any,
+    compiled: jax.stages.Compiled | None = None,
+) -> Plan:
+    """The plan of a model on a slice.
+
+    Args:
+        config: of the model; its KV heads are a multiple of the chips.
+        slice_: of the slice, all of which is one tensor axis.
+        dtypes: of weights and KV cache.
+        state: the `State` of the batch that the step is for, as shapes.
+        compiled: the step, from `ahead_of_time.compile_step`; None computes from shapes.
+    """
+    cache, devices = state.cache, slice_.devices
+    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
+    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize)
+    of_page = page_bytes(config, devices, cache.page_size, dtypes.cache)
+    rest = state_bytes(state)
+    if compiled is None:
+        step = from_shapes(config, devices, rows, dtypes)
+    else:
+        step = from_program(compiled)
+    room = int(UTILIZATION * slice_.chip.memory) - weights - rest - step.temporary_bytes
+    pages = max(0, room // of_page)
+    rates = {}
+    for batch in BATCHES:
+        if batch * math.ceil(context / cache.page_size) <= pages:
+            exchanged = from_shapes(config, devices, batch, dtypes).collectives
+            rates[batch] = 1e3 * batch / roofline(config, slice_, batch, context, dtypes, exchanged).total
+    return Plan(
+        source="shapes" if compiled is None else "compiled program",
+        devices=devices,
+        weight_bytes=weights,
+        page_bytes=of_page,
+        state_bytes=rest,
+        temporary_bytes=step.temporary_bytes,
+        argument_bytes=step.argument_bytes,
+        memory_bytes=slice_.chip.memory,
+        pages=pages,
+        page_size=cache.page_size,
+        context=context,
+        rows=rows,
+        collectives=step.collectives,
+        roofline=roofline(config, slice_, rows, context, dtypes, step.collectives),
+        tokens_per_second=rates,
+    )
+
+
+def first_that_fits(config: Config, dtypes: Dtypes, state: Any) -> str | None:
+    """The first of `SLICES`, by shapes, on which a sequence fits and whose chips divide the model; or None.
+
+    Args:
+        config: of the model.
+        dtypes: of weights and KV cache.
+        state: the `State` of the batch, as shapes.
+    """
+    for name in SLICES:
+        with contextlib.suppress(ModelError):
+            check_sizes(config, topology(name).devices)
+            if make_plan(config, topology(name), dtypes, state).sequences:
+                return name
+    return None
+
+
+def counted(exchanged: Iterable[Collective]) -> list[tuple[str, int, int]]:
+    """Operation, how many of it, and bytes of all of them, for each kind of collective."""
+    exchanged = list(exchanged)
+    numbers = Counter(c.operation for c in exchanged)
+    return [
+        (name, n, sum(c.num_bytes for c in exchanged if c.operation == name)) for name, n in numbers.items()
+    ]

@@ -1,0 +1,120 @@
+"""Plans of models on slices: against the shapes, the published sizes, and libtpu."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from entropic_jax import models
+from entropic_jax.analysis import ahead_of_time
+from entropic_jax.analysis.chips import topology
+from entropic_jax.analysis.collectives import collectives
+from entropic_jax.analysis.plan import Dtypes, from_shapes, make_plan, page_bytes, weight_bytes
+from entropic_jax.control.presets import preset
+from entropic_jax.models.decoder import structure
+from tests.pallas.compilers import _need
+
+LLAMA_8B = models.Config(
+    "LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+)
+BFLOAT16 = Dtypes("bfloat16", "bfloat16")
+BATCH = ahead_of_time.Batch(rows=8, context=1024, page_size=128, pages=64)
+
+
+def plan_of(config=LLAMA_8B, name="v5e:2x4", batch=BATCH, setting=None, compiled=None, dtypes=BFLOAT16):
+    state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting or preset("off"))
+    return make_plan(config, topology(name), dtypes, state, compiled)
+
+
+def test_weights_of_llama_8b_are_its_8_03_billion_divided_by_eight():
+    total, read = weight_bytes(LLAMA_8B, 8, 2)
+    norms = (2 * 32 + 1) * 4096 * 2  # on every chip
+    assert total == pytest.approx(8.030e9 * 2 / 8 + norms * 7 / 8, rel=1e-3)
+    assert total - read == 128256 * 4096 * 2 // 8
+    assert weight_bytes(LLAMA_8B, 1, 2)[0] == 2 * sum(x.size for x in jax.tree.leaves(structure(LLAMA_8B)[1]))
+
+
+def test_page_bytes_are_those_of_the_allocated_pool():
+    config = dataclasses.replace(LLAMA_8B, num_hidden_layers=3, num_key_value_heads=4)
+    for dtype in ("float32", "bfloat16", "int8"):
+        state = ahead_of_time.state_shapes(config, BATCH, dtype, preset("off"))
+        total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache.layers))
+        assert page_bytes(config, 1, 128, dtype) * (BATCH.pages + 1) == total
+        assert page_bytes(config, 4, 128, dtype) * 4 == page_bytes(config, 1, 128, dtype)
+
+
+def test_what_fits_is_less_than_the_memory_and_one_page_more_is_too_much():
+    plan = plan_of()
+    held = plan.weight_bytes + plan.state_bytes + plan.temporary_bytes + plan.pages * plan.page_bytes
+    assert held <= 0.9 * plan.memory_bytes < held + plan.page_bytes
+    assert plan.sequences == plan.pages // 8
+    assert max(plan.tokens_per_second) <= plan.sequences
+
+
+def test_llama_8b_does_not_fit_a_single_v5e_chip():
+    assert plan_of(name="v5e:1x1").sequences == 0
+    assert plan_of(name="v6e:1x1").sequences > 0
+
+
+def test_time_of_a_step():
+    time = plan_of().roofline
+    _, read = weight_bytes(LLAMA_8B, 8, 2)
+    assert time.weights == pytest.approx(1e3 * read / 819e9)
+    assert time.kv_cache == pytest.approx(1e3 * 8 * 1024 * 2 * 32 * 128 * 2 / 819e9)
+    # 65 sums, each of which crosses the three + one links of the grid twice, and a gathering.
+    summed, gathered = 8 * 4096 * 2 * 7 / 8 / 90e9, 8 * 128256 * 4 * 7 / 8 / 90e9
+    assert time.collectives == pytest.approx(1e3 * (65 * 2 * (summed + 4e-6) + gathered + 4e-6))
+    assert time.total == pytest.approx(time.weights + time.kv_cache + time.collectives)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "v5e:2", "v5e:0x4", "v5e:2x2x2x2"])
+def test_unknown_topologies_are_refused(name):
+    with pytest.raises(ValueError, match="topology must"):
+        topology(name)
+
+
+def test_collectives_of_a_program_are_counted():
+    program = """
+      %a = bf16[32,1,4096]{2,1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=1
+      %b = (f32[4]{0}, f32[4,8]{1,0}) all-reduce(%x, %y), channel_id=1
+      %c = (f32[2,3]{1,0}, f32[2,24]{1,0}) all-gather-start(%x), dimensions={1}
+      %d = f32[2,24]{1,0} all-gather-done(%c)
+      %e = f32[2]{0} add(%all-reduce.1, %y)
+    """
+    operations = [(c.operation, c.num_bytes) for c in collectives(program)]
+    assert operations == [("all-reduce", 2 * 32 * 4096), ("all-reduce", 4 * 36), ("all-gather", 4 * 48)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "preset_name"), [("v5e:2x4", "off"), ("v6e:2x2", "full")])
+def test_the_compiler_agrees_with_the_shapes(name, preset_name):
+    _need("libtpu")
+    config, setting = dataclasses.replace(LLAMA_8B, num_hidden_layers=2), preset(preset_name, 8)
+    page_size = 128 if setting.page_policy is None else setting.page_policy.page_size
+    batch = ahead_of_time.Batch(rows=32, context=4096, page_size=page_size, pages=32 * 4096 // page_size)
+    compiled = ahead_of_time.compile_step(
+        config, ahead_of_time.devices_of(name), batch, tuple(BFLOAT16), setting
+    )
+    plan = plan_of(config, name, batch, setting, compiled)
+    assert plan.source == "compiled program"
+    expected = plan.weight_bytes + (batch.pages + 1) * plan.page_bytes + plan.state_bytes
+    assert plan.argument_bytes == pytest.approx(expected, rel=0.02)
+    rows = batch.rows if preset_name == "off" else 8
+    dense = from_shapes(config, plan.devices, rows, BFLOAT16).collectives
+    large = [c for c in plan.collectives if c.num_bytes > 4096]
+    assert sorted((c.operation, c.num_bytes) for c in large) == sorted(
+        (c.operation, c.num_bytes) for c in dense
+    )
+    pool = f"[{batch.pages + 1},{8 // plan.devices},{page_size},128]"
+    copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
+    assert not copies, copies
+    assert plan.temporary_bytes < math.prod((32, 128256, 4)) * 10

@@ -1,0 +1,66 @@
+"""`entropic plan`: what it prints, and what it refuses in one line."""
+
+import json
+
+import pytest
+
+from entropic_jax.serving.cli import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_a_plan_from_shapes(model, capsys):
+    arguments = ["plan", "--model", model, "--topology", "v5e:2x2", "--no-compile", "--max-model-len", "1024"]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["source"] == "shapes" and plan["not_compiled"] == "--no-compile"
+    assert plan["devices"] == 4 and plan["sequences"] > 32
+    assert plan["collectives"]["all-reduce"]["count"] == 5
+    assert plan["roofline"]["total"] == pytest.approx(
+        sum(plan["roofline"][name] for name in ("weights", "kv_cache", "collectives"))
+    )
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "numbers from: shapes (--no-compile)" in lines
+    assert any("sequences of 1024 positions fit" in line for line in lines)
+
+
+def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**CONFIG, "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 64})
+    )
+    assert main(["plan", "--model", str(file), "--topology", "v5e:2x2"]) == 1
+    assert "does not fit: not one sequence of 8192 positions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
+        (["--topology", "v5e:2x4"], "must divide num_key_value_heads, 4; got 8"),
+        (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_is_refused(model, capsys, options, message):
+    with pytest.raises(SystemExit) as exit_status:
+        main(["plan", "--model", model, *options])
+    error = capsys.readouterr().err
+    assert exit_status.value.code == 2 and message in error and error.count("\n") == 1
