@@ -22,6 +22,7 @@ from .tpu_tile import (
     LANES,
     SCALARS,
     check,
+    in_main_memory,
     joined,
     pools_as_laid_out,
     product,
@@ -160,8 +161,7 @@ def _call(shape: Shape, q, keys, values, positions):
         context_length,
         q.reshape(rows * kv_heads, group, n, head_dim),
         jnp.broadcast_to(window_start[..., None], (*window_start.shape, LANES)),
-        keys,
-        values,
+        *in_main_memory((keys, values)),
     )
     return out.reshape(q.shape)
 

@@ -24,6 +24,7 @@ from .tpu_tile import (
     CHUNK_BYTES,
     SCALARS,
     check,
+    in_main_memory,
     joined,
     pools_as_laid_out,
     product,
@@ -149,7 +150,7 @@ def _call(shape: Shape, q, keys, values, lists):
             transcendentals=group * work // head_dim,
         ),
         name=f"paged_decode_{heads}x{length}",
-    )(lists.pages.reshape(-1), ends.reshape(-1), q, keys, values)
+    )(lists.pages.reshape(-1), ends.reshape(-1), q, *in_main_memory((keys, values)))
     chunks = -(-(lists.stop - lists.begin) // shape.pages)
     written = jnp.repeat(jnp.arange(PARTS) < chunks[..., None], heads, 1)  # [rows, kv_heads, PARTS]
     out = out.reshape(rows, per_row, PARTS, heads, group, head_dim).swapaxes(2, 3)

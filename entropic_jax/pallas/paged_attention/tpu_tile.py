@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from .quantised import Quantised
 from .reference import LANES
@@ -11,6 +12,15 @@ from .reference import LANES
 CHUNK_BYTES = 1 << 21  # of K and V together, in one of the two buffers in VMEM
 BLOCK = 512  # positions per step of the softmax
 SCALARS = 1 << 19  # bytes of SMEM for the work lists; more rows go into another call
+
+
+def in_main_memory(pools: Any) -> Any:
+    """The operands of a kernel, kept out of VMEM.
+
+    Without it, XLA copies a pool that fits into VMEM there and back around the kernel, of which the kernel
+    would have read a few pages.
+    """
+    return jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), pools)
 
 
 def check(q: jax.Array, keys: Any, values: Any) -> None:

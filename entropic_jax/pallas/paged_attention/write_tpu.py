@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .quantised import Quantised, quantise, stored
-from .tpu_tile import LANES, check, sublanes_of, tiles_of
+from .tpu_tile import LANES, check, in_main_memory, sublanes_of, tiles_of
 
 BUFFER_BYTES = 1 << 22  # of VMEM for the rows that are written at the same time
 
@@ -67,7 +67,7 @@ def write(
         ),
         input_output_aliases={2 + len(new) + i: i for i in range(len(pools))},
         name="paged_write",
-    )(pad(page, bin_page), pad(slot), *new, *pools)
+    )(pad(page, bin_page), pad(slot), *new, *in_main_memory(pools))
     if scales:
         written = [Quantised(tiles, scale) for tiles, scale in zip(written[:2], written[2:], strict=True)]
     norm = jnp.linalg.norm(value, axis=-1)
