@@ -106,8 +106,8 @@ def compile_step(
     model_sharding.check_mesh(config, mesh)
     decoder = Decoder(config, mesh)
 
-    def placed(x: Any, where: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where)
+    def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
 
     shapes = structure(config)[1]
     weights_dtype = jnp.dtype(dtypes[0])
