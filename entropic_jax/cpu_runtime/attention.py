@@ -209,9 +209,9 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
 def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
     """`softmax(scores, top, total, out, begin, end, key_scale, value_scale)`: an online softmax of a head.
 
-    The scores of a page become weights exp(score − top), 0 outside of the range. `top` is raised to the
-    largest score if one exceeds it by more than `SLACK`; `total`, the sums of weights by lane, and the
-    weighted sums `out` are then rescaled.
+    The scores of a page become weights exp(score − top), 0 in the other lanes of vectors at the ends. `top`
+    is raised to the largest score if one exceeds it by more than `SLACK`; `total`, the sums of weights by
+    lane, and the weighted sums `out` are then rescaled.
 
     Args:
         page_size: the scores are `padded(page_size)` floats.

@@ -21,7 +21,7 @@ from .call_frame import (
     words,
     xla_handler,
 )
-from .thread_pool import parallel_for
+from .thread_pool import next_chunk, parallel_for
 
 __all__ = [
     "EXACT",
@@ -33,6 +33,7 @@ __all__ = [
     "free",
     "inlined",
     "integers",
+    "next_chunk",
     "njit",
     "operand",
     "operand_floats",

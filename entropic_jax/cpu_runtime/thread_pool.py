@@ -131,6 +131,15 @@ def parallel_for(function: int, argument: int, num_chunks: int) -> None:
     _store_release(mailbox + BUSY, 0)
 
 
+@njit(nogil=True)
+def next_chunk(chunk: int, num_chunks: int) -> int:
+    """The chunk that the thread of a chunk will probably get next, or -1 if there is none."""
+    threads = _load_acquire(mailbox_address() + THREADS)
+    if threads > 1:
+        return max(chunk - threads, -1)
+    return chunk + 1 if chunk + 1 < num_chunks else -1
+
+
 def worker_loop() -> Any:
     """The start routine of a thread, `void *worker(void *)`; it returns once the mailbox says one thread."""
     sleep = c_function("usleep")

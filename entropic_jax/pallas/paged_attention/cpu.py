@@ -222,7 +222,7 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
     from ...cpu_runtime.attention import padded
     from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
-    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, operand, words
+    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
 
     kv_heads, group, head_dim, page_size, dense, dtype = shape
     attend_page, pages_per_piece, scaled = _page_attention(shape), shape.pages_per_piece, dtype == "int8"
@@ -232,24 +232,35 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     weight_bytes = 4 * padded(page_size)
 
     @compiled
-    def attend_piece(job_address, piece_number):
-        job = words(job_address, 6)
-        frame, out_data, top_data = job[0], job[1], job[2]
-        total_data, list_data, first_piece_data = job[3], job[4], job[5]
+    def place_of_piece(job, piece_number):
+        """The row and the KV head of a piece, its first entry of the page list and the one past its last."""
+        frame, list_data, first_piece_data = job[0], job[4], job[5]
         list_number = words(list_data + 8 * piece_number, 1)[0]
         row, head = list_number // kv_heads, list_number % kv_heads
         first_entry, end_entry = page_range(frame, row, head)
         # Pieces are counted from the start of the list, so that they are the same for every window.
-        piece = (
-            piece_number - words(first_piece_data + 8 * list_number, 1)[0] + first_entry // pages_per_piece
-        )
+        first_piece = words(first_piece_data + 8 * list_number, 1)[0]
+        piece = piece_number - first_piece + first_entry // pages_per_piece
+        begin, end = piece * pages_per_piece, (piece + 1) * pages_per_piece
+        return row, head, max(first_entry, begin), min(end_entry, end)
+
+    @compiled
+    def tile_of_entry(frame, row, head, entry):
+        """The number of the tile in the pool that an entry of a page list stands for."""
+        table_data, grid = operand(frame, 3)
+        page = integers(table_data, (grid[0], grid[1]))[row, page_of_entry(frame, row, head, entry)]
+        return np.int64(page) * kv_heads + head
+
+    @compiled
+    def attend_piece(job_address, piece_number):
+        job = words(job_address, 7)
+        frame, out_data, top_data, total_data = job[0], job[1], job[2], job[3]
+        row, head, begin, end = place_of_piece(job, piece_number)
         rows, n = operand(frame, 4)[1][0], operand(frame, 4)[1][1]
         heads = n * group
         first = integers(operand(frame, 4)[0], (rows, n))[row]
         last = integers(operand(frame, 5)[0], (rows, n))[row]
         keys, values = operand(frame, 1)[0], operand(frame, 2)[0]
-        table_data, grid = operand(frame, 3)
-        page_table = integers(table_data, (grid[0], grid[1]))[row]
         query = operand(frame, 0)[0] + 4 * (row * kv_heads + head) * heads * head_dim
         out = out_data + 4 * piece_number * heads * head_dim
         floats(out, (heads * head_dim,))[:] = np.float32(0)
@@ -267,15 +278,18 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         scratch = total_address + 4 * LANES * heads
         bound_address = scratch + scratch_bytes
         low, high = words(bound_address, n), words(bound_address + 8 * n, n)
-        begin, end = max(first_entry, piece * pages_per_piece), min(end_entry, (piece + 1) * pages_per_piece)
-        next_page = np.int64(page_table[page_of_entry(frame, row, head, begin)])
+        next_tile = tile_of_entry(frame, row, head, begin)
         for entry in range(begin, end):
-            start, page = page_of_entry(frame, row, head, entry) * page_size, next_page
+            start, tile_number = page_of_entry(frame, row, head, entry) * page_size, next_tile
             if entry + 1 < end:
-                next_page = np.int64(page_table[page_of_entry(frame, row, head, entry + 1)])
+                next_tile = tile_of_entry(frame, row, head, entry + 1)
+            else:
+                next_piece = next_chunk(piece_number, job[6])
+                if next_piece >= 0:
+                    next_row, next_head, next_entry, _ = place_of_piece(job, next_piece)
+                    next_tile = tile_of_entry(frame, next_row, next_head, next_entry)
             for i in range(n):
                 low[i], high[i] = max(first[i] - start, 0), min(last[i] - start, page_size)
-            tile_number, next_tile = page * kv_heads + head, next_page * kv_heads + head
             attend_page(
                 query,
                 keys + tile_number * tile,
@@ -301,6 +315,7 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
 
 def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> Any:
     """Compile the body of the kernel: it numbers the pieces, runs their tasks, and merges the results."""
+    from ...cpu_runtime.instructions import CACHE_LINE
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, operand, parallel_for, result, words
 
     kv_heads, group, head_dim = shape.kv_heads, shape.group, shape.head_dim
@@ -320,7 +335,8 @@ def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> A
         pieces = first_piece[rows * kv_heads]
         # Scratch buffers: for each piece its outputs, maxima and totals of the softmax, and its list; then
         # the job that the pieces share.
-        sums_data = allocate(pieces * (8 + 4 * heads * (head_dim + 2)) + 6 * 8)
+        memory = allocate(CACHE_LINE + pieces * (8 + 4 * heads * (head_dim + 2)) + 7 * 8)
+        sums_data = (memory + CACHE_LINE - 1) & -CACHE_LINE
         list_data = sums_data + 4 * pieces * heads * head_dim
         top_data = list_data + 8 * pieces
         total_data = top_data + 4 * pieces * heads
@@ -331,9 +347,10 @@ def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> A
         for list_number in range(rows * kv_heads):
             for piece_number in range(first_piece[list_number], first_piece[list_number + 1]):
                 list_numbers[piece_number] = list_number
-        job = words(job_data, 6)
+        job = words(job_data, 7)
         job[0], job[1], job[2] = frame, sums_data, top_data
         job[3], job[4], job[5] = total_data, list_data, count_data
+        job[6] = pieces
         parallel_for(piece_address(), job_data, pieces)
         final = floats(result(frame, 0)[0], (rows * kv_heads, heads, head_dim))
         log_sum_exp = floats(result(frame, 1)[0], (rows * kv_heads, heads))
@@ -344,17 +361,18 @@ def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> A
                     peak = max(peak, top[p, h])
                 mass = np.float32(0)
                 for p in range(first_piece[list_number], first_piece[list_number + 1]):
-                    mass += total[p, h] * np.exp(top[p, h] - peak)
+                    top[p, h] = np.exp(top[p, h] - peak)
+                    mass += total[p, h] * top[p, h]
                 for d in range(head_dim):
                     final[list_number, h, d] = np.float32(0)
                 log_sum_exp[list_number, h] = -np.inf
                 if mass != 0:  # true for NaN, which must reach the result
                     log_sum_exp[list_number, h] = peak + np.log(mass)
                     for p in range(first_piece[list_number], first_piece[list_number + 1]):
-                        scale = np.exp(top[p, h] - peak) / mass
+                        scale = top[p, h] / mass
                         for d in range(head_dim):
                             final[list_number, h, d] += out[p, h, d] * scale
-        free(sums_data)
+        free(memory)
         free(count_data)
 
     return body
