@@ -65,11 +65,16 @@ def measure_pass_costs(
     long = [PassShape(1, width, context) for width in widths]
     run = lambda shape: _pass(decoder, params, shape, page_size, dtype)
     seconds = _least_seconds([run(shape) for shape in (*short, *long)], repeat)
-    added = np.maximum(0.0, np.subtract(seconds[len(sizes) :], seconds[: len(widths)]))
-    slopes = added / (context - SHORT)
+    products, attention = seconds[: len(sizes)], seconds[len(sizes) :]
+    slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
     reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
-    base = np.maximum(0.0, np.subtract(seconds[: len(sizes)], reading))
+    base = _ascending(np.subtract(products, reading))
     return PassCosts(tuple(sizes), tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()))
+
+
+def _ascending(seconds: np.ndarray) -> np.ndarray:
+    """Costs without disturbances: a pass does not cost more than a larger one, nor less than nothing."""
+    return np.maximum(0.0, np.minimum.accumulate(seconds[::-1])[::-1])
 
 
 def _pass(

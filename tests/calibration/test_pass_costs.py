@@ -22,6 +22,15 @@ def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
     assert costs.seconds_per_position == pytest.approx([0.001 + 0.0001 * n for n in costs.widths])
 
 
+def test_a_disturbed_measurement_is_not_believed(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda *_: None)
+    times = [1.0, 9.0, 3.0, 2.0, 7.0, 4.0]  # of 1, 2 and 4 tokens, at the short and at the long context
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: times)
+    costs = measure_pass_costs(None, None, most_tokens=4, context=164)
+    assert costs.seconds_per_position == pytest.approx((0.0, 0.0, 0.01))
+    assert costs.seconds == pytest.approx((1.0, 3 - 0.64, 3 - 0.64))
+
+
 def test_a_model_is_timed():
     costs = measure_pass_costs(MODEL.decoder, MODEL.params, most_tokens=4, context=100, repeat=1, page_size=8)
     assert costs.tokens == costs.widths == (1, 2, 4)
