@@ -12,13 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.batch import Batch
+from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
 from entropic_jax.control.controller import STATIC, pytree
 from entropic_jax.speculation import Draft, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
-from .workload import WIDTHS, arms, loops, windows
+from .workload import WIDTHS, arms, loops, prompts
 
 LAUNCH = 32  # steps
 
@@ -131,37 +132,53 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     pin_to_cores(options.threads)
     results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
     results |= {"model": options.model.name, "dtype": "float32", "costs": [], "rates": []}
-    model = models.load(options.model, "float32")
-    cells = [(c, t) for c in options.contexts for t in options.temperatures]
-    costs: dict[int, list[float]] = {}
+    model, tokenizer = models.load(options.model, "float32"), options.model / "tokenizer.json"
+    held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]
+    shortest = min(options.contexts)
+    cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("passes", total=len(options.contexts) + len(cells) * options.prompts)
         for context in options.contexts:
-            (prompt,) = windows(options.model / "tokenizer.json", context, 1)
+            (prompt,) = prompts("held-out", tokenizer, context, 1)
             seconds = pass_seconds(model, prompt, options.repeat)
             results["costs"].append({"context": context, "seconds": {str(n): s for n, s in seconds.items()}})
-            costs[context] = [seconds[width] / seconds[0] for width in WIDTHS]
             progress.advance(task)
-        for context, temperature in cells:
-            progress.update(task, description=f"{context} tokens, T = {temperature}")
-            prompts = windows(options.model / "tokenizer.json", context, options.prompts)
-            for arm in arms(costs[context]).values():  # compile
-                decode_text(model, prompts[0], 4, temperature, arm)
-            for number, prompt in enumerate(prompts):
-                entry: dict[str, Any] = {"context": context, "temperature": temperature, "prompt": number}
-                texts = {
-                    name: decode_text(model, prompt, options.tokens, temperature, arm)
-                    for name, arm in arms(costs[context]).items()
-                }
-                plain = texts["off"]["text"]
-                for text in texts.values():
-                    tokens = text.pop("text")
-                    text["equal"] = next(
-                        (i for i, pair in enumerate(zip(tokens, plain, strict=False)) if pair[0] != pair[1]),
-                        len(plain),
-                    )
-                    text["tokens"] = len(tokens)
-                results["rates"].append({**entry, "loops": loops(plain), "arms": texts})
+        # The law has the costs that the engine would measure.
+        longest = max(2 * SHORT, *options.contexts)
+        costs = measure_pass_costs(model.decoder, model.params, most_tokens=max(WIDTHS), context=longest)
+        results["law"] = costs._asdict()
+        for text, context, temperature in cells:
+            progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
+            texts = prompts(text, tokenizer, context, options.prompts)
+            for arm in arms(costs).values():  # compile
+                decode_text(model, texts[0], 4, temperature, arm)
+            for number, prompt in enumerate(texts):
+                entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
+                results["rates"].append(
+                    entry | compare(model, prompt, options.tokens, temperature, arms(costs))
+                )
                 progress.advance(task)
     return results
+
+
+def compare(
+    model: models.Model, prompt: list[int], tokens: int, temperature: float, speculators: dict[str, Any]
+) -> dict[str, Any]:
+    """One prompt, continued by every arm in turn: their measurements, and whether the text loops.
+
+    Args:
+        model: that continues the prompt.
+        prompt: token ids.
+        tokens: to generate.
+        temperature: of the sampling.
+        speculators: by the name of the arm; that of "off" is None.
+    """
+    results = {name: decode_text(model, prompt, tokens, temperature, s) for name, s in speculators.items()}
+    plain = results["off"]["text"]
+    for result in results.values():
+        text = result.pop("text")
+        pairs = enumerate(zip(text, plain, strict=False))
+        result["equal"] = next((i for i, (token, other) in pairs if token != other), len(plain))
+        result["tokens"] = len(text)
+    return {"loops": loops(plain), "arms": results}

@@ -25,10 +25,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
     header = ["tokens of context", "decode step, ms", *(f"{width} tokens" for width in WIDTHS)]
     result_tables: list[Table] = [("A verification pass ÷ a decode step, median", header, rows)]
     rows = []
-    cells = dict.fromkeys((entry["context"], entry["temperature"]) for entry in results["rates"])
-    for context, temperature in cells:
-        entries = [e for e in results["rates"] if (e["context"], e["temperature"]) == (context, temperature)]
-        kept = [entry for entry in entries if not entry["loops"]] or entries
+    cell_of = lambda entry: (entry["text"], entry["context"], entry["temperature"])
+    for cell in dict.fromkeys(map(cell_of, results["rates"])):
+        entries = [entry for entry in results["rates"] if cell_of(entry) == cell]
+        greedy = cell[2] == 0  # most greedy texts loop
+        kept = [entry for entry in entries if greedy or not entry["loops"]] or entries
         for name in kept[0]["arms"]:
             ratios = [e["arms"]["off"]["seconds"] / e["arms"][name]["seconds"] for e in kept]
             total = {
@@ -39,8 +40,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
             equal = sum(e["arms"][name]["equal"] >= e["arms"]["off"]["tokens"] for e in entries)
             rows.append(
                 [
-                    str(context),
-                    str(temperature),
+                    *map(str, cell),
                     name,
                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
                     f"{total['tokens'] / max(1, total['passes']):.2f}",
@@ -49,9 +49,17 @@ def tables(results: dict[str, Any]) -> list[Table]:
                     f"{len(entries) - len(kept)}",
                 ]
             )
-    header = ["context", "T", "drafts", "speed ÷ off, median (range)", "tokens a pass", "accepted ÷ verified"]
+    header = [
+        "text",
+        "context",
+        "T",
+        "drafts",
+        "speed ÷ off, median (range)",
+        "tokens a pass",
+        "accepted ÷ verified",
+    ]
     header += ["texts equal to off", "looped, left out"]
-    result_tables.append(("Decoding held-out text, one sequence", header, rows))
+    result_tables.append(("Decoding, one sequence", header, rows))
     return result_tables
 
 
@@ -67,4 +75,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Both arms of a ratio decode the same prompt with the same seed, in turn. Prompts are not timed. "
         "A text that differs from `off` is compared up to its first tie."
     )
-    return [f"{machine}; model {results['model']}, {results['dtype']}.", ratio]
+    texts = (
+        "`held-out`: code from modules that the model has not seen; `copy`: such code, and its first third "
+        "once more; `random`: tokens drawn uniformly."
+    )
+    return [f"{machine}; model {results['model']}, {results['dtype']}.", ratio, texts]

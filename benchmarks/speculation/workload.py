@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax.speculation import Cascade, Speculator, pruned_drafter, suffix_drafter
-from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation import Cascade, PassCosts, Speculator, pruned_drafter, suffix_drafter
 
 from ..harness.held_out_text import module_tokens
 
+TEXTS = ("held-out", "copy", "random")
 WIDTHS = (1, 2, 4, 8, 16)  # tokens of a pass
 LOOP_WINDOW, LOOP_PAIRS = 48, 24  # a text loops if its last tokens hold fewer different pairs
 
@@ -27,19 +26,38 @@ def windows(tokenizer_file: Path, context: int, number: int) -> list[list[int]]:
     return [tokens[start : start + context] for start in starts]
 
 
+def prompts(text: str, tokenizer_file: Path, context: int, number: int) -> list[list[int]]:
+    """Prompts of one of the `TEXTS`.
+
+    Args:
+        text: "held-out": code that the model has not seen; "copy": code whose first third follows once more,
+            so that a model that copies goes on with the second; "random": tokens drawn uniformly.
+        tokenizer_file: of the model.
+        context: tokens of a prompt.
+        number: of prompts.
+    """
+    if text == "held-out":
+        return windows(tokenizer_file, context, number)
+    if text == "copy":
+        again = context // 4
+        return [code + code[:again] for code in windows(tokenizer_file, context - again, number)]
+    vocabulary = max(module_tokens(tokenizer_file)) + 1
+    return np.random.default_rng(context).integers(0, vocabulary, (number, context)).tolist()
+
+
 def loops(tokens: list[int]) -> bool:
     """Whether a text ends in a loop."""
     last = tokens[-LOOP_WINDOW:]
     return len(last) == LOOP_WINDOW and len(set(zip(last[1:], last, strict=False))) < LOOP_PAIRS
 
 
-def arms(costs: list[float]) -> dict[str, Speculator | None]:
+def arms(costs: PassCosts) -> dict[str, Speculator | None]:
     """The speculators by name; None is plain decoding, the baseline.
 
     Args:
-        costs: of a pass of each width, in plain decode steps, as measured before.
+        costs: of a pass on this machine.
     """
-    law = DraftLength(jnp.asarray(costs, jnp.float32), widths=WIDTHS)
+    law = costs.law(1, WIDTHS)
     return {
         "off": None,
         "suffix": Speculator(suffix_drafter(), law),
