@@ -61,6 +61,6 @@ def arms(costs: PassCosts) -> dict[str, Speculator | None]:
     return {
         "off": None,
         "suffix": Speculator(suffix_drafter(), law),
-        "pruned": Speculator(pruned_drafter(), law),
-        "suffix, then pruned": Speculator(Cascade((suffix_drafter(), pruned_drafter())), law),
+        "pruned": Speculator(pruned_drafter(law=law), law),
+        "suffix, then pruned": Speculator(Cascade((suffix_drafter(), pruned_drafter(law=law))), law),
     }

@@ -44,6 +44,10 @@ class DraftLength:
         odds = jnp.clip(jax.scipy.special.logit(draft.acceptance), -CERTAIN, CERTAIN)
         return jnp.where(draft.acceptance > 0, jax.nn.sigmoid(odds + shift[:, None]), 0.0)
 
+    def pass_costs(self, positions: jax.Array) -> jax.Array:
+        """Costs of a pass of each width, float32 `[widths]`; `positions` float32 `[]`, cached by its rows."""
+        return jnp.asarray(self.costs) + jnp.asarray(self.position_costs) * positions
+
     def choose(
         self, draft: Draft, active: jax.Array, shift: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -66,8 +70,7 @@ class DraftLength:
         gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach.reshape(-1)[order])])
         room = jnp.array([min(rows * (width - 1), rows * k) for width in self.widths])
         positions = jnp.where(active, length, 0).sum(dtype=jnp.float32)
-        costs = jnp.asarray(self.costs) + jnp.asarray(self.position_costs) * positions
-        rate = (active.sum(dtype=jnp.float32) + gain[room]) / costs
+        rate = (active.sum(dtype=jnp.float32) + gain[room]) / self.pass_costs(positions)
         width = jnp.argmax(rate).astype(jnp.int32)
         rank = jnp.zeros(rows * k, jnp.int32).at[order].set(jnp.arange(rows * k, dtype=jnp.int32))
         chosen = (rank < room[width]).reshape(rows, k) & offered & (reach > 0)

@@ -3,6 +3,14 @@
 Drafting is plain decoding on a copy of the control state: the same noise, penalties and control, with page
 lists in place of the whole cache. The entropy of the draft's own distribution predicts whether the dense
 pass will accept its token, and ends the draft where it is high.
+
+With the costs of a pass, drafts are as long as they pay. λ is the best rate of accepted tokens, at the mean
+probability P that one is accepted:
+
+    λ = max over n of rows · Σ_{i ≤ n} Pⁱ / (n c_draft + c_verify(n + 1))
+
+One more token is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_verify) / rows. Nothing is drafted
+where n = 0 is best.
 """
 
 from typing import Annotated, Any
@@ -18,6 +26,7 @@ from ..forward import decode, decode_cost
 from ..pallas.paged_attention import SelectionRules
 from ..sampling import record
 from ..state import RUNNING, State
+from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft
 from .verification import CHANGED
 
@@ -36,6 +45,8 @@ class PrunedDrafter:
     dropped_mass_limit: jax.Array | float = 0.3  # ε of the drafts, unless the pruning law sets a larger one
     stop_below: jax.Array | float = 0.6  # P(all accepted so far) below which no further token is drafted
     shortest_context: jax.Array | int = 2048  # positions, below which reading few pages saves nothing
+    law: DraftLength | None = None  # what passes cost; None drafts as if they cost nothing
+    kept: jax.Array | float = 0.15  # fraction of the context that a draft reads, for its cost
     policy: Annotated[PagePolicy, STATIC] = SPARSE_PAGES
     most_tokens: Annotated[int, STATIC] = 7  # k, the tokens drafted at most
 
@@ -45,6 +56,8 @@ class PrunedDrafter:
         rows = state.token.shape[0]
         most = jnp.minimum(most, k)
         going = batch.active & (state.length >= self.shortest_context) & (most > 0)
+        least = self.least_reach(going, state.length)
+        going &= least[0] <= 1
         drafted = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
 
         def body(carry: Any) -> Any:
@@ -58,7 +71,8 @@ class PrunedDrafter:
                 drafted.acceptance.at[:, number].set(chance),
             )
             reach = jnp.where(emitted, reach * chance, reach)
-            going = emitted & (after.status == RUNNING) & (number + 1 < most) & (reach >= self.stop_below)
+            going = emitted & (after.status == RUNNING) & (number + 1 < most)
+            going &= (reach >= self.stop_below) & (reach >= least[jnp.minimum(number + 1, k - 1)])
             changed = {name: getattr(after, name) for name in CHANGED}
             return number + 1, going, reach, after.cache.layers, changed, drafted
 
@@ -69,6 +83,25 @@ class PrunedDrafter:
         ledger = state.ledger._replace(flops=spent.flops, bytes_read=spent.bytes_read, seconds=spent.seconds)
         state = state._replace(cache=state.cache._replace(layers=layers), ledger=ledger)
         return batch._replace(state=state), drafted
+
+    def least_reach(self, going: jax.Array, length: jax.Array) -> jax.Array:
+        """P(all accepted so far) from which the next token is drafted, after 0, 1, … of them; float32 `[k]`.
+
+        Args:
+            going: bool `[rows]`, the rows that draft.
+            length: int32 `[rows]`, cached positions.
+        """
+        k = self.most_tokens
+        if self.law is None:
+            return jnp.zeros(k)
+        rows, positions = going.sum(dtype=jnp.float32), jnp.where(going, length, 0).sum(dtype=jnp.float32)
+        number, mean = jnp.arange(k + 1, dtype=jnp.float32), jnp.asarray(self.acceptance).mean()
+        costs = self.law.pass_costs(positions)
+        verify = jnp.interp(number + 1, jnp.asarray(self.law.widths, jnp.float32), costs)
+        step = self.law.pass_costs(self.kept * positions)[0]
+        rates = rows * jnp.cumsum(mean**number) / (number * step + verify)
+        marginal = jnp.max(rates) * (step + jnp.diff(verify)) / (jnp.maximum(rows, 1.0) * mean)
+        return jnp.where(jnp.argmax(rates) == 0, jnp.inf, marginal)
 
     def probability(self, entropy: jax.Array) -> jax.Array:
         """P(accepted) of tokens drawn at these entropies of the draft, nats `[rows]`."""
@@ -93,12 +126,15 @@ class PrunedDrafter:
         return after._replace(history=history), trace.token, trace.entropy, trace.emitted
 
 
-def pruned_drafter(most_tokens: int = 7, policy: PagePolicy = SPARSE_PAGES) -> PrunedDrafter:
+def pruned_drafter(
+    most_tokens: int = 7, policy: PagePolicy = SPARSE_PAGES, law: DraftLength | None = None
+) -> PrunedDrafter:
     """A pruned drafter with the default table of acceptance.
 
     Args:
         most_tokens: k, the tokens drafted at most.
         policy: which pages the drafts read; its lists must not outlive a step.
+        law: what passes cost; None drafts as if they cost nothing.
     """
     tables = jnp.asarray(ACCEPTANCE, jnp.float32), jnp.asarray(ENTROPY_EDGES, jnp.float32)
-    return PrunedDrafter(*tables, policy=policy, most_tokens=most_tokens)
+    return PrunedDrafter(*tables, law=law, policy=policy, most_tokens=most_tokens)
