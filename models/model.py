@@ -54,9 +54,10 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     raw = read_json(file)
     try:
         config = from_json(raw, family(raw))
-        structure(config)
+        _, shapes = structure(config)
         if mesh is not None:
             sharding.check_mesh(config, mesh)
+            sharding.partition_specs(shapes)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return config

@@ -21,6 +21,10 @@ from .config import Config, ModelError
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 ROW_PARALLEL = ("o_proj", "down_proj")
 VOCABULARY_PARALLEL = ("embed_tokens",)
+# Modules whose arrays every device has: norms of one vector, and the router of experts. So has every module
+# whose name ends with NORM.
+REPLICATED = ("norm", "q_norm", "k_norm", "gate")
+NORM = "layernorm"
 
 
 def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
@@ -29,6 +33,9 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     Args:
         path: of the array in `Params`.
         ndim: axes of the array; a matrix per expert has three.
+
+    Raises:
+        ModelError: the module is not in the lists above.
     """
     module, kind = path[-2], path[-1]
     if module in VOCABULARY_PARALLEL:
@@ -37,7 +44,13 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
         return P(*(None,) * (ndim - 1), TENSOR)
     if module in ROW_PARALLEL and kind == "kernel":
         return P(*(None,) * (ndim - 2), TENSOR, None)
-    return P()
+    # A vector that is added after the sum over the devices, or that every device needs.
+    if (ndim == 1 and module in (*ROW_PARALLEL, *REPLICATED)) or str(module).endswith(NORM):
+        return P()
+    if module == "gate" and kind == "kernel":
+        return P()
+    name = ".".join(map(str, path))
+    raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")
 
 
 def partition_specs(shapes: Any) -> Any:

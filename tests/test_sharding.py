@@ -141,6 +141,13 @@ def test_a_lack_of_devices_is_refused_before_weights_are_read():
         make_mesh(64)
 
 
+def test_arrays_that_are_not_known_are_refused():
+    from entropic_jax.models.sharding import partition_spec
+
+    with pytest.raises(models.ModelError, match=r"a model with layers\.0\.self_attn\.sinks, which"):
+        partition_spec(("layers", 0, "self_attn", "sinks"), 1)
+
+
 def test_every_matrix_is_divided():
     from entropic_jax.models.decoder import structure
     from entropic_jax.models.sharding import partition_specs

@@ -80,6 +80,6 @@ def test_an_engine_on_two_devices_gives_the_answers_of_one():
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    one, two = json.loads(done.stdout)
-    assert [len(tokens) for tokens in one] == [40, 40, 40]
-    assert one == two
+    alone, together = json.loads(done.stdout)
+    assert [len(tokens) for tokens in alone] == [40, 40, 40]
+    assert together == alone
