@@ -64,6 +64,21 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help='sampling parameters that take precedence over it, as {"temperature": 0.6}',
     )
     group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "mistral", "llama3_json", "json"),
+        help="format of tool calls (default: that of the chat template)",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="ignored, for compatibility with vLLM: tool_choice auto is always on",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=("think", "none"),
+        help="whether <think> … </think> becomes reasoning_content (default: if the chat template has it)",
+    )
+    group.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -244,6 +259,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         request_timeout=options.request_timeout or None,
         drain=options.shutdown_timeout,
         on_engine_failure=options.on_engine_failure,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         metrics_prefix=options.metrics_prefix,
         control=control_options.read(options),
         limits=Limits(

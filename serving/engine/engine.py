@@ -28,7 +28,6 @@ from ..generation import default_dtype
 from ..kv_cache import pages_of
 from ..memory import gibibytes, page_bytes
 from ..transcript import Transcript
-from . import warmup
 from .block_manager import BlockManager
 from .detokenizer import detokenizer_factory
 from .initial_state import initial_device_state
@@ -45,6 +44,7 @@ from .scheduler import Scheduler
 from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence
 from .state_updates import StateUpdates
 from .token_rules import token_rules
+from .warmup import Warmup
 
 log = logging.getLogger(__name__)
 IDLE_POLL, BUSY_POLL = 0.2, 0.02  # seconds between checks for timeouts, when idle and when busy
@@ -66,14 +66,14 @@ class LLMEngine:
         progress: Callable[[int, int], None] = no_progress,
         control: Control | None = None,
     ) -> None:
-        """Allocate the KV cache and start the engine's thread, which compiles the programs first.
+        """Allocate the KV cache, start the engine's thread, and begin to compile its programs.
 
         Args:
             model: With its tokenizer.
             options: None is the defaults.
             calibration: Of the model, None without one.
             metrics_hooks: Called at each event, None without any.
-            progress: `progress(done, total)` is called after each program compiled ahead.
+            progress: `progress(done, total)` is called after each program of the warm-up.
             control: Of requests to come; checked before anything is allocated.
 
         Raises:
@@ -99,18 +99,17 @@ class LLMEngine:
         prior = self.row_controllers.prior
         self.programs = Programs(model.decoder, model.params, device_state, prior, self.sizes.shapes)
         self.scheduler = self._scheduler(device_state, metrics_hooks or MetricsHooks())
-        self._progress = progress
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
         self._service_seconds = 1.0  # that a request takes, smoothed
         self._open, self._stopping = True, threading.Event()
-        self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._live: dict[QueuedOutputStream, Sequence] = {}
         self._with_timeout: dict[Sequence, None] = {}
         self._timeouts_checked = 0.0
-        self._warmup_compilations = 0
+        # A program that is compiled, and a failure to compile one, wake the engine's thread.
+        self.warmup = Warmup(self.programs, self.scheduler, self.options, progress, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -186,7 +185,11 @@ class LLMEngine:
 
     def ready(self) -> bool:
         """Whether the warm-up is over."""
-        return self._ready.is_set() and self._failure is None and self._open
+        return self.warmup.ended.is_set() and self._failure is None and self._open
+
+    def serves(self) -> bool:
+        """Whether most requests can run, if only with some of the programs."""
+        return self.warmup.serves and self._failure is None and self._open
 
     def failure(self) -> BaseException | None:
         """The exception that has stopped the engine, if any."""
@@ -200,7 +203,7 @@ class LLMEngine:
     @property
     def compilations(self) -> int:
         """Programs compiled after the warm-up."""
-        return self.programs.compilations - self._warmup_compilations if self._ready.is_set() else 0
+        return self.warmup.late_compilations
 
     def snapshot(self) -> Mapping[str, Any]:
         """The state of the engine, see `Engine.snapshot`."""
@@ -239,8 +242,10 @@ class LLMEngine:
                 time.sleep(0.01)
         self._stopping.set()
         self._inbox.put(None)
+        deadline = None if timeout is None else time.perf_counter() + timeout
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        return self.warmup.stop(left) and not self._thread.is_alive()
 
     # From a request to a sequence.
 
@@ -272,12 +277,6 @@ class LLMEngine:
 
     def _run(self) -> None:
         try:
-            warmup.compile_ahead(
-                self.programs, self.scheduler, self.options, self._progress, self._stopping.is_set
-            )
-            self._warmup_compilations = self.programs.compilations
-            if not self._stopping.is_set():
-                self._ready.set()
             busy = False
             while not self._stopping.is_set():
                 self._receive(wait=not busy)
@@ -291,7 +290,7 @@ class LLMEngine:
                 raise
 
     def _receive(self, wait: bool) -> None:
-        """Receive new requests and cancellations; if there is no work, wait for one."""
+        """Receive new requests and cancellations; if nothing can run, wait for one, or for a program."""
         timeout = IDLE_POLL if self._with_timeout else None
         while True:
             try:
@@ -299,6 +298,8 @@ class LLMEngine:
             except queue.Empty:
                 break
             wait = False
+            if isinstance(item, BaseException):  # of the compiler
+                raise item
             if isinstance(item, Sequence):
                 item.arrival_round = self.scheduler.rounds
                 self._live[item.output_stream] = item
@@ -348,6 +349,8 @@ class LLMEngine:
             if not sequence.ended:
                 tokens = sequence.transcript.finish(reason, error)
                 sequence.stage = ENDED
+                if sequence.admitted_time is None:
+                    self._dequeued()
                 sequence.output_stream.put(sequence.delta(tokens))
         wake(list(self._live))
         self._live.clear()
@@ -362,13 +365,13 @@ def start(
 ) -> LLMEngine:
     """The engine of a Hugging Face model directory, with the calibration in it if there is one.
 
-    The engine compiles in its own thread: requests may be submitted at once, and run when it is `ready`.
+    Programs are compiled in the background: requests may be submitted at once, and run when it `serves` them.
 
     Args:
         path: The directory.
         options: As in `LLMEngine`, like the rest.
         metrics_hooks: Called at each event.
-        progress: Called after each program compiled ahead.
+        progress: Called after each program of the warm-up.
         control: Of requests to come, checked before the engine starts.
 
     Raises:

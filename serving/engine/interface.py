@@ -97,6 +97,9 @@ class Engine(Protocol):
     def ready(self) -> bool:
         """Whether the warm-up is over; programs that it left out are compiled when they are first needed."""
 
+    def serves(self) -> bool:
+        """Whether most requests can run, if only with some of the programs; the others wait."""
+
     def failure(self) -> BaseException | None:
         """The exception that has stopped the engine, if any; a stopped engine must be replaced."""
 
@@ -116,8 +119,8 @@ class Engine(Protocol):
 
         Args:
             drain: None ends them at once.
-            timeout: Seconds to wait for the engine's thread, which may be compiling; None waits for its end.
+            timeout: Seconds to wait for the engine's threads, which may compile; None waits for their end.
 
         Returns:
-            Whether the thread has ended.
+            Whether the threads have ended.
         """

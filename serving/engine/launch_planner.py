@@ -1,6 +1,8 @@
 """Launch planner: which prompt chunks to prefill, how many steps to decode, and under which constraints."""
 
+import itertools
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
+from ..request import Request
 from .device_state import DecodeOutput
 from .options import Sizes
 from .programs import DecodeProgram, Programs
@@ -63,7 +66,7 @@ class LaunchPlanner:
             sizes: Of rows, pages and programs.
             overlapped: As in `Scheduler`.
         """
-        self.sizes = sizes
+        self.programs, self.sizes = programs, sizes
         factor = 1 if overlapped else SHARED_PROCESSORS
         self.seconds_while_waiting = SECONDS_WHILE_WAITING * factor
         self.seconds_when_full = SECONDS_WHEN_FULL * factor
@@ -86,7 +89,8 @@ class LaunchPlanner:
         sequences = sorted(sequences, key=lambda s: (s.engine_request.priority, s.admitted_time))
         scored = not sequences[0].prompt_scored
         sequences = [s for s in sequences if s.prompt_scored != scored]
-        prompts, size = self._chunk_shape([len(s.prefill_tokens) - 1 - s.num_prefilled for s in sequences])
+        remaining = [len(s.prefill_tokens) - 1 - s.num_prefilled for s in sequences]
+        prompts, size = self._chunk_shape(remaining, scored)
         chunk, scheduled = empty_chunk(prompts, size, self.sizes.rows), []
         for index, sequence in enumerate(sequences[:prompts]):
             length = len(sequence.prefill_tokens) - 1
@@ -100,8 +104,8 @@ class LaunchPlanner:
             scheduled.append(ScheduledChunk(sequence, sequence.epoch, begin, end))
         return chunk, scheduled, scored
 
-    def _chunk_shape(self, remaining: list[int]) -> tuple[int, int]:
-        """The compiled shape (prompts, tokens) that prefills most for its cost; the first prompt is in it.
+    def _chunk_shape(self, remaining: list[int], scored: bool) -> tuple[int, int]:
+        """The available shape (prompts, tokens) that prefills most for its cost; the first prompt is in it.
 
         A sparse prefill method works on segments of fixed length, which no chunk may cut.
         """
@@ -114,11 +118,51 @@ class LaunchPlanner:
             return tokens / (prompts * (size + PROMPT_OVERHEAD) + CHUNK_OVERHEAD)
 
         shapes = [shape for shape in self.sizes.shapes.chunks if max(uncut[: shape[0]]) <= shape[1]]
-        return max(shapes, key=throughput)
+        available = [shape for shape in shapes if self.programs.available(_prefill_key(shape, scored))]
+        return max(available or shapes, key=throughput)
 
-    def width(self, running: int) -> int:
-        """The smallest batch bucket that holds so many rows."""
-        return next(width for width in self.sizes.shapes.widths if width >= running)
+    def can_run(self, sequence: Sequence, running: list[Sequence]) -> bool:
+        """Whether programs are available that run a sequence beside others; else they are compiled next.
+
+        Args:
+            sequence: Waits for a row.
+            running: Every sequence with a row.
+        """
+        shapes, request = self.sizes.shapes, sequence.request
+        keys: list[tuple] = [("apply", has_penalties(request))]
+        if shapes.compression is not None:
+            keys.append(("compress",))
+        segment = min(len(sequence.prompt) - 1, shapes.segment or 0)
+        chunks = [
+            _prefill_key(shape, not sequence.prompt_scored) for shape in shapes.chunks if shape[1] >= segment
+        ]
+        if not any(map(self.programs.available, chunks)):
+            keys.append(_prefill_key(shapes.longest_chunk, not sequence.prompt_scored))
+        together = [*running, sequence]
+        if not any(self._available(self._decode_programs(together, False))):
+            keys.append(("decode", *next(self._decode_programs(together, False))))
+        missing = [key for key in keys if not self.programs.require(key)]
+        return not missing
+
+    def _decode_programs(self, running: list[Sequence], speculates: bool) -> Iterator[DecodeProgram]:
+        """The programs that can decode these sequences, the cheapest first.
+
+        One that may leave pages unread, or has a sampler, decodes the sequences that want neither as well.
+        """
+        shapes = self.sizes.shapes
+        prunes = any(s.row_gains.pruning for s in running)
+        samples = any(s.row_gains.sampler for s in running)
+        policies = shapes.page_policies[-1:] if prunes else shapes.page_policies
+        samplers = shapes.samplers[-1:] if samples else shapes.samplers
+        for width in shapes.widths:
+            if width >= len(running):
+                for policy, sampler in itertools.product(policies, samplers):
+                    if not speculates or (policy, sampler) == (policies[0], False):
+                        yield DecodeProgram(width, policy, sampler, speculates)
+
+    def _available(self, programs: Iterable[DecodeProgram]) -> Iterator[DecodeProgram]:
+        """Those of the programs that can be chosen."""
+        return (program for program in programs if self.programs.available(("decode", *program)))
 
     def speculates(self, running: list[Sequence]) -> bool:
         """Whether to draft tokens for these sequences.
@@ -130,14 +174,13 @@ class LaunchPlanner:
             self.sizes.shapes.speculates
             and not any(s.row_gains.pruning for s in running)
             and any(s.grammar is None and s.num_scheduled >= s.num_replay_tokens for s in running)
+            and any(self._available(self._decode_programs(running, speculates=True)))
         )
 
     def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
         """The program that decodes these sequences."""
-        shapes = self.sizes.shapes
-        page_policy = shapes.page_policies[-1 if any(s.row_gains.pruning for s in running) else 0]
-        samples = shapes.samplers[-1 if any(s.row_gains.sampler for s in running) else 0]
-        return DecodeProgram(self.width(len(running)), page_policy, samples, speculates)
+        programs = list(self._decode_programs(running, speculates))
+        return next(self._available(programs), programs[0])
 
     def num_steps(
         self, running: list[Sequence], limit: int, prefilling: int, waiting: bool, speculates: bool
@@ -160,7 +203,7 @@ class LaunchPlanner:
             seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)
         else:
             seconds = self.seconds_when_full
-        key = self.width(len(running)), speculates
+        key = self.decode_program(running, speculates).width, speculates
         steps = int(seconds / self._step_seconds.get(key, seconds))
         return max(1, min(steps, limit, self.sizes.shapes.steps(speculates)))
 
@@ -230,6 +273,16 @@ class LaunchPlanner:
                 allowed[row, : mask.size] = mask[: allowed.shape[1]]
             fields |= dict(masked=masked, allowed=allowed)
         return self._constraints._replace(**fields)
+
+
+def has_penalties(request: Request) -> bool:
+    """Whether a request's penalties need the history of its tokens."""
+    return bool(request.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty)
+
+
+def _prefill_key(shape: tuple[int, int], scored: bool) -> tuple:
+    """The key of a prefill program; its tokens have one more column, the token after the chunk."""
+    return "prefill", shape[0], shape[1] + 1, scored
 
 
 def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:

@@ -4,7 +4,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from .device_state import (
     restore_row,
     save_row,
 )
+from .program_compiler import ProgramCompiler
 
 # Steps of a launch without drafts for each of one with them, whose steps may emit several tokens.
 SPECULATIVE_SHARE = 4
@@ -87,6 +87,11 @@ class Shapes:
         return make_speculator(self.speculate, rows, self.num_speculative_tokens, costs)
 
     @property
+    def longest_chunk(self) -> tuple[int, int]:
+        """The chunk of the most tokens among those of the fewest prompts."""
+        return max(self.chunks, key=lambda chunk: (-chunk[0], chunk[1]))
+
+    @property
     def segment(self) -> int | None:
         """Tokens that every prefill chunk of a prompt but the last must have; None if any number will do."""
         return None if self.method is None or self.method.prefill is None else self.method.segment
@@ -103,7 +108,7 @@ class Shapes:
 
 
 class Programs:
-    """The compiled programs by shape; a shape that is not compiled yet is compiled when it is needed."""
+    """The compiled programs by shape; one that is not compiled yet is compiled when it is needed."""
 
     def __init__(
         self, decoder: Any, params: Any, device_state: DeviceState, prior: AR1, shapes: Shapes
@@ -128,6 +133,7 @@ class Programs:
         self._lock = threading.Lock()
         self.compilations = 0
         self.compile_seconds = 0.0
+        self.compiler: ProgramCompiler | None = None  # None: a program is compiled by whoever runs it first
 
     def measure_pass_costs(self, cache: Cache) -> None:
         """Time passes on this machine, so that drafts are as long as they pay.
@@ -229,10 +235,25 @@ class Programs:
         arguments = (device_state, np.int32(row), saved)
         return self._program(("restore",), *arguments)(*arguments)
 
-    def _program(self, key: tuple, *arguments: Any) -> Callable[..., Any]:
-        return self._compiled.get(key) or self._compile(key, arguments)
+    def is_compiled(self, key: tuple) -> bool:
+        """Whether a program can run at once."""
+        return key in self._compiled
 
-    def _compile(self, key: tuple, arguments: tuple) -> Callable[..., Any]:
+    def available(self, key: tuple) -> bool:
+        """Whether to choose a program: it can run at once, or it is compiled by whoever runs it first."""
+        return self.compiler is None or key in self._compiled
+
+    def require(self, key: tuple) -> bool:
+        """Whether a program is `available`; if not, it is compiled next."""
+        return self.available(key) or not (self.compiler and self.compiler.prefer(key))
+
+    def _program(self, key: tuple, *arguments: Any) -> Callable[..., Any]:
+        if self.compiler is not None and key not in self._compiled:
+            self.compiler.wait_for(key)
+        return self._compiled.get(key) or self.compile(key, arguments)
+
+    def compile(self, key: tuple, arguments: tuple) -> Callable[..., Any]:
+        """Compile a program and keep it."""
         start_time = time.perf_counter()
         program, donated = self._function(key)
         compiled = jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
@@ -277,24 +298,3 @@ class Programs:
         """The device state of a program without a model, divided as other programs take it."""
         mesh = getattr(self.decoder, "mesh", None)
         return device_state if mesh is None else sharding.constrain(device_state, mesh)
-
-    def compile_ahead(
-        self,
-        examples: list[tuple],
-        workers: int,
-        progress: Callable[[int, int], None],
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Compile programs in parallel.
-
-        Args:
-            examples: `(key, arguments)` of each; those that are compiled already are left out.
-            workers: Threads.
-            progress: `progress(done, total)` is called after each.
-            stopped: Whether to leave out the rest; asked before each.
-        """
-        examples = [example for example in examples if example[0] not in self._compiled]
-        with ThreadPoolExecutor(workers) as pool:
-            compiled = pool.map(lambda example: stopped() or self._compile(*example), examples)
-            for number, _ in enumerate(compiled, 1):
-                progress(number, len(examples))

@@ -28,7 +28,7 @@ from . import grammars
 from .block_manager import BlockManager
 from .device_state import DecodeOutput, DeviceState
 from .kv_compression import KVCompression
-from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk
+from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk, has_penalties
 from .metrics_hooks import MetricsHooks
 from .options import Sizes
 from .output_collector import OutputCollector
@@ -108,13 +108,14 @@ class Scheduler:
         )
         self.collector = OutputCollector(self.batch, sizes.page_size, tokenizer, exact)
         self.waiting: list[Sequence] = []
+        self.all_await_programs = False  # no sequence that waits can run before another program is compiled
         self.in_flight: deque[InFlight] = deque()
         self.rounds = 0.0  # of admissions; a round is as many as there are rows
         self.preemptions = 0
         self.on_dequeue: Callable[[], None] = lambda: None  # a request has left the queue
 
     def step(self) -> bool:
-        """Run one iteration; False if there is nothing left to do."""
+        """Run one iteration; False if nothing can run before a request comes or a program is compiled."""
         self._admit()
         # A grammar's mask follows from the last token, so every launch must be collected before the next.
         constrained = any(s.grammar is not None for s in self.batch.occupied)
@@ -130,8 +131,8 @@ class Scheduler:
         # Deliver while the device works: the readers compete with this thread for the interpreter.
         self.batch.deliver()
         self._collect(keep=int(busy and self.overlapped and not constrained))
-        batch = self.batch
-        return bool(batch.occupied or self.in_flight or self.waiting or self.updates or batch.deltas)
+        batch, waiting = self.batch, self.waiting and not self.all_await_programs
+        return bool(batch.occupied or self.in_flight or waiting or self.updates or batch.deltas)
 
     def apply_updates(self) -> None:
         """Apply the host's changes to the device state."""
@@ -144,18 +145,24 @@ class Scheduler:
     def _admit(self) -> None:
         """Give free rows to the waiting sequences, in the order of their priority."""
         free = self.batch.free_rows
+        self.all_await_programs = False
         if not free or not self.waiting:
             return
         self.waiting = self.ranking.rank(self.waiting, self.rounds, self.batch.expected_drop)
-        num_admitted = 0
-        for sequence in self.waiting:
+        await_programs = []
+        for place, sequence in enumerate(self.waiting):
+            if free and not self.planner.can_run(sequence, self.batch.occupied):
+                await_programs.append(sequence)  # others may overtake it
+                continue
             # Nobody overtakes the first that finds no pages.
             if not free or not self._place(sequence, free[0]):
-                break
+                self.waiting = [*await_programs, *self.waiting[place:]]
+                return
             free.pop(0)
-            num_admitted += 1
             self.rounds += 1 / self.sizes.rows
-        self.waiting = self.waiting[num_admitted:]
+        self.waiting = await_programs
+        # Beside fewer rows, a sequence may need no other program.
+        self.all_await_programs = bool(await_programs) and not self.batch.occupied
 
     def _place(self, sequence: Sequence, row: int) -> bool:
         """Give a row and pages to a sequence; False where the pool has no room."""
@@ -176,7 +183,7 @@ class Scheduler:
             self._note_first_admission(sequence)
         self.batch.place(sequence, row, limit)
         history = None
-        if request.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty:
+        if has_penalties(request):
             history = sequence.prompt, [] if replays else sequence.generated
         self.updates.placements.append(
             Placement(

@@ -1,82 +1,192 @@
-"""Warm-up: compiles the programs that the engine will run before it serves requests."""
+"""Warm-up: the order in which the engine's programs are compiled, the most needed first."""
 
 import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 
 from entropic_jax.control_gains import MESO, SCALES
 
+from .device_state import save_row
 from .launch_planner import empty_chunk
 from .options import EngineOptions, cores
-from .programs import DecodeProgram, Programs
+from .program_compiler import ProgramCompiler
+from .programs import DecodeProgram, Programs, Shapes
 from .scheduler import Scheduler
 
 
-def compile_ahead(
-    programs: Programs,
-    scheduler: Scheduler,
-    options: EngineOptions,
-    progress: Callable[[int, int], None],
-    stopped: Callable[[], bool],
-) -> None:
-    """Compile all programs (`warmup` "full"), those that every request needs ("min"), or none.
+class Warmup:
+    """Compiles the programs of the warm-up behind the engine's thread, which serves with those that exist.
 
-    "full" also times verification passes, by which the draft-length law decides.
+    The first programs serve one request at a time, by short prefill chunks. Larger ones follow. With `warmup`
+    "full", the warm-up ends once all programs are compiled. "min" leaves out preemption, steps that leave
+    pages unread unless the preset has the scale meso, steps without the sampler if the preset is one, and all
+    but one program for scored prompts. Those are compiled when a request needs them, which waits for them
+    while others run. With "none", nothing is compiled ahead, and all requests wait for a missing program.
 
-    "min" leaves out scored prompts, preemption, steps that leave pages unread unless the preset has the scale
-    meso, and steps without the sampler if the preset is one. What is left out is compiled when it is first
-    needed, and counted.
-
-    Args:
-        programs: Where to keep what is compiled.
-        scheduler: Whose device state and planner have the shapes of the arguments.
-        options: Of the engine.
-        progress: As in `Programs.compile_ahead`.
-        stopped: As there.
+    At its end, "full" times verification passes, by which the draft-length law decides. Requests that run
+    meanwhile make them slower.
     """
-    if options.warmup == "none":
-        return
-    workers = options.compile_workers or cores()
-    programs.compile_ahead(_examples(programs, scheduler, options), workers, progress, stopped)
-    if options.warmup == "full" and not stopped():
-        row, device_state = np.int32(0), scheduler.device_state
-        saved = programs.save_row(device_state, 0)
-        programs.compile_ahead([(("restore",), (device_state, row, saved))], 1, progress, stopped)
-    if options.warmup == "full" and not stopped():
-        programs.measure_pass_costs(scheduler.device_state.state.cache)
-    trim_memory()
+
+    def __init__(
+        self,
+        programs: Programs,
+        scheduler: Scheduler,
+        options: EngineOptions,
+        progress: Callable[[int, int], None],
+        notify: Callable[[BaseException | None], None],
+    ) -> None:
+        """Begin to compile.
+
+        Args:
+            programs: Where to keep what is compiled.
+            scheduler: Whose device state and planner have the shapes of the arguments.
+            options: Of the engine.
+            progress: `progress(done, total)` is called after each program of the warm-up.
+            notify: Called after each program, in any thread, with the exception if it failed.
+        """
+        self._programs, self._progress, self._notify = programs, progress, notify
+        self._times_passes, self._cache = options.warmup == "full", scheduler.device_state.state.cache
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.late = 0  # programs compiled when the warm-up ended
+        self.first: list[tuple] = []
+        self._keys: list[tuple] = []
+        if options.warmup == "none":
+            self.ended.set()
+            return
+        examples = _examples(programs, scheduler)
+        self.first = _first(programs.shapes, options)
+        self._keys = list(dict.fromkeys([*self.first, *_rest(programs.shapes, options, list(examples))]))
+        compiler = ProgramCompiler(
+            programs.compile, examples, options.compile_workers or cores(), self._compiled
+        )
+        programs.compiler = compiler
+        compiler.enqueue(self._keys)
+
+    @property
+    def serves(self) -> bool:
+        """Whether most requests can run, if only with some of the programs."""
+        return all(map(self._programs.is_compiled, self.first))
+
+    @property
+    def late_compilations(self) -> int:
+        """Programs compiled after the warm-up."""
+        return self._programs.compilations - self.late if self.ended.is_set() else 0
+
+    def stop(self, timeout: float | None) -> bool:
+        """Compile no more; whether nothing is being compiled within `timeout` seconds."""
+        compiler = self._programs.compiler
+        return compiler is None or compiler.stop(timeout)
+
+    def _compiled(self, failure: BaseException | None) -> None:
+        if failure is None and not self.ended.is_set():
+            with self._lock:
+                done = sum(map(self._programs.is_compiled, self._keys))
+                self._progress(done, len(self._keys))
+                if done == len(self._keys) and not self.ended.is_set():
+                    failure = self._end()
+        self._notify(failure)
+
+    def _end(self) -> BaseException | None:
+        """End the warm-up; returns the exception that prevents it."""
+        try:
+            if self._times_passes:
+                self._programs.measure_pass_costs(self._cache)
+        except BaseException as error:  # for the engine's thread to raise
+            return error
+        self.late = self._programs.compilations
+        self.ended.set()
+        trim_memory()
+        return None
 
 
-def _examples(programs: Programs, scheduler: Scheduler, options: EngineOptions) -> list[tuple]:
-    """Key and arguments of the programs to compile."""
+def _examples(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
+    """Arguments of every program, by its key."""
     planner, device_state, shapes = scheduler.planner, scheduler.device_state, programs.shapes
-    full = options.warmup == "full"
-    examples: list[tuple] = [
-        (("apply", penalised), (programs.blank, device_state, scheduler.updates.empty_batch(penalised)))
+    row = np.int32(0)
+    examples: dict[tuple, tuple] = {
+        ("apply", penalised): (programs.blank, device_state, scheduler.updates.empty_batch(penalised))
         for penalised in (False, True)
-    ]
-    for prompts, size in shapes.chunks:
+    }
+    for (prompts, size), scored in itertools.product(shapes.chunks, (False, True)):
         chunk = empty_chunk(prompts, size, scheduler.sizes.rows)
-        for scored in (False, True) if full else (False,):
-            arguments = (programs.params, device_state, chunk)
-            examples.append((("prefill", prompts, size + 1, scored), arguments))
+        examples["prefill", prompts, size + 1, scored] = (programs.params, device_state, chunk)
     if shapes.compression is not None:
-        examples.append((("compress",), (device_state, np.int32(0))))
-    prunes = MESO in SCALES.get(options.preset, ())
-    page_policies = shapes.page_policies if full or prunes else shapes.page_policies[:1]
-    samplers = shapes.samplers if full else shapes.samplers[-1:]
-    decode = [DecodeProgram(*p) for p in itertools.product(shapes.widths, page_policies, samplers)]
+        examples["compress",] = (device_state, row)
+    decode = [
+        DecodeProgram(*program)
+        for program in itertools.product(shapes.widths, shapes.page_policies, shapes.samplers)
+    ]
     if shapes.speculates:
-        decode += [DecodeProgram(width, page_policies[0], False, True) for width in shapes.widths]
+        decode += [DecodeProgram(width, shapes.page_policies[0], False, True) for width in shapes.widths]
     for program in decode:
         constraints, forced = planner.constraints({}), planner.nothing_forced(program.speculates)
         arguments = programs.decode_arguments(device_state, 1, constraints, forced, program)
-        examples.append((("decode", *program), arguments))
+        examples["decode", *program] = arguments
+    examples["save",] = (device_state, row)
+    if getattr(programs.decoder, "mesh", None) is None:  # on a mesh, the saved row is divided as it comes
+        examples["restore",] = (device_state, row, jax.eval_shape(save_row, device_state, row))
     return examples
+
+
+def _prunes(options: EngineOptions) -> bool:
+    """Whether most requests may leave pages unread."""
+    return MESO in SCALES.get(options.preset, ())
+
+
+def _first(shapes: Shapes, options: EngineOptions) -> list[tuple]:
+    """Keys of the programs that serve one request of the usual kind, the longest to compile first.
+
+    Steps that may leave pages unread, or have a sampler, serve the other requests, too.
+    """
+    policy = shapes.page_policies[-1 if _prunes(options) else 0]
+    program = DecodeProgram(shapes.widths[0], policy, shapes.samplers[-1])
+    fitting = [chunk for chunk in shapes.chunks if chunk[1] >= (shapes.segment or 0)]
+    prompts, size = min(fitting, key=lambda chunk: (chunk[0] * chunk[1], chunk))
+    keys: list[tuple] = [("decode", *program), ("prefill", prompts, size + 1, False), ("apply", False)]
+    return [*keys, ("compress",)] if shapes.compression is not None else keys
+
+
+def _rest(shapes: Shapes, options: EngineOptions, keys: list[tuple]) -> list[tuple]:
+    """Keys of the other programs of the warm-up, the most needed first.
+
+    Args:
+        shapes: Of the programs.
+        options: Say which programs the warm-up compiles.
+        keys: Of all programs.
+    """
+    full, prunes = options.warmup == "full", _prunes(options)
+    usual = shapes.page_policies[-1 if prunes else 0]
+    longest = ("prefill", shapes.longest_chunk[0], shapes.longest_chunk[1] + 1)
+
+    def rank(key: tuple) -> Any:
+        """Order of need; None leaves a program out."""
+        match key:
+            case ("apply", _):
+                return 0, 0
+            case ("prefill", prompts, tokens, scored):
+                if scored:
+                    return (5, 0) if key[:3] == longest else (8, prompts * tokens) if full else None
+                return (1, 0) if key[:3] == longest else (4, prompts * tokens)
+            case ("decode", width, policy, samples, speculates):
+                if speculates or (policy == usual and samples == shapes.samplers[-1]):
+                    return 3 if width > shapes.widths[0] else 2, width
+                if not full and (samples != shapes.samplers[-1] or not prunes):
+                    return None
+                return 6, width
+            case ("compress",):
+                return 0, 0
+        return (7, 0) if full else None
+
+    ranked = [(rank(key), place) for place, key in enumerate(keys)]
+    return [keys[place] for order, place in sorted(pair for pair in ranked if pair[0] is not None)]
 
 
 def trim_memory() -> None:

@@ -16,6 +16,7 @@ from .grammar import Grammars
 from .metrics import Metrics
 from .served_model import ServedModel
 from .settings import Settings
+from .tools.calling import ToolCalling
 from .worker_pools import WorkerPool, worker_pools
 
 RETRY = 5.0  # seconds of Retry-After while the server shuts down
@@ -66,6 +67,7 @@ class Frontend:
         self.engine, self.model, self.settings = engine, model, settings
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
         self.grammars = Grammars(model, settings.limits.grammar)
+        self.tool_calling = ToolCalling(model, settings.tool_call_parser, settings.reasoning_parser)
         self.pools = worker_pools()
         self.started = int(time.time())
         self.draining = False
@@ -152,7 +154,7 @@ class Frontend:
                 self.metrics.abandoned()
 
     def abandon(self) -> None:
-        """End all engine requests in flight at once; their readers get the text so far."""
+        """End all engine requests in flight at once; readers get the text so far, or 503 without one."""
         for output_stream in tuple(self.output_streams):
             output_stream.cancel()
 

@@ -121,6 +121,8 @@ class Server(uvicorn.Server):
             self.frontend.draining = self.should_exit = True
             self.status = ENGINE_FAILED
         if self.deadline is not None and not self.should_exit:
+            if not self.frontend.engine.serves():
+                self.frontend.abandon()  # they could not begin in time
             if not self.frontend.busy:
                 self.should_exit = True
             elif time.monotonic() >= self.deadline - last_seconds(self.frontend.settings.drain):

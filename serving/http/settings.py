@@ -32,6 +32,8 @@ class Settings(NamedTuple):
     request_timeout: float | None = 600.0  # seconds
     drain: float = 30.0  # seconds after SIGTERM in which requests may end, and the process does
     on_engine_failure: OnEngineFailure = "exit"
+    tool_call_parser: str | None = None  # format of tool calls; None is that of the chat template
+    reasoning_parser: str | None = None  # "think" or "none"; None follows the chat template
     metrics_prefix: str = "vllm"
     control: Control = Control()
     limits: Limits = Limits()

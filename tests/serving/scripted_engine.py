@@ -135,7 +135,7 @@ class ScriptedEngine:
         self.prefill = self.pace = 0.0
         self.room = 10**6
         self.running = 0
-        self.is_ready = True
+        self.is_ready = self.does_serve = True
         self.failed: str | None = None
         self.engine_requests: list[EngineRequest] = []
         self.cancelled: list[str] = []
@@ -158,6 +158,9 @@ class ScriptedEngine:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def serves(self) -> bool:
+        return self.does_serve
 
     def failure(self) -> BaseException | None:
         return None if self.failed is None else RuntimeError(self.failed)

@@ -1,6 +1,7 @@
 """Unmodified third-party clients against the real engine and the embedded model."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -130,3 +131,58 @@ def test_litellm(real, monkeypatch):
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said
     text = litellm.text_completion(model="text-completion-openai/embedded", prompt=CODE, **base)
     assert text.choices[0].text
+
+
+PAINT = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "description": "Paints a thing.",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}, "twice": {"type": "boolean"}},
+            "required": ["colour", "twice"],
+            "additionalProperties": False,
+        },
+    },
+}
+SING = {"type": "function", "function": {"name": "sing", "parameters": {"type": "object", "properties": {}}}}
+
+
+def valid(name: str, arguments: str) -> bool:
+    stated = json.loads(arguments)
+    if name == "sing":
+        return isinstance(stated, dict)
+    return set(stated) == {"colour", "twice"} and stated["colour"] in ("red", "blue")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_openai_calls_tools(client, choice):
+    """The grammar holds any model to a valid call, even one that knows no tools."""
+    fields = {"model": "embedded", "max_completion_tokens": 200, "seed": 3, "parallel_tool_calls": False}
+    fields |= {"tools": [PAINT] if isinstance(choice, dict) else [PAINT, SING], "tool_choice": choice}
+    messages = [{"role": "user", "content": "Paint the door."}]
+    (answer,) = client.chat.completions.create(messages=messages, **fields).choices
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and valid(call.function.name, call.function.arguments)
+    if isinstance(choice, dict):
+        assert call.function.name == "paint"
+    with client.chat.completions.stream(messages=messages, **fields) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        (final,) = stream.get_final_completion().choices
+    assert (done[0].name, done[0].arguments) == (call.function.name, call.function.arguments)
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    replies = [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    second = client.chat.completions.create(messages=[*messages, *replies], **fields).choices[0].message
+    assert valid(second.tool_calls[0].function.name, second.tool_calls[0].function.arguments)
+
+
+def test_langchain_calls_tools(real):
+    chat = pytest.importorskip("langchain_openai", reason="the extra `clients` is not installed")
+    model = chat.ChatOpenAI(
+        base_url=f"{real.url}/v1", api_key="none", model="embedded", max_tokens=200, seed=5
+    )
+    said = model.bind_tools([PAINT], tool_choice="required").invoke("Paint the door.")
+    assert said.tool_calls[0]["name"] == "paint" and not said.invalid_tool_calls
+    held = model.with_structured_output(PAINT["function"], method="function_calling")
+    assert held.invoke("Paint the door.")["colour"] in ("red", "blue")

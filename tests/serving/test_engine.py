@@ -367,7 +367,7 @@ def test_requests_that_cannot_be_served(exact, fields, message):
 
 def test_a_failure_ends_every_job(model, monkeypatch):
     engine = LLMEngine(model, EngineOptions(**EXACT))
-    assert engine._ready.wait(60)
+    assert engine.warmup.ended.wait(60)
     monkeypatch.setattr(engine.scheduler, "step", lambda: 1 / 0)
     output_stream = engine.submit(engine_request("one", prompt(5)))
     _, last = collect(output_stream)

@@ -284,7 +284,7 @@ def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibra
     small = dict(max_num_seqs=2, max_num_batched_tokens=16)  # few programs
     options = dict(batch_invariant=False, pruning=False, warmup="min", **small)
     for engine in engine_of(model, calibration, **options):
-        assert engine._ready.wait(600)
+        assert engine.warmup.ended.wait(600)
         assert [run(engine, request)[0][0] for request in searching()[:3]] == reference[:3]
         mixed = run(engine, *searching(50), *searching(), *searching(70))
         assert tokens_of(mixed[5:10]) == reference[:5]

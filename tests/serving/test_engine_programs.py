@@ -19,7 +19,7 @@ from tests.serving.test_engine import (  # noqa: F401  (fixtures)
 @pytest.mark.slow
 def test_nothing_is_compiled_after_a_full_warm_up(model):  # noqa: F811
     for engine in engine_of(model, max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False):
-        assert engine._ready.wait(300)
+        assert engine.warmup.ended.wait(300)
         gains = (("dropped_mass_limit", 0.3), ("lowest_dropped_mass_limit", 0.3))
         engine_requests = [
             engine_request(

@@ -292,3 +292,56 @@ def test_draining_finishes_what_was_begun(other):
     assert "retry-after" in refusal.headers
     other.thread.join(5)
     assert not other.thread.is_alive()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_a_shutdown_answers_requests_that_cannot_begin_at_once(served, streamed):
+    engine = ScriptedEngine(served)
+    engine.does_serve, engine.prefill = False, 60.0
+    with serving(Frontend(engine, served, Settings(port=0, drain=30.0))) as live:
+
+        async def run() -> httpx2.Response:
+            async with httpx2.AsyncClient() as client:
+                body = {"prompt": "x", "max_tokens": 10, "stream": streamed}
+                waits = asyncio.create_task(client.post(live.url + PATH, json=body))
+                while not engine.running:
+                    await asyncio.sleep(0.01)
+                live.server.handle_exit(15, None)
+                return await waits
+
+        start = time.monotonic()
+        answer = asyncio.run(run())
+        live.thread.join(10)
+        assert not live.thread.is_alive() and time.monotonic() - start < 10
+    if streamed:
+        first, last = (line for line in answer.text.splitlines() if line)
+        assert last == "data: [DONE]"
+        error = json.loads(first.removeprefix("data: "))["error"]
+    else:
+        error = refused(answer, 503)
+        assert "retry-after" in answer.headers
+    assert (error["code"], error["message"]) == (503, "the server is shutting down")
+
+
+def test_a_drain_that_runs_out_tells_a_text_from_none(served):
+    """Cut off with some text: it is sent as far as it came. Without any: 503."""
+    engine = ScriptedEngine(served)
+    engine.pace = 0.3
+    with serving(Frontend(engine, served, Settings(port=0, drain=2.4))) as live:
+
+        async def run() -> list[httpx2.Response]:
+            async with httpx2.AsyncClient(timeout=20) as client:
+                body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+                begun = asyncio.create_task(client.post(live.url + PATH, json=body))
+                while not engine.running:
+                    await asyncio.sleep(0.01)
+                engine.prefill = 60.0
+                waits = asyncio.create_task(client.post(live.url + PATH, json=body))
+                while engine.running < 2:
+                    await asyncio.sleep(0.01)
+                live.server.handle_exit(15, None)
+                return [await begun, await waits]
+
+        begun, waits = asyncio.run(run())
+    assert begun.json()["choices"][0]["finish_reason"] == "abort" and begun.json()["choices"][0]["text"]
+    refused(waits, 503)

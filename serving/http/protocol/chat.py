@@ -1,12 +1,13 @@
 """`/v1/chat/completions`: a conversation, and the message that follows."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from .entropic import EntropicResult
 from .fields import Answer, Body, Count, Usage
 from .sampling import Alternatives, SamplingBody
+from .tools import ToolCall, ToolChoice, Tools, argument_objects, check_choice
 
 
 class TextPart(Body):
@@ -23,6 +24,7 @@ class Message(Body):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], AfterValidator(argument_objects)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one text."""
@@ -38,13 +40,33 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Count | None = Field(None, description="takes the place of max_tokens")
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="shown to the template; calls come as text")
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Tools | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="auto with tools, unless stated")
+    parallel_tool_calls: bool | None = Field(None, description="whether a message may have several calls")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
         None, description="go on with the last message; add_generation_prompt does not count then"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+
+    @model_validator(mode="after")
+    def _choice_of_tools(self) -> Self:
+        check_choice(self.tools, self.tool_choice, self.constrains and not self._free_text)
+        return self
+
+    @property
+    def _free_text(self) -> bool:
+        form = self.response_format
+        return self.structured_outputs is None and form is not None and form.type == "text"
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as the client stated them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -79,6 +101,8 @@ class AnswerMessage(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -87,7 +111,7 @@ class ChatChoice(Answer):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "error", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "error", "abort"] | None
     stop_reason: str | int | None = None
     entropic: EntropicResult | None = None
 
@@ -109,7 +133,7 @@ class ChatChunkChoice(Answer):
     index: int
     delta: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "error", "abort"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "error", "abort"] | None = None
 
 
 class ChatChunk(Answer):

@@ -10,6 +10,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import Frontend
 from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
+from ..tools.parser import MessageParser, MessagePart, call_fields
 from . import generation, logprobs, preparation, rendering, unknown_fields
 from .errors import documented
 
@@ -45,7 +46,8 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
     choices = await preparation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
     if body.stream:
         head = rendering.head_of(name, "chat.completion.chunk", model)
-        render = lambda choice, delta: _pieces(frontend, body, choice, delta)
+        parsers = [frontend.tool_calling.parser(body) for _ in choices]
+        render = lambda choice, delta: _pieces(frontend, body, choice, delta, parsers[choice.index])
         news = generation.arriving(frontend, choices, silent)
         source = generation.events(choices, body, head, render, news)
         return generation.EventStream(source, frontend, choices)
@@ -72,11 +74,12 @@ def _prepare(
     count, most = body.choices, _limit(body)
     if count > frontend.settings.limits.sequences:
         raise RequestError(f"n must be at most {frontend.settings.limits.sequences}; got {count}", "n")
+    messages, tools = frontend.tool_calling.messages(body)
     text = frontend.model.chat(
-        [message.for_template() for message in body.messages],
+        messages,
         continue_last=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
-        tools=body.tools,
+        tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
     if body.truncate_prompt_tokens is None:
@@ -95,15 +98,25 @@ def _full_choice(
     frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
 ) -> Mapping[str, Any]:
     """A choice of the answer."""
-    return {
-        "index": choice.index,
-        "message": {"role": "assistant", "content": "".join(token.text for token in delta.tokens)},
-        **_said(frontend, body, choice, delta),
-    }
+    parser = frontend.tool_calling.parser(body)
+    text = "".join(token.text for token in delta.tokens)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if parser is not None:
+        parts = parser.push(delta.tokens), parser.finish()
+        message["content"] = "".join(part.content for part in parts) or (None if parser.num_calls else "")
+        if reasoning := "".join(part.reasoning for part in parts):
+            message["reasoning_content"] = reasoning
+        if calls := [call for part in parts for call in part.calls]:
+            message["tool_calls"] = call_fields(calls, streamed=False)
+    return {"index": choice.index, "message": message, **_said(frontend, body, choice, delta, parser)}
 
 
 def _pieces(
-    frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
+    frontend: Frontend,
+    body: ChatBody,
+    choice: generation.Choice,
+    delta: Delta,
+    parser: MessageParser | None,
 ) -> list[Mapping[str, Any]]:
     """The next chunks of an answer; the first states the role."""
     chunks: list[Mapping[str, Any]] = []
@@ -111,20 +124,45 @@ def _pieces(
         choice.begun = True
         opening = {"role": "assistant", "content": ""}
         chunks.append({"index": choice.index, "delta": opening, "logprobs": None, "finish_reason": None})
-    text = "".join(token.text for token in delta.tokens)
-    if text or delta.tokens or delta.finish_reason is not None:
-        piece = {"content": text} if text or delta.tokens else {}
-        chunks.append({"index": choice.index, "delta": piece, **_said(frontend, body, choice, delta)})
+    if delta.tokens or delta.finish_reason is not None:
+        piece = _piece(delta, parser)
+        chunks.append({"index": choice.index, "delta": piece, **_said(frontend, body, choice, delta, parser)})
     return chunks
 
 
-def _said(frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta) -> dict[str, Any]:
+def _piece(delta: Delta, parser: MessageParser | None) -> dict[str, Any]:
+    """What a delta adds to the message."""
+    if parser is None:
+        return {"content": "".join(token.text for token in delta.tokens)} if delta.tokens else {}
+    part = parser.push(delta.tokens)
+    if delta.finish_reason is not None:
+        rest = parser.finish()
+        part = MessagePart(
+            part.content + rest.content, part.reasoning + rest.reasoning, part.calls + rest.calls
+        )
+    piece: dict[str, Any] = {"content": part.content} if part.content else {}
+    if part.reasoning:
+        piece["reasoning_content"] = part.reasoning
+    if part.calls:
+        piece["tool_calls"] = call_fields(part.calls, streamed=True)
+    return piece
+
+
+def _said(
+    frontend: Frontend,
+    body: ChatBody,
+    choice: generation.Choice,
+    delta: Delta,
+    parser: MessageParser | None,
+) -> dict[str, Any]:
     """The fields of a choice or chunk beside its text."""
+    calls = delta.finish_reason == "stop" and parser is not None and parser.num_calls > 0
     fields: dict[str, Any] = {"logprobs": None}
     if body.wants_logprobs and delta.tokens:
         name = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)
         fields["logprobs"] = logprobs.of_chat(delta.tokens, body.top_logprobs or 0, name)
-    fields |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+    reason = "tool_calls" if calls else delta.finish_reason
+    fields |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
     if body.return_token_ids:
         fields["token_ids"] = [token.id for token in delta.tokens]
     return fields | rendering.entropic(body, delta)

@@ -37,9 +37,11 @@ class Choice:
         self.tokens = 0
         self.cached = 0
 
-    def take(self, delta: Delta) -> None:
-        """Count what a delta brings; FrontendError if it ends in an error."""
+    def take(self, delta: Delta, frontend: Frontend) -> None:
+        """Count what a delta brings; FrontendError if it ends in an error, or in nothing at a shutdown."""
         self.tokens += len(delta.tokens)
+        if delta.finish_reason == "abort" and not self.tokens:
+            frontend.check_able()
         self.cached = max(self.cached, delta.cached_tokens)
         if delta.finish_reason == "error":
             status = 400 if delta.param else 408 if delta.timed_out else 500
@@ -77,7 +79,7 @@ async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) 
         release(frontend, choices)
     results = [task.result() for task in tasks]
     for choice, delta in zip(choices, results, strict=True):
-        choice.take(delta)
+        choice.take(delta, frontend)
     return results
 
 
@@ -97,7 +99,7 @@ async def arriving(
     sources = [_deltas_of(frontend, choice, silent) for choice in choices]
     async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
         async for index, delta in news:
-            choices[index].take(delta)
+            choices[index].take(delta, frontend)
             yield choices[index], delta
 
 

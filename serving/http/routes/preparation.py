@@ -9,6 +9,7 @@ from ...engine.interface import EngineRequest
 from ...request import Request, RequestError
 from .. import grammar, log
 from ..frontend import Frontend, refusals
+from ..protocol.chat import ChatBody
 from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
 from ..worker_pools import LONG
 from .generation import Choice
@@ -73,7 +74,7 @@ def engine_requests_of(
         prompt_logprobs: The same per token of the prompt.
     """
     default = frontend.settings.control
-    constraint = constraint_of(body)
+    constraint = constraint_of(frontend, body)
     return [
         EngineRequest(
             id=f"{name}-{index}",
@@ -90,8 +91,10 @@ def engine_requests_of(
     ]
 
 
-def constraint_of(body: SamplingBody) -> tuple[str, str] | None:
+def constraint_of(frontend: Frontend, body: SamplingBody) -> tuple[str, str] | None:
     """The field that constrains the text, and the grammar it stands for."""
+    if isinstance(body, ChatBody) and (constraint := frontend.tool_calling.constraint(body)) is not None:
+        return constraint
     form = body.response_format
     if isinstance(form, ObjectFormat):
         return "response_format", grammar.any_object()
@@ -130,8 +133,8 @@ async def start(
     frontend.check_able()
     pools = frontend.pools
     with refusals():
-        if body.constrains:
-            constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, body)
+        if body.constrains or (isinstance(body, ChatBody) and body.calls_tools):
+            constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, frontend, body)
             if constraint is not None and frontend.grammars.is_hard(constraint[1]):
                 await frontend.run_in(pools.grammars, frontend.grammars.compile, *constraint)
         engine_requests, plan = await frontend.run_in(pools.for_text(size_of(http)), prepare)

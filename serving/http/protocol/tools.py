@@ -1,0 +1,115 @@
+"""Tools that a model may call, the choice among them, and the calls in messages."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from entropic_jax.parameter_table import short
+
+from .fields import Answer, Body, conflict
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+MOST_TOOLS = 256
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    strict: bool | None = Field(None, description="ignored: arguments always satisfy the schema")
+
+
+class Tool(Body):
+    """A tool. Only functions are supported."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constrained: bool) -> None:
+    """Raise a conflict where tools, the choice and another constraint of the text do not fit together.
+
+    Args:
+        tools: That the model may call.
+        choice: Among them.
+        constrained: Whether response_format or structured_outputs constrain the text.
+    """
+    names = [tool.function.name for tool in tools or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise conflict("tools", f"tools must have different names; got {twice} twice")
+    if not names:
+        if choice not in (None, "none", "auto"):
+            raise conflict("tool_choice", "tool_choice must be none or auto without tools; got a forced call")
+        return
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        message = f"tool_choice must name one of tools ({', '.join(names)}); got {choice.function.name}"
+        raise conflict("tool_choice", message)
+    if constrained and choice != "none":
+        message = (
+            "tool_choice must be none beside response_format or structured_outputs; got a choice of tools"
+        )
+        raise conflict("tool_choice", message)
+
+
+def argument_objects(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of an assistant's message with their arguments as objects, as templates expect them."""
+    return [_with_object(call) for call in calls]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        message = "messages must have tool_calls with a function, its name and its arguments; got none"
+        raise conflict("messages", message)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        stated = short(function["arguments"])
+        message = f"messages must have tool_calls whose arguments are JSON objects; got {stated}"
+        raise conflict("messages", message)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class CalledFunction(Answer):
+    """A function and its arguments, a JSON text; in a stream, the next part of them."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call of a function."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+    function: CalledFunction

@@ -1,0 +1,105 @@
+"""Tool calling of a served model: what a request's tools mean for its prompt, its grammar and its parser."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from ...request import RequestError
+from ..protocol.chat import ChatBody
+from ..protocol.tools import NamedTool
+from ..served_model import ServedModel
+from . import formats
+from .formats import END_OF_THOUGHT, THINK, CallFormat
+from .parser import MessageParser
+
+
+class ToolCalling:
+    """Formats of calls and thoughts of one model."""
+
+    def __init__(
+        self, model: ServedModel, call_format: str | None = None, reasoning: str | None = None
+    ) -> None:
+        """The formats that the model's chat template shows, unless others are stated.
+
+        Args:
+            model: Its tokenizer and chat template.
+            call_format: A name in `formats.FORMATS`; None detects it.
+            reasoning: "think" or "none"; None detects it.
+        """
+        self.model = model
+        template = model.tokenizer.chat_template or ""
+        self.form: CallFormat = (
+            formats.detect(template) if call_format is None else formats.FORMATS[call_format]
+        )
+        self.template_shows_tools = "tools" in template
+        self.thinks = (
+            THINK in template or END_OF_THOUGHT in template if reasoning is None else reasoning == "think"
+        )
+
+    @functools.cached_property
+    def special(self) -> Mapping[str, int]:
+        """Markers that are special tokens."""
+        return formats.special_tokens(self.model.tokenizer)
+
+    def constraint(self, body: ChatBody) -> tuple[str, str] | None:
+        """The field that allows or demands calls, and the grammar it stands for; None if there are none."""
+        if not body.calls_tools:
+            return None
+        functions = [tool["function"] for tool in body.shown_tools()]
+        choice = body.tool_choice
+        if isinstance(choice, NamedTool):
+            functions = [function for function in functions if function["name"] == choice.function.name]
+        grammar = formats.grammar(
+            self.form,
+            functions,
+            self.special,
+            required=choice == "required" or isinstance(choice, NamedTool),
+            parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+            reasoning=self.reasoning(body),
+        )
+        return "tools", grammar
+
+    def reasoning(self, body: ChatBody) -> bool | None:
+        """Whether a text may begin with a thought; True if the prompt begins it, None if it may not."""
+        if not self.thinks or body.constrains or body.continue_final_message:
+            return None
+        message = {"role": "user", "content": "x"}
+        try:
+            prompt = self.model.chat(
+                [message], variables=body.chat_template_kwargs, add_generation_prompt=True, tools=None
+            )
+        except RequestError:  # the template wants other messages
+            return False
+        return prompt.rstrip().endswith(THINK)
+
+    def parser(self, body: ChatBody) -> MessageParser | None:
+        """A parser of one text; None if all of it is content."""
+        reasoning = self.reasoning(body)
+        if not body.calls_tools and reasoning is None:
+            return None
+        return MessageParser(self.form if body.calls_tools else None, reasoning, self.special)
+
+    def messages(self, body: ChatBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and the tools for the template, which may not know of tools."""
+        messages = [message.for_template() for message in body.messages]
+        tools = body.shown_tools() if body.calls_tools else None
+        if self.template_shows_tools:
+            return messages, tools
+        messages = [_as_text(message) for message in messages]
+        if tools:
+            text = formats.described(tools)
+            if messages[0]["role"] == "system":
+                messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+            else:
+                messages.insert(0, {"role": "system", "content": text})
+        return messages, None
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls as a part of its content."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = [formats.written(call["function"]) for call in calls]
+    content = "\n".join(filter(None, (message["content"], *texts)))
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}

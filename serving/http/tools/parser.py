@@ -1,0 +1,268 @@
+"""Parser of messages: splits a text, as it is generated, into thought, content and tool calls."""
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ...transcript import Token
+from .formats import END_OF_THOUGHT, MISTRAL, THINK, CallFormat
+
+BEGINNING, THOUGHT, AFTER_THOUGHT, TEXT, CALL, ARGUMENTS, END_OF_CALL, BETWEEN = range(8)
+HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class CallPart(NamedTuple):
+    """The next part of a call; the first states the id and the name."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str  # JSON text
+
+
+class MessagePart(NamedTuple):
+    """The next part of a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+
+class MessageParser:
+    """Splits one text. What cannot be decided yet is held back until more has come."""
+
+    def __init__(
+        self, form: CallFormat | None, reasoning: bool | None, special: Mapping[str, int] | None = None
+    ) -> None:
+        """A parser before the first token.
+
+        Args:
+            form: Of the calls; None where the text has none.
+            reasoning: Whether the text may begin with a thought; True if it has begun in the prompt, None if
+                thoughts are content.
+            special: Markers that are special tokens, whose texts are left out of the tokens.
+        """
+        self.form, self.num_calls = form, 0
+        self._markers = {token: marker for marker, token in (special or {}).items()}
+        self._state = TEXT if reasoning is None else THOUGHT if reasoning else BEGINNING
+        self._buffer = ""
+        self._has_text = False  # whether content has been released
+        self._scan = ArgumentsScan()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallPart] = []
+
+    def push(self, tokens: Iterable[Token]) -> MessagePart:
+        """What the tokens add."""
+        self._buffer += "".join(token.text or self._markers.get(token.id, "") for token in tokens)
+        return self._advance()
+
+    def finish(self) -> MessagePart:
+        """What was held back, at the end of the text; a call without arguments yet is content."""
+        part = self._advance()
+        rest, self._buffer = self._buffer, ""
+        if self._state == THOUGHT:
+            return part._replace(reasoning=part.reasoning + rest)
+        if self._state == CALL and self.form is not None and rest.strip():
+            rest = self.form.marker + rest
+        elif self._state in (END_OF_CALL, BETWEEN) or (self.num_calls and not rest.strip()):
+            rest = ""
+        return part._replace(content=part.content + rest)
+
+    def _advance(self) -> MessagePart:
+        steps = {
+            BEGINNING: self._beginning,
+            THOUGHT: self._thought,
+            AFTER_THOUGHT: self._after_thought,
+            TEXT: self._text,
+            CALL: self._call,
+            ARGUMENTS: self._arguments,
+            END_OF_CALL: self._end_of_call,
+            BETWEEN: self._between,
+        }
+        while self._buffer and steps[self._state]():
+            pass
+        part = MessagePart("".join(self._content), "".join(self._reasoning), _merged(self._calls))
+        self._content, self._reasoning, self._calls = [], [], []
+        return part
+
+    # One step each; False if more text is needed.
+
+    def _beginning(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(THINK):
+            self._state, self._buffer = THOUGHT, text[len(THINK) :]
+        elif THINK.startswith(text):
+            return False
+        else:
+            self._state = TEXT
+        return True
+
+    def _thought(self) -> bool:
+        thought, marker, rest = self._buffer.partition(END_OF_THOUGHT)
+        if not marker:
+            self._reasoning.append(self._release(END_OF_THOUGHT))
+            return False
+        self._reasoning.append(thought)
+        self._state, self._buffer = AFTER_THOUGHT, rest
+        return True
+
+    def _after_thought(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        self._state = TEXT if self._buffer else AFTER_THOUGHT
+        return bool(self._buffer)
+
+    def _text(self) -> bool:
+        form = self.form
+        if form is None or (not form.marker and self._has_text):
+            self._say(self._buffer)
+            self._buffer = ""
+            return False
+        if form.marker:
+            text, marker, rest = self._buffer.partition(form.marker)
+            if marker:
+                self._say(text)
+                self._state, self._buffer = CALL, rest
+                return True
+            if not self.num_calls or self._buffer.strip():
+                self._say(self._release(form.marker))
+            return False
+        text = self._buffer.lstrip()
+        optional = form.optional_marker
+        if optional and text.startswith(optional):
+            text = text[len(optional) :].lstrip()
+        elif not text or (optional and optional.startswith(text)):
+            return False
+        if text.startswith("{"):
+            self._state, self._buffer = CALL, text
+            return True
+        self._has_text = bool(text)
+        return bool(text)
+
+    def _call(self) -> bool:
+        text = self._buffer.lstrip(" \n[,;")
+        if not text.startswith("{"):
+            if text:  # no call after all
+                self._say((self.form.marker if self.form else "") + self._buffer)
+                self._has_text, self._state, self._buffer = True, TEXT, ""
+            return False
+        if head := HEAD.match(text):
+            self._open(json.loads(head[1]))
+            self._state, self._buffer, self._scan = ARGUMENTS, text[head.end() :], ArgumentsScan()
+            return True
+        if "}" not in text:
+            return False
+        try:
+            call, end = json.JSONDecoder().raw_decode(text)
+        except ValueError:
+            return False
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+        if isinstance(name, str):
+            self._open(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+            self._state = BETWEEN
+        else:
+            self._say(text[:end])
+            self._has_text, self._state = True, TEXT
+        self._buffer = text[end:]
+        return True
+
+    def _arguments(self) -> bool:
+        end = self._scan.end(self._buffer)
+        text = self._buffer if end is None else self._buffer[:end]
+        self._calls.append(CallPart(self.num_calls - 1, None, None, text))
+        self._buffer = "" if end is None else self._buffer[end:]
+        self._state = ARGUMENTS if end is None else END_OF_CALL
+        return end is not None
+
+    def _end_of_call(self) -> bool:
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        self._state, self._buffer = BETWEEN, text.removeprefix("}")
+        return True
+
+    def _between(self) -> bool:
+        text = self._buffer.lstrip()
+        end = "" if self.form is None else self.form.after.strip()
+        if not text or (end and end != text and end.startswith(text)):
+            return False
+        if end:
+            self._state, self._buffer = TEXT, text.removeprefix(end)
+        elif text[0] in ",;{":
+            self._state, self._buffer = CALL, text
+        else:
+            self._has_text, self._state, self._buffer = True, TEXT, text.removeprefix("]")
+        return True
+
+    def _open(self, name: str, arguments: str = "") -> None:
+        letters = uuid.uuid4().hex
+        identity = letters[:9] if self.form is MISTRAL else f"call_{letters[:24]}"
+        self._calls.append(CallPart(self.num_calls, identity, name, arguments))
+        self.num_calls += 1
+
+    def _say(self, text: str) -> None:
+        """Release content; white space between calls is none."""
+        if text and not (self.num_calls and not text.strip()):
+            self._content.append(text)
+
+    def _release(self, marker: str) -> str:
+        """The text that cannot be the beginning of a marker; the rest is held back."""
+        longest = min(len(self._buffer), len(marker) - 1)
+        held = next((n for n in range(longest, 0, -1) if self._buffer.endswith(marker[:n])), 0)
+        text, self._buffer = (
+            self._buffer[: len(self._buffer) - held],
+            self._buffer[len(self._buffer) - held :],
+        )
+        return text
+
+
+class ArgumentsScan:
+    """Finds the end of a JSON object that comes piece by piece."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = self.escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Where the object ends in the next piece; None if it does not."""
+        for place, character in enumerate(text):
+            if self.in_string:
+                if self.escaped:
+                    self.escaped = False
+                elif character == "\\":
+                    self.escaped = True
+                elif character == '"':
+                    self.in_string = False
+            elif character == '"':
+                self.in_string = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return place + 1
+        return None
+
+
+def _merged(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """One part for each call."""
+    merged: dict[int, CallPart] = {}
+    for part in parts:
+        before = merged.get(part.index)
+        text = "" if before is None else before.arguments
+        merged[part.index] = (before or part)._replace(arguments=text + part.arguments)
+    return tuple(merged.values())
+
+
+def call_fields(parts: Iterable[CallPart], streamed: bool) -> list[dict[str, Any]]:
+    """The field `tool_calls` of a message, or of a chunk of a stream."""
+    fields = []
+    for part in parts:
+        function: dict[str, Any] = {"name": part.name} if part.name is not None else {}
+        call: dict[str, Any] = {"index": part.index} if streamed else {}
+        if part.id is not None:
+            call |= {"id": part.id, "type": "function"}
+        fields.append({**call, "function": {**function, "arguments": part.arguments}})
+    return fields

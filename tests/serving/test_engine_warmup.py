@@ -1,0 +1,132 @@
+"""Warm-up of the engine: requests run with the first programs, and wait for those they need only."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.programs import Programs
+from entropic_jax.serving.http.metrics import Metrics
+from tests.serving.test_engine import (  # noqa: F401  (fixtures)
+    collect,
+    engine_request,
+    model,
+    nothing_is_left,
+    prompt,
+)
+
+OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=32, block_size=4, max_steps=4, warmup="min")
+
+
+class HeldCompiler:
+    """Compiles a program only once it is allowed to; remembers the order in which programs were begun."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.begun: list[tuple] = []
+        self.allowed: Callable[[tuple], bool] = lambda key: False
+        self.changed = threading.Condition()
+        compile_program = Programs.compile
+
+        def held(programs, key, arguments):
+            with self.changed:
+                self.begun.append(key)
+                assert self.changed.wait_for(lambda: self.allowed(key), 120)
+            return compile_program(programs, key, arguments)
+
+        monkeypatch.setattr(Programs, "compile", held)
+
+    def allow(self, predicate: Callable[[tuple], bool]) -> None:
+        with self.changed:
+            self.allowed = predicate
+            self.changed.notify_all()
+
+
+@pytest.fixture
+def held(model, monkeypatch) -> Iterator[tuple[LLMEngine, HeldCompiler]]:  # noqa: F811
+    compiler = HeldCompiler(monkeypatch)
+    engine = LLMEngine(model, EngineOptions(**OPTIONS, compile_workers=4))
+    yield engine, compiler
+    compiler.allow(lambda key: True)
+    engine.close()
+    nothing_is_left(engine)
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def gauge(engine: LLMEngine, name: str) -> float:
+    text = Metrics(engine, "model", "vllm").text().decode()
+    return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"vllm:{name}{{")))
+
+
+def test_requests_run_with_the_first_programs(held):
+    engine, compiler = held
+    streams = [engine.submit(engine_request(f"r{i}", prompt(20, i), seed=i)) for i in range(3)]
+    assert gauge(engine, "num_requests_waiting") == 3 and not engine.serves() and not engine.ready()
+    compiler.allow(lambda key: key in engine.warmup.first)
+    results = [collect(stream) for stream in streams]  # one after the other: there is one program of one row
+    assert [last.finish_reason for _, last in results] == ["length"] * 3
+    assert engine.serves() and not engine.ready()
+    assert set(engine.programs._compiled) == {*engine.warmup.first}
+    assert set(compiler.begun[:3]) == {*engine.warmup.first}
+    assert gauge(engine, "num_requests_waiting") == 0
+    compiler.allow(lambda key: True)
+    assert engine.warmup.ended.wait(300) and engine.ready() and engine.compilations == 0
+    together = [engine.submit(engine_request(f"r{i}", prompt(20, i), seed=i)) for i in range(3)]
+    assert [collect(stream)[0] for stream in together] == [tokens for tokens, _ in results]
+
+
+def test_a_request_that_waits_for_its_program_holds_up_no_other(held):
+    engine, compiler = held
+    compiler.allow(lambda key: key in engine.warmup.first)
+    pruned = engine.submit(engine_request("pruned", prompt(20), Control("full")))
+    cancelled = engine.submit(engine_request("cancelled", prompt(20), Control("full")))
+    late = engine.submit(engine_request("late", prompt(20), Control("full"), timeout=0.3))
+    for number in range(2):
+        _, last = collect(engine.submit(engine_request(f"plain {number}", prompt(9, number))))
+        assert last.finish_reason == "length"
+    cancelled.cancel()
+    assert collect(cancelled)[1].finish_reason == "abort"
+    assert collect(late)[1].timed_out
+    assert engine.snapshot()["waiting"] == 1
+    compiler.allow(lambda key: True)
+    _, last = collect(pruned)
+    assert last.finish_reason == "length"
+
+
+def test_a_missing_program_is_compiled_next(model, monkeypatch):  # noqa: F811
+    compiler = HeldCompiler(monkeypatch)
+    engine = LLMEngine(model, EngineOptions(**OPTIONS, compile_workers=1))
+    until(lambda: len(compiler.begun) == 1)
+    scored = engine.submit(engine_request("scored", prompt(20), prompt_logprobs=1, presence_penalty=1.0))
+    queue = engine.programs.compiler._queue
+    until(lambda: ("apply", True) in queue[:2] and any(key[0] == "prefill" and key[3] for key in queue[:2]))
+    compiler.allow(lambda key: True)
+    assert collect(scored)[1].finish_reason == "length"
+    engine.close()
+    nothing_is_left(engine)
+
+
+def test_a_program_that_cannot_be_compiled_ends_every_request(model, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(Programs, "compile", lambda *_: 1 / 0)
+    engine = LLMEngine(model, EngineOptions(**OPTIONS))
+    until(lambda: engine.failure() is not None)
+    assert isinstance(engine.failure(), ZeroDivisionError) and not engine.serves()
+    engine.close()
+
+
+def test_close_waits_no_longer_than_it_may(held):
+    engine, compiler = held
+    until(lambda: len(compiler.begun) >= 3)
+    waiting = engine.submit(engine_request("waiting", prompt(20)))
+    start = time.monotonic()
+    assert not engine.close(timeout=0.5)
+    assert 0.4 < time.monotonic() - start < 5
+    assert collect(waiting)[1].finish_reason == "abort"
