@@ -11,6 +11,7 @@ from entropic_jax.parameter_table import ParameterError
 
 from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, plan, serve
+from .commands.unknown_flags import explained
 from .option_types import message_of
 
 COMMANDS = {
@@ -48,7 +49,8 @@ def parser() -> Parser:
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
         )
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run, error=sub.error)
+        flags = tuple(flag for action in sub._actions for flag in action.option_strings)
+        sub.set_defaults(run=module.run, error=sub.error, flags=flags)
     return top
 
 
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 is success, 1 a failed request, 2 wrong use (with a line on standard error), 130 an interrupt from the
     keyboard, 141 a closed pipe at standard output.
     """
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        options.error(explained(unknown, options.flags))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write characters that the encoding lacks
     try:

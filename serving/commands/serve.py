@@ -95,6 +95,9 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--port", type=number(PORT), default=default.port, help="0 takes a free one (default: 8000)"
     )
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead of a port")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate, to speak HTTPS")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its key, if that is another file")
     group.add_argument(
         "--api-key",
         nargs="+",
@@ -251,6 +254,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(
         host=options.host,
         port=options.port,
+        uds=options.uds,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         api_keys=tuple(key for key in keys if key),
         root_path=options.root_path.rstrip("/"),
         allowed_hosts=tuple(options.allowed_hosts),

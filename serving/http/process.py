@@ -1,14 +1,17 @@
 """Server process: its listening socket, signals and shutdown."""
 
+import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -42,6 +45,8 @@ class Server(uvicorn.Server):
                 create(frontend, tracer_provider),
                 host=settings.host,
                 port=settings.port,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -59,7 +64,7 @@ class Server(uvicorn.Server):
         self.signalled = threading.Event()
         self._logged = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while the server runs; unlike uvicorn, do not raise them again afterwards."""
         if threading.current_thread() is not threading.main_thread():  # which alone receives signals
@@ -76,8 +81,7 @@ class Server(uvicorn.Server):
         """Begin to accept requests, and log the address."""
         await super().startup(sockets)
         for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            address = address_of(listener, "https" if self.config.is_ssl else "http")
             logger.info("listening", extra={"address": address, "model": self.frontend.model.names[0]})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -137,12 +141,39 @@ def last_seconds(timeout: float) -> float:
     return min(LAST_SECONDS, LARGEST_SHARE * timeout)
 
 
+def address_of(listener: socket.socket, scheme: str) -> str:
+    """The URL of a socket; for a Unix socket, its path after "unix:"."""
+    name = listener.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    return f"{scheme}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
+
+
+def check_certificate(settings: Settings) -> None:
+    """Raise RequestError where the certificate or its key cannot be used."""
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile is not None:
+            raise RequestError(f"--ssl-keyfile needs --ssl-certfile; got {settings.ssl_keyfile} alone")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:
+        files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        raise RequestError(
+            "--ssl-certfile and --ssl-keyfile must be PEM files of a certificate and its key; got "
+            f"{files} ({error.strerror or error})"
+        ) from None
+
+
 def bind(settings: Settings) -> socket.socket:
     """The listening socket, open before a model is loaded: connections wait until the server starts.
 
     Raises:
-        RequestError: The address is not this machine's, or the port is taken.
+        RequestError: The address is not this machine's, the port is taken, or the certificate is unusable.
     """
+    check_certificate(settings)
+    if settings.uds is not None:
+        return _bind_path(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -159,6 +190,28 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
+def _bind_path(path: str) -> socket.socket:
+    """A Unix socket that only this user may connect to; one left by a server that has gone is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and listener.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+    except OSError:  # there is no such file
+        pass
+    listener.close()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise RequestError(f"--uds must be a path for a new socket; got {path} ({error})") from None
+    finally:
+        os.umask(before)
+    return listener
+
+
 def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None) -> int:
     """Serve until a signal, let requests in flight end, and return the exit status.
 
@@ -171,6 +224,9 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     start_time = time.monotonic()
     threading.Thread(target=server.end_in_time, name="shutdown", daemon=True).start()
     server.run(sockets=[listener])
+    if frontend.settings.uds is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(frontend.settings.uds)
     frontend.pools.close()
     ended = frontend.engine.close(timeout=server.seconds_for_engine())
     if tracer_provider is not None:

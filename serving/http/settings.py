@@ -24,6 +24,9 @@ class Settings(NamedTuple):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # path of a Unix socket to listen on instead
+    ssl_certfile: str | None = None  # PEM files; with a certificate, the server speaks HTTPS
+    ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # of the header Host; on a loopback address, beside its own
     root_path: str = ""

@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -153,3 +156,41 @@ def test_a_failed_engine_ends_the_server_or_not(served):
         time.sleep(0.5)
         refused(httpx2.get(f"{live.url}/health"), 503)
         assert live.server.status == 0
+
+
+def test_a_unix_socket(served, tmp_path):
+    path = tmp_path / "server.sock"
+    with server(served, uds=str(path)):
+        with httpx2.Client(
+            transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://localhost"
+        ) as client:
+            assert client.get("/health").status_code == 200
+        assert path.stat().st_mode & 0o777 == 0o600  # only this user may connect
+        with pytest.raises(process.RequestError, match="--uds must be a path for a new socket"):
+            process.bind(Settings(uds=str(path)))  # somebody listens
+    assert path.is_socket()
+    process.bind(Settings(uds=str(path))).close()  # nobody listens any more
+
+
+def test_a_unix_socket_replaces_no_file(tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("x")
+    with pytest.raises(process.RequestError, match="--uds must be"):
+        process.bind(Settings(uds=str(path)))
+    assert path.read_text() == "x"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https(served, tmp_path):
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    with server(served, ssl_certfile=certificate, ssl_keyfile=key) as live:
+        assert process.address_of(live.listener, "https") == f"https://127.0.0.1:{live.port}"
+        trust = ssl.create_default_context(cafile=certificate)
+        assert httpx2.get(f"https://127.0.0.1:{live.port}/health", verify=trust).status_code == 200
+        with pytest.raises(httpx2.HTTPError):
+            httpx2.get(f"{live.url}/health")
+    with pytest.raises(process.RequestError, match="--ssl-certfile and --ssl-keyfile must be PEM files"):
+        process.bind(Settings(ssl_certfile=key))

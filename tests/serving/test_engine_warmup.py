@@ -18,7 +18,8 @@ from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     prompt,
 )
 
-OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=32, block_size=4, max_steps=4, warmup="min")
+OPTIONS = dict(max_num_seqs=2, max_num_batched_tokens=16, block_size=4, max_steps=4, warmup="min")
+pytestmark = pytest.mark.slow
 
 
 class HeldCompiler:

@@ -151,6 +151,19 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is fcfs"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
+        (
+            ("--max-modell-len", "9"),
+            "unrecognized arguments: --max-modell-len (did you mean --max-model-len?) 9",
+        ),
+        (("--max_num_seqs", "9"), "--max_num_seqs (did you mean --max-num-seqs?) 9"),
+        (("--enforce-eager",), "--enforce-eager (did you mean --warmup none?)"),
+        (("--swap-space=4",), "--swap-space=4 (preempted requests are recomputed)"),
+        (("--ssl-keyfile", "k"), "--ssl-keyfile needs --ssl-certfile; got k alone"),
+        (
+            ("--ssl-certfile", "nowhere"),
+            "must be PEM files of a certificate and its key; got nowhere (No such",
+        ),
+        (("--uds", "/nowhere/x"), "--uds must be a path for a new socket; got /nowhere/x"),
         (("--max-model-len", "0"), "--max-model-len"),
         (("--chat-template", "nowhere"), "--chat-template must be a readable file; got nowhere (No such"),
         (
