@@ -153,9 +153,9 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         (("--schedule", "fcfs"), "--scheduling-policy"),
         (
             ("--max-modell-len", "9"),
-            "unrecognized arguments: --max-modell-len (did you mean --max-model-len?) 9",
+            "unrecognized arguments: --max-modell-len (did you mean --max-model-len?)",
         ),
-        (("--max_num_seqs", "9"), "--max_num_seqs (did you mean --max-num-seqs?) 9"),
+        (("--max_num_seqs", "9"), "--max_num_seqs (did you mean --max-num-seqs?)"),
         (("--enforce-eager",), "--enforce-eager (did you mean --warmup none?)"),
         (("--swap-space=4",), "--swap-space=4 (preempted requests are recomputed)"),
         (("--ssl-keyfile", "k"), "--ssl-keyfile needs --ssl-certfile; got k alone"),
