@@ -116,6 +116,20 @@ class Prefetcher:
         loop(builder, begin, end, LINES_AT_ONCE, [], prefetch_lines)
 
 
+def _row_of_page(builder: Any, first: Any, number: int, page_size: int) -> Any:
+    """The row `number` of a block, or the last of the page if the page ends before."""
+    row = builder.add(first, WORD(number))
+    if page_size % LANES == 0:
+        return row
+    last = WORD(page_size - 1)
+    return builder.select(builder.icmp_signed("<", row, last), row, last)
+
+
+def _block_offset(builder: Any, part: Any, chunk: int, quad: int) -> Any:
+    """Where the scratch of `scores` holds a chunk of four keys; `LANES` elements take as many vectors."""
+    return builder.add(builder.mul(part, WORD(LANES)), WORD((chunk * QUADS + quad) * LANES))
+
+
 @cache
 def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
     """`scores(keys, query, out, block, heads, begin, end, next_tile)`: dot products of queries and keys.
@@ -142,31 +156,20 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         turns = builder.mul(_number_of_batches(builder, heads, sizes), WORD(parts))
         prefetcher = Prefetcher(builder, block_bytes, turns)
 
-        def row_of(t, number):
-            row = builder.add(t, WORD(number))
-            if page_size % LANES == 0:
-                return row
-            last = WORD(page_size - 1)
-            return builder.select(builder.icmp_signed("<", row, last), row, last)
-
         def fours_from_tile(t, part, quad):
             """For four keys, the vectors of their elements 0-3, 4-7, 8-11 and 12-15 of a part."""
             elements = []
             for i in range(CHUNK):
-                row = row_of(t, quad + QUADS * i)
+                row = _row_of_page(builder, t, quad + QUADS * i, page_size)
                 offset = builder.add(builder.mul(row, WORD(head_dim)), part)
                 elements.append(load_widened(builder, keys, offset, dtype))
             fours = transpose_fours(builder, elements)
             for m, value in enumerate(fours):
-                store(builder, value, block, block_offset(part, m, quad))
+                store(builder, value, block, _block_offset(builder, part, m, quad))
             return fours
 
-        def block_offset(part, m, quad):
-            # A part takes LANES vectors.
-            return builder.add(builder.shl(part, WORD(4)), WORD((m * QUADS + quad) * LANES))
-
         def fours_from_block(t, part, quad):
-            return [load(builder, block, block_offset(part, m, quad)) for m in range(CHUNK)]
+            return [load(builder, block, _block_offset(builder, part, m, quad)) for m in range(CHUNK)]
 
         def batch(t, h, size, fours_of):
             number = builder.mul(_batch_number(builder, h, sizes), WORD(parts))

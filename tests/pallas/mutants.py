@@ -47,6 +47,7 @@ TPU_WRITE = Tests(
 )
 TOPK_REFERENCE = Tests("tests/pallas/test_topk_entropy.py", "reference_is_exact")
 MOMENTS_ON_CPU = Tests("tests/pallas/test_entropy_moments.py", "against_float64 or extremes")
+PAGE = Tests("tests/cpu_runtime/test_attention.py", "against_float64")
 POOL = Tests("tests/cpu_runtime/test_thread_pool.py", "")
 THRESHOLD = Tests("tests/cpu_runtime/test_threshold.py", "")
 CHOICE_OF_BACKEND = Tests("tests/pallas/test_dispatch.py", "")
@@ -89,7 +90,7 @@ MUTANTS = (
     ),
     *sown(
         f"{RUNTIME}/instructions.py",
-        DECODE,
+        PAGE,
         ("a coefficient of 2ᶠ", "0.240222424", "0.241222424"),
         (
             "lanes of a key are not all summed",
@@ -99,7 +100,7 @@ MUTANTS = (
     ),
     *sown(
         f"{RUNTIME}/attention.py",
-        DECODE,
+        PAGE,
         (
             "the old maximum counts as 0",
             "drop = builder.fsub(load(builder, top, 0, FLOAT), peak)",

@@ -218,18 +218,11 @@ def _page_attention(shape: Shape) -> Any:
     return attend_page
 
 
-def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
-    """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
-    from ...cpu_runtime.attention import padded
-    from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
-    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
+def _piece_readers(shape: Shape, page_range: Any, page_of_entry: Any) -> tuple[Any, Any]:
+    """Compile the functions that read where a piece of the work lies."""
+    from ...cpu_runtime.kernel import compiled, integers, operand, words
 
-    kv_heads, group, head_dim, page_size, dense, dtype = shape
-    attend_page, pages_per_piece, scaled = _page_attention(shape), shape.pages_per_piece, dtype == "int8"
-    tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
-    scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
-    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, beside the weights of each head
-    weight_bytes = 4 * padded(page_size)
+    kv_heads, pages_per_piece = shape.kv_heads, shape.pages_per_piece
 
     @compiled
     def place_of_piece(job, piece_number):
@@ -250,6 +243,23 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         table_data, grid = operand(frame, 3)
         page = integers(table_data, (grid[0], grid[1]))[row, page_of_entry(frame, row, head, entry)]
         return np.int64(page) * kv_heads + head
+
+    return place_of_piece, tile_of_entry
+
+
+def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
+    """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
+    from ...cpu_runtime.attention import padded
+    from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
+    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
+
+    kv_heads, group, head_dim, page_size, dense, dtype = shape
+    attend_page, scaled = _page_attention(shape), dtype == "int8"
+    place_of_piece, tile_of_entry = _piece_readers(shape, page_range, page_of_entry)
+    tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
+    scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
+    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, beside the weights of each head
+    weight_bytes = 4 * padded(page_size)
 
     @compiled
     def attend_piece(job_address, piece_number):
