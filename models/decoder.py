@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 
 from entropic_jax.cache import ModelShape
 
-from . import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, sharding
-from .config import Config, Family, ModelError
-from .layers import Attend, CausalLM
-
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)
-}
+from . import sharding
+from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
+from .config import Config, ModelError, abbreviate
+from .experts import SparseMLP
+from .families import FAMILIES, REFUSED
+from .latent_attention import LatentAttention
+from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer
 
 Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
@@ -32,22 +32,49 @@ def family(raw: Mapping[str, Any]) -> Family:
     stated = raw.get("architectures") or []
     names = stated if isinstance(stated, list) else [stated]
     types = {f.model_type: f for f in FAMILIES.values()}
-    if not names and raw.get("model_type") in types:
-        return types[raw["model_type"]]
-    if len(names) != 1 or names[0] not in FAMILIES:
-        stated_names = names or raw.get("model_type")
-        raise ModelError(f"architectures must be one of {', '.join(sorted(FAMILIES))}; got {stated_names!r}")
-    return FAMILIES[names[0]]
+    model_type = raw.get("model_type")
+    if not names and isinstance(model_type, str) and model_type in types:
+        return types[model_type]
+    name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
+    if name in REFUSED:
+        raise ModelError(
+            f"architectures must not be {name}, which has {REFUSED[name]}: it cannot be computed"
+        )
+    if name is None or name not in FAMILIES:
+        accepted = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"architectures must be one of {accepted}; got {abbreviate(names or model_type)}")
+    return FAMILIES[name]
+
+
+@functools.lru_cache(maxsize=64)
+def blocks(config: Config) -> tuple[BlockSpec, ...]:
+    """The specification of every layer. Raises ModelError for an unknown architecture."""
+    if config.architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"architecture must be one of {known}; got {config.architecture!r}")
+    return tuple(FAMILIES[config.architecture].block(config, i) for i in range(config.num_hidden_layers))
+
+
+def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:
+    """The module of a layer; `hidden` is the width of the residual stream."""
+    attention, mlp = spec.attention, spec.mlp
+    latent = isinstance(attention, LatentAttentionSpec)
+    attend = LatentAttention(hidden, attention) if latent else Attention(hidden, attention)
+    feed_forward = SparseMLP(hidden, mlp) if isinstance(mlp, ExpertsSpec) else MLP(hidden, mlp)
+    return DecoderLayer(hidden, spec, attend, feed_forward)
+
+
+def causal_lm(config: Config) -> CausalLM:
+    """The module of a model."""
+    output = FAMILIES[config.architecture].output(config)
+    return CausalLM(config, output, [decoder_layer(config.hidden_size, spec) for spec in blocks(config)])
 
 
 @functools.lru_cache(maxsize=64)
 def structure(config: Config) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
-    if config.architecture not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"architecture must be one of {known}; got {config.architecture!r}")
-    layer = FAMILIES[config.architecture].layer
-    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, layer)))
+    blocks(config)  # an unknown architecture is an error
+    graph, state = nnx.split(nnx.eval_shape(lambda: causal_lm(config)))
     return graph, as_tuples(nnx.to_pure_dict(state))
 
 
@@ -93,23 +120,34 @@ class Decoder:
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model."""
-        c = self.config
+        c, attention = self.config, blocks(self.config)[0].attention
         return ModelShape(
             c.num_hidden_layers,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
+            attention.heads,
+            attention.cache_heads,
+            attention.cache_dim,
             c.vocab_size,
             c.hidden_size,
             *weight_counts(c),
         )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that a query of each layer sees, its own included; None for all before it."""
+        return tuple(block.attention.window for block in blocks(self.config))
 
     def module(self, params: Params) -> CausalLM:
         """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""
         return nnx.merge(structure(self.config)[0], as_dicts(params))
 
     def hidden(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Attend
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        layers: tuple[Any, ...],
+        attend: Attend,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the last norm.
 
@@ -119,11 +157,13 @@ class Decoder:
             positions: int32 `[rows, n]`.
             layers: one cache per layer, passed to `attend`.
             attend: attention and cache update.
+            lengths: int32 `[rows, n]`, tokens of the text that each token is read with; see
+                `rope.rotation_of`.
 
         Returns:
             Hidden states, `[rows, n, hidden]`, and the caches as `attend` returned them.
         """
-        return self.module(params)(tokens, positions, layers, attend)
+        return self.module(params)(tokens, positions, layers, attend, lengths)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""

@@ -8,14 +8,21 @@ The grouped product is not used on CPUs because there it multiplies every pair b
 selected kernels into one array is not used because the gather alone takes longer than the blocks.
 """
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from entropic_jax.mesh import sum_over_shards
 
+from .activations import FUNCTIONS, clamped_swiglu
+from .block_spec import ExpertsSpec, RouterSpec
 from .config import ModelError
-from .layers import Linear
+from .layers import MLP, Linear
+from .config import ModelError
+from .layers import MLP, Linear
 
 LARGEST_BLOCK = 128  # pairs; a larger one gains nothing on a CPU
 
@@ -27,25 +34,27 @@ class StackedLinear(nnx.Module):
         experts: how many.
         inputs: width of the input.
         outputs: width of the output.
+        bias: whether each has one, `bias` [experts, out].
     """
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((experts, inputs, outputs)))
+        self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None
 
 
 class Experts(nnx.Module):
     """The gated feed-forward blocks of all experts.
 
     Args:
-        experts: how many.
         hidden: width of input and output.
-        inner: width between the two products.
+        spec: how many, their inner width, activation and biases.
     """
 
-    def __init__(self, experts: int, hidden: int, inner: int) -> None:
-        self.gate_proj = StackedLinear(experts, hidden, inner)
-        self.up_proj = StackedLinear(experts, hidden, inner)
-        self.down_proj = StackedLinear(experts, inner, hidden)
+    def __init__(self, hidden: int, spec: ExpertsSpec) -> None:
+        sizes = (spec.experts, hidden, spec.inner, spec.bias)
+        self.gate_proj, self.up_proj = StackedLinear(*sizes), StackedLinear(*sizes)
+        self.down_proj = StackedLinear(spec.experts, spec.inner, hidden, spec.bias)
+        self.activation, self.clamp = spec.activation, spec.clamp
 
     def __call__(self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
         """Σ over a token's experts of weight · expert(x).
@@ -58,8 +67,73 @@ class Experts(nnx.Module):
         Returns:
             `[tokens, hidden]`.
         """
-        kernels = self.gate_proj.kernel[...], self.up_proj.kernel[...], self.down_proj.kernel[...]
-        return jax.lax.platform_dependent(x, expert_ids, weights, *kernels, cpu=in_blocks, default=grouped)
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        kernels = [layer.kernel[...] for layer in layers]
+        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        rule = {"product": partial(gate_product, activation=self.activation, clamp=self.clamp)}
+        ways = (partial(way, **rule) for way in (in_blocks, grouped))
+        return jax.lax.platform_dependent(
+            x, expert_ids, weights, *kernels, *biases, **dict(zip(("cpu", "default"), ways, strict=True))
+        )
+
+
+def gate_product(
+    gate: jax.Array, up: jax.Array, activation: str = "silu", clamp: tuple[float, float] | None = None
+) -> jax.Array:
+    """What an expert makes of its two inner projections.
+
+    Args:
+        gate: `[tokens, inner]`.
+        up: `[tokens, inner]`.
+        activation: of the gate.
+        clamp: (α, limit) of the clamped SwiGLU, which takes the place of the activation.
+    """
+    return FUNCTIONS[activation](gate) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
+
+
+class Router(Linear):
+    """Chooses the experts of each token, and their weights.
+
+    Args:
+        hidden: width of the input.
+        experts: how many.
+        per_token: that each token is routed to.
+        spec: how they are scored.
+    """
+
+    def __init__(self, hidden: int, experts: int, per_token: int, spec: RouterSpec) -> None:
+        super().__init__(hidden, experts, spec.bias)
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts)) if spec.correction else None
+        self.per_token, self.spec = per_token, spec
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and numbers of the experts of tokens `[tokens, hidden]`; each `[tokens, per_token]`."""
+        spec, logits = self.spec, super().__call__(x).astype(jnp.float32)
+        if spec.scores == "chosen":
+            chosen, expert_ids = jax.lax.top_k(logits, self.per_token)
+            return jax.nn.softmax(chosen, axis=-1), expert_ids
+        scores = jax.nn.sigmoid(logits) if spec.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        if self.e_score_correction_bias is None and spec.groups == 1:
+            weights, expert_ids = jax.lax.top_k(scores, self.per_token)
+        else:
+            _, expert_ids = jax.lax.top_k(self.eligible(scores), self.per_token)
+            weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        if spec.normalise:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return (weights if spec.scale == 1.0 else weights * spec.scale), expert_ids
+
+    def eligible(self, scores: jax.Array) -> jax.Array:
+        """Scores by which experts are chosen: corrected, and −inf outside a token's best groups."""
+        spec = self.spec
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias[...].astype(jnp.float32)
+        if spec.groups == 1:
+            return scores
+        by_group = scores.reshape(scores.shape[0], spec.groups, -1)
+        best = jax.lax.top_k(by_group, min(spec.group_score, by_group.shape[-1]))[0].sum(-1)
+        _, groups = jax.lax.top_k(best, spec.groups_per_token)
+        kept = jax.nn.one_hot(groups, spec.groups, dtype=bool).any(1)
+        return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 class SparseMLP(nnx.Module):
@@ -67,36 +141,42 @@ class SparseMLP(nnx.Module):
 
     Args:
         hidden: width of input and output.
-        inner: width of an expert between its two products.
-        experts: how many.
-        experts_per_token: that each token is routed to.
-        normalise: whether the weights of a token's experts sum to 1.
+        spec: sizes of the experts, the router, the expert that all tokens share.
     """
 
-    def __init__(
-        self, hidden: int, inner: int, experts: int, experts_per_token: int, normalise: bool
-    ) -> None:
-        if not (inner > 0 and 0 < experts_per_token <= experts):
+    def __init__(self, hidden: int, spec: ExpertsSpec) -> None:
+        if not (spec.inner > 0 and 0 < spec.per_token <= spec.experts):
             raise ModelError(
                 "num_experts_per_tok, num_local_experts and moe_intermediate_size must be at least 1; "
-                f"got {experts_per_token}, {experts} and {inner}"
+                f"got {spec.per_token}, {spec.experts} and {spec.inner}"
             )
-        self.gate = Linear(hidden, experts)
-        self.experts = Experts(experts, hidden, inner)
-        self.experts_per_token, self.normalise = experts_per_token, normalise
+        self.gate = Router(hidden, spec.experts, spec.per_token, spec.router)
+        self.experts = Experts(hidden, spec)
+        self.shared_expert = MLP(hidden, spec.shared) if spec.shared is not None else None
+        self.shared_expert_gate = Linear(hidden, 1) if spec.shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
-        probabilities = jax.nn.softmax(self.gate(flat).astype(jnp.float32), axis=-1)
-        weights, expert_ids = jax.lax.top_k(probabilities, self.experts_per_token)
-        if self.normalise:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
-        out = sum_over_shards(self.experts(flat, expert_ids, weights.astype(x.dtype)))
-        return out.reshape(x.shape)
+        flat = x.reshape(-1, x.shape[-1])
+        weights, expert_ids = self.gate(flat)
+        out = sum_over_shards(self.experts(flat, expert_ids, weights.astype(x.dtype))).reshape(x.shape)
+        if self.shared_expert is None:
+            return out
+        shared = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * shared
+        return out + shared
 
 
 def grouped(
-    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *biases: jax.Array,
+    product: Any = gate_product,
 ) -> jax.Array:
     """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable.
 
@@ -107,14 +187,28 @@ def grouped(
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
+        *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
+        product: of the two inner projections; see `gate_product`.
     """
     rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
-    inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    return _combine(jax.lax.ragged_dot(inner, down, sizes), order, weights)
+    added = [bias[expert_ids.reshape(-1)[order]] for bias in biases] or [None] * 3
+    plus = lambda y, bias: y if bias is None else y + bias
+    gated, raised = (
+        plus(jax.lax.ragged_dot(rows, w, sizes), b) for w, b in zip((gate, up), added[:2], strict=True)
+    )
+    out = plus(jax.lax.ragged_dot(product(gated, raised), down, sizes), added[2])
+    return _combine(out, order, weights)
 
 
 def in_blocks(
-    x: jax.Array, expert_ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *biases: jax.Array,
+    product: Any = gate_product,
 ) -> jax.Array:
     """Blocks of at most `LARGEST_BLOCK` pairs of one expert, one after the other.
 
@@ -127,6 +221,8 @@ def in_blocks(
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
+        *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
+        product: of the two inner projections; see `gate_product`.
     """
     experts = gate.shape[0]
     rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
@@ -141,7 +237,12 @@ def in_blocks(
         start = starts[expert] + (number - ends[expert] + blocks[expert]) * block
         part = jax.lax.dynamic_slice_in_dim(rows, start, block)
         gate_, up_, down_ = (jax.lax.dynamic_index_in_dim(w, expert, 0, False) for w in (gate, up, down))
-        part = (jax.nn.silu(part @ gate_) * (part @ up_)) @ down_
+        added = [jax.lax.dynamic_index_in_dim(b, expert, 0, False) for b in biases]
+        gated, raised = part @ gate_, part @ up_
+        if added:
+            gated, raised = gated + added[0], raised + added[1]
+        part = product(gated, raised) @ down_
+        part = part + added[2] if added else part
         # Rows past the end of the expert's pairs are overwritten by the next expert's first block.
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0)
 

@@ -1,25 +1,27 @@
-"""Building blocks of decoder models as flax nnx modules: attention, MLP, norm, embedding, decoder layer.
+"""Building blocks of decoder models as flax nnx modules: attention, MLP, embedding, decoder layer, decoder.
 
-Attribute names are those of Hugging Face, so that one rule maps weights to tensors (see `weights.py`). A
-matrix is a `kernel` of shape [in, out]: in the other order, a matrix–vector product on XLA's CPU backend
-reaches only a small part of the memory bandwidth. Norms, softmax and rotary embedding compute in float32,
-everything else in the dtype of the embedding; a narrower kernel is widened as it is multiplied.
+Each is built from its part of a `block_spec.BlockSpec`. Attribute names are those of Hugging Face's Llama, so
+that one rule maps weights to tensors (see `tensor_names`). A matrix is a `kernel` of shape [in, out]: in the
+other order, a matrix–vector product on XLA's CPU backend reaches only a small part of the memory bandwidth.
+Norms, softmax and rotary embedding compute in float32, everything else in the dtype of the embedding; a
+narrower kernel is widened as it is multiplied.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from entropic_jax.mesh import first_of_shard, gather_last_axis, sum_over_shards, tensor_shards
-from entropic_jax.pallas.rms_norm import rms_norm
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
+from .activations import FUNCTIONS, XIELU
+from .block_spec import AttentionSpec, BlockSpec, MLPSpec, OutputSpec
 from .config import Config
-from .rope import Rotation, apply_rope, rope_frequencies, rope_rotation
+from .norms import LayerNorm, RMSNorm, norm
+from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
 
 class Attend(Protocol):
@@ -28,7 +30,7 @@ class Attend(Protocol):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, /, *, window: int | None
     ) -> tuple[jax.Array, Any]:
-        """Attention of one layer.
+        """Attention of one layer. Layers with a soft cap or sinks pass `soft_cap` and `sink` as well.
 
         Args:
             query: rotated queries, `[rows, n, heads, head_dim]`. This function applies the scale 1/√head_dim.
@@ -40,6 +42,13 @@ class Attend(Protocol):
         Returns:
             The output, `[rows, n, heads, head_dim]`, and the new cache.
         """
+
+
+class TokenContext(NamedTuple):
+    """What the layers of a pass share: where its tokens stand."""
+
+    positions: jax.Array  # int32 [rows, n]
+    rotations: Mapping[RopeSpec, Rotation]
 
 
 class Linear(nnx.Module):
@@ -96,98 +105,142 @@ class Embedding(nnx.Module):
         return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), weight.dtype)))
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis, the mean square taken in float32 (arXiv 1910.07467)."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        self.weight = nnx.Param(jnp.ones(size))
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.epsilon)
-
-
 class MLP(nnx.Module):
-    """The gated feed-forward block, down(silu(gate(x)) · up(x)) (arXiv 2002.05202).
+    """The feed-forward block, down(act(gate(x)) · up(x)) (arXiv 2002.05202), or without a gate.
 
     Args:
         hidden: width of input and output.
-        inner: width between the two products.
-        bias: whether the projections have one.
+        spec: inner width, activation, gate, biases.
     """
 
-    def __init__(self, hidden: int, inner: int, bias: bool = False) -> None:
-        self.gate_proj = Linear(hidden, inner, bias)
-        self.up_proj = Linear(hidden, inner, bias)
-        self.down_proj = RowParallelLinear(inner, hidden, bias)
+    def __init__(self, hidden: int, spec: MLPSpec) -> None:
+        self.gate_proj = Linear(hidden, spec.inner, spec.bias) if spec.gated else None
+        self.up_proj = Linear(hidden, spec.inner, spec.bias)
+        self.down_proj = RowParallelLinear(spec.inner, hidden, spec.bias)
+        self.act_fn = XIELU() if spec.activation == "xielu" else FUNCTIONS[spec.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class Attention(nnx.Module):
     """Projections, head norms and rotary embedding around an `Attend`, which owns the KV cache.
 
     Args:
-        config: of the model.
-        bias: whether the projections of q, k and v have one.
-        output_bias: whether the output projection has one.
-        head_norm: whether queries and keys are normalised per head.
-        window: positions that a query sees at most, its own included; None for all.
+        hidden: width of input and output.
+        spec: sizes and switches.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        bias: bool = False,
-        output_bias: bool = False,
-        head_norm: bool = False,
-        window: int | None = None,
-    ) -> None:
-        self.head_dim, self.window = config.head_dim, window
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = Linear(config.hidden_size, queries, bias)
-        self.k_proj = Linear(config.hidden_size, keys, bias)
-        self.v_proj = Linear(config.hidden_size, keys, bias)
-        self.o_proj = RowParallelLinear(queries, config.hidden_size, output_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if head_norm else None
+    def __init__(self, hidden: int, spec: AttentionSpec) -> None:
+        self.spec = spec
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q_proj = Linear(hidden, queries, spec.bias)
+        self.k_proj = Linear(hidden, keys, spec.bias)
+        self.v_proj = Linear(hidden, keys, spec.bias)
+        self.o_proj = RowParallelLinear(queries, hidden, spec.output_bias)
+        self.q_norm, self.k_norm = (head_norm(spec, heads) for heads in (spec.heads, spec.kv_heads))
+        self.sinks = nnx.Param(jnp.zeros(spec.heads)) if spec.sinks else None
 
-    def __call__(self, x: jax.Array, rotation: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        rows, length, _ = x.shape
-        query, key, value = (
-            projected.reshape(rows, length, -1, self.head_dim)
-            for projected in fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        out, cache = attend(
-            apply_rope(query, rotation), apply_rope(key, rotation), value, cache, window=self.window
-        )
+    def __call__(
+        self, x: jax.Array, context: TokenContext, cache: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        spec, (rows, length, _) = self.spec, x.shape
+        query, key, value = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        if spec.norm_span == "all":
+            query, key = self.head_normalised(query, key)
+        query, key, value = (y.reshape(rows, length, -1, spec.head_dim) for y in (query, key, value))
+        if spec.norm_span != "all" and not spec.norm_rotated:
+            query, key = self.head_normalised(query, key)
+        if spec.rope is not None:
+            rotation = context.rotations[spec.rope]
+            query, key = (apply_rope(y, rotation, spec.rope.interleaved) for y in (query, key))
+        if spec.norm_span != "all" and spec.norm_rotated:
+            query, key = self.head_normalised(query, key)
+        query = self.scaled(query, context.positions)
+        extras: dict[str, Any] = {}
+        if spec.soft_cap is not None:
+            extras["soft_cap"] = spec.soft_cap
+        if self.sinks is not None:
+            extras["sink"] = self.sinks[...]
+        out, cache = attend(query, key, value, cache, window=spec.window, **extras)
         return self.o_proj(out.reshape(rows, length, -1)), cache
+
+    def head_normalised(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys after their norms, if they have any."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+    def scaled(self, query: jax.Array, positions: jax.Array) -> jax.Array:
+        """Queries multiplied by what the family scales scores by, beyond the 1/√head_dim of `Attend`."""
+        spec = self.spec
+        if spec.scale is not None:
+            factor = spec.scale * spec.head_dim**0.5
+            query = (query.astype(jnp.float32) * factor).astype(query.dtype) if factor != 1.0 else query
+        if spec.position_scale is not None:
+            slope, length = spec.position_scale
+            growth = 1 + slope * jnp.log1p((positions // length).astype(jnp.float32))
+            query = (query.astype(jnp.float32) * growth[:, :, None, None]).astype(query.dtype)
+        return query
+
+
+def head_norm(spec: AttentionSpec, heads: int) -> RMSNorm | LayerNorm | None:
+    """The norm of queries or keys, of so many heads; None if there is none."""
+    if spec.head_norm is None:
+        return None
+    if spec.norm_span == "each":
+        return LayerNorm((heads, spec.head_dim), spec.head_norm)
+    return norm(heads * spec.head_dim if spec.norm_span == "all" else spec.head_dim, spec.head_norm)
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the norms where the specification places them.
+
+    `input_layernorm` and `post_attention_layernorm` normalise the inputs of the two blocks,
+    `attention_output_norm` and `mlp_output_norm` their outputs.
 
     Args:
-        config: of the model.
-        attention: an `Attention`.
-        mlp: an `MLP`, or a `SparseMLP`.
+        hidden: width of the residual stream.
+        spec: placement of the norms, multiplier.
+        attention: the attention block: an `Attention` or a `LatentAttention`.
+        mlp: the feed-forward block, or experts.
     """
 
-    def __init__(self, config: Config, attention: nnx.Module, mlp: nnx.Module) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    def __init__(self, hidden: int, spec: BlockSpec, attention: Any, mlp: nnx.Module) -> None:
+        self.parallel, self.multiplier = spec.placement.startswith("parallel"), spec.residual_multiplier
+        before, after = spec.placement != "post", spec.placement in ("post", "sandwich")
+        self.input_layernorm = norm(hidden, spec.norm) if before else None
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_output_norm = norm(hidden, spec.norm) if after else None
+        self.post_attention_layernorm = (
+            norm(hidden, spec.norm) if before and spec.placement != "parallel" else None
+        )
         self.mlp = mlp
+        self.mlp_output_norm = norm(hidden, spec.norm) if after else None
 
-    def __call__(self, x: jax.Array, rotation: Rotation, cache: Any, attend: Attend) -> tuple[jax.Array, Any]:
-        out, cache = self.self_attn(self.input_layernorm(x), rotation, cache, attend)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+    def __call__(
+        self, x: jax.Array, context: TokenContext, cache: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        inputs = normalised(x, self.input_layernorm)
+        out, cache = self.self_attn(inputs, context, cache, attend)
+        if self.parallel:
+            if self.post_attention_layernorm is not None:
+                inputs = self.post_attention_layernorm(x)
+            return x + self.weighted(out + self.mlp(inputs)), cache
+        x = x + self.weighted(normalised(out, self.attention_output_norm))
+        out = self.mlp(normalised(x, self.post_attention_layernorm))
+        return x + self.weighted(normalised(out, self.mlp_output_norm)), cache
+
+    def weighted(self, x: jax.Array) -> jax.Array:
+        """What a block adds to the residual stream."""
+        return x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, x.dtype)
+
+
+def normalised(x: jax.Array, layer: RMSNorm | LayerNorm | None) -> jax.Array:
+    return x if layer is None else layer(x)
 
 
 class CausalLM(nnx.Module):
@@ -196,17 +249,27 @@ class CausalLM(nnx.Module):
     The output projection is always a separate [hidden, vocabulary] kernel. With tied embeddings it is a
     transposed copy of the embedding: it costs vocab_size · hidden_size weights of memory and keeps the
     largest product of a step in the fast order.
+
+    Args:
+        config: of the model.
+        output: multipliers, caps and the last norm.
+        layers: the decoder layers, in order.
     """
 
-    def __init__(self, config: Config, layer: Callable[[Config, int], nnx.Module]) -> None:
-        self.config = config
+    def __init__(self, config: Config, output: OutputSpec, layers: list[DecoderLayer]) -> None:
+        self.output = output
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nnx.List([layer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.layers = nnx.List(layers)
+        self.norm = norm(config.hidden_size, output.norm)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, output.head_bias)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, caches: tuple[Any, ...], attend: Attend
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        caches: tuple[Any, ...],
+        attend: Attend,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the last norm.
 
@@ -215,14 +278,21 @@ class CausalLM(nnx.Module):
             positions: int32 `[rows, n]`.
             caches: one cache per layer, passed to `attend`.
             attend: attention and cache update.
+            lengths: int32 `[rows, n]`, tokens of the text that each token is read with; see
+                `rope.rotation_of`.
 
         Returns:
             Hidden states, `[rows, n, hidden]`, and the new caches.
         """
-        rotation = rope_rotation(positions, self.rope_frequencies())
+        layers: Any = self.layers
+        ropes = dict.fromkeys(layer.self_attn.spec.rope for layer in layers)
+        rotations = {rope: rotation_of(rope, positions, lengths) for rope in ropes if rope is not None}
+        context = TokenContext(positions, rotations)
         x, written = self.embed_tokens(tokens), []
+        if self.output.embedding_multiplier != 1.0:
+            x = x * jnp.asarray(self.output.embedding_multiplier, x.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, rotation, cache, attend)
+            x, cache = layer(x, context, cache, attend)
             written.append(cache)
         return self.norm(x), tuple(written)
 
@@ -230,9 +300,12 @@ class CausalLM(nnx.Module):
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
         kernel = self.lm_head.kernel[...]
         if hidden.dtype == jnp.float32:
-            return gather_last_axis(skinny_matmul(hidden, kernel)[0])
-        return gather_last_axis(jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32))
-
-    def rope_frequencies(self) -> np.ndarray:
-        """The rotation angle per position of each pair, radians, float32 `[head_dim / 2]`."""
-        return rope_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+            out = skinny_matmul(hidden, kernel)[0]
+        else:
+            out = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        if self.lm_head.bias is not None:
+            out = out + self.lm_head.bias[...].astype(jnp.float32)
+        if self.output.logit_multiplier != 1.0:
+            out = out * self.output.logit_multiplier
+        cap = self.output.logit_soft_cap
+        return gather_last_axis(out if cap is None else cap * jnp.tanh(out / cap))

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import sharding, weights
-from .config import Config, ModelError, from_json, read_json, to_json
+from .config import Config, ModelError, read_json
+from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
+from .tensor_names import entries
 from .tokenizer import Tokenizer
 
 ACCEPTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -143,11 +145,13 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
         dtype: of the weights: "float32", "bfloat16" or "float16".
     """
     dtype = checked(dtype)
+    structure(config)  # an unknown architecture is an error
+    offset = FAMILIES[config.architecture].output(config).norm.offset
     arrays = []
-    for number, entry in enumerate(weights.entries(config)):
+    for number, entry in enumerate(entries(config)):
         random, kind = np.random.default_rng((seed, number)), entry.path[-1]
-        if kind == "weight" and len(entry.shape) == 1:
-            arrays.append(jnp.ones(entry.shape, dtype))
+        if kind == "weight" and entry.path[0] != "embed_tokens":
+            arrays.append(jnp.full(entry.shape, 1.0 - offset, dtype))
             continue
         fan_in = entry.shape[-2] if kind == "kernel" else config.hidden_size
         values = random.standard_normal(entry.shape, np.float32)

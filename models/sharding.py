@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from entropic_jax.mesh import AXES, DATA, EXPERT, TENSOR
 
+from .block_spec import BlockSpec, ExpertsSpec, LatentAttentionSpec
 from .config import Config, ModelError
+from .families import FAMILIES
 
 # Modules whose matrices [in, out] are divided by outputs, and those divided by inputs.
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
@@ -86,6 +88,25 @@ def check_sizes(config: Config, size: int) -> None:
     }
     if config.num_local_experts:
         divided["moe_intermediate_size"] = config.moe_intermediate_size
+    family = FAMILIES[config.architecture]
+    reasons = (undivided(family.block(config, layer)) for layer in range(config.num_hidden_layers))
+    reason = next(filter(None, reasons), None)
+    if size > 1 and reason is not None:
+        raise ModelError(f"tensor_parallel_size must be 1 for {config.architecture}: {reason}; got {size}")
     for name, value in divided.items():
         if value % size:
             raise ModelError(f"tensor_parallel_size must divide {name}, {value}; got {size}")
+
+
+def undivided(block: BlockSpec) -> str | None:
+    """Why a layer cannot be divided over the tensor axis; None if it can."""
+    attention, mlp = block.attention, block.mlp
+    if isinstance(attention, LatentAttentionSpec):
+        return "all heads share one latent vector"
+    if attention.sinks:
+        return "attention sinks are not divided"
+    if attention.head_norm is not None and attention.norm_span != "head":
+        return "the norms of queries and keys span several heads"
+    if isinstance(mlp, ExpertsSpec) and mlp.bias:
+        return "biases of experts are not divided"
+    return None

@@ -1,17 +1,14 @@
 """Tensors on disk to arrays in memory and back, one tensor at a time.
 
-One rule names the tensor of an array: its path in Params joined by dots under `model.`, where a `kernel` is
-stored transposed as `weight`. Exceptions: the output projection has no `model.`, experts are one tensor each
-on disk and stacked in memory, and a family may spell parts of a name differently (`Family.renames`).
-
-Files are memory-mapped and read in strips of rows, so that loading needs the weights once, in the dtype asked
-for, and one tensor more.
+`tensor_names` says which tensors an array is made of. Files are memory-mapped and read in strips of rows, so
+that loading needs the weights once, in the dtype asked for, and one tensor more.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,51 +20,15 @@ from safetensors import SafetensorError, safe_open
 
 from entropic_jax.pallas import skinny_matmul
 
-from .config import Config, ModelError, read_json
-from .decoder import FAMILIES, Params, structure
+from .config import Config, ModelError, read_json, require_file
+from .decoder import Params, structure
 from .sharding import partition_spec
+from .tensor_names import EMBEDDING, HEAD, ParameterSource, Piece, entries
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files carry what follows from the config
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
-
-
-class ParameterSource(NamedTuple):
-    """An array of Params and the tensors on disk that it is made of."""
-
-    path: tuple[Any, ...]
-    shape: tuple[int, ...]  # in memory
-    names: tuple[str, ...]  # one, or one per expert
-    transposed: bool
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Of each tensor on disk."""
-        shape = self.shape[1:] if len(self.shape) == 3 else self.shape
-        return shape[::-1] if self.transposed else shape
-
-
-def entries(config: Config) -> list[ParameterSource]:
-    """What Params of a Config are made of, in order of reading."""
-    renames = FAMILIES[config.architecture].renames
-    leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
-    result = []
-    for keys, leaf in leaves:
-        path = tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys)
-        transposed = path[-1] == "kernel"
-        parts = [str(part) for part in path[:-1]] + ["weight" if transposed else str(path[-1])]
-        name = ".".join(parts if path[0] == "lm_head" else ["model", *parts])
-        if name == HEAD and config.tie_word_embeddings:
-            name = EMBEDDING
-        names = (name,)
-        if "experts" in path:
-            names = tuple(name.replace(".experts.", f".experts.{e}.") for e in range(leaf.shape[0]))
-        for ours, theirs in renames:
-            names = tuple(n.replace(ours, theirs) for n in names)
-        result.append(ParameterSource(path, leaf.shape, names, transposed))
-    return result
 
 
 class SafetensorsFiles:
@@ -85,6 +46,11 @@ class SafetensorsFiles:
             valid = isinstance(promised, dict) and all(isinstance(f, str) for f in promised.values())
             if not promised or not valid:
                 raise ModelError(f"{directory / INDEX}: weight_map must be an object of tensor to file names")
+            outside = [f for f in promised.values() if Path(f).name != f or "\0" in f]
+            if outside:
+                raise ModelError(
+                    f"{directory / INDEX}: weight_map must name files in its directory; got {outside[0]!r}"
+                )
             files = sorted(set(promised.values()))
         else:
             raise ModelError(f"{directory} must hold {SINGLE}, or several files and {INDEX}; got neither")
@@ -102,7 +68,7 @@ class SafetensorsFiles:
 
     def check(self, expected: list[ParameterSource], config: Config) -> None:
         """Raise ModelError unless the files hold exactly these tensors, in these shapes and a known dtype."""
-        shapes = {name: entry.stored_shape for entry in expected for name in entry.names}
+        shapes = {piece.name: piece.stored_shape for entry in expected for piece in entry.pieces}
         missing = [name for name in shapes if name not in self.file_of]
         if missing:
             raise ModelError(f"{self.directory} lacks {abbreviated(missing)}; config.json asks for them")
@@ -131,6 +97,8 @@ class SafetensorsFiles:
 
 
 def open_safetensors(path: Path) -> Any:
+    if path.exists():
+        require_file(path)
     try:
         return safe_open(path, framework="numpy")
     except FileNotFoundError:
@@ -171,9 +139,9 @@ def read(
     for entry in expected:
         narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
         host = np.empty(entry.shape, jnp.bfloat16 if narrow else dtype)
-        parts = host if len(entry.shape) == 3 else host[None]
-        for name, part in zip(entry.names, parts, strict=True):
-            copy(tensors[name], part, entry.transposed)
+        parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
+        for piece, part in zip(entry.pieces, parts, strict=True):
+            copy(tensors[piece.name], part, piece)
         if mesh is None:
             array = jnp.asarray(host)
         else:
@@ -186,41 +154,80 @@ def read(
 
 def stays_narrow(entry: ParameterSource, tensors: SafetensorsFiles) -> bool:
     """Whether an array is a matrix of bfloat16 on disk that float32 rows are multiplied by as it is."""
-    matrix = entry.transposed and len(entry.shape) == 2
     return (
-        matrix
-        and tensors[entry.names[0]].get_dtype() == "BF16"
+        entry.is_kernel
+        and len(entry.shape) == 2
+        and tensors[entry.pieces[0].name].get_dtype() == "BF16"
         and skinny_matmul.reads_as_stored(entry.shape, "bfloat16")
     )
 
 
-def copy(tensor: Any, out: np.ndarray, transposed: bool) -> None:
-    """Fill an array from a tensor on disk, strip by strip.
+def copy(tensor: Any, out: np.ndarray, piece: Piece) -> None:
+    """Fill an array from a part of a tensor on disk, strip by strip.
 
     Args:
         tensor: slice of a safetensors file.
         out: is filled.
-        transposed: whether the tensor on disk is the transpose of `out`.
+        piece: which part it is.
     """
-    for rows in strips(tensor.get_shape()[0]):
-        strip = tensor[rows].astype(out.dtype, copy=False)
-        out[(slice(None), rows) if transposed else rows] = strip.T if transposed else strip
+    lead = () if piece.expert is None else (piece.expert,)
+    if not piece.stored_shape:
+        out[...] = tensor[...].astype(out.dtype, copy=False)
+        return
+    if not piece.transposed and len(piece.stored_shape) - len(lead) > 1:
+        for rows in strips(out.shape[0]):
+            out[rows] = tensor[(*lead, rows)][..., piece.outputs].astype(out.dtype, copy=False)
+        return
+    first, _, step = piece.outputs.indices(piece.stored_shape[len(lead)])
+    for rows in strips(out.shape[-1]):
+        on_disk = slice(first + rows.start * step, first + (rows.stop - 1) * step + 1)
+        strip = tensor[(*lead, on_disk)][::step].astype(out.dtype, copy=False)
+        out[..., rows] = strip.T if piece.transposed else strip
 
 
 def strips(length: int) -> list[slice]:
     return [slice(start, min(start + STRIP, length)) for start in range(0, length, STRIP)]
 
 
-def disk_tensors(params: Params, config: Config) -> Iterator[tuple[str, np.ndarray, bool]]:
-    """Tensor names, arrays (views where the device is the host) and whether to transpose, as on disk."""
+class TensorPart(NamedTuple):
+    """A part of a tensor on disk, and where in Params it is."""
+
+    piece: Piece
+    leaf: Any  # the array of Params
+    number: int  # of the piece among those of the array, of which there are `count`
+    count: int
+
+    def matrix(self) -> np.ndarray:
+        """As on disk; a view where the device is the host."""
+        host = np.asarray(self.leaf)
+        part = host[self.number] if self.count > 1 else host.reshape(host.shape[-2:])
+        return part.T if self.piece.transposed else part
+
+
+def disk_tensors(params: Params, config: Config) -> dict[str, list[TensorPart]]:
+    """The parts of every tensor on disk, by its name."""
+    tensors: dict[str, list[TensorPart]] = {}
     leaves = jax.tree.leaves(params)
     for entry, leaf in zip(entries(config), leaves, strict=True):
-        if entry.path[0] == "lm_head" and config.tie_word_embeddings:
+        if entry.path == ("lm_head", "kernel") and config.tie_word_embeddings:
             continue
-        host = np.asarray(leaf)
-        parts = host if len(entry.shape) == 3 else host[None]
-        for name, part in zip(entry.names, parts, strict=True):
-            yield name, part, entry.transposed
+        for number, piece in enumerate(entry.pieces):
+            part = TensorPart(piece, leaf, number, len(entry.pieces))
+            tensors.setdefault(piece.name, []).append(part)
+    return tensors
+
+
+def assembled(parts: list[TensorPart], dtype: np.dtype) -> np.ndarray:
+    """A tensor as it is on disk: a view where it is one array of Params, else a copy of its parts."""
+    if len(parts) == 1 and parts[0].piece.expert is None:
+        return parts[0].matrix()
+    result = np.empty(parts[0].piece.stored_shape, dtype)
+    for part in parts:
+        piece = part.piece
+        target = result if piece.expert is None else result[piece.expert]
+        place = piece.outputs if piece.transposed or target.ndim == 1 else (slice(None), piece.outputs)
+        target[place] = part.matrix().astype(dtype, copy=False).reshape(target[place].shape)
+    return result
 
 
 def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
@@ -234,18 +241,18 @@ def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
     """
     code = {name: code for code, name in DTYPES.items()}[dtype.name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array, transposed in disk_tensors(params, config):
-        begin, end = end, end + array.size * dtype.itemsize
-        shape = array.shape[::-1] if transposed else array.shape
+    tensors, end = disk_tensors(params, config), 0
+    for name, parts in tensors.items():
+        shape = parts[0].piece.stored_shape
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, array, transposed in disk_tensors(params, config):
-            source = array.T if transposed else array
+        for parts in tensors.values():
+            source = np.atleast_1d(assembled(parts, dtype))
             for rows in strips(source.shape[0]):
                 file.write(np.ascontiguousarray(source[rows], dtype).tobytes())
     os.replace(partial, path)

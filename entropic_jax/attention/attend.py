@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ..cache import Cache, Layer
 from ..pallas import paged_attention
+from ..pallas.paged_attention import PartialAttention
 from ..pallas.paged_attention.quantised import put_pages, stored
 from ..pallas.paged_attention.write_reference import update_summary
 from .statistics import Observer
@@ -29,9 +30,10 @@ Attend = Callable[..., tuple[jax.Array, Layer]]
 def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Observer | None = None) -> Attend:
     """The function that a model calls in each layer: writes keys and values, then attends to the pages.
 
-    `attend(q, k, v, layer, window=None)` takes q `[rows, n, heads, head_dim]` and rotated k, v
-    `[rows, n, kv_heads, head_dim]`, and returns the attention output in the shape of q, and the layer as
-    written. `window` limits a query to that many newest positions, its own included.
+    `attend(q, k, v, layer, window=None, soft_cap=None, sink=None)` takes q `[rows, n, heads, head_dim]` and
+    rotated k, v `[rows, n, kv_heads, head_dim]`, and returns the attention output in the shape of q, and the
+    layer as written. `window` limits a query to that many newest positions, its own included; `soft_cap` and
+    `sink` are those of `read`.
 
     Args:
         cache: the paged KV cache.
@@ -41,9 +43,9 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
     """
     table = cache.table
 
-    def attend(q, k, v, layer, window=None):
+    def attend(q, k, v, layer, window=None, soft_cap=None, sink=None):
         layer = write(layer, table, span, k, v)
-        return read(layer, table, span, q, window, reader, observer), layer
+        return read(layer, table, span, q, window, reader, observer, soft_cap, sink), layer
 
     return attend
 
@@ -138,6 +140,8 @@ def read(
     window: int | None = None,
     reader: Any = None,
     observer: Observer | None = None,
+    soft_cap: float | None = None,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
@@ -152,7 +156,12 @@ def read(
         q: queries `[rows, n, heads, head_dim]`, unscaled.
         window: positions that a query sees at most, its own included; None for all.
         reader: from a `page_selection.PagePolicy`: reads the pages that it chooses. None reads all.
-        observer: takes statistics of the attention of single tokens.
+        observer: takes statistics of the attention of single tokens, without soft cap and sink.
+        soft_cap: c: scores are c · tanh(score / c); None for the scores themselves.
+        sink: `[heads]`, the logit by which each head attends to nothing; None for none.
+
+    Raises:
+        ValueError: a reader of prompts would have to read with a soft cap or sinks.
     """
     rows, n, heads, head_dim = q.shape
     kv_heads = layer.keys.shape[1]
@@ -163,7 +172,11 @@ def read(
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
-    if n > 1 and reader is not None:
+    if soft_cap is not None or sink is not None:
+        ends = (first, span.start, last)
+        part = _read_partial(layer, table, q, ends, reader, soft_cap)
+        out = part.out if sink is None else _with_sink(part, sink)
+    elif n > 1 and reader is not None:
         out = reader.read_prompt(layer, q, first, span.start, last)
     elif n > 1:
         attention = paged_attention.verify if n <= paged_attention.MAX_VERIFIED else paged_attention.prefill
@@ -176,3 +189,45 @@ def read(
         )
         out = part.out[:, :, :, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, head_dim)
+
+
+def _read_partial(
+    layer: Layer, table: jax.Array, q: jax.Array, ends: Any, reader: Any, soft_cap: float | None
+) -> PartialAttention:
+    """Attention of `[rows, kv_heads, group, n, head_dim]` with its log-sum-exp.
+
+    Args:
+        layer: its keys, values and page summaries.
+        table: int32 `[rows, pages of a row]`, the page table.
+        q: scaled queries.
+        ends: of the positions seen: the first one of each query, the first query's own, and the last one.
+        reader: as for `read`.
+        soft_cap: as for `read`.
+    """
+    first, query, last = ends
+    rows, n = q.shape[0], q.shape[3]
+    if reader is not None and (n > 1 or not hasattr(reader, "read_partial")):
+        raise ValueError("method must be None for a model whose attention has a soft cap or sinks")
+    if n > paged_attention.MAX_VERIFIED:
+        return paged_attention.prefill_partial(
+            q, layer.keys, layer.values, table, first, query, last, soft_cap=soft_cap
+        )
+    if n == 1 and reader is not None:
+        part = reader.read_partial(layer, q[:, :, :, 0], first[:, 0], last, soft_cap)
+        return jax.tree.map(lambda x: x[:, :, :, None], part)
+    # Each query is a row of its own, with the bits of a single one.
+    end = query[:, None] + jnp.arange(1, n + 1, dtype=jnp.int32)
+    end = jnp.where(end <= last[:, None], end, 0).reshape(-1)
+    queries = jnp.moveaxis(q, 3, 1).reshape(rows * n, *q.shape[1:3], q.shape[4])
+    pages, bounds = jnp.repeat(table, n, 0), (first.reshape(-1), end)
+    part = paged_attention.decode(
+        queries, layer.keys, layer.values, pages, None, None, *bounds, soft_cap=soft_cap
+    )
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(rows, n, *x.shape[1:]), 1, 3), part)
+
+
+def _with_sink(part: PartialAttention, sink: jax.Array) -> jax.Array:
+    """The output if each head also attends to nothing, by a logit `[heads]`: out · sigmoid(lse − sink)."""
+    logit = sink.astype(jnp.float32).reshape(part.log_sum_exp.shape[1:3])[:, :, None]
+    share = jax.nn.sigmoid(part.log_sum_exp - logit)
+    return (part.out.astype(jnp.float32) * share[..., None]).astype(part.out.dtype)

@@ -76,28 +76,37 @@ class PageReader:
         self.layer_stats: list[ReadStats] = []
 
     def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
-        """Attention of one query per row to the chosen pages of the next layer.
+        """The output of `read_partial`, `[rows, kv_heads, group, head_dim]`.
+
+        Args:
+            layer, q, first, last: as for `read_partial`.
+        """
+        return self.read_partial(layer, q, first, last).out
+
+    def read_partial(
+        self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array, soft_cap: float | None = None
+    ) -> PartialAttention:
+        """Attention of one query per row to the chosen pages of the next layer, with its log-sum-exp.
 
         Args:
             layer: its keys, values and page summaries.
             q: scaled queries, `[rows, kv_heads, group, head_dim]`.
             first: int32 `[rows]`, first position that the query sees.
             last: int32 `[rows]`, end of the positions held.
-
-        Returns:
-            `[rows, kv_heads, group, head_dim]`.
+            soft_cap: of the scores; pages are chosen without it.
         """
         keys, values, table = layer.keys, layer.values, self.cache.table
-        pages = self.chooser.choose(len(self.layer_stats), layer, q, last)
+        pages, ends = self.chooser.choose(len(self.layer_stats), layer, q, last), (first, last)
         if pages is None:
             self.layer_stats.append(dense_layer_stats(layer, first, last))
-            return paged_attention.decode(q, keys, values, table, None, None, first, last).out
+            return paged_attention.decode(q, keys, values, table, None, None, *ends, soft_cap=soft_cap)
         if isinstance(pages, PageGates):
             self.layer_stats.append(self._gated_stats(layer, pages, last))
-            return decode_gathered(q, keys, values, table, None, None, first, last, pages.gate).out
-        part = paged_attention.decode(q, keys, values, table, pages.page_list, pages.num_pages, first, last)
+            return decode_gathered(q, keys, values, table, None, None, *ends, pages.gate, soft_cap)
+        lists = (pages.page_list, pages.num_pages)
+        part = paged_attention.decode(q, keys, values, table, *lists, *ends, soft_cap=soft_cap)
         self.layer_stats.append(self._stats(layer, pages, part, last))
-        return part.out
+        return part
 
     def _gated_stats(self, layer: Layer, pages: PageGates, last: jax.Array) -> ReadStats:
         gate, size, table = pages.gate, self.cache.page_size, self.cache.table

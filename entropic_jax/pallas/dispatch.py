@@ -47,7 +47,7 @@ def for_platform(platform: str, module: str, name: str) -> Backend:
         name: the function in that module.
     """
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         device = default_device()
         if device.platform != platform:
             raise NotImplementedError(f"the default device is a {device.platform}")
@@ -55,7 +55,7 @@ def for_platform(platform: str, module: str, name: str) -> Backend:
             raise NotImplementedError(
                 f"compute capability {capability}: only {COMPUTE_CAPABILITY} is supported"
             )
-        return getattr(importlib.import_module(module), name)(*arguments)
+        return getattr(importlib.import_module(module), name)(*arguments, **options)
 
     return call
 
@@ -63,11 +63,11 @@ def for_platform(platform: str, module: str, name: str) -> Backend:
 def interpreted(module: str, name: str) -> Backend:
     """A back end that runs a TPU kernel in Pallas's interpreter."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         from jax.experimental.pallas import tpu as pltpu
 
         with pltpu.force_tpu_interpret_mode():
-            return getattr(importlib.import_module(module), name)(*arguments)
+            return getattr(importlib.import_module(module), name)(*arguments, **options)
 
     return call
 
@@ -78,8 +78,10 @@ class Operation(NamedTuple):
     name: str
     backends: Mapping[str, Backend]
 
-    def __call__(self, *arguments: Any, backend: str | None = None) -> Any:
+    def __call__(self, *arguments: Any, backend: str | None = None, **options: Any) -> Any:
         """Compute the operation with the first back end that supports it, or with the named one.
+
+        `options` are keyword arguments that every back end of the operation takes.
 
         Raises:
             ExceptionGroup: every back end that was tried declined; it holds their reasons.
@@ -88,7 +90,7 @@ class Operation(NamedTuple):
         declined: list[Exception] = []
         for name in self.candidates(backend):
             try:
-                result = self.backends[name](*arguments)
+                result = self.backends[name](*arguments, **options)
             except NotImplementedError as reason:
                 declined.append(NotImplementedError(f"{name}: {reason}"))
                 continue

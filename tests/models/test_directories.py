@@ -210,11 +210,11 @@ BROKEN = {
         r"num_key_value_heads must be a divisor of num_attention_heads, 4; got 3",
     ),
     "odd head": (config(head_dim=5), r"head_dim must be an even number .*; got 5"),
-    "other activation": (config(hidden_act="gelu"), r"hidden_act must be 'silu'; got 'gelu'"),
+    "other activation": (config(hidden_act="tanh"), r"hidden_act must be one of 'silu', .*; got 'tanh'"),
     "epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps must be a positive number; got -1\.0"),
     "rope type": (
-        config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
-        r"rope_type must be one of .*'llama3'; got 'yarn'",
+        config(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
+        r"rope_type must be one of .*'llama3'.*; got 'proportional'",
     ),
     "rope factor": (
         config(rope_scaling={"rope_type": "linear"}),

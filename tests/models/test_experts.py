@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropic_jax.models.block_spec import ExpertsSpec, RouterSpec
 from entropic_jax.models.experts import SparseMLP, grouped, in_blocks
 
 EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
@@ -65,7 +66,7 @@ def test_grouped_is_differentiable():
 @pytest.mark.parametrize("normalise", [True, False])
 def test_router_weights(normalise):
     """The router weights of a token sum to one if normalised, and to less otherwise."""
-    block = SparseMLP(HIDDEN, INNER, EXPERTS, CHOICES, normalise)
+    block = SparseMLP(HIDDEN, ExpertsSpec(EXPERTS, CHOICES, INNER, RouterSpec(normalise=normalise)))
     seen = []
     block.experts = lambda x, chosen, weights: seen.append(weights) or x
     block.gate.kernel[...] = jnp.asarray(

@@ -5,7 +5,7 @@ The package has five operations, each with several back ends (see `dispatch`):
 | operation | purpose |
 |---|---|
 | `decode` | attention of one query per row to all or to listed pages, with its log-sum-exp |
-| `prefill` | causal attention of several queries per row |
+| `prefill` | causal attention of several queries per row (`prefill_partial`: with its log-sum-exp) |
 | `verify` | the same for a few queries per row, each with the bits that `decode` gives |
 | `select_pages` | the page lists to read: the fewest pages whose mass reaches 1 − ε |
 | `write` | stores one key and value per row, and updates the page summaries |
@@ -36,6 +36,7 @@ __all__ = [
     "decode",
     "decode_by_page",
     "prefill",
+    "prefill_partial",
     "select_pages",
     "verify",
     "write",
@@ -98,6 +99,7 @@ def decode(
     window_start: jax.Array,
     context_length: jax.Array,
     *,
+    soft_cap: float | None = None,
     backend: str | None = None,
 ) -> PartialAttention:
     """Attention of one query per row.
@@ -115,6 +117,7 @@ def decode(
         window_start: int32 `[rows]`, first position that is attended to, as far as its page is listed.
         context_length: int32 `[rows]`, end of the positions attended to; none where it is not above
             `window_start`.
+        soft_cap: c: scores are c · tanh(score / c); None for the scores themselves. Static.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -128,21 +131,27 @@ def decode(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, context_length)
-    return _decode(backend, q, keys, values, *positions)
+    return _decode(backend, soft_cap, q, keys, values, *positions)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decode(backend, q, keys, values, *positions) -> PartialAttention:
-    return DECODE(q, keys, values, *positions, backend=backend)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _decode(backend, soft_cap, q, keys, values, *positions) -> PartialAttention:
+    return DECODE(q, keys, values, *positions, backend=backend, **_options(soft_cap))
 
 
-def _decode_forward(backend, q, keys, values, *positions):
-    return _decode(backend, q, keys, values, *positions), (q, keys, values, positions)
+def _options(soft_cap: float | None) -> dict[str, Any]:
+    """Keyword arguments of a back end; none in the plain case."""
+    return {} if soft_cap is None else {"soft_cap": soft_cap}
 
 
-def _decode_backward(backend, residuals, gradient):
+def _decode_forward(backend, soft_cap, q, keys, values, *positions):
+    return _decode(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+
+
+def _decode_backward(backend, soft_cap, residuals, gradient):
     q, keys, values, positions = residuals
-    _, pull = jax.vjp(lambda *x: reference.decode_gathered(*x, *positions), q, keys, values)
+    gathered = lambda *x: reference.decode_gathered(*x, *positions, soft_cap=soft_cap)
+    _, pull = jax.vjp(gathered, q, keys, values)
     return (*pull(gradient), *(None for _ in positions))
 
 
@@ -216,6 +225,7 @@ def prefill(
     query_start: jax.Array,
     context_length: jax.Array,
     *,
+    soft_cap: float | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """Causal attention of several queries per row.
@@ -228,6 +238,7 @@ def prefill(
         keys, values, page_table, page_list, num_pages, context_length: as for `decode`.
         window_start: int32 `[rows, n]`.
         query_start: int32 `[rows]`.
+        soft_cap: as for `decode`.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -235,25 +246,70 @@ def prefill(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
-    return _prefill(backend, q, keys, values, *positions)
+    return _prefill(backend, soft_cap, q, keys, values, *positions)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill(backend, q, keys, values, *positions):
-    return PREFILL(q, keys, values, *positions, backend=backend)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _prefill(backend, soft_cap, q, keys, values, *positions):
+    return PREFILL(q, keys, values, *positions, backend=backend, **_options(soft_cap))
 
 
-def _prefill_forward(backend, q, keys, values, *positions):
-    return _prefill(backend, q, keys, values, *positions), (q, keys, values, positions)
+def _prefill_forward(backend, soft_cap, q, keys, values, *positions):
+    return _prefill(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
 
 
-def _prefill_backward(backend, residuals, gradient):
+def _prefill_backward(backend, soft_cap, residuals, gradient):
     q, keys, values, positions = residuals
-    _, pull = jax.vjp(lambda *x: reference.prefill_gathered(*x, *positions).out, q, keys, values)
+    gathered = lambda *x: reference.prefill_gathered(*x, *positions, soft_cap=soft_cap).out
+    _, pull = jax.vjp(gathered, q, keys, values)
     return (*pull(gradient), *(None for _ in positions))
 
 
 _prefill.defvjp(_prefill_forward, _prefill_backward)
+
+
+def prefill_partial(
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
+) -> PartialAttention:
+    """`prefill` of all pages with its log-sum-exp, in plain JAX on every platform.
+
+    Args:
+        q, keys, values, page_table, window_start, query_start, context_length: as for `prefill`.
+        soft_cap: as for `decode`.
+
+    Returns:
+        The output of `prefill`, and ln Σ exp(q · k) over what each query sees, float32 `[rows, kv_heads,
+        group, n]`; −inf for a query that sees nothing.
+    """
+    return _prefill_partial(soft_cap, q, keys, values, page_table, window_start, query_start, context_length)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prefill_partial(soft_cap, q, keys, values, *positions):
+    return prefill_reference.prefill_partial(q, keys, values, *positions, soft_cap=soft_cap)
+
+
+def _prefill_partial_forward(soft_cap, q, keys, values, *positions):
+    return _prefill_partial(soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+
+
+def _prefill_partial_backward(soft_cap, residuals, gradient):
+    q, keys, values, (page_table, *positions) = residuals
+    places = (page_table, None, None, *positions)
+    gathered = lambda *x: reference.prefill_gathered(*x, *places, soft_cap=soft_cap)
+    _, pull = jax.vjp(gathered, q, keys, values)
+    return (*pull(gradient), None, *(None for _ in positions))
+
+
+_prefill_partial.defvjp(_prefill_partial_forward, _prefill_partial_backward)
 
 
 def verify(
@@ -267,6 +323,7 @@ def verify(
     query_start: jax.Array,
     context_length: jax.Array,
     *,
+    soft_cap: float | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """Causal attention of at most `MAX_VERIFIED` queries per row, as in the verification of drafted tokens.
@@ -277,6 +334,7 @@ def verify(
     Args:
         q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length: as for
             `prefill`.
+        soft_cap: as for `decode`.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -284,16 +342,16 @@ def verify(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
-    return _verify(backend, q, keys, values, *positions)
+    return _verify(backend, soft_cap, q, keys, values, *positions)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _verify(backend, q, keys, values, *positions):
-    return VERIFY(q, keys, values, *positions, backend=backend)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _verify(backend, soft_cap, q, keys, values, *positions):
+    return VERIFY(q, keys, values, *positions, backend=backend, **_options(soft_cap))
 
 
-def _verify_forward(backend, q, keys, values, *positions):
-    return _verify(backend, q, keys, values, *positions), (q, keys, values, positions)
+def _verify_forward(backend, soft_cap, q, keys, values, *positions):
+    return _verify(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
 
 
 _verify.defvjp(_verify_forward, _prefill_backward)

@@ -58,11 +58,14 @@ def decode(
     num_pages: jax.Array | None,
     window_start: jax.Array,
     context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
 ) -> PartialAttention:
     """Float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8.
 
     See the package for the contract.
     """
+    require_no_soft_cap(soft_cap)
     ends = (window_start[:, None], context_length[:, None])
     part = _attend(q[:, :, None], keys, values, page_table, page_list, num_pages, *ends)
     return PartialAttention(part.out[:, :, 0], part.log_sum_exp[:, :, 0])
@@ -78,8 +81,11 @@ def verify(
     window_start: jax.Array,
     query_start: jax.Array,
     context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """As `decode`. See the package for the contract."""
+    require_no_soft_cap(soft_cap)
     n = q.shape[3]
     if n > MAX_QUERIES:
         raise NotImplementedError(f"{n} queries per row: at most {MAX_QUERIES} are supported")
@@ -87,6 +93,12 @@ def verify(
     end = jnp.where(end <= context_length[:, None], end, 0)
     part = _attend(q.swapaxes(2, 3), keys, values, page_table, page_list, num_pages, window_start, end)
     return part.out.swapaxes(2, 3)
+
+
+def require_no_soft_cap(soft_cap: float | None) -> None:
+    """Raises NotImplementedError if scores are capped."""
+    if soft_cap is not None:
+        raise NotImplementedError(f"scores with a soft cap of {soft_cap} are not supported")
 
 
 def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> PartialAttention:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from . import quantised
 from .quantised import gather
-from .reference import CHUNK_POSITIONS, NEGATIVE, decode
+from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode
 
 FAR = 2**30  # a position beyond every query
 
 
-def _of_all(q, keys, values, page_table, window_start, query_start, context_length):
+def _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap):
     """Causal attention of several queries per row to all pages, with an online softmax over chunks of pages.
 
     See the package for the contract. Scores are kept as `[kv_heads, positions, queries]`, so that
@@ -40,7 +40,7 @@ def _of_all(q, keys, values, page_table, window_start, query_start, context_leng
             # Slots past the context length may hold NaN, which must not reach a product, nor a query of the
             # padding, whose own position is past them.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
-            score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
+            score = capped(jnp.matmul(k, q, preferred_element_type=jnp.float32), soft_cap)
             score = jnp.where((position <= own_position) & (position >= first_seen), score, NEGATIVE)
             new = jnp.maximum(top, score.max(1, keepdims=True))
             weight, scale = jnp.exp(score - new), jnp.exp(top - new)
@@ -52,11 +52,14 @@ def _of_all(q, keys, values, page_table, window_start, query_start, context_leng
         stop = jnp.where(context_length > window_start.min(), -(-context_length // (pages * size)), 0)
         top, total, out = jax.lax.fori_loop(window_start.min() // (pages * size), stop, chunk, start)
         # A query that sees nothing has weighted masked slots only: its maximum is still that of the mask.
-        out = jnp.where(top > NEGATIVE, out / jnp.maximum(total, 1e-30), 0.0)
-        return out.swapaxes(1, 2).astype(dtype)
+        seen = top > NEGATIVE
+        total = jnp.maximum(total, 1e-30)
+        out = jnp.where(seen, out / total, 0.0)
+        return out.swapaxes(1, 2).astype(dtype), jnp.where(seen, top + jnp.log(total), -jnp.inf)
 
-    out = jax.lax.map(row, (q, page_table, window_start, query_start, context_length))
-    return out.reshape(rows, kv_heads, group, n, head_dim)
+    out, log_sum_exp = jax.lax.map(row, (q, page_table, window_start, query_start, context_length))
+    log_sum_exp = log_sum_exp.reshape(rows, kv_heads, group, n)
+    return PartialAttention(out.reshape(rows, kv_heads, group, n, head_dim), log_sum_exp)
 
 
 def prefill(
@@ -69,13 +72,29 @@ def prefill(
     window_start: jax.Array,
     query_start: jax.Array,
     context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See the package for the contract."""
+    positions = (window_start, query_start, context_length)
     if page_list is not None:
-        return _of_listed(
-            q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length
-        )
-    return _of_all(q, keys, values, page_table, window_start, query_start, context_length)
+        return _of_listed(q, keys, values, page_table, page_list, num_pages, *positions, soft_cap)
+    return _of_all(q, keys, values, page_table, *positions, soft_cap).out
+
+
+def prefill_partial(
+    q: jax.Array,
+    keys: Any,
+    values: Any,
+    page_table: jax.Array,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
+) -> PartialAttention:
+    """`prefill` of all pages with its log-sum-exp. See the package for the contract."""
+    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap)
 
 
 def verify(
@@ -88,6 +107,8 @@ def verify(
     window_start: jax.Array,
     query_start: jax.Array,
     context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Every query is a row of `decode`. See the package for the contract."""
     rows, _, _, n, _ = q.shape
@@ -105,11 +126,14 @@ def verify(
         num_pages,
         window_start.reshape(-1),
         end.reshape(-1),
+        soft_cap=soft_cap,
     )
     return jnp.moveaxis(part.out.reshape(rows, n, *part.out.shape[1:]), 1, 3)
 
 
-def _of_listed(q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length):
+def _of_listed(
+    q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length, soft_cap
+):
     """Causal attention of several queries per row; each (row, KV head) reads only its listed pages."""
     rows, kv_heads, group, n, head_dim = q.shape
     size, dtype = keys.shape[2], q.dtype
@@ -135,7 +159,7 @@ def _of_listed(q, keys, values, page_table, page_list, num_pages, window_start, 
             flat = lambda x: gather(quantised.flat(x), page * kv_heads + head, dtype).reshape(-1, head_dim)
             # Slots that are not visible may hold NaN, which must not reach a product.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
-            score = jnp.matmul(k, q, preferred_element_type=jnp.float32)
+            score = capped(jnp.matmul(k, q, preferred_element_type=jnp.float32), soft_cap)
             score = jnp.where((position <= own_position) & (position >= first_seen), score, NEGATIVE)
             new = jnp.maximum(top, score.max(0, keepdims=True))
             weight, scale = jnp.exp(score - new), jnp.exp(top - new)

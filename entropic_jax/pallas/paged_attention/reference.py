@@ -66,6 +66,8 @@ def decode(
     num_pages: jax.Array | None,
     window_start: jax.Array,
     context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
 ) -> PartialAttention:
     """The rows one after another, each with an online softmax over chunks of its listed pages.
 
@@ -102,7 +104,7 @@ def decode(
             flat = lambda x: gather(x, (page, heads), wide).reshape(kv_heads, pages * size, head_dim)
             # A slot that is not seen may hold NaN, which must not reach a product.
             score = jnp.einsum("kgd,ksd->kgs", q.astype(wide), flat(keys), preferred_element_type=jnp.float32)
-            score = jnp.where(seen, score, NEGATIVE)
+            score = jnp.where(seen, capped(score, soft_cap), NEGATIVE)
             v = jnp.where(seen[:, 0, :, None], flat(values), 0)
             new = jnp.maximum(top, score.max(-1))
             weight = jnp.where(seen, jnp.exp(score - new[..., None]), 0.0)
@@ -124,6 +126,11 @@ def decode(
     return PartialAttention(
         *jax.lax.map(row, (q, page_table, page_list, num_pages, window_start, context_length))
     )
+
+
+def capped(score: jax.Array, soft_cap: float | None) -> jax.Array:
+    """The score with a soft cap c, c · tanh(score / c), or the score itself."""
+    return score if soft_cap is None else soft_cap * jnp.tanh(score / soft_cap)
 
 
 class PageEstimate(NamedTuple):
@@ -299,6 +306,7 @@ def prefill_gathered(
     query_start: jax.Array,
     context_length: jax.Array,
     gate: jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> PartialAttention:
     """`prefill` without a loop of dynamic length, so that it can be differentiated; it reads every page.
 
@@ -306,6 +314,7 @@ def prefill_gathered(
         q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length: as for
             `prefill`.
         gate: `[rows, kv_heads, pages]` in (0, 1], multiplies the attention to each page before normalisation.
+        soft_cap: c: scores are c · tanh(score / c); None for the scores themselves.
 
     Returns:
         The output, and the log-sum-exp `[rows, kv_heads, group, n]`.
@@ -326,7 +335,7 @@ def prefill_gathered(
     )  # [rows, n, positions]
     seen = seen[:, None] & held[:, :, None]
     k, v = (jnp.where(held.swapaxes(1, 2)[..., None], flat(x), 0) for x in (keys, values))
-    score = jnp.einsum("rkgnd,rskd->rkgns", q, k, preferred_element_type=jnp.float32)
+    score = capped(jnp.einsum("rkgnd,rskd->rkgns", q, k, preferred_element_type=jnp.float32), soft_cap)
     if gate is not None:
         score = score + jnp.repeat(jnp.log(jnp.maximum(gate, 1e-30)), size, 2)[:, :, None, None]
     score = jnp.where(seen[:, :, None], score, NEGATIVE)
@@ -347,13 +356,15 @@ def decode_gathered(
     window_start: jax.Array,
     context_length: jax.Array,
     gate: jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> PartialAttention:
     """`decode` by `prefill_gathered`: its query is at the last position.
 
     Args:
         gate: `[rows, kv_heads, pages]` in (0, 1], multiplies the attention to each page before normalisation.
+        soft_cap: as for `prefill_gathered`.
         q, keys, values, page_table, page_list, num_pages, window_start, context_length: as for `decode`.
     """
     positions = (page_table, page_list, num_pages, window_start[:, None], context_length - 1, context_length)
-    part = prefill_gathered(q[:, :, :, None], keys, values, *positions, gate)
+    part = prefill_gathered(q[:, :, :, None], keys, values, *positions, gate, soft_cap)
     return PartialAttention(part.out[:, :, :, 0], part.log_sum_exp[:, :, :, 0])

@@ -1,0 +1,230 @@
+"""Specification of a decoder, layer by layer, as data: norms, attention, feed-forward block, multipliers.
+
+A family of models is a function from a `Config` and a layer's number to a `BlockSpec` (see `families`).
+`layers` builds the one decoder that computes any of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .config import Config
+from .rope import RopeSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """x / rms(x) · weight, or for kind "layer" (x − mean) / std · weight + bias."""
+
+    epsilon: float
+    kind: str = "rms"  # or "layer"
+    offset: float = 0.0  # added to the stored weight
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False  # of the projections of q, k and v
+    output_bias: bool = False
+    head_norm: NormSpec | None = None  # of queries and keys, before they are rotated
+    norm_span: str = "head"  # or "all": over all heads at once; or "each": per head, with a weight per head
+    norm_rotated: bool = False  # whether queries and keys are normalised after they are rotated instead
+    rope: RopeSpec | None = None  # None: no rotation
+    scale: float | None = None  # of the scores; None for 1/√head_dim
+    position_scale: tuple[float, int] | None = None  # (β, L): q · (1 + β ln(1 + ⌊position / L⌋))
+    soft_cap: float | None = None  # c: scores become c · tanh(score / c)
+    sinks: bool = False  # whether each head has a logit that takes attention and gives nothing
+    window: int | None = None  # positions that a query sees at most, its own included
+
+    @property
+    def cache_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def cache_dim(self) -> int:
+        return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads from one latent vector."""
+
+    heads: int
+    latent: int  # width of the vector that keys and values are made of
+    key_dim: int  # numbers of a head's key that are not rotated
+    value_dim: int
+    rope: RopeSpec  # of the rotated part of a key, which all heads share
+    norm: NormSpec
+    query_latent: int | None = None  # width of the vector that queries are made of; None: of x itself
+    bias: bool = False
+    scale: float = 1.0
+    window: int | None = None
+
+    @property
+    def cache_heads(self) -> int:
+        return 1
+
+    @property
+    def cache_dim(self) -> int:
+        return self.latent + self.rope.dim
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPSpec:
+    """down(act(gate(x)) · up(x)), or without a gate down(act(up(x)))."""
+
+    inner: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighted."""
+
+    scores: str = "softmax"  # over all experts; "chosen": softmax over the chosen ones; or "sigmoid"
+    bias: bool = False  # of the router's projection
+    correction: bool = False  # whether a bias per expert is added to the scores to choose, not to weight
+    normalise: bool = False  # whether the weights of a token's experts sum to 1
+    scale: float = 1.0  # of the weights
+    groups: int = 1  # of experts; only those of the best groups are eligible
+    groups_per_token: int = 1
+    group_score: int = 1  # a group's score is the sum of so many of its best scores
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """A router and experts in the place of one feed-forward block."""
+
+    experts: int
+    per_token: int
+    inner: int
+    router: RouterSpec = RouterSpec()
+    activation: str = "silu"
+    bias: bool = False  # of the experts' projections
+    clamp: tuple[float, float] | None = None  # (α, limit) of the clamped SwiGLU of gpt-oss
+    shared: MLPSpec | None = None  # an expert that every token passes through
+    shared_gate: bool = False  # whether its output is multiplied by sigmoid(w · x)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """A decoder layer.
+
+    `placement` of the norms: "pre" normalises the input of attention and of the feed-forward block, "post"
+    their outputs, "sandwich" both, "parallel" gives both blocks the same normalised input, and
+    "parallel_pre" gives each its own.
+    """
+
+    attention: AttentionSpec | LatentAttentionSpec
+    mlp: MLPSpec | ExpertsSpec
+    norm: NormSpec
+    placement: str = "pre"
+    residual_multiplier: float = 1.0  # of what a block adds to the residual stream
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSpec:
+    """What surrounds the layers: multipliers of the embedding and of the logits, and the last norm."""
+
+    norm: NormSpec
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_soft_cap: float | None = None
+    head_bias: bool = False
+
+
+def rms_norm_of(config: Config) -> NormSpec:
+    return NormSpec(config.rms_norm_eps)
+
+
+def plain_output(config: Config) -> OutputSpec:
+    """Neither multipliers nor caps."""
+    return OutputSpec(rms_norm_of(config))
+
+
+class Family(NamedTuple):
+    """What a family of models declares; adding one is an entry in a file of `families`."""
+
+    architecture: str  # as in config.json, "LlamaForCausalLM"
+    model_type: str
+    defaults: Mapping[str, Any]  # of optional keys of config.json; a key that is not here is not read
+    block: Callable[[Config, int], BlockSpec]  # layer i
+    output: Callable[[Config], OutputSpec] = plain_output
+    aliases: Mapping[str, str] = {}  # fields of `Config` that config.json names otherwise: ours to theirs
+    renames: tuple[tuple[str, str], ...] = ()  # parts of tensor names, replaced in order: (ours, on disk)
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # tensors that hold several of ours in a row
+    stacked_experts: bool = False  # whether a tensor on disk holds all experts
+    experts_as_multiplied: bool = False  # [experts, in, out], gate and up interleaved
+    required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
+
+
+def rope_of(config: Config, layer: int, *, interleaved: bool = False, local: bool = False) -> RopeSpec | None:
+    """The rotation that the configuration states for a layer; None if the layer has none.
+
+    Args:
+        config: of the model.
+        layer: its number.
+        interleaved: whether pairs are neighbours.
+        local: whether layers with a window have a base of their own and no scaling.
+    """
+    if not config.rotates(layer):
+        return None
+    if local and config.window(layer) is not None:
+        theta = config.rope_local_base_freq or config.rope_theta
+        return RopeSpec(config.rotary_dim, theta, None, interleaved)
+    return RopeSpec(config.rotary_dim, config.rope_theta, config.rope_scaling, interleaved)
+
+
+def attention_of(config: Config, layer: int, **changes: Any) -> AttentionSpec:
+    """The attention of a Llama, with a window where the configuration states one, and these changes."""
+    plain: dict[str, Any] = {"rope": rope_of(config, layer), "window": config.window(layer), **changes}
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return AttentionSpec(*sizes, **plain)
+
+
+def mlp_of(config: Config, **changes: Any) -> MLPSpec:
+    """The feed-forward block of a Llama, with these changes."""
+    plain: dict[str, Any] = {"inner": config.intermediate_size, "activation": config.hidden_act}
+    return MLPSpec(**{**plain, **changes})
+
+
+def experts_of(config: Config, router: RouterSpec, **changes: Any) -> ExpertsSpec:
+    """Experts of the sizes that the configuration states, with these changes."""
+    plain: dict[str, Any] = {"inner": config.moe_intermediate_size, "activation": config.hidden_act}
+    sizes = (config.num_local_experts, config.num_experts_per_tok)
+    return ExpertsSpec(*sizes, router=router, **{**plain, **changes})
+
+
+def block_of(
+    config: Config,
+    layer: int,
+    mlp: MLPSpec | ExpertsSpec | None = None,
+    norm: NormSpec | None = None,
+    *,
+    placement: str = "pre",
+    **attention: Any,
+) -> BlockSpec:
+    """The layer of a Llama with changes.
+
+    Args:
+        config: of the model.
+        layer: its number.
+        mlp: the feed-forward block; None for that of a Llama.
+        norm: of the layer; None for RMS norms.
+        placement: of the norms.
+        **attention: changes of the attention.
+    """
+    return BlockSpec(
+        attention_of(config, layer, **attention),
+        mlp_of(config) if mlp is None else mlp,
+        rms_norm_of(config) if norm is None else norm,
+        placement,
+        config.residual_multiplier,
+    )

@@ -1,0 +1,252 @@
+"""`config.json` of a Hugging Face model directory, read into a `Config` and written from one.
+
+Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and transformers 5
+(`rope_parameters`, `dtype`). The older one is written, which both of them read, with the newer beside it
+where layers differ in their rotation.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .block_spec import Family
+from .config import (
+    FULL,
+    SLIDING,
+    SPELLINGS,
+    Config,
+    ModelError,
+    abbreviate,
+    is_integer,
+    is_number,
+)
+from .rope import FIELDS, RopeScaling
+
+REQUIRED = tuple(f.name for f in dataclasses.fields(Config)[1:] if f.default is dataclasses.MISSING)
+COMMON = (  # keys that every family reads
+    *REQUIRED,
+    *"num_key_value_heads head_dim max_position_embeddings".split(),
+    *"rms_norm_eps tie_word_embeddings hidden_act".split(),
+)
+LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers")
+ZERO_MEANS_UNSET = ("num_key_value_heads", "head_dim")  # in a Config, but not in config.json
+ROPE_KINDS = {"su": "longrope"}  # older names
+MOST_PAIRS = 4096  # of a head, with a factor each
+
+
+def from_json(raw: Mapping[str, Any], family: Family) -> Config:
+    """The Config of a family that a parsed config.json describes. Raises ModelError."""
+    for name in REQUIRED:
+        if raw.get(name) is None:
+            raise ModelError(f"{name} must be a positive integer; it is missing")
+    for name, value in family.required.items():
+        if raw.get(name, value) not in (value, None):
+            raise ModelError(f"{name} must be {value!r}; got {abbreviate(raw[name])}")
+    merged = with_our_names(raw, family)
+    names = {f.name for f in dataclasses.fields(Config)} & {*COMMON, *family.defaults} - {"sliding_window"}
+    values = {name: merged[name] for name in names if merged.get(name) is not None}
+    for name in ZERO_MEANS_UNSET:
+        if values.get(name) == 0:
+            raise ModelError(f"{name} must be a positive integer; got {abbreviate(values[name])}")
+    for name in LISTS:
+        if name in values:
+            values[name] = as_tuple(name, values[name])
+    activation = values.get("hidden_act")
+    if isinstance(activation, str):
+        values["hidden_act"] = SPELLINGS.get(activation, activation)
+    values |= windows(merged, values, family) | rotation(merged, family)
+    stops = raw.get("eos_token_id")
+    values["eos_token_id"] = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
+    values["bos_token_id"] = raw.get("bos_token_id")
+    return Config(family.architecture, **values)
+
+
+def with_our_names(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The keys of config.json over the family's defaults, under the names of `Config`."""
+    theirs = {ours: raw[name] for ours, name in family.aliases.items() if raw.get(name) is not None}
+    return {**family.defaults, **raw, **theirs}
+
+
+def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ModelError(f"{name} must be a list; got {abbreviate(value)}")
+    return tuple(value)
+
+
+def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Which layers see a window, and which do not rotate.
+
+    Args:
+        merged: config.json over the defaults.
+        values: fields of the Config that are known so far.
+        family: of the model.
+    """
+    result: dict[str, Any] = {}
+    layers, keys = layer_count(merged), family.defaults
+    if "no_rope_layer_interval" in keys and "no_rope_layers" not in values:
+        interval = positive("no_rope_layer_interval", merged)
+        result["no_rope_layers"] = tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if "sliding_window" not in keys or not merged.get("use_sliding_window", True):
+        return result
+    result["sliding_window"] = merged["sliding_window"]
+    if "layer_types" in values:
+        return result
+    if "no_rope_layer_interval" in keys:
+        rotated = result.get("no_rope_layers", values.get("no_rope_layers", ()))
+        result["layer_types"] = tuple(FULL if rotates else SLIDING for rotates in rotated)
+    elif "max_window_layers" in keys and "num_local_experts" not in keys:
+        first = merged["max_window_layers"]
+        if not is_integer(first):
+            raise ModelError(f"max_window_layers must be an integer; got {abbreviate(first)}")
+        result["layer_types"] = tuple(SLIDING if i >= first else FULL for i in range(layers))
+    elif "max_window_layers" in keys:  # the layers before it, every second one
+        first = merged["max_window_layers"]
+        if not is_integer(first):
+            raise ModelError(f"max_window_layers must be an integer; got {abbreviate(first)}")
+        result["layer_types"] = tuple(SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers))
+    elif "sliding_window_pattern" in keys:
+        every = positive("sliding_window_pattern", merged)
+        result["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(layers))
+    return result
+
+
+def layer_count(merged: Mapping[str, Any]) -> int:
+    """`num_hidden_layers`, as far as lists of that length can be made of it; `Config` checks the value."""
+    value = merged["num_hidden_layers"]
+    return value if is_integer(value) and 0 < value < 100_000 else 0
+
+
+def positive(name: str, merged: Mapping[str, Any]) -> int:
+    value = merged[name]
+    if not is_integer(value) or value < 1:
+        raise ModelError(f"{name} must be an integer of at least 1; got {abbreviate(value)}")
+    return value
+
+
+def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of a Config that say how queries and keys are rotated."""
+    stated = merged.get("rope_scaling") or merged.get("rope_parameters") or {}
+    if not isinstance(stated, Mapping):
+        raise ModelError(f"rope_scaling must be null or an object; got {abbreviate(stated)}")
+    nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
+    local: Mapping[str, Any] = {}
+    if nested is not None:
+        if "rope_local_base_freq" not in family.defaults or not {*nested} <= {FULL, SLIDING}:
+            raise ModelError(
+                f"rope_scaling must be null or one object for all layers; got {abbreviate(stated)}"
+            )
+        stated, local = nested.get(FULL) or {}, nested.get(SLIDING) or {}
+        if not isinstance(stated, Mapping) or not isinstance(local, Mapping):
+            raise ModelError(f"rope_parameters must hold objects; got {abbreviate(nested)}")
+        if local.get("rope_type", "default") != "default":
+            raise ModelError(
+                f"rope_parameters.{SLIDING}.rope_type must be 'default'; got {abbreviate(local['rope_type'])}"
+            )
+    result: dict[str, Any] = {}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = stated.get(name, merged.get(name))
+        if value is not None and (name in ("rope_theta", *family.defaults) or value != 1.0):
+            if name == "partial_rotary_factor" and name not in family.defaults:
+                raise ModelError(f"{name} must be 1; got {abbreviate(value)}")
+            result[name] = value
+    if "rope_local_base_freq" in family.defaults:
+        result["rope_local_base_freq"] = local.get("rope_theta", merged["rope_local_base_freq"])
+    if "llama_4_scaling_beta" in family.defaults and stated.get("llama_4_scaling_beta") is not None:
+        result["llama_4_scaling_beta"] = stated["llama_4_scaling_beta"]
+    result["rope_scaling"] = scaling_of(stated, merged, family)
+    return result
+
+
+def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any], family: Family) -> RopeScaling | None:
+    """The scaling of the rotation.
+
+    Args:
+        stated: the object in config.json.
+        merged: config.json over the defaults.
+        family: of the model.
+    """
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    kind = ROPE_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in FIELDS:
+        kinds = ", ".join(map(repr, ("default", *FIELDS)))
+        raise ModelError(f"rope_scaling.rope_type must be one of {kinds}; got {abbreviate(kind)}")
+    required, extra = FIELDS[kind]
+    context = merged.get("max_position_embeddings")
+    values: dict[str, Any] = {"original_max_position_embeddings": context, **stated}
+    if "original_max_position_embeddings" in family.defaults:  # of the model, not of the scaling
+        values["original_max_position_embeddings"] = merged["original_max_position_embeddings"]
+    if kind == "dynamic":
+        values["original_max_position_embeddings"] = context
+    original = values["original_max_position_embeddings"]
+    known = is_number(context) and is_number(original) and original > 0
+    if kind in ("yarn", "longrope") and values.get("factor") is None and known:
+        values["factor"] = context / original
+    result: dict[str, Any] = {}
+    for name in (*required, *extra):
+        value = values.get(name)
+        if name in ("short_factor", "long_factor"):
+            result[name] = factors(name, value)
+        elif name == "truncate":
+            if value is not None and not isinstance(value, bool):
+                raise ModelError(f"rope_scaling.truncate must be true or false; got {abbreviate(value)}")
+            result[name] = True if value is None else value
+        elif value is not None or name in required:
+            low = 0 if name in ("mscale", "mscale_all_dim") else 1e-9
+            if not is_number(value) or not low <= value < 1e9:
+                raise ModelError(
+                    f"rope_scaling.{name} must be a positive number with {kind!r}; got {abbreviate(value)}"
+                )
+            result[name] = value
+    return RopeScaling(kind, **result)
+
+
+def factors(name: str, value: Any) -> tuple[float, ...]:
+    """The factors of the pairs of a head, for "longrope"."""
+    listed = isinstance(value, (list, tuple)) and 0 < len(value) <= MOST_PAIRS
+    if not listed or not all(is_number(x) and 0 < x < 1e9 for x in value):
+        raise ModelError(f"rope_scaling.{name} must be a list of positive numbers; got {abbreviate(value)}")
+    return tuple(value)
+
+
+def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
+    """The config.json that describes a Config, for transformers 4 and 5 alike.
+
+    Args:
+        config: of the model.
+        family: its family, which names the architecture.
+        dtype: of the weights on disk.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    stops = config.eos_token_id
+    scaling = None if config.rope_scaling is None else config.rope_scaling.to_json()
+    if scaling is not None and "llama_4_scaling_beta" in family.defaults:
+        scaling["llama_4_scaling_beta"] = config.llama_4_scaling_beta
+    extra = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": stops[0] if len(stops) == 1 else list(stops) or None,
+    }
+    if "use_sliding_window" in family.defaults:
+        extra["use_sliding_window"] = config.sliding_window is not None
+    if config.layer_types is not None and "layer_types" in family.defaults:
+        kinds = list(config.layer_types)
+        extra["layer_types"] = kinds
+        if "max_window_layers" in family.defaults:
+            extra["max_window_layers"] = kinds.index(SLIDING) if SLIDING in kinds else len(kinds)
+    if "rope_local_base_freq" in family.defaults:
+        local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq or config.rope_theta}
+        plain = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+        extra["rope_parameters"] = {FULL: plain, SLIDING: local}
+    if scaling is not None and "original_max_position_embeddings" in family.defaults:
+        extra["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    names = {*COMMON, *family.defaults} - {"sliding_window_pattern", "no_rope_layer_interval"}
+    result = {**{name: known[name] for name in known if name in names}, **extra}
+    aliased = {theirs: result[ours] for ours, theirs in family.aliases.items() if ours in result}
+    return {**family.required, **result, **aliased}

@@ -1,0 +1,102 @@
+"""Gemma 1, 2 and 3, text only (arXiv 2403.08295, 2408.00118, 2503.19786)."""
+
+from typing import Any
+
+from ..block_spec import BlockSpec, Family, NormSpec, OutputSpec, block_of, rope_of
+from ..config import Config
+
+
+def norm(config: Config) -> NormSpec:
+    """An RMS norm whose stored weight is one less."""
+    return NormSpec(config.rms_norm_eps, offset=1.0)
+
+
+def gemma(config: Config, layer: int) -> BlockSpec:
+    """Gemma 1: Llama with a GELU gate and another norm."""
+    bias = config.attention_bias
+    return block_of(config, layer, norm=norm(config), bias=bias, output_bias=bias)
+
+
+def gemma2(config: Config, layer: int) -> BlockSpec:
+    """Gemma 2: norms around both blocks, capped scores, a window in every second layer."""
+    scale, bias = config.query_pre_attn_scalar**-0.5, config.attention_bias
+    switches: dict[str, Any] = {
+        "scale": scale,
+        "soft_cap": config.attn_logit_softcapping,
+        "bias": bias,
+        "output_bias": bias,
+    }
+    return block_of(config, layer, norm=norm(config), placement="sandwich", **switches)
+
+
+def gemma3(config: Config, layer: int) -> BlockSpec:
+    """Gemma 3: normalised queries and keys, five layers of six with a window and a base of their own."""
+    scale, bias = config.query_pre_attn_scalar**-0.5, config.attention_bias
+    switches: dict[str, Any] = {
+        "scale": scale,
+        "soft_cap": config.attn_logit_softcapping,
+        "bias": bias,
+        "output_bias": bias,
+    }
+    switches |= {"head_norm": norm(config), "rope": rope_of(config, layer, local=True)}
+    return block_of(config, layer, norm=norm(config), placement="sandwich", **switches)
+
+
+def output(config: Config) -> OutputSpec:
+    """Embeddings are multiplied by √hidden, and logits may be capped."""
+    return OutputSpec(norm(config), config.hidden_size**0.5, 1.0, config.final_logit_softcapping)
+
+
+KEYS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "attention_bias": False,
+}
+CAPS = {"query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None}
+SANDWICH = (
+    (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+    (".attention_output_norm.", ".post_attention_layernorm."),
+    (".mlp_output_norm.", ".post_feedforward_layernorm."),
+)
+NOT_BIDIRECTIONAL = {"use_bidirectional_attention": False}
+FAMILIES = (
+    Family(
+        "GemmaForCausalLM",
+        "gemma",
+        {**KEYS, "max_position_embeddings": 8192, "num_key_value_heads": 16},
+        gemma,
+        output,
+        aliases={"hidden_act": "hidden_activation"},
+        required=NOT_BIDIRECTIONAL,
+    ),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            **KEYS,
+            **CAPS,
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "sliding_window_pattern": 2,
+        }
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        gemma2,
+        output,
+        aliases={"hidden_act": "hidden_activation"},
+        renames=SANDWICH,
+        required=NOT_BIDIRECTIONAL,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {**KEYS, **CAPS, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6}
+        | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        gemma3,
+        output,
+        aliases={"hidden_act": "hidden_activation"},
+        renames=SANDWICH,
+        required=NOT_BIDIRECTIONAL,
+    ),
+)

@@ -1,0 +1,96 @@
+"""Llama and families that differ from it in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Arcee."""
+
+from ..block_spec import BlockSpec, Family, block_of, mlp_of, rope_of
+from ..config import Config
+
+POSITIONS = {"max_position_embeddings": 131072}
+
+
+def llama(config: Config, layer: int) -> BlockSpec:
+    """Llama 2 and 3.x (arXiv 2307.09288, 2407.21783)."""
+    bias = config.attention_bias
+    return block_of(config, layer, mlp_of(config, bias=config.mlp_bias), bias=bias, output_bias=bias)
+
+
+def mistral(config: Config, layer: int) -> BlockSpec:
+    """Mistral (arXiv 2310.06825): layers may see a sliding window."""
+    return block_of(config, layer)
+
+
+def ministral3(config: Config, layer: int) -> BlockSpec:
+    """Ministral 3: queries grow with the logarithm of the position beyond the original context."""
+    scaling = config.rope_scaling
+    beta, original = config.llama_4_scaling_beta, scaling and scaling.original_max_position_embeddings
+    growth = (beta, original) if beta and original else None
+    return block_of(config, layer, position_scale=growth)
+
+
+def seed_oss(config: Config, layer: int) -> BlockSpec:
+    """Seed-OSS: biases of q, k and v, and of the output where stated."""
+    mlp = mlp_of(config, bias=config.mlp_bias)
+    return block_of(config, layer, mlp, bias=config.attention_bias, output_bias=config.attention_out_bias)
+
+
+def ernie(config: Config, layer: int) -> BlockSpec:
+    """Ernie 4.5: pairs of the rotation are neighbours."""
+    bias, rope = config.use_bias, rope_of(config, layer, interleaved=True)
+    return block_of(config, layer, mlp_of(config, bias=bias), bias=bias, output_bias=bias, rope=rope)
+
+
+def arcee(config: Config, layer: int) -> BlockSpec:
+    """Arcee (AFM): a feed-forward block without a gate, by default with max(x, 0)²."""
+    mlp, bias = mlp_of(config, gated=False, bias=config.mlp_bias), config.attention_bias
+    return block_of(config, layer, mlp, bias=bias, output_bias=bias)
+
+
+LLAMA_KEYS = {"attention_bias": False, "mlp_bias": False}
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", {"max_position_embeddings": 2048, **LLAMA_KEYS}, llama),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        {**POSITIONS, "num_key_value_heads": 8, "sliding_window": 4096},
+        mistral,
+    ),
+    Family(
+        "MinistralForCausalLM",
+        "ministral",
+        {**POSITIONS, "num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        mistral,
+    ),
+    Family(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+        | {"sliding_window": None, "llama_4_scaling_beta": 0.0},
+        ministral3,
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6, **LLAMA_KEYS}
+        | {"tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4}
+        | {"use_sliding_window": False, "sliding_window": None, "layer_types": None},
+        llama,
+    ),
+    Family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **LLAMA_KEYS}
+        | {"attention_bias": True, "attention_out_bias": False},
+        seed_oss,
+    ),
+    Family(
+        "Ernie4_5ForCausalLM",
+        "ernie4_5",
+        {**POSITIONS, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        | {"tie_word_embeddings": True, "use_bias": False},
+        ernie,
+    ),
+    Family(
+        "ArceeForCausalLM",
+        "arcee",
+        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **LLAMA_KEYS},
+        arcee,
+    ),
+)

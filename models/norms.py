@@ -1,0 +1,58 @@
+"""Norms as flax nnx modules: RMS norm and layer norm, with or without an offset of the weight or a bias."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from entropic_jax.pallas.rms_norm import rms_norm
+
+from .block_spec import NormSpec
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · (offset + weight) over the last axis, the mean square in float32 (arXiv 1910.07467).
+
+    Args:
+        size: of the last axis.
+        spec: epsilon and offset.
+    """
+
+    def __init__(self, size: int, spec: NormSpec) -> None:
+        self.weight = nnx.Param(jnp.ones(size) if not spec.offset else jnp.zeros(size))
+        self.epsilon, self.offset = spec.epsilon, spec.offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.offset:
+            return rms_norm(x, self.weight[...], self.epsilon)
+        # A weight of half precision is widened before the offset would round it.
+        weight = self.weight[...].astype(jnp.float32) + self.offset
+        return rms_norm(x.astype(jnp.float32), weight, self.epsilon).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x − mean) / std · (offset + weight) + bias over the last axis, in float32 (arXiv 1607.06450).
+
+    Args:
+        shape: of the weight: the last axis, or heads and the last axis.
+        spec: epsilon, offset, and whether there is a bias.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], spec: NormSpec) -> None:
+        self.weight = nnx.Param(jnp.ones(shape) if not spec.offset else jnp.zeros(shape))
+        self.bias = nnx.Param(jnp.zeros(shape)) if spec.bias else None
+        self.epsilon, self.offset = spec.epsilon, spec.offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        weight = self.weight[...].astype(jnp.float32) + self.offset
+        out = centred * jax.lax.rsqrt(variance + self.epsilon) * weight
+        if self.bias is not None:
+            out = out + self.bias[...].astype(jnp.float32)
+        return out.astype(x.dtype)
+
+
+def norm(size: int, spec: NormSpec) -> RMSNorm | LayerNorm:
+    """The norm of a specification over a last axis of this size."""
+    return RMSNorm(size, spec) if spec.kind == "rms" else LayerNorm(size, spec)
