@@ -21,8 +21,6 @@ from .activations import FUNCTIONS, clamped_swiglu
 from .block_spec import ExpertsSpec, RouterSpec
 from .config import ModelError
 from .layers import MLP, Linear
-from .config import ModelError
-from .layers import MLP, Linear
 
 LARGEST_BLOCK = 128  # pairs; a larger one gains nothing on a CPU
 

@@ -1,4 +1,4 @@
-"""Configurations of every family: unusual head counts, tied embeddings, biases, windows, caps, experts, ropes."""
+"""Configurations of every family: unusual head counts, ties, biases, windows, caps, experts, ropes."""
 
 from typing import Any
 
