@@ -24,7 +24,13 @@ class Decoder(Hashable, Protocol):
         """Its sizes."""
 
     def hidden(
-        self, params: Any, tokens: jax.Array, positions: jax.Array, layers: tuple[Any, ...], attend: Any
+        self,
+        params: Any,
+        tokens: jax.Array,
+        positions: jax.Array,
+        layers: tuple[Any, ...],
+        attend: Any,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """The last hidden states `[rows, n, hidden]`, and the layers as written.
 
@@ -34,6 +40,8 @@ class Decoder(Hashable, Protocol):
             positions: int32 `[rows, n]`, of the tokens in their texts.
             layers: the cached keys and values of each layer.
             attend: writes a layer's keys and values and attends; see `attention.attend.attend_to`.
+            lengths: int32 `[rows, n]`, tokens of the text that each token is read with, on which some
+                rotary embeddings depend; None for its position and one.
         """
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -56,6 +64,7 @@ def forward(
     num_tokens: jax.Array,
     reader: Any = None,
     observer: Observer | None = None,
+    total: jax.Array | None = None,
 ) -> tuple[jax.Array, State]:
     """Runs the model over n tokens of every row: writes their keys and values, attends, mixes.
 
@@ -67,13 +76,16 @@ def forward(
         num_tokens: int32 `[rows]`, how many of the n are real; the others write nothing.
         reader: chooses the pages that are read; None reads all.
         observer: takes statistics of the attention.
+        total: int32 `[rows]`, tokens of the prompt that the tokens belong to; None for tokens that are
+            decoded.
 
     Returns:
         Hidden states `[rows, n, hidden]`, and the state with the cache as written.
     """
     positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
     attend = attend_to(state.cache, TokenSpan(state.length, num_tokens), reader, observer)
-    hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend)
+    lengths = () if total is None else (jnp.maximum(positions + 1, (total + state.evicted)[:, None]),)
+    hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend, *lengths)
     return hidden, state._replace(cache=state.cache._replace(layers=layers))
 
 

@@ -322,7 +322,7 @@ def append(
     policy, memory, reader = state.page_policy, state.page_policy_state, None
     if policy is not None:
         reader = policy.prompt_reader(state.cache, memory, TokenSpan(state.length, num_tokens), total)
-    hidden, after = forward(decoder, params, state, tokens, num_tokens, reader)
+    hidden, after = forward(decoder, params, state, tokens, num_tokens, reader, total=total + 1)
     return hidden, after._replace(
         length=state.length + num_tokens,
         page_policy_state=memory if reader is None else reader.memory(),

@@ -64,9 +64,9 @@ def packed_attention(cache: Cache, span: TokenSpan, layout: Pass) -> Attend:
     """
     attend = attend_to(cache, span)
 
-    def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, window: int | None = None) -> Any:
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, **options: Any) -> Any:
         unpack = lambda x: x[:, 0][layout.slot]
-        out, layer = attend(unpack(q), unpack(k), unpack(v), layer, window=window)
+        out, layer = attend(unpack(q), unpack(k), unpack(v), layer, **options)
         return out[layout.row, jnp.minimum(layout.index, out.shape[1] - 1)][:, None], layer
 
     return packed

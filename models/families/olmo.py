@@ -6,8 +6,8 @@ from ..config import Config
 
 def olmo(config: Config, layer: int) -> BlockSpec:
     """OLMo 2, and OLMo 3 whose layers with a window have no scaled rotation."""
-    bias, local = config.attention_bias, config.sliding_window is not None
-    switches = {"bias": bias, "output_bias": bias, "rope": rope_of(config, layer, local=local)}
+    bias = config.attention_bias
+    switches = {"bias": bias, "output_bias": bias, "rope": rope_of(config, layer, local=True)}
     head_norm = {"head_norm": rms_norm_of(config), "norm_span": "all"}
     return block_of(config, layer, placement="post", **switches, **head_norm)
 

@@ -329,7 +329,7 @@ def method_of(options: EngineOptions, model: models.Model) -> Method | None:
     if policy is None:
         return None
     method = policy if isinstance(policy, Method) else Method(decode_policy=policy)
-    window = model.config.sliding_window
+    window = min(filter(None, model.decoder.windows), default=None)
     if method.compression is not None and window is not None:
         raise ValueError(
             f"method must not compress the KV cache of a model with a sliding_window (of {window}); "
