@@ -36,6 +36,10 @@ MOST_PAIRS = 4096  # of a head, with a factor each
 
 def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     """The Config of a family that a parsed config.json describes. Raises ModelError."""
+    if raw.get("quantization_config"):
+        raise ModelError(
+            "quantization_config must be absent: weights are read in float32, float16 or bfloat16 only"
+        )
     for name in REQUIRED:
         if raw.get(name) is None:
             raise ModelError(f"{name} must be a positive integer; it is missing")

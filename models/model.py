@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import sharding, weights
-from .config import Config, ModelError, read_json
+from .config import Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .tensor_names import entries
@@ -56,10 +56,9 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     raw = read_json(file)
     try:
         config = from_json(raw, family(raw))
-        _, shapes = structure(config)
         if mesh is not None:
             sharding.check_mesh(config, mesh)
-            sharding.partition_specs(shapes)
+            sharding.partition_specs(structure(config)[1])
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return config
@@ -91,18 +90,38 @@ def load(
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
-    shapes = structure(config)[1]
-    generation_file = directory / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    generation = read_generation(directory / "generation_config.json", config)
     tokenizer = Tokenizer.from_directory(directory)
+    tensors = weights.SafetensorsFiles(directory)
+    tensors.check_sizes(config)
+    try:
+        _, shapes = structure(config)
+    except ModelError as error:
+        raise ModelError(f"{directory / 'config.json'}: {error}") from None
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     hidden = not (progress and sys.stderr.isatty())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
         task = bar.add_task(f"loading {directory.name}", total=total)
         advance = lambda amount: bar.advance(task, amount)
-        params = weights.read(directory, config, dtype, advance, as_stored and mesh is None, mesh)
+        params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh)
     return Model(config, params, tokenizer, generation, mesh)
+
+
+def read_generation(path: Path, config: Config) -> dict[str, Any]:
+    """The object in generation_config.json, {} if there is none. Raises ModelError for wrong stop tokens."""
+    if not path.exists():
+        return {}
+    generation = read_json(path)
+    stated = generation.get("eos_token_id")
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    wrong = [token for token in ids if not is_integer(token) or not 0 <= token < config.vocab_size]
+    if wrong:
+        raise ModelError(
+            f"{path}: eos_token_id must be token ids below vocab_size, {config.vocab_size}; "
+            f"got {abbreviate(wrong[0])}"
+        )
+    return generation
 
 
 def shard(model: Model, mesh: Mesh) -> Model:

@@ -25,7 +25,7 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 VOCABULARY_PARALLEL = ("embed_tokens",)
 # Modules whose arrays every device has: norms of one vector, and the router of experts. So has every module
 # whose name ends with NORM.
-REPLICATED = ("norm", "q_norm", "k_norm", "gate")
+REPLICATED = ("norm", "q_norm", "k_norm", "gate", "attention_output_norm", "mlp_output_norm", "act_fn")
 NORM = "layernorm"
 
 
@@ -49,7 +49,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     # A vector that is added after the sum over the devices, or that every device needs.
     if (ndim == 1 and module in (*ROW_PARALLEL, *REPLICATED)) or str(module).endswith(NORM):
         return P()
-    if module == "gate" and kind == "kernel":
+    if module in ("gate", "shared_expert_gate") and kind == "kernel":
         return P()
     name = ".".join(map(str, path))
     raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")

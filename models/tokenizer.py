@@ -13,7 +13,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.processors import TemplateProcessing
 
-from .config import ModelError, read_json
+from .config import ModelError, abbreviate, read_json, require_file
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
@@ -39,14 +39,24 @@ class Tokenizer:
         self.backend, self.settings, self.chat_template = backend, dict(settings or {}), chat_template
         backend.no_padding()
         backend.no_truncation()
-        if {"add_bos_token", "add_eos_token"} & self.settings.keys():
-            before = self.bos_token if self.settings.get("add_bos_token") else None
-            after = self.eos_token if self.settings.get("add_eos_token") else None
-            added = [t for t in (before, after) if t is not None]
-            backend.post_processor = TemplateProcessing(
-                single=[*([before] if before else []), "$A", *([after] if after else [])],
-                special_tokens=[(token, self.token_id(token)) for token in dict.fromkeys(added)],
-            )
+        self._surround_texts()
+
+    def _surround_texts(self) -> None:
+        """Makes what is added around a text follow the settings; what they leave open stays."""
+        stated = [self.settings.get(name) for name in ("add_bos_token", "add_eos_token")]
+        if stated == [None, None]:
+            return
+        bare, full = (self.backend.encode("a", add_special_tokens=flag).tokens for flag in (False, True))
+        first = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        added = [full[:first], full[first + len(bare) :]]
+        for i, (flag, token) in enumerate(zip(stated, (self.bos_token, self.eos_token), strict=True)):
+            if flag is not None:
+                added[i] = [token] if flag and token is not None else []
+        before, after = added
+        self.backend.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after],
+            special_tokens=[(token, self.token_id(token)) for token in dict.fromkeys(before + after)],
+        )
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
@@ -54,18 +64,25 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         if not file.exists():
             return None
+        require_file(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the bindings raise nothing narrower
             raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
         settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         settings = read_json(settings_file) if settings_file.exists() else {}
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {t["name"]: t["template"] for t in template}.get("default")
-        if template_file.exists():
-            template = template_file.read_text("utf-8")
-        return cls(backend, settings, template)
+        try:
+            check_settings(settings)
+            template = settings.get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {t["name"]: t["template"] for t in template}.get("default")
+            if template_file.exists():
+                template = require_file(template_file).read_text("utf-8")
+            return cls(backend, settings, template)
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{template_file} must be UTF-8: {error}") from None
+        except ModelError as error:
+            raise ModelError(f"{settings_file}: {error}") from None
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, the chat template inside the latter."""
@@ -140,6 +157,30 @@ class Tokenizer:
             return compiled(self.chat_template).render({**named, **stated, "tools": tools, **variables})
         except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(f"the chat template rejects the messages: {error}") from None
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises ModelError unless the fields of tokenizer_config.json that are used have the right types."""
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if value is not None and not isinstance(text, str):
+            raise ModelError(
+                f"{name} must be null, a string, or an object with content; got {abbreviate(value)}"
+            )
+    for name in ("add_bos_token", "add_eos_token"):
+        if not isinstance(settings.get(name), bool | None):
+            raise ModelError(f"{name} must be null, true or false; got {abbreviate(settings[name])}")
+    template = settings.get("chat_template")
+    named = isinstance(template, list) and all(
+        isinstance(t, Mapping) and all(isinstance(t.get(key), str) for key in ("name", "template"))
+        for t in template
+    )
+    if template is not None and not isinstance(template, str) and not named:
+        raise ModelError(
+            "chat_template must be null, a string, or a list of objects with name and template; "
+            f"got {abbreviate(template)}"
+        )
 
 
 @functools.lru_cache(maxsize=8)

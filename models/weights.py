@@ -66,6 +66,27 @@ class SafetensorsFiles:
     def __getitem__(self, name: str) -> Any:
         return self._files[self.file_of[name]].get_slice(name)
 
+    def check_sizes(self, config: Config) -> None:
+        """Raise ModelError for more layers or experts than there are tensors, before anything is built."""
+        for name in ("num_hidden_layers", "n_shared_experts"):
+            value, most = getattr(config, name), len(self.file_of)
+            if value > most:
+                raise ModelError(
+                    f"{self.directory}/config.json: {name} must be at most {most}, the number of tensors; "
+                    f"got {value}"
+                )
+        for name in ("vocab_size", "hidden_size"):
+            shape = self.shape_of(EMBEDDING)
+            value, held = getattr(config, name), shape[name == "hidden_size"] if len(shape) == 2 else None
+            if held is not None and value != held:
+                raise ModelError(
+                    f"{self.directory / 'config.json'}: {name} must be {held}, as in {EMBEDDING}; got {value}"
+                )
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; () if there is none of this name."""
+        return tuple(self[name].get_shape()) if name in self.file_of else ()
+
     def check(self, expected: list[ParameterSource], config: Config) -> None:
         """Raise ModelError unless the files hold exactly these tensors, in these shapes and a known dtype."""
         shapes = {piece.name: piece.stored_shape for entry in expected for piece in entry.pieces}
@@ -116,7 +137,7 @@ def abbreviated(names: list[str]) -> str:
 
 
 def read(
-    directory: Path,
+    tensors: SafetensorsFiles,
     config: Config,
     dtype: np.dtype,
     advance: Callable[[int], None],
@@ -126,14 +147,14 @@ def read(
     """The parameters of a model directory.
 
     Args:
-        directory: of the model.
+        tensors: the files of the directory.
         config: says which tensors there are.
         dtype: of the result.
         advance: called with the bytes of every tensor read.
         as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
         mesh: over which every array is divided as soon as it is read; None for the default device.
     """
-    tensors, expected = SafetensorsFiles(directory), entries(config)
+    expected = entries(config)
     tensors.check(expected, config)
     arrays = []
     for entry in expected:

@@ -11,6 +11,8 @@ from entropic_jax import allocate, cache, chain, generate, models, parameters, r
 from entropic_jax.attention.attend import TokenSpan, attend_to
 
 PAGE, TOLERANCE = 8, 2e-4
+# Of XLA's CPU backend: the programs are tiny and run once.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def random_model(family: str, settings: dict[str, Any], seed: int) -> Any:
@@ -59,7 +61,7 @@ def greedy(model: Any, prompt: list[int], steps: int) -> tuple[np.ndarray, np.nd
     return tokens[0].numpy(), torch.cat(seen, dim=1)[0].float().numpy()
 
 
-@partial(jax.jit, static_argnums=(0, 4))
+@partial(jax.jit, static_argnums=(0, 4), compiler_options=QUICK)
 def _passes(decoder: Any, params: Any, pool: Any, tokens: jax.Array, prompt: int) -> jax.Array:
     """Logits of the first `prompt` tokens in one pass, and of the others one by one."""
 
