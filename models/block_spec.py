@@ -183,7 +183,13 @@ def rope_of(config: Config, layer: int, *, interleaved: bool = False, local: boo
 
 
 def attention_of(config: Config, layer: int, **changes: Any) -> AttentionSpec:
-    """The attention of a Llama, with a window where the configuration states one, and these changes."""
+    """The attention of a Llama, with a window where the configuration states one.
+
+    Args:
+        config: of the model.
+        layer: its number.
+        **changes: fields of the specification that differ.
+    """
     plain: dict[str, Any] = {"rope": rope_of(config, layer), "window": config.window(layer), **changes}
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     return AttentionSpec(*sizes, **plain)
@@ -196,7 +202,13 @@ def mlp_of(config: Config, **changes: Any) -> MLPSpec:
 
 
 def experts_of(config: Config, router: RouterSpec, **changes: Any) -> ExpertsSpec:
-    """Experts of the sizes that the configuration states, with these changes."""
+    """Experts of the sizes that the configuration states.
+
+    Args:
+        config: of the model.
+        router: of the layer.
+        **changes: fields of the specification that differ.
+    """
     plain: dict[str, Any] = {"inner": config.moe_intermediate_size, "activation": config.hidden_act}
     sizes = (config.num_local_experts, config.num_experts_per_tok)
     return ExpertsSpec(*sizes, router=router, **{**plain, **changes})

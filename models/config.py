@@ -162,8 +162,8 @@ class Config:
         experts = self.num_local_experts
         limit = f"at most num_local_experts, {experts}"
         _require(self.num_experts_per_tok <= experts, self, "num_experts_per_tok", limit)
-        whole = not experts or experts % self.n_group == 0
-        _require(whole, self, "n_group", f"a divisor of the {experts} experts")
+        divides = not experts or experts % self.n_group == 0
+        _require(divides, self, "n_group", f"a divisor of the {experts} experts")
         _require(self.topk_group <= self.n_group, self, "topk_group", f"at most n_group, {self.n_group}")
         tokens = {"bos_token_id": (self.bos_token_id,), "eos_token_id": self.eos_token_id}
         for name, ids in tokens.items():

@@ -37,9 +37,7 @@ def family(raw: Mapping[str, Any]) -> Family:
         return types[model_type]
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
     if name in REFUSED:
-        raise ModelError(
-            f"architectures must not be {name}, which has {REFUSED[name]}: it cannot be computed"
-        )
+        raise ModelError(f"architectures must not be {name}: {REFUSED[name]} cannot be computed")
     if name is None or name not in FAMILIES:
         accepted = ", ".join(sorted(FAMILIES))
         raise ModelError(f"architectures must be one of {accepted}; got {abbreviate(names or model_type)}")

@@ -66,18 +66,20 @@ def pieces(
         return (Piece(EMBEDDING, shape[::-1], True),)
     in_experts = "experts" in path
     each = shape[1:] if in_experts else shape  # of one expert's matrix or vector
-    outputs, part, whole = each[-1], slice(None), each[-1]
+    if not each:
+        return (Piece(tensor_name(path, family), (), False),)
+    outputs, part, total = each[-1], slice(None), each[-1]
     for fused, members in family.fused:
         paths = [(*path[:-2], member, path[-1]) for member in members]
         if module in members and all(p in shapes for p in paths):
             widths = [shapes[p][-1] for p in paths]
-            place, whole, module = members.index(module), sum(widths), fused
+            place, total, module = members.index(module), sum(widths), fused
             part = slice(sum(widths[:place]), sum(widths[:place]) + outputs)
             if in_experts and family.experts_as_multiplied:
                 part = slice(place, None, len(members))
     name = tensor_name((*path[:-2], module, path[-1]), family)
     as_multiplied = in_experts and family.experts_as_multiplied
-    stored = (*each[:-1], whole)
+    stored = (*each[:-1], total)
     stored = stored if as_multiplied or not kernel else stored[::-1]
     transposed = kernel and not as_multiplied
     if not in_experts:

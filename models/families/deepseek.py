@@ -34,7 +34,13 @@ def attention(config: Config) -> LatentAttentionSpec:
 
 
 def block(config: Config, layer: int, router: RouterSpec) -> BlockSpec:
-    """A layer with experts, but for the first ones."""
+    """A layer with experts, but for the first ones.
+
+    Args:
+        config: of the model.
+        layer: its number.
+        router: of its experts.
+    """
     mlp = mlp_of(config)
     if layer >= config.first_k_dense_replace:
         shared = MLPSpec(config.moe_intermediate_size * config.n_shared_experts, config.hidden_act)

@@ -135,6 +135,6 @@ def surprisals(model: models.Model, prompts: list[list[int]], tokens: np.ndarray
         tokens: that follow them.
     """
     state = begin(model, prompts, tokens.shape[1])
-    given = jnp.asarray(tokens, jnp.int32)
-    _, trace = jax.jit(replay, static_argnums=0)(model.decoder, model.params, chain(), state, given)
+    forced = jnp.asarray(tokens, jnp.int32)
+    _, trace = jax.jit(replay, static_argnums=0)(model.decoder, model.params, chain(), state, forced)
     return np.asarray(trace.surprisal).T

@@ -153,4 +153,4 @@ def test_flipped_bytes_of_the_weights(tmp_path):
         file.write_bytes(bytes(damaged))
         require_one_line(tmp_path)
     save_file({"x": np.ones(1)}, file)
-    assert "lacks" in str(require_one_line(tmp_path))
+    assert "num_hidden_layers must be at most 1" in str(require_one_line(tmp_path))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from ...devices import default_device
 from ..dispatch import Operation, for_platform, interpreted
 from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference, write_reference
+from .prefill_reference import prefill_partial
 from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
 from .split_kv import merge_partials
 
@@ -136,12 +137,7 @@ def decode(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _decode(backend, soft_cap, q, keys, values, *positions) -> PartialAttention:
-    return DECODE(q, keys, values, *positions, backend=backend, **_options(soft_cap))
-
-
-def _options(soft_cap: float | None) -> dict[str, Any]:
-    """Keyword arguments of a back end; none in the plain case."""
-    return {} if soft_cap is None else {"soft_cap": soft_cap}
+    return DECODE(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
 def _decode_forward(backend, soft_cap, q, keys, values, *positions):
@@ -251,7 +247,7 @@ def prefill(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _prefill(backend, soft_cap, q, keys, values, *positions):
-    return PREFILL(q, keys, values, *positions, backend=backend, **_options(soft_cap))
+    return PREFILL(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
 def _prefill_forward(backend, soft_cap, q, keys, values, *positions):
@@ -266,50 +262,6 @@ def _prefill_backward(backend, soft_cap, residuals, gradient):
 
 
 _prefill.defvjp(_prefill_forward, _prefill_backward)
-
-
-def prefill_partial(
-    q: jax.Array,
-    keys: Any,
-    values: Any,
-    page_table: jax.Array,
-    window_start: jax.Array,
-    query_start: jax.Array,
-    context_length: jax.Array,
-    *,
-    soft_cap: float | None = None,
-) -> PartialAttention:
-    """`prefill` of all pages with its log-sum-exp, in plain JAX on every platform.
-
-    Args:
-        q, keys, values, page_table, window_start, query_start, context_length: as for `prefill`.
-        soft_cap: as for `decode`.
-
-    Returns:
-        The output of `prefill`, and ln Σ exp(q · k) over what each query sees, float32 `[rows, kv_heads,
-        group, n]`; −inf for a query that sees nothing.
-    """
-    return _prefill_partial(soft_cap, q, keys, values, page_table, window_start, query_start, context_length)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill_partial(soft_cap, q, keys, values, *positions):
-    return prefill_reference.prefill_partial(q, keys, values, *positions, soft_cap=soft_cap)
-
-
-def _prefill_partial_forward(soft_cap, q, keys, values, *positions):
-    return _prefill_partial(soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-
-def _prefill_partial_backward(soft_cap, residuals, gradient):
-    q, keys, values, (page_table, *positions) = residuals
-    places = (page_table, None, None, *positions)
-    gathered = lambda *x: reference.prefill_gathered(*x, *places, soft_cap=soft_cap)
-    _, pull = jax.vjp(gathered, q, keys, values)
-    return (*pull(gradient), None, *(None for _ in positions))
-
-
-_prefill_partial.defvjp(_prefill_partial_forward, _prefill_partial_backward)
 
 
 def verify(
@@ -347,7 +299,7 @@ def verify(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _verify(backend, soft_cap, q, keys, values, *positions):
-    return VERIFY(q, keys, values, *positions, backend=backend, **_options(soft_cap))
+    return VERIFY(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
 def _verify_forward(backend, soft_cap, q, keys, values, *positions):

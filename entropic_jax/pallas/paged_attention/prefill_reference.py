@@ -1,5 +1,6 @@
 """Prefill attention in plain JAX: many queries per row, to all pages or to listed pages."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from . import quantised
 from .quantised import gather
-from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode
+from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode, prefill_gathered
 
 FAR = 2**30  # a position beyond every query
 
@@ -93,8 +94,37 @@ def prefill_partial(
     *,
     soft_cap: float | None = None,
 ) -> PartialAttention:
-    """`prefill` of all pages with its log-sum-exp. See the package for the contract."""
-    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap)
+    """`prefill` of all pages with its log-sum-exp, in plain JAX on every platform.
+
+    Args:
+        q, keys, values, page_table, window_start, query_start, context_length: as for `prefill`.
+        soft_cap: as for `decode`.
+
+    Returns:
+        The output of `prefill`, and ln Σ exp(q · k) over what each query sees, float32 `[rows, kv_heads,
+        group, n]`; −inf for a query that sees nothing.
+    """
+    return _prefill_partial(soft_cap, q, keys, values, page_table, window_start, query_start, context_length)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _prefill_partial(soft_cap, q, keys, values, *positions):
+    return _of_all(q, keys, values, *positions, soft_cap)
+
+
+def _prefill_partial_forward(soft_cap, q, keys, values, *positions):
+    return _prefill_partial(soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+
+
+def _prefill_partial_backward(soft_cap, residuals, gradient):
+    q, keys, values, (page_table, *positions) = residuals
+    places = (page_table, None, None, *positions)
+    gathered = lambda *x: prefill_gathered(*x, *places, soft_cap=soft_cap)
+    _, pull = jax.vjp(gathered, q, keys, values)
+    return (*pull(gradient), None, *(None for _ in positions))
+
+
+_prefill_partial.defvjp(_prefill_partial_forward, _prefill_partial_backward)
 
 
 def verify(
