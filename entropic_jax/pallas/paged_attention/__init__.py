@@ -140,8 +140,13 @@ def _decode(backend, soft_cap, q, keys, values, *positions) -> PartialAttention:
     return DECODE(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
-def _decode_forward(backend, soft_cap, q, keys, values, *positions):
-    return _decode(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+def _keeping(function: Any) -> Any:
+    """The forward pass of a derivative: the function, and its operands as residuals."""
+
+    def forward(backend, soft_cap, q, keys, values, *positions):
+        return function(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+
+    return forward
 
 
 def _decode_backward(backend, soft_cap, residuals, gradient):
@@ -151,7 +156,7 @@ def _decode_backward(backend, soft_cap, residuals, gradient):
     return (*pull(gradient), *(None for _ in positions))
 
 
-_decode.defvjp(_decode_forward, _decode_backward)
+_decode.defvjp(_keeping(_decode), _decode_backward)
 
 
 def decode_by_page(
@@ -250,10 +255,6 @@ def _prefill(backend, soft_cap, q, keys, values, *positions):
     return PREFILL(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
-def _prefill_forward(backend, soft_cap, q, keys, values, *positions):
-    return _prefill(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-
 def _prefill_backward(backend, soft_cap, residuals, gradient):
     q, keys, values, positions = residuals
     gathered = lambda *x: reference.prefill_gathered(*x, *positions, soft_cap=soft_cap).out
@@ -261,7 +262,7 @@ def _prefill_backward(backend, soft_cap, residuals, gradient):
     return (*pull(gradient), *(None for _ in positions))
 
 
-_prefill.defvjp(_prefill_forward, _prefill_backward)
+_prefill.defvjp(_keeping(_prefill), _prefill_backward)
 
 
 def verify(
@@ -302,11 +303,7 @@ def _verify(backend, soft_cap, q, keys, values, *positions):
     return VERIFY(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
 
-def _verify_forward(backend, soft_cap, q, keys, values, *positions):
-    return _verify(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-
-_verify.defvjp(_verify_forward, _prefill_backward)
+_verify.defvjp(_keeping(_verify), _prefill_backward)
 
 
 def select_pages(

@@ -77,10 +77,11 @@ def prefill(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """See the package for the contract."""
-    positions = (window_start, query_start, context_length)
     if page_list is not None:
-        return _of_listed(q, keys, values, page_table, page_list, num_pages, *positions, soft_cap)
-    return _of_all(q, keys, values, page_table, *positions, soft_cap).out
+        lists = (page_list, num_pages)
+        positions = (window_start, query_start, context_length, soft_cap)
+        return _of_listed(q, keys, values, page_table, *lists, *positions)
+    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap).out
 
 
 def prefill_partial(
@@ -108,8 +109,9 @@ def prefill_partial(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill_partial(soft_cap, q, keys, values, *positions):
-    return _of_all(q, keys, values, *positions, soft_cap)
+def _prefill_partial(soft_cap, q, keys, values, page_table, *positions):
+    window_start, query_start, context_length = positions
+    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap)
 
 
 def _prefill_partial_forward(soft_cap, q, keys, values, *positions):
