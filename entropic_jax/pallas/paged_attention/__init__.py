@@ -142,11 +142,7 @@ def _decode(backend, soft_cap, q, keys, values, *positions) -> PartialAttention:
 
 def _keeping(function: Any) -> Any:
     """The forward pass of a derivative: the function, and its operands as residuals."""
-
-    def forward(backend, soft_cap, q, keys, values, *positions):
-        return function(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-    return forward
+    return lambda *x: (function(*x), (*x[2:5], x[5:]))
 
 
 def _decode_backward(backend, soft_cap, residuals, gradient):
@@ -236,10 +232,9 @@ def prefill(
 
     Args:
         q: scaled queries `[rows, kv_heads, group, n, head_dim]`.
-        keys, values, page_table, page_list, num_pages, context_length: as for `decode`.
+        keys, values, page_table, page_list, num_pages, context_length, soft_cap: as for `decode`.
         window_start: int32 `[rows, n]`.
         query_start: int32 `[rows]`.
-        soft_cap: as for `decode`.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -285,9 +280,8 @@ def verify(
     use the kernels of `prefill`.
 
     Args:
-        q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length: as for
-            `prefill`.
-        soft_cap: as for `decode`.
+        q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
+            soft_cap: as for `prefill`.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
