@@ -38,6 +38,16 @@ async def state(pool: Pool) -> dict[str, Any]:
         response.close()
 
 
+async def idle_state(pool: Pool) -> dict[str, Any]:
+    """The server's state once it is idle, or after half a minute."""
+    for _ in range(150):  # requests whose clients have disconnected end a little later
+        after = await state(pool)
+        if after["running"] + after["waiting"] == 0 and after["kv_usage"] == 0:
+            break
+        await asyncio.sleep(0.2)
+    return after
+
+
 async def soak(
     server: ServerProcess,
     known: list[Known],
@@ -113,11 +123,7 @@ async def soak(
         for _ in range(concurrency):
             group.create_task(worker())
     summary = progress()
-    for _ in range(150):  # requests whose clients have disconnected end a little later
-        after = await state(pool)
-        if after["running"] + after["waiting"] == 0 and after["kv_usage"] == 0:
-            break
-        await asyncio.sleep(0.2)
+    after = await idle_state(pool)
     pool.close()
     return {**summary, "after": {name: value for name, value in after.items() if name != "sequences"}}
 

@@ -24,7 +24,7 @@ import csv
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def plot(log: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for corpus, checkpoints and log")
     parser.add_argument("--init", type=Path, help="exported model to go on from, with its tokenizer")
@@ -145,92 +145,169 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--minutes", type=float, default=1e9, help="checkpoint and stop after this long")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    return parser
 
+
+class _Plan(NamedTuple):
+    """The steps of the two stages, and the batches of each."""
+
+    short_steps: int
+    steps: int  # of both stages
+    batch_tokens: int
+    micro_tokens: int  # per device
+    short_length: int
+    long_length: int
+    long_task_share: float
+
+    def schedule(self, learning_rate: float) -> optax.Schedule:
+        """A short warm-up, a constant rate for the short stage, and a fall to zero in the long one."""
+        decay_from = max(WARM_UP, self.short_steps)
+        schedules = [
+            optax.linear_schedule(0.0, learning_rate, WARM_UP),
+            optax.constant_schedule(learning_rate),
+            optax.linear_schedule(learning_rate, 0.0, max(1, self.steps - decay_from)),
+        ]
+        return optax.join_schedules(schedules, [WARM_UP, decay_from])
+
+    def length(self, step: int) -> int:
+        """Targets of a window of a step."""
+        return self.short_length if step < self.short_steps else self.long_length
+
+    def task_share(self, step: int) -> float:
+        """Share of windows of generated documents of a step."""
+        return 0.2 if step < self.short_steps else self.long_task_share
+
+    def windows(self, step: int, devices: int) -> tuple[int, int]:
+        """Windows of a step, a multiple of the devices, and the passes that they are split into."""
+        length = self.length(step)
+        windows = -(-max(1, self.batch_tokens // length) // devices) * devices
+        per_device = max(1, self.micro_tokens // length)
+        return windows, max(1, windows // (per_device * devices))
+
+
+def _open_log(path: Path, first: int) -> TextIO:
+    """The log, without the rows of steps after the checkpoint, which are repeated."""
+    rows = path.read_text().splitlines()[1:] if path.exists() else []
+    rows = [row for row in rows if int(row.split(",")[0]) <= first]
+    path.write_text(
+        "\n".join(["step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second", *rows, ""])
+    )
+    return path.open("a", newline="")
+
+
+def _bytes_per_token(streams: data.Streams) -> float:
+    text = streams.text[:300]
+    tokens = np.mean([len(streams.tokenizer.encode(t).ids) for t in text])
+    return float(np.mean([len(t.encode()) for t in text]) / tokens)
+
+
+class _Trainer:
+    """Parameters and optimiser state on the devices, with their checkpoints."""
+
+    def __init__(self, work: Path, shape: Shape, rule: optax.GradientTransformation, params: Any, keep: int):
+        """Continue from the last checkpoint, if there is one.
+
+        Args:
+            work: folder of the checkpoints.
+            shape: of the model.
+            rule: the optimiser.
+            params: initial parameters.
+            keep: checkpoints of multiples of this step are never deleted.
+        """
+        self.mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        everywhere = NamedSharding(self.mesh, P())
+        self.params = jax.device_put(params, everywhere)
+        self.state = jax.jit(rule.init, out_shardings=everywhere)(self.params)
+        options = ocp.CheckpointManagerOptions(max_to_keep=3, keep_period=keep)
+        self.manager = ocp.CheckpointManager(work / "checkpoints", options=options)
+        self.first = self.manager.latest_step() or 0
+        if self.first:
+            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree())
+            restored = self.manager.restore(self.first, args=ocp.args.StandardRestore(target))
+            self.params, self.state = restored["params"], restored["state"]
+        self._step = _make_step(shape, rule, self.mesh)
+
+    def _tree(self) -> dict[str, Any]:
+        return {"params": self.params, "state": self.state}
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint in the background."""
+        self.manager.save(step, args=ocp.args.StandardSave(self._tree()))
+
+    def update(self, tokens: np.ndarray, weights: np.ndarray, micro: int) -> tuple[float, float]:
+        """Take one step; returns the loss in nats per token and the norm of the gradient.
+
+        Args:
+            tokens: `[windows, length + 1]`.
+            weights: `[windows, length]`.
+            micro: passes that the windows are split into.
+        """
+        sharding = NamedSharding(self.mesh, P(None, "data"))
+        split = (jax.device_put(x.reshape(micro, len(x) // micro, -1), sharding) for x in (tokens, weights))
+        self.params, self.state, nats, norm = self._step(self.params, self.state, *split)
+        return float(nats), float(norm)
+
+
+def _train(trainer: _Trainer, plan: _Plan, streams: data.Streams, arguments: argparse.Namespace, log: Path):
+    """Take the steps that are left, with their checkpoints and rows of the log."""
+    first, bytes_per_token = trainer.first, _bytes_per_token(streams)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    began = time.monotonic()
+    with Progress(*columns) as progress, _open_log(log, first) as out:
+        bar = progress.add_task("training", total=plan.steps, completed=first)
+        length, source = 0, iter(())
+        for number in range(first, plan.steps):
+            windows, micro = plan.windows(number, trainer.mesh.size)
+            if plan.length(number) != length:
+                length = plan.length(number)
+                share = plan.task_share(number)
+                source = data.batches(streams, arguments.seed, number, windows, length, share)
+                if number > first:
+                    trainer.save(number)
+            tokens, weights = next(source)
+            start = time.monotonic()
+            nats, norm = trainer.update(tokens, weights, micro)
+            bits = nats / np.log(2) / bytes_per_token
+            speed = weights.size / (time.monotonic() - start)
+            seen = (number + 1) * plan.batch_tokens
+            csv.writer(out).writerow([number + 1, seen, length, f"{bits:.4f}", f"{norm:.3f}", f"{speed:.0f}"])
+            out.flush()
+            progress.update(
+                bar, completed=number + 1, description=f"{bits:.3f} bits/byte {speed:,.0f} tokens/s"
+            )
+            late = time.monotonic() - began > 60 * arguments.minutes
+            if (number + 1) % 100 == 0 or number + 1 == plan.steps or late:
+                trainer.save(number + 1)
+                plot(log)
+            if late:
+                break
+    trainer.manager.wait_until_finished()
+
+
+def main() -> None:
+    parser = _parser()
+    arguments = parser.parse_args()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     history.record_run(work, parser, arguments)
     shape = Shape()
     tokenizer = Tokenizer.from_file(str(arguments.init / "tokenizer.json")) if arguments.init else None
     streams = data.prepare(work, shape.vocab_size, tokenizer)
-    bytes_per_token = np.mean([len(t.encode()) for t in streams.text[:300]]) / np.mean(
-        [len(streams.tokenizer.encode(t).ids) for t in streams.text[:300]]
-    )
     short_steps = int(arguments.tokens) // arguments.batch_tokens
-    long_steps = int(arguments.long_tokens) // arguments.batch_tokens
-    decay_from = max(WARM_UP, short_steps)
-    decay_steps = max(1, short_steps + long_steps - decay_from)
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, arguments.learning_rate, WARM_UP),
-            optax.constant_schedule(arguments.learning_rate),
-            optax.linear_schedule(arguments.learning_rate, 0.0, decay_steps),
-        ],
-        [WARM_UP, decay_from],
+    plan = _Plan(
+        short_steps=short_steps,
+        steps=short_steps + int(arguments.long_tokens) // arguments.batch_tokens,
+        batch_tokens=arguments.batch_tokens,
+        micro_tokens=arguments.micro_tokens,
+        short_length=arguments.length,
+        long_length=shape.max_position_embeddings,
+        long_task_share=arguments.task_share,
     )
-    rule = optimiser(arguments.optimiser, schedule)
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    everywhere = NamedSharding(mesh, P())
-    begin = export.read(arguments.init)[0] if arguments.init else initialise(shape, arguments.seed)
-    params = jax.device_put(begin, everywhere)
-    state = jax.jit(rule.init, out_shardings=everywhere)(params)
-
+    rule = optimiser(arguments.optimiser, plan.schedule(arguments.learning_rate))
+    params = export.read(arguments.init)[0] if arguments.init else initialise(shape, arguments.seed)
     # The last checkpoint before the decay is kept, so that a longer first stage can continue from it.
-    keep = ocp.CheckpointManagerOptions(max_to_keep=3, keep_period=max(1, short_steps))
-    manager = ocp.CheckpointManager(work / "checkpoints", options=keep)
-    first = manager.latest_step() or 0
-    if first:
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"params": params, "state": state})
-        restored = manager.restore(first, args=ocp.args.StandardRestore(target))
-        params, state = restored["params"], restored["state"]
-
-    step = _make_step(shape, rule, mesh)
-    log = work / "log.csv"
-    rows = log.read_text().splitlines()[1:] if log.exists() else []
-    rows = [row for row in rows if int(row.split(",")[0]) <= first]  # steps after the checkpoint are repeated
-    log.write_text("\n".join(["step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second", *rows, ""]))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    began = time.monotonic()
-    with Progress(*columns) as progress, log.open("a", newline="") as out:
-        bar = progress.add_task("training", total=short_steps + long_steps, completed=first)
-        length, source = 0, iter(())
-        for number in range(first, short_steps + long_steps):
-            window_length = arguments.length if number < short_steps else shape.max_position_embeddings
-            if window_length != length:
-                length = window_length
-                windows = -(-max(1, arguments.batch_tokens // length) // mesh.size) * mesh.size
-                per_device = max(1, arguments.micro_tokens // length)
-                micro = max(1, windows // (per_device * mesh.size))
-                share = 0.2 if number < short_steps else arguments.task_share
-                source = data.batches(streams, arguments.seed, number, windows, length, share)
-                if number > first:
-                    manager.save(number, args=ocp.args.StandardSave({"params": params, "state": state}))
-            tokens, weights = next(source)
-            start = time.monotonic()
-            split = lambda x: x.reshape(micro, windows // micro, -1)
-            put = partial(jax.device_put, device=NamedSharding(mesh, P(None, "data")))
-            params, state, nats, norm = step(params, state, put(split(tokens)), put(split(weights)))
-            bits = float(nats) / np.log(2) / bytes_per_token
-            speed = weights.size / (time.monotonic() - start)
-            seen = (number + 1) * arguments.batch_tokens
-            row = [number + 1, seen, length, f"{bits:.4f}", f"{float(norm):.3f}", f"{speed:.0f}"]
-            csv.writer(out).writerow(row)
-            out.flush()
-            progress.update(
-                bar, completed=number + 1, description=f"{bits:.3f} bits/byte {speed:,.0f} tokens/s"
-            )
-            late = time.monotonic() - began > 60 * arguments.minutes
-            if (number + 1) % 100 == 0 or number + 1 == short_steps + long_steps or late:
-                manager.save(number + 1, args=ocp.args.StandardSave({"params": params, "state": state}))
-                plot(log)
-            if late:
-                break
-    manager.wait_until_finished()
+    trainer = _Trainer(work, shape, rule, params, keep=max(1, short_steps))
+    _train(trainer, plan, streams, arguments, work / "log.csv")
 
 
 if __name__ == "__main__":

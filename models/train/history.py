@@ -30,7 +30,9 @@ def record_run(work: Path, parser: argparse.ArgumentParser, arguments: argparse.
         arguments: of this run.
     """
     changed_options = [
-        f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+        f"--{name.replace('_', '-')} {value:g}"
+        if isinstance(value, float)
+        else f"--{name.replace('_', '-')} {value}"
         for name, value in vars(arguments).items()
         if name not in PLACES and value != parser.get_default(name)
     ]

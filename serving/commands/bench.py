@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--body", type=_object, default={}, metavar="JSON", help="fields sent with every request"
     )
-    load = parser.add_argument_group("requests")
+    _add_load(parser.add_argument_group("requests"))
+    _add_prompts(parser.add_argument_group("prompts (default: random token ids)"))
+    _add_outputs(parser.add_argument_group("comparison and output"))
+
+
+def _add_load(load: argparse._ArgumentGroup) -> None:
     kinds = load.add_mutually_exclusive_group()
     kinds.add_argument(
         "--trace", type=Path, metavar="FILE", help="trace file of Azure (CSV) or Mooncake (JSONL) to replay"
@@ -103,7 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INT",
         help="seed of arrivals, lengths and prompts (default: %(default)s)",
     )
-    prompts = parser.add_argument_group("prompts (default: random token ids)")
+
+
+def _add_prompts(prompts: argparse._ArgumentGroup) -> None:
     prompts.add_argument("--text", metavar="FILE", help="cut prompts from this text instead")
     prompts.add_argument("--as-text", action="store_true", help="send text, not token ids")
     prompts.add_argument(
@@ -113,7 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INT",
         help="random ids are below this (default: 1024)",
     )
-    runs = parser.add_argument_group("comparison and output")
+
+
+def _add_outputs(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument("--compare", metavar="URL", help="run a second server alternately, and compare the two")
     runs.add_argument("--repeat", type=_positive, default=1, metavar="INT", help="runs of each server")
     runs.add_argument(

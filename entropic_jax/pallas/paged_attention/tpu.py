@@ -9,6 +9,8 @@ whatever its neighbours. A head_dim that is not a multiple of 128 lanes is suppo
 XLA then lays out the positions along the lanes.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,144 +163,178 @@ def _call(shape: Shape, q, keys, values, lists):
     return out.reshape(*sizes, head_dim), log_sum_exp.reshape(sizes), written
 
 
-def _kernel(
-    shape: Shape,
-    pages,
-    ends,
-    q,
-    keys,
-    values,
-    out,
-    log_sum_exp,
-    k_buffer,
-    v_buffer,
-    q_buffer,
-    top,
-    total,
-    sum_of,
-    out_buffer,
-    log_buffer,
-    input_semaphore,
-    output_semaphore,
-):
+def _kernel(shape: Shape, *refs: Any) -> None:
     """One part of every list: its chunks in a row, with the copies of the next chunk in progress."""
-    part = pl.program_id(0)
+    work = _Part(shape, _Refs(*refs), pl.program_id(0))
     lists = shape.lists
-    begin, stop, low, high = (lambda i, field=field: ends[field * lists + i] for field in range(4))
-
-    def length(item: Item):
-        """The number of pages in a chunk."""
-        return jnp.minimum(stop(item.list) - begin(item.list) - item.chunk * shape.pages, shape.pages)
-
-    def first_of(i):
-        return Item(i, jax.lax.rem(part + i, PARTS))
-
-    def skip(item: Item) -> Item:
-        """The item itself if it exists, or else the next one that does."""
-
-        def absent(item):
-            i = jnp.minimum(item.list, lists - 1)
-            return (item.list < lists) & (item.chunk * shape.pages >= stop(i) - begin(i))
-
-        return jax.lax.while_loop(absent, lambda item: first_of(item.list + 1), item)
-
-    def copies(item: Item, slot, page):
-        """The copies for one page of a chunk: K and V of the list's heads, and their scales."""
-        place = pages[item.list * shape.max_listed + begin(item.list) + item.chunk * shape.pages + page]
-        head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
-        copy = lambda pool, buffer: pltpu.make_async_copy(
-            pool.at[place, head], buffer.at[slot, page], input_semaphore.at[slot]
-        )
-        pairs = zip(jax.tree.leaves((keys, values)), jax.tree.leaves((k_buffer, v_buffer)), strict=True)
-        return [copy(pool, buffer) for pool, buffer in pairs]
-
-    def query(item: Item, slot):
-        return pltpu.make_async_copy(q.at[item.list], q_buffer.at[slot], input_semaphore.at[slot])
-
-    def start(item: Item, slot):
-        query(item, slot).start()
-
-        @pl.loop(0, length(item))
-        def _(page):
-            for copy in copies(item, slot, page):
-                copy.start()
-
-    def output_copies(i, part, slot):
-        def copy(buffer, result):
-            return pltpu.make_async_copy(buffer.at[slot], result.at[i, part], output_semaphore.at[slot])
-
-        return copy(out_buffer, out), copy(log_buffer, log_sum_exp)
-
-    def wait_for_outputs(slot):
-        for copy in output_copies(0, 0, slot):  # waiting depends on the size alone
-            copy.wait()
-
-    def next_item_step(state):
-        item, slot, num_outputs = state
-        following = skip(Item(item.list, item.chunk + PARTS))
-
-        @pl.when(following.list < lists)
-        def _():
-            start(following, _other_slot(slot))
-
-        _wait(query(item, slot))
-
-        @pl.loop(0, length(item))
-        def _(page):
-            for copy in copies(item, slot, page):
-                _wait(copy)
-
-        num_pages = length(item)
-        ends_here = begin(item.list) + item.chunk * shape.pages + num_pages >= stop(item.list)
-        lowest = jnp.where(item.chunk == 0, low(item.list), 0)
-        highest = (num_pages - 1) * shape.page + jnp.where(ends_here, high(item.list), shape.page)
-
-        @pl.when(item.chunk < PARTS)
-        def _():
-            top[...] = jnp.full_like(top, NEGATIVE)
-            total[...] = jnp.zeros_like(total)
-            sum_of[...] = jnp.zeros_like(sum_of)
-
-        k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (k_buffer, v_buffer))
-        _attend(shape, lowest, highest, q_buffer.at[slot], k, v, top, total, sum_of)
-        done = following.list != item.list
-
-        @pl.when(done)
-        def _():
-            to = jax.lax.rem(num_outputs, 2)
-
-            @pl.when(num_outputs >= 2)
-            def _():
-                wait_for_outputs(to)
-
-            _normalise(shape, top, total, sum_of, out_buffer.at[to], log_buffer.at[to])
-            for copy in output_copies(item.list, jax.lax.rem(item.chunk, PARTS), to):
-                copy.start()
-
-        return following, _other_slot(slot), num_outputs + done.astype(jnp.int32)
-
-    item = skip(first_of(jnp.int32(0)))
+    item = work.skip(work.first_of(jnp.int32(0)))
 
     @pl.when(item.list < lists)
     def _():
-        start(item, 0)
+        work.for_copies(item, 0, lambda copy: copy.start())
 
     state = (item, jnp.int32(0), jnp.int32(0))
-    _, _, num_outputs = jax.lax.while_loop(lambda state: state[0].list < lists, next_item_step, state)
+    _, _, num_outputs = jax.lax.while_loop(lambda state: state[0].list < lists, work.step, state)
 
     for back in (1, 2):
 
         @pl.when(num_outputs >= back)
         def _(back=back):
-            wait_for_outputs(jax.lax.rem(num_outputs - back, 2))
+            work.wait_for_outputs(jax.lax.rem(num_outputs - back, 2))
 
 
-def _other_slot(slot):
-    return 1 - slot
+class _Refs(NamedTuple):
+    """Scalars, operands, results and scratch of the kernel; `_call` says their shapes."""
+
+    pages: Any  # scalars: the lists, one after the other
+    ends: Any  # scalars: first and last entry, first and last position of every list
+    q: Any
+    keys: Any
+    values: Any
+    out: Any
+    log_sum_exp: Any
+    k_buffer: Any
+    v_buffer: Any
+    q_buffer: Any
+    top: Any  # of the online softmax, as are the two below
+    total: Any
+    sum_of: Any
+    out_buffer: Any
+    log_buffer: Any
+    input_semaphore: Any
+    output_semaphore: Any
 
 
-def _wait(copy):
-    copy.wait()
+@dataclass(frozen=True)
+class _Part:
+    """What one grid step does: the order of its chunks, their copies, and their attention."""
+
+    shape: Shape
+    refs: _Refs
+    part: Any
+
+    def _end(self, field: int, i):
+        return self.refs.ends[field * self.shape.lists + i]
+
+    def begin(self, i):
+        return self._end(0, i)
+
+    def stop(self, i):
+        return self._end(1, i)
+
+    def length(self, item: Item):
+        """The number of pages in a chunk."""
+        listed = self.stop(item.list) - self.begin(item.list)
+        return jnp.minimum(listed - item.chunk * self.shape.pages, self.shape.pages)
+
+    def first_of(self, i) -> Item:
+        """The first chunk of list i that belongs to this part."""
+        return Item(i, jax.lax.rem(self.part + i, PARTS))
+
+    def skip(self, item: Item) -> Item:
+        """The item itself if it exists, or else the next one that does."""
+        lists = self.shape.lists
+
+        def absent(item):
+            i = jnp.minimum(item.list, lists - 1)
+            return (item.list < lists) & (item.chunk * self.shape.pages >= self.stop(i) - self.begin(i))
+
+        return jax.lax.while_loop(absent, lambda item: self.first_of(item.list + 1), item)
+
+    def page_copies(self, item: Item, slot, page) -> list[Any]:
+        """The copies for one page of a chunk: K and V of the list's heads, and their scales."""
+        shape, refs = self.shape, self.refs
+        entry = item.list * shape.max_listed + self.begin(item.list) + item.chunk * shape.pages + page
+        place = refs.pages[entry]
+        head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
+        copy = lambda pool, buffer: pltpu.make_async_copy(
+            pool.at[place, head], buffer.at[slot, page], refs.input_semaphore.at[slot]
+        )
+        pools, buffers = (refs.keys, refs.values), (refs.k_buffer, refs.v_buffer)
+        pairs = zip(jax.tree.leaves(pools), jax.tree.leaves(buffers), strict=True)
+        return [copy(pool, buffer) for pool, buffer in pairs]
+
+    def query_copy(self, item: Item, slot):
+        """The copy of the queries of an item's list."""
+        refs = self.refs
+        return pltpu.make_async_copy(
+            refs.q.at[item.list], refs.q_buffer.at[slot], refs.input_semaphore.at[slot]
+        )
+
+    def for_copies(self, item: Item, slot, act: Callable) -> None:
+        """Start the copies of a chunk, or wait for them."""
+        act(self.query_copy(item, slot))
+
+        @pl.loop(0, self.length(item))
+        def _(page):
+            for copy in self.page_copies(item, slot, page):
+                act(copy)
+
+    def output_copies(self, i, part, slot) -> tuple[Any, Any]:
+        """The copies of the partial result of list i to the results of the kernel."""
+        refs = self.refs
+
+        def copy(buffer, result):
+            return pltpu.make_async_copy(buffer.at[slot], result.at[i, part], refs.output_semaphore.at[slot])
+
+        return copy(refs.out_buffer, refs.out), copy(refs.log_buffer, refs.log_sum_exp)
+
+    def wait_for_outputs(self, slot) -> None:
+        """Wait until the partial result in a slot is written."""
+        for copy in self.output_copies(0, 0, slot):  # waiting depends on the size alone
+            copy.wait()
+
+    def step(self, state):
+        """Attend to a chunk while the next one is copied; at the end of a list, write its partial result."""
+        item, slot, num_outputs = state
+        following = self.skip(Item(item.list, item.chunk + PARTS))
+
+        @pl.when(following.list < self.shape.lists)
+        def _():
+            self.for_copies(following, 1 - slot, lambda copy: copy.start())
+
+        self.for_copies(item, slot, lambda copy: copy.wait())
+        self.attend(item, slot)
+        done = following.list != item.list
+
+        @pl.when(done)
+        def _():
+            self.write(item, num_outputs)
+
+        return following, 1 - slot, num_outputs + done.astype(jnp.int32)
+
+    def attend(self, item: Item, slot) -> None:
+        """Take a chunk into the online softmax, which the first chunk of a part begins anew."""
+        shape, refs = self.shape, self.refs
+        num_pages = self.length(item)
+        stop = self.begin(item.list) + item.chunk * shape.pages + num_pages
+        ends_here = stop >= self.stop(item.list)
+        low = jnp.where(item.chunk == 0, self._end(2, item.list), 0)
+        high = (num_pages - 1) * shape.page + jnp.where(ends_here, self._end(3, item.list), shape.page)
+
+        @pl.when(item.chunk < PARTS)
+        def _():
+            refs.top[...] = jnp.full_like(refs.top, NEGATIVE)
+            refs.total[...] = jnp.zeros_like(refs.total)
+            refs.sum_of[...] = jnp.zeros_like(refs.sum_of)
+
+        k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (refs.k_buffer, refs.v_buffer))
+        _attend(shape, low, high, refs.q_buffer.at[slot], k, v, refs.top, refs.total, refs.sum_of)
+
+    def write(self, item: Item, num_outputs) -> None:
+        """Start to write the partial result of a list; one of two slots is free once its copies are done."""
+        refs = self.refs
+        to = jax.lax.rem(num_outputs, 2)
+
+        @pl.when(num_outputs >= 2)
+        def _():
+            self.wait_for_outputs(to)
+
+        _normalise(
+            self.shape, refs.top, refs.total, refs.sum_of, refs.out_buffer.at[to], refs.log_buffer.at[to]
+        )
+        for copy in self.output_copies(item.list, jax.lax.rem(item.chunk, PARTS), to):
+            copy.start()
 
 
 def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):

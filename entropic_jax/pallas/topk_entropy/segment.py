@@ -120,26 +120,16 @@ def kernel(
     origin = jnp.where(highest == -jnp.inf, 0.0, highest)
     scales = [scales_ref[2 * row + n] * math.log2(math.e) for n in range(2)]
 
-    def weigh(x, sums, out):
-        apart = x - origin
-        apart = jnp.where(apart < FARTHEST, FARTHEST, apart)
-        added = []
-        for scale in scales:
-            ratio = jnp.where(out, 0.0, jnp.exp2(apart * scale))
-            first = apart * ratio
-            added += [ratio, first, apart * first]
-        return tuple(a + b for a, b in zip(sums, added, strict=True))
-
     def take_in(chunk, sums):
         x, place = read(chunk)
         candidate = (x > floor) | ((x == floor) & (place <= end))
         append(candidate, x, begin + place, held.values, held.places, held.count, shape.portable)
-        return weigh(x, sums, candidate)
+        return _weigh(x - origin, scales, sums, candidate)
 
     sums = lax.fori_loop(0, turns, take_in, tuple(full(0.0) for _ in range(6)))
     values, places = cast(held.values[...]), cast(held.places[...])
     rank = _ranks(held, values, places, full)
-    sums = weigh(values, sums, rank < shape.k)
+    sums = _weigh(values - origin, scales, sums, rank < shape.k)
 
     blank = lambda value, dtype: jnp.full((LARGEST_K,), value, dtype)
     held.best[...] = blank(-jnp.inf, jnp.float32)
@@ -165,6 +155,17 @@ def _fetch(shape: Segments, logits_ref, start, held: SharedMemory) -> None:
                 held.arrived.at[stage],
                 oob_mode=mode,
             )
+
+
+def _weigh(apart, scales: list[Any], sums: tuple[Any, ...], out) -> tuple[Any, ...]:
+    """Add to the sums of both temperatures what logits `apart` from the highest one weigh, but for `out`."""
+    apart = jnp.where(apart < FARTHEST, FARTHEST, apart)
+    added = []
+    for scale in scales:
+        ratio = jnp.where(out, 0.0, jnp.exp2(apart * scale))
+        first = apart * ratio
+        added += [ratio, first, apart * first]
+    return tuple(a + b for a, b in zip(sums, added, strict=True))
 
 
 def _count(read, turns: int, full, floor, end) -> jax.Array:
