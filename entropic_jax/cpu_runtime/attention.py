@@ -87,24 +87,30 @@ def _batch_number(builder: Any, head: Any, sizes: list[int]) -> Any:
 
 
 class Prefetcher:
-    """Spreads the prefetches of a piece of memory evenly over the turns of a computation.
+    """Spreads the prefetches of a piece of memory evenly over the steps of a computation.
 
     Prefetches in quick succession would wait for one another, and the computation for them.
     """
 
-    def __init__(self, builder: Any, size: int, turns: Any):
-        """`size` bytes in a number of `turns`."""
-        self.builder, self.lines = builder, -(-size // CACHE_LINE)
-        rounded_up = builder.add(turns, WORD(self.lines - 1))
-        lines_per_turn = builder.udiv(rounded_up, turns)
-        rounded_up = builder.add(lines_per_turn, WORD(LINES_AT_ONCE - 1))
-        self.lines_per_turn = builder.and_(rounded_up, WORD(-LINES_AT_ONCE))
+    def __init__(self, builder: Any, size: int, steps: Any) -> None:
+        """Divide the memory.
 
-    def take_turn(self, address: Any, turn: Any) -> None:
-        """Prefetch what falls to a turn, of the memory at an address."""
+        Args:
+            builder: of the function.
+            size: of the memory, in bytes.
+            steps: of the computation.
+        """
+        self.builder, self.lines = builder, -(-size // CACHE_LINE)
+        rounded_up = builder.add(steps, WORD(self.lines - 1))
+        lines_per_step = builder.udiv(rounded_up, steps)
+        rounded_up = builder.add(lines_per_step, WORD(LINES_AT_ONCE - 1))
+        self.lines_per_step = builder.and_(rounded_up, WORD(-LINES_AT_ONCE))
+
+    def take_step(self, address: Any, step: Any) -> None:
+        """Prefetch what falls to a step, of the memory at an address."""
         builder, lines = self.builder, WORD(self.lines)
-        begin = builder.mul(turn, self.lines_per_turn)
-        end = builder.add(begin, self.lines_per_turn)
+        begin = builder.mul(step, self.lines_per_step)
+        end = builder.add(begin, self.lines_per_step)
         end = builder.select(builder.icmp_signed("<", end, lines), end, lines)
 
         def prefetch_lines(line, _):
@@ -153,8 +159,8 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
 
     def emit(builder, values):
         keys, query, out, block, heads, begin, end, next_tile = values
-        turns = builder.mul(_number_of_batches(builder, heads, sizes), WORD(parts))
-        prefetcher = Prefetcher(builder, block_bytes, turns)
+        steps = builder.mul(_number_of_batches(builder, heads, sizes), WORD(parts))
+        prefetcher = Prefetcher(builder, block_bytes, steps)
 
         def fours_from_tile(t, part, quad):
             """For four keys, the vectors of their elements 0-3, 4-7, 8-11 and 12-15 of a part."""
@@ -176,7 +182,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
             next_block = builder.add(next_tile, builder.mul(t, WORD(head_dim * ITEMSIZE[dtype])))
 
             def add_part(part, sums):
-                prefetcher.take_turn(next_block, builder.add(number, builder.udiv(part, WORD(LANES))))
+                prefetcher.take_step(next_block, builder.add(number, builder.udiv(part, WORD(LANES))))
                 query_of = {}
                 for g in range(size):
                     offset = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(head_dim)), part)
@@ -297,12 +303,12 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
     def emit(builder, values):
         weights, data, out, heads, begin, end, next_tile = values
 
-        turns_per_batch = WORD(-(-page_size // ROWS_AT_ONCE))
-        turns = builder.mul(_number_of_batches(builder, heads, sizes), turns_per_batch)
-        prefetcher = Prefetcher(builder, page_size * head_dim * ITEMSIZE[dtype], turns)
+        steps_per_batch = WORD(-(-page_size // ROWS_AT_ONCE))
+        steps = builder.mul(_number_of_batches(builder, heads, sizes), steps_per_batch)
+        prefetcher = Prefetcher(builder, page_size * head_dim * ITEMSIZE[dtype], steps)
 
         def batch(h, size):
-            first_turn = builder.mul(_batch_number(builder, h, sizes), turns_per_batch)
+            first_step = builder.mul(_batch_number(builder, h, sizes), steps_per_batch)
             base = builder.mul(h, WORD(head_dim))
             places = [builder.add(base, WORD(i * LANES)) for i in range(size * parts)]
             start = [load(builder, out, place) for place in places]
@@ -320,8 +326,8 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
                 return after
 
             def rows(t, sums):
-                turn = builder.add(first_turn, builder.udiv(t, WORD(ROWS_AT_ONCE)))
-                prefetcher.take_turn(next_tile, turn)
+                step = builder.add(first_step, builder.udiv(t, WORD(ROWS_AT_ONCE)))
+                prefetcher.take_step(next_tile, step)
                 after = builder.add(t, WORD(ROWS_AT_ONCE))
                 after = builder.select(builder.icmp_signed("<", after, end), after, end)
                 return loop(builder, t, after, 1, sums, row)

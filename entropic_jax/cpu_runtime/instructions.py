@@ -166,7 +166,13 @@ def broadcast_four(builder: Any, address: Any, offset: Any) -> Any:
 
 
 def permute(builder: Any, values: Sequence[Any], lanes: Sequence[int]) -> Any:
-    """The chosen lanes of one or two vectors, which are numbered through."""
+    """Chosen lanes of one or two vectors.
+
+    Args:
+        builder: of the function.
+        values: the vectors.
+        lanes: numbers of lanes; those of the second vector follow those of the first.
+    """
     mask = ir.Constant(ir.VectorType(NARROW, len(lanes)), list(lanes))
     return builder.shuffle_vector(values[0], values[-1], mask)
 
@@ -208,7 +214,13 @@ def constant(value: float) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """The larger of each pair of lanes; y where x or y is NaN."""
+    """The larger of each pair of lanes; y where x or y is NaN.
+
+    Args:
+        builder: of the function.
+        x: vector.
+        y: vector.
+    """
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
