@@ -235,6 +235,7 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "bos_token_id": config.bos_token_id,
+        "pad_token_id": None,  # some families have one beyond small vocabularies by default
         "eos_token_id": stops[0] if len(stops) == 1 else list(stops) or None,
     }
     if "use_sliding_window" in family.defaults:

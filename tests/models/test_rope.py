@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropic_jax import models
 from entropic_jax.models import Config, Decoder, RopeScaling
 from entropic_jax.models.decoder import structure
 from entropic_jax.models.rope import Rotation, apply_rope, rope_frequencies, rope_rotation
 from tests.models.dense import run
+from tests.models.family_cases import SIZES, longrope
+from tests.models.oracle import TOLERANCE, greedy, paged_logits, random_model
 
 SCALINGS = {
     "default": None,
@@ -64,3 +67,26 @@ def test_cosines_are_computed_once_per_step():
     computing = [part for part in re.split(r"\n(?=%|ENTRY)", text) if " cosine(" in part]
     assert len(computing) == 1
     assert "ROOT" in next(line for line in computing[0].splitlines() if " cosine(" in line)
+
+
+LONG = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": RopeScaling("llama3", 4.0, 1.0, 4.0, 16).to_json(),
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": longrope(3) | {"original_max_position_embeddings": 16, "factor": 4.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LONG)
+def test_four_times_the_original_length(kind, tmp_path):
+    """A prompt beyond the original context of 16, then decoding up to 64 positions, against transformers."""
+    pytest.importorskip("transformers")
+    sizes = {**SIZES, "head_dim": 6, "max_position_embeddings": 16 if kind in ("dynamic", "linear") else 64}
+    reference = random_model("Llama", {**sizes, "rope_parameters": {"rope_theta": 1e4, **LONG[kind]}}, seed=3)
+    reference.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 40).tolist()
+    tokens, expected = greedy(reference, prompt, 24)
+    actual = paged_logits(models.load(tmp_path, progress=False), tokens[:-1], len(prompt))
+    assert np.abs(actual - expected).max() <= TOLERANCE
