@@ -15,6 +15,7 @@ NotImplementedError with the reason. Gradients are those of the reference in pla
 step function and has none.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,34 @@ SELECT_PAGES = Operation(
 )
 
 
+def _differentiable(operation: Operation, gathered: Callable) -> Any:
+    """The operation with the derivatives of its reference, in q, keys and values."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def call(backend, soft_cap, q, keys, values, *positions):
+        return operation(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
+
+    def forward(backend, soft_cap, q, keys, values, *positions):
+        return call(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
+
+    def backward(backend, soft_cap, residuals, gradient):
+        q, keys, values, positions = residuals
+        _, pull = jax.vjp(lambda *x: gathered(*x, *positions, soft_cap=soft_cap), q, keys, values)
+        return (*pull(gradient), *(None for _ in positions))
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _prefill_gathered(*operands: Any, soft_cap: float | None) -> jax.Array:
+    return reference.prefill_gathered(*operands, soft_cap=soft_cap).out
+
+
+_decode = _differentiable(DECODE, reference.decode_gathered)
+_prefill = _differentiable(PREFILL, _prefill_gathered)
+_verify = _differentiable(VERIFY, _prefill_gathered)
+
+
 def decode(
     q: jax.Array,
     keys: Any,
@@ -133,26 +162,6 @@ def decode(
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, context_length)
     return _decode(backend, soft_cap, q, keys, values, *positions)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _decode(backend, soft_cap, q, keys, values, *positions) -> PartialAttention:
-    return DECODE(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
-
-
-def _keeping(function: Any) -> Any:
-    """The forward pass of a derivative: the function, and its operands as residuals."""
-    return lambda *x: (function(*x), (*x[2:5], x[5:]))
-
-
-def _decode_backward(backend, soft_cap, residuals, gradient):
-    q, keys, values, positions = residuals
-    gathered = lambda *x: reference.decode_gathered(*x, *positions, soft_cap=soft_cap)
-    _, pull = jax.vjp(gathered, q, keys, values)
-    return (*pull(gradient), *(None for _ in positions))
-
-
-_decode.defvjp(_keeping(_decode), _decode_backward)
 
 
 def decode_by_page(
@@ -245,21 +254,6 @@ def prefill(
     return _prefill(backend, soft_cap, q, keys, values, *positions)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _prefill(backend, soft_cap, q, keys, values, *positions):
-    return PREFILL(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
-
-
-def _prefill_backward(backend, soft_cap, residuals, gradient):
-    q, keys, values, positions = residuals
-    gathered = lambda *x: reference.prefill_gathered(*x, *positions, soft_cap=soft_cap).out
-    _, pull = jax.vjp(gathered, q, keys, values)
-    return (*pull(gradient), *(None for _ in positions))
-
-
-_prefill.defvjp(_keeping(_prefill), _prefill_backward)
-
-
 def verify(
     q: jax.Array,
     keys: Any,
@@ -290,14 +284,6 @@ def verify(
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
     return _verify(backend, soft_cap, q, keys, values, *positions)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _verify(backend, soft_cap, q, keys, values, *positions):
-    return VERIFY(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
-
-
-_verify.defvjp(_keeping(_verify), _prefill_backward)
 
 
 def select_pages(
