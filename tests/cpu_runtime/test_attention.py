@@ -87,6 +87,18 @@ def test_online_softmax_against_float64(kernels, spread, begin, end):
     np.testing.assert_allclose(top + np.log(mass), expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("position", [0, 15, 16, PAGE_SIZE - 1])
+def test_the_largest_score_is_that_of_any_key(kernels, position):
+    """One score is so large that its exponential would overflow, and that no other key has a weight."""
+    query, keys = aligned(np.eye(1, HEAD_DIM)), aligned(np.zeros((PAGE_SIZE, HEAD_DIM)))
+    ((_, values),) = pages(np.random.default_rng(3), 1, 1.0)
+    keys[position, 0] = 200
+    top, total, out = empty_state(1)
+    attend(kernels, query, keys, values, 0, PAGE_SIZE, top, total, out)
+    assert top[0] == 200
+    np.testing.assert_allclose(out[0] / total.sum(), values[position], rtol=1e-6)
+
+
 def test_a_head_has_the_same_bits_in_every_batch(kernels):
     rng = np.random.default_rng(1)
     query, read = aligned(rng.standard_normal((13, HEAD_DIM))), pages(rng, 3, 2.0)

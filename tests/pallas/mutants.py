@@ -47,7 +47,7 @@ TPU_WRITE = Tests(
 )
 TOPK_REFERENCE = Tests("tests/pallas/test_topk_entropy.py", "reference_is_exact")
 MOMENTS_ON_CPU = Tests("tests/pallas/test_entropy_moments.py", "against_float64 or extremes")
-PAGE = Tests("tests/cpu_runtime/test_attention.py", "against_float64")
+PAGE = Tests("tests/cpu_runtime/test_attention.py", "against_float64 or largest_score")
 POOL = Tests("tests/cpu_runtime/test_thread_pool.py", "")
 THRESHOLD = Tests("tests/cpu_runtime/test_threshold.py", "")
 CHOICE_OF_BACKEND = Tests("tests/pallas/test_dispatch.py", "")
