@@ -179,7 +179,7 @@ def stays_narrow(entry: ParameterSource, tensors: SafetensorsFiles) -> bool:
         entry.is_kernel
         and len(entry.shape) == 2
         and tensors[entry.pieces[0].name].get_dtype() == "BF16"
-        and skinny_matmul.reads_as_stored(entry.shape, "bfloat16")
+        and skinny_matmul.reads_as_stored("bfloat16")
     )
 
 

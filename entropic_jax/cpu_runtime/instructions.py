@@ -60,7 +60,9 @@ def load(builder: Any, address: Any, offset: Any, llvm_type: Any = VECTOR) -> An
 
 
 def _element_address(builder: Any, address: Any, offset: Any, dtype: str) -> Any:
-    """The address of the element `offset` of an array of `dtype`."""
+    """The address of the element `offset`, a number of Python or of the program, of an array of `dtype`."""
+    if isinstance(offset, int):
+        offset = WORD(offset)
     return builder.add(address, builder.mul(offset, WORD(ITEMSIZE[dtype])))
 
 

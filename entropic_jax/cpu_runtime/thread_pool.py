@@ -140,6 +140,12 @@ def next_chunk(chunk: int, num_chunks: int) -> int:
     return chunk + 1 if chunk + 1 < num_chunks else -1
 
 
+@njit(nogil=True)
+def num_threads() -> int:
+    """Number of threads that share the work, the caller's included."""
+    return _load_acquire(mailbox_address() + THREADS)
+
+
 def worker_loop() -> Any:
     """The start routine of a thread, `void *worker(void *)`; it returns once the mailbox says one thread."""
     sleep = c_function("usleep")

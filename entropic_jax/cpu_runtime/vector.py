@@ -1,4 +1,4 @@
-"""Vector kernels: the inner loops of page selection and matrix products as hand-written LLVM vector code.
+"""Vector kernels: the inner loops of page selection as hand-written LLVM vector code.
 
 Data is float32 unless a `dtype` says otherwise: bfloat16 and int8 are widened as they are read. The public
 functions return functions for Numba code, specialised for the given sizes.
@@ -11,15 +11,12 @@ import numpy as np
 from llvmlite import ir
 
 from .instructions import (
-    FLOAT,
     LANES,
     NARROW,
     VECTOR,
     WORD,
-    broadcast,
     intrinsic_of,
     load,
-    load_widened,
     loop,
     multiply_add,
     prefetch_elements,
@@ -108,43 +105,6 @@ def lane_maxima() -> Any:
         store(builder, loop(builder, WORD(0), count, LANES, [lowest], row)[0], out, WORD(0))
 
     return intrinsic_of(3, emit)
-
-
-@cache
-def matmul_tile(rows: int, vectors: int, dtype: str) -> Any:
-    """`matmul_tile(x, weight, out, inputs, columns)`: out[r, c] = Σ x[r, i] weight[i, c], i ascending.
-
-    Args:
-        rows: rows of x, each of `inputs` elements, and of out.
-        vectors: columns of the tile, in vectors of `LANES`; a row of weight and of out has `columns`.
-        dtype: of the weight.
-    """
-    ahead = WORD(16)  # rows of the weight
-    width = vectors * LANES
-
-    def emit(builder, values):
-        x, weight, out, inputs, columns = values
-
-        def row(i, sums):
-            offset = builder.mul(i, columns)
-            prefetch_elements(builder, weight, builder.mul(builder.add(i, ahead), columns), width, dtype)
-            part_offset = lambda j: builder.add(offset, WORD(j * LANES))
-            value = [load_widened(builder, weight, part_offset(j), dtype) for j in range(vectors)]
-            after = []
-            for r in range(rows):
-                x_offset = builder.add(builder.mul(inputs, WORD(r)), i)
-                factor = broadcast(builder, load(builder, x, x_offset, FLOAT))
-                row_sums = sums[r * vectors : (r + 1) * vectors]
-                after += [multiply_add(builder, v, factor, s) for v, s in zip(value, row_sums, strict=True)]
-            return after
-
-        zero = ir.Constant(VECTOR, [0.0] * LANES)
-        sums = loop(builder, WORD(0), inputs, 1, [zero] * (rows * vectors), row)
-        for number, value in enumerate(sums):
-            r, j = divmod(number, vectors)
-            store(builder, value, out, builder.add(builder.mul(columns, WORD(r)), WORD(j * LANES)))
-
-    return intrinsic_of(5, emit)
 
 
 @cache

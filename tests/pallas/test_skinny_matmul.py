@@ -19,7 +19,8 @@ def case(rows: int, kind: str, columns: tuple[int, ...] = COLUMNS):
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns"), [("float32", COLUMNS), ("bfloat16", COLUMNS), ("float32", (8, 64, 100))]
+    ("kind", "columns"),
+    [("float32", COLUMNS), ("bfloat16", COLUMNS), ("float32", (8, 64, 100)), ("bfloat16", (72, 64, 8))],
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, MAX_ROWS, MAX_ROWS + 1])
 def test_products_are_those_of_the_widened_weights(rows, kind, columns):
@@ -40,6 +41,36 @@ def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
     for rows in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18)):
         for part, all_ in zip(skinny_matmul(x[rows], *weights), together, strict=True):
             np.testing.assert_array_equal(part, all_[rows])
+
+
+@ON_CPU
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_tiles_or_panels(kind):
+    """Every number of rows up to more than three tiles, and inputs that fill no panel."""
+    rng = np.random.default_rng(0)
+    rows, inputs = 40, 300
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    weights = tuple(jnp.asarray(rng.standard_normal((inputs, n)), kind) for n in (320, 72))
+    alone = [
+        np.concatenate(y)
+        for y in zip(*(skinny_matmul(x[r : r + 1], *weights) for r in range(rows)), strict=True)
+    ]
+    for count in range(2, rows + 1):
+        for y, expected in zip(skinny_matmul(x[rows - count :], *weights), alone, strict=True):
+            np.testing.assert_array_equal(y, expected[rows - count :], err_msg=f"{count} rows")
+
+
+@ON_CPU
+def test_sums_are_chains_of_fused_multiply_adds():
+    """A sum whose products need more digits than float32 has is rounded once per input, in order."""
+    x = jnp.full((1, 3), 1 + 2.0**-12, jnp.float32)
+    weight = jnp.asarray([[-1.0], [1 + 2.0**-12], [2.0**-24]], jnp.float32) * jnp.ones((1, 72))
+    chain = 0.0
+    for a, b in zip(np.float64(x[0]), np.float64(weight[:, 0]), strict=True):
+        chain = float(np.float32(a * b + chain))  # exact in float64 before it is rounded
+    y = skinny_matmul(x, weight, backend="cpu")[0]
+    np.testing.assert_array_equal(y, np.full((1, 72), chain, np.float32))
+    assert chain != float(np.float32(np.float32(x[0, 1] * weight[1, 0]) + np.float32(x[0, 0] * weight[0, 0])))
 
 
 @ON_CPU
@@ -69,7 +100,7 @@ def test_gradients_are_those_of_the_plain_product():
     ("x", "kinds", "columns"),
     [
         ("bfloat16", ("bfloat16",), (64,)),
-        ("float32", ("bfloat16",), (72,)),
+        ("float32", ("float16",), (64,)),
         ("float32", ("float32", "bfloat16"), (64, 64)),
     ],
 )

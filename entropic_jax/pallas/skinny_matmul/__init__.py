@@ -32,9 +32,9 @@ MAX_ROWS = 64
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
 
-def reads_as_stored(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a weight of this shape and dtype is multiplied by float32 rows without a widened copy of it."""
-    return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(shape, dtype)
+def reads_as_stored(dtype: Any) -> bool:
+    """Whether a weight of this dtype is multiplied by float32 rows without a widened copy of it."""
+    return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(dtype)
 
 
 def skinny_matmul(x: jax.Array, *weights: jax.Array, backend: str | None = None) -> tuple[jax.Array, ...]:

@@ -1,0 +1,237 @@
+"""Matrix product tiles: inner loops of products whose sums are the same for every number of rows.
+
+Every element of a product is one chain of fused multiply-adds over the inputs, in ascending order:
+s ← x[r, i] · w[i, c] + s. A tile computes some rows and columns at once, over a range of inputs. It may
+begin from the sums that an earlier tile stored, since storing a float32 changes no bit. So neither the size
+of a tile nor that of a range of inputs changes a result.
+"""
+
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .instructions import (
+    CACHE_LINE,
+    FLOAT,
+    ITEMSIZE,
+    LANES,
+    VECTOR,
+    WORD,
+    broadcast,
+    intrinsic_of,
+    load,
+    load_widened,
+    loop,
+    multiply_add,
+    prefetch,
+    store,
+)
+
+BLOCK = 64  # columns
+MAX_PANEL = 128  # inputs
+MAX_TILE_ROWS = 6
+
+
+def has_wide_registers() -> bool:
+    """Whether this processor has the 32 registers of 512 bits of AVX-512."""
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def tile_vectors(rows: int, wide: bool) -> int:
+    """Vectors of columns in a tile that keeps its sums in registers.
+
+    Args:
+        rows: of the tile.
+        wide: whether registers are those of AVX-512; if not, a vector takes two registers or four.
+    """
+    return 4 if wide else 2 if rows < 3 else 1
+
+
+@cache
+def tile(rows: int, dtype: str, source: str, prefetches: int, wide: bool) -> Any:
+    """`tile(x, inputs, begin, end, weight, columns, out, stride, panel, ahead)`: rows times a block.
+
+        out[r, c] = Σ x[r, i] weight[i, c],   begin ≤ i < end, 0 ≤ c < `BLOCK`
+
+    If begin > 0, the sums continue from those in out. A row of x has `inputs` elements, one of the weight
+    `columns`, one of out `stride`.
+
+    Args:
+        rows: of the tile.
+        dtype: of the weight.
+        source: "weight"; "panel" for a copy of the block, float32 `[end − begin, BLOCK]`; or "both" to read
+            the weight and write that copy.
+        prefetches: cache lines that each input prefetches, in its row of the block at `ahead`.
+        wide: see `tile_vectors`.
+    """
+
+    def call(builder, values):
+        # A function of its own, so that the compiler assigns registers for this loop alone.
+        name = f"matmul_tile_{source}_{rows}_{dtype}_{prefetches}"
+        function = builder.module.globals.get(name)
+        if function is None:
+            signature = ir.FunctionType(ir.VoidType(), [WORD] * len(values))
+            function = ir.Function(builder.module, signature, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            emit_tile(function, rows, dtype, source, prefetches, tile_vectors(rows, wide))
+        builder.call(function, values)
+
+    return intrinsic_of(10, call)
+
+
+def emit_tile(function: Any, rows: int, dtype: str, source: str, prefetches: int, vectors: int) -> None:
+    """The body of a tile's function.
+
+    Args:
+        function: of llvmlite, with the arguments of `tile` and no code.
+        rows: see `tile`.
+        dtype: see `tile`.
+        source: see `tile`.
+        prefetches: see `tile`.
+        vectors: of columns whose sums are in registers at once; a divisor of those in a block.
+    """
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    x, inputs, begin, end, weight, columns, out, stride, panel, ahead = function.args
+    size = ITEMSIZE[dtype]
+    row_bytes = builder.mul(columns, WORD(size))
+    begin_bytes = builder.mul(begin, row_bytes)
+    for first in range(0, BLOCK, vectors * LANES):
+
+        def advance(i, carried, lines=prefetches if first == 0 else 0):
+            from_weight, from_panel, from_ahead, *sums = carried
+            for line in range(lines):
+                prefetch(builder, builder.add(from_ahead, WORD(line * CACHE_LINE)))
+            if source == "panel":
+                values = [load(builder, from_panel, j * LANES) for j in range(vectors)]
+            else:
+                values = [load_widened(builder, from_weight, j * LANES, dtype) for j in range(vectors)]
+            if source == "both":
+                for j, value in enumerate(values):
+                    store(builder, value, from_panel, j * LANES)
+            after = []
+            for r in range(rows):
+                offset = builder.add(builder.mul(inputs, WORD(r)), i)
+                factor = broadcast(builder, load(builder, x, offset, FLOAT))
+                row_sums = sums[r * vectors : (r + 1) * vectors]
+                after += [multiply_add(builder, factor, v, s) for v, s in zip(values, row_sums, strict=True)]
+            next_row = builder.add(from_weight, row_bytes), builder.add(from_panel, WORD(4 * BLOCK))
+            return [*next_row, builder.add(from_ahead, row_bytes), *after]
+
+        cells = [
+            builder.add(builder.mul(stride, WORD(r)), WORD(first + j * LANES))
+            for r in range(rows)
+            for j in range(vectors)
+        ]
+        addresses = [
+            builder.add(builder.add(weight, WORD(first * size)), begin_bytes),
+            builder.add(panel, WORD(4 * first)),
+            ahead,
+        ]
+        start = _stored_sums(builder, begin, out, cells)
+        sums = loop(builder, begin, end, 1, addresses + start, advance)[len(addresses) :]
+        for cell, value in zip(cells, sums, strict=True):
+            store(builder, value, out, cell)
+    builder.ret_void()
+
+
+def _stored_sums(builder: Any, begin: Any, out: Any, cells: list[Any]) -> list[Any]:
+    """The vectors at these offsets of `out` if `begin` is above 0, else zeros."""
+    before = builder.block
+    with builder.if_then(builder.icmp_signed(">", begin, WORD(0))):
+        stored = [load(builder, out, cell) for cell in cells]
+        loading = builder.block
+    zero, sums = ir.Constant(VECTOR, [0.0] * LANES), []
+    for value in stored:
+        phi = builder.phi(VECTOR)
+        phi.add_incoming(zero, before)
+        phi.add_incoming(value, loading)
+        sums.append(phi)
+    return sums
+
+
+@cache
+def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1) -> Any:
+    """`tiles(rows, *arguments)`: the `tile` of so many rows with these arguments.
+
+    Args:
+        dtype: of the weight.
+        source: see `tile`.
+        prefetches: see `tile`.
+        fewest: rows that a tile has at least; `MAX_TILE_ROWS` at most.
+    """
+    from numba import njit
+
+    most, wide = MAX_TILE_ROWS, has_wide_registers()
+    single, two, three, four, five, six = (
+        tile(max(rows, fewest), dtype, source, prefetches, wide) for rows in range(1, most + 1)
+    )
+
+    @njit(nogil=True)
+    def tiles(rows, *arguments):
+        if rows == 6:
+            six(*arguments)
+        elif rows == 5:
+            five(*arguments)
+        elif rows == 4:
+            four(*arguments)
+        elif rows == 3:
+            three(*arguments)
+        elif rows == 2:
+            two(*arguments)
+        else:
+            single(*arguments)
+
+    return tiles
+
+
+@cache
+def load_block(dtype: str) -> Any:
+    """`load_block(weight, width, inputs, columns, panel)`: fewer than `BLOCK` columns, zeros after them."""
+    from .kernel import EXACT, array, njit
+
+    @njit(**EXACT)
+    def load_block(weight, width, inputs, columns, panel):
+        if dtype == "float32":
+            for i in range(inputs):
+                target = array(panel + 4 * i * BLOCK, (BLOCK,), np.float32)
+                row = array(weight + 4 * i * width, (columns,), np.float32)
+                for c in range(columns):
+                    target[c] = row[c]
+                for c in range(columns, BLOCK):
+                    target[c] = np.float32(0)
+        else:
+            for i in range(inputs):
+                bits = array(panel + 4 * i * BLOCK, (BLOCK,), np.uint32)
+                row_bits = array(weight + 2 * i * width, (columns,), np.uint16)
+                for c in range(columns):
+                    bits[c] = np.uint32(row_bits[c]) << np.uint32(16)
+                for c in range(columns, BLOCK):
+                    bits[c] = np.uint32(0)
+
+    return load_block
+
+
+def _stack_memory(size: int) -> Any:
+    """A Numba function without arguments: the address of `size` bytes of the caller's stack."""
+
+    @intrinsic
+    def stack_memory(context):
+        def generate(context, builder, signature, arguments):
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.IntType(8), size)
+            memory.align = CACHE_LINE
+            return builder.ptrtoint(memory, WORD)
+
+        return types.intp(), generate
+
+    return stack_memory
+
+
+panel_memory = _stack_memory(4 * MAX_PANEL * BLOCK)
+tile_memory = _stack_memory(4 * MAX_TILE_ROWS * BLOCK)

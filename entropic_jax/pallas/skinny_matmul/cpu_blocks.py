@@ -1,0 +1,102 @@
+"""Blocks of columns of a skinny product: the order in which tiles of rows and panels of inputs are computed.
+
+A block is read from memory once, a panel of inputs at a time. Up to `MAX_TILE_ROWS` rows are multiplied as
+the panel is read. With more rows, the first tile copies the panel to memory that stays in the cache, where
+the other tiles read it: rows of a wide weight are far apart and would evict one another. Meanwhile all tiles
+prefetch the next panel in equal parts, because a core has few requests to memory under way at once.
+
+Only a process that compiles imports this module, because it imports Numba.
+"""
+
+from functools import cache
+from typing import Any
+
+from ...cpu_runtime import matmul
+from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE
+from ...cpu_runtime.kernel import EXACT, floats, njit
+
+PANEL = 64  # inputs
+LONG_PANEL = matmul.MAX_PANEL  # inputs, for more than three tiles: their sums are stored less often
+MAX_TILES = 3  # that share a short panel
+
+
+@cache
+def multiply_block(dtype: str) -> Any:
+    """`multiply_block(x, rows, inputs, weight, width, out, following)`: all rows times a block of columns.
+
+    Addresses are those of the first element in the block; a row of the weight and of out has `width`
+    elements. The first panel at the address `following` is prefetched at the end.
+    """
+    block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
+    lines = block * size // CACHE_LINE
+    half, quarter = lines // 2, max(1, lines // 4)
+    fewest = (most + 1) // 2  # rows of a tile where there are several
+    direct = matmul.tiles(dtype, "weight", lines)
+    copy_half, copy_quarter = (matmul.tiles(dtype, "both", count, fewest) for count in (half, quarter))
+    panel_half, panel_quarter, panel_only = (
+        matmul.tiles(dtype, "panel", count, fewest) for count in (half, quarter, 0)
+    )
+
+    @njit(**EXACT)
+    def multiply_block(x, rows, inputs, weight, width, out, following):
+        memory = matmul.panel_memory()
+        tiles = (rows + most - 1) // most
+        length = PANEL if tiles <= MAX_TILES else LONG_PANEL
+        for begin in range(0, inputs, length):
+            end = min(begin + length, inputs)
+            next_panel = weight + end * size * width if end < inputs else following
+            row, line = 0, 0
+            for tile in range(tiles):
+                n = (rows - row + tiles - tile - 1) // (tiles - tile)
+                source, target = x + 4 * row * inputs, out + 4 * row * width
+                ahead = next_panel + line * CACHE_LINE
+                arguments = source, inputs, begin, end, weight, width, target, width, memory, ahead
+                many = tiles == 2 or (tiles == 3 and tile == 0)  # lines to prefetch
+                if tiles == 1:
+                    direct(n, *arguments)
+                elif tile == 0 and many:
+                    copy_half(n, *arguments)
+                elif tile == 0:
+                    copy_quarter(n, *arguments)
+                elif line >= lines:
+                    panel_only(n, *arguments)
+                elif many:
+                    panel_half(n, *arguments)
+                else:
+                    panel_quarter(n, *arguments)
+                row += n
+                line += half if many else quarter
+
+    return multiply_block
+
+
+@cache
+def multiply_part(dtype: str) -> Any:
+    """`multiply_part(x, rows, inputs, weight, width, out, columns)`: all rows times a part of a block.
+
+    It computes a whole block from a panel with zeros, in memory of its own.
+    """
+    block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
+    load_block, tile = matmul.load_block(dtype), matmul.tiles(dtype, "panel", 0)
+
+    @njit(**EXACT)
+    def multiply_part(x, rows, inputs, weight, width, out, columns):
+        memory, sums = matmul.panel_memory(), matmul.tile_memory()
+        sum_array = floats(sums, (most, block))
+        out_array = floats(out, ((rows - 1) * width + columns,))
+        for begin in range(0, inputs, PANEL):
+            end = min(begin + PANEL, inputs)
+            load_block(weight + begin * size * width, width, end - begin, columns, memory)
+            for row in range(0, rows, most):
+                n = min(most, rows - row)
+                if begin > 0:
+                    for r in range(n):
+                        for c in range(columns):
+                            sum_array[r, c] = out_array[(row + r) * width + c]
+                source = x + 4 * row * inputs
+                tile(n, source, inputs, begin, end, weight, width, sums, block, memory, memory)
+                for r in range(n):
+                    for c in range(columns):
+                        out_array[(row + r) * width + c] = sum_array[r, c]
+
+    return multiply_part
