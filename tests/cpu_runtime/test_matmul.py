@@ -55,7 +55,8 @@ def loops(lines: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_loops_do_not_access_the_stack(target, rows):
     for dtype in ("float32", "bfloat16"):
-        lines = assembly(target, rows, dtype, "both")  # the source that takes the most registers
+        # A tile of fewer than three rows is alone, so it copies nothing.
+        lines = assembly(target, rows, dtype, "both" if rows > 2 else "weight")
         bodies = [body for body in loops(lines) if any("fm" in line for line in body)]
         assert bodies
         for body in bodies:
