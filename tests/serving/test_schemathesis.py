@@ -10,10 +10,13 @@ from entropic_jax.serving.http.settings import Limits, Settings
 
 from .real_server import real_server
 
-# What a schema cannot say: that a text is a grammar, how many tokens it has, how two fields compare. A valid
-# request may be refused for these reasons, and no other.
+# What a schema cannot say: that a text is a grammar or a JSON object, how many tokens it has, how two fields
+# compare. A valid request may be refused for these reasons, and no other.
 BEYOND_SCHEMA = re.compile(
     r"(structured_outputs|response_format)\b"
+    r"|tool_choice must (be none|name one of tools)\b"
+    r"|tools must (have different names|be a JSON schema|be a grammar)\b"
+    r"|messages must have tool_calls whose arguments are JSON objects;"
     r"|prompt must (have between|ask for at most|have at most)\b"
     r"|\w+ must be (below|above|at most) \w+ = "
     r"|\w+ must not be set with the (law|preset) "

@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from .entropic import EntropicResult
 from .fields import Answer, Body, Count, Usage
 from .sampling import Alternatives, SamplingBody
-from .tools import ToolCall, ToolChoice, Tools, argument_objects, check_choice
+from .tools import StatedCall, ToolCall, ToolChoice, Tools, check_choice
 
 
 class TextPart(Body):
@@ -24,13 +24,16 @@ class Message(Body):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
-    tool_calls: Annotated[list[dict[str, Any]], AfterValidator(argument_objects)] | None = None
+    tool_calls: list[StatedCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its content as one text."""
+        """The message with its content as one text. Raises RequestError for calls without an object."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
-        return {**self.model_dump(exclude_none=True), "content": text or ""}
+        message = {**self.model_dump(exclude_none=True), "content": text or ""}
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(SamplingBody):

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from entropic_jax.parameter_table import short
 
+from ...request import RequestError
 from .fields import Answer, Body, conflict
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -76,27 +77,36 @@ def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constr
         raise conflict("tool_choice", message)
 
 
-def argument_objects(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls of an assistant's message with their arguments as objects, as templates expect them."""
-    return [_with_object(call) for call in calls]
+class StatedFunction(Body):
+    """The function of a call in a message, with its arguments as an object or as JSON text."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    name: str
+    arguments: dict[str, Any] | str | None = None
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        message = "messages must have tool_calls with a function, its name and its arguments; got none"
-        raise conflict("messages", message)
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
-        stated = short(function["arguments"])
-        message = f"messages must have tool_calls whose arguments are JSON objects; got {stated}"
-        raise conflict("messages", message)
-    return {**call, "function": {**function, "arguments": arguments}}
+class StatedCall(Body):
+    """A call in a message."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
+
+    function: StatedFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call with its arguments as an object, as templates expect it. Raises RequestError."""
+        arguments: Any = self.function.arguments or "{}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            stated = short(self.function.arguments)
+            message = f"messages must have tool_calls whose arguments are JSON objects; got {stated}"
+            raise RequestError(message, "messages")
+        call = self.model_dump(exclude_none=True)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class CalledFunction(Answer):
