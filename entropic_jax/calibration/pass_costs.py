@@ -113,10 +113,10 @@ def _pass(
 def _least_seconds(launches: Sequence[Callable[[], None]], repeat: int) -> list[float]:
     """Seconds of a pass of each launch: the least of `repeat` turns, after one that compiles."""
     seconds: list[list[float]] = [[] for _ in launches]
-    for turn in range(repeat + 1):
+    for repetition in range(repeat + 1):
         for launch, values in zip(launches, seconds, strict=True):
             began = time.perf_counter()
             launch()
-            if turn:
+            if repetition:
                 values.append((time.perf_counter() - began) / PASSES)
     return [min(values) for values in seconds]
