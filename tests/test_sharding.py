@@ -152,16 +152,22 @@ def test_every_matrix_is_divided():
     from entropic_jax.models.decoder import structure
     from entropic_jax.models.sharding import partition_specs
 
+    refused = set()
     for family in models.FAMILIES:
         sizes = dict(
             CONFIG, architecture=family, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
         )
         shapes = structure(models.Config(**sizes))[1]
-        specs = partition_specs(shapes)
+        try:
+            specs = partition_specs(shapes)
+        except models.ModelError:
+            refused.add(family.removesuffix("ForCausalLM"))
+            continue
         for (path, shape), spec in zip(
             jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
         ):
             name = jax.tree_util.keystr(path)
-            matrix = shape.ndim > 1 and "'gate'" not in name
+            matrix = shape.ndim > 1 and "'gate'" not in name and "'shared_expert_gate'" not in name
             bias = "bias" in name and "_proj" in name and not ("o_proj" in name or "down_proj" in name)
             assert ("tensor" in spec) == (matrix or bias), name
+    assert refused == {"GptOss", "DeepseekV2", "DeepseekV3"}
