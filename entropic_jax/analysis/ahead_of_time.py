@@ -123,13 +123,13 @@ def compile_step(
     def launch(params: Any, state: Any) -> Any:
         return sharding.launch(decoder, step, params, state)
 
-    with _without_cache(), jax.default_device(devices[0]):
+    with without_cache(), jax.default_device(devices[0]):
         return jax.jit(launch, donate_argnums=1).lower(params, state).compile()
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    # An entry of the persistent cache cannot be loaded for a device that is not here.
+def without_cache() -> Iterator[None]:
+    """Switches off the persistent cache: its entries cannot be loaded for a device that is not here."""
     settings: Any = jax.config
     before = settings.jax_enable_compilation_cache
     compilation_cache.reset_cache()

@@ -17,29 +17,25 @@ def gemma(config: Config, layer: int) -> BlockSpec:
     return block_of(config, layer, norm=norm(config), bias=bias, output_bias=bias)
 
 
-def gemma2(config: Config, layer: int) -> BlockSpec:
+def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
     """Gemma 2: norms around both blocks, capped scores, a window in every second layer."""
-    scale, bias = config.query_pre_attn_scalar**-0.5, config.attention_bias
-    switches: dict[str, Any] = {
-        "scale": scale,
-        "soft_cap": config.attn_logit_softcapping,
-        "bias": bias,
-        "output_bias": bias,
-    }
-    return block_of(config, layer, norm=norm(config), placement="sandwich", **switches)
+    bias = config.attention_bias
+    return block_of(
+        config,
+        layer,
+        norm=norm(config),
+        placement="sandwich",
+        scale=config.query_pre_attn_scalar**-0.5,
+        soft_cap=config.attn_logit_softcapping,
+        bias=bias,
+        output_bias=bias,
+        **switches,
+    )
 
 
 def gemma3(config: Config, layer: int) -> BlockSpec:
     """Gemma 3: normalised queries and keys, five layers of six with a window and a base of their own."""
-    scale, bias = config.query_pre_attn_scalar**-0.5, config.attention_bias
-    switches: dict[str, Any] = {
-        "scale": scale,
-        "soft_cap": config.attn_logit_softcapping,
-        "bias": bias,
-        "output_bias": bias,
-    }
-    switches |= {"head_norm": norm(config), "rope": rope_of(config, layer, local=True)}
-    return block_of(config, layer, norm=norm(config), placement="sandwich", **switches)
+    return gemma2(config, layer, head_norm=norm(config), rope=rope_of(config, layer, local=True))
 
 
 def output(config: Config) -> OutputSpec:

@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
+
+from entropic_jax.analysis.ahead_of_time import without_cache
 
 # The smallest topology of each generation.
 TPU_TOPOLOGIES = {
@@ -77,25 +78,11 @@ def _gpu() -> jax.Device:
     return description.devices[0]
 
 
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    # An entry of the persistent cache cannot be loaded for a device that is not here, and what is loaded
-    # is not compiled: there would be no report.
-    before = jax.config.jax_enable_compilation_cache
-    compilation_cache.reset_cache()
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        compilation_cache.reset_cache()
-        jax.config.update("jax_enable_compilation_cache", before)
-
-
 def _compile(function: Callable, arguments: tuple, device: jax.Device, **options: Any):
     sharding = SingleDeviceSharding(device)
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     # What depends on the chip while it is traced asks the default device, which never runs anything here.
-    with _without_cache(), jax.default_device(device):
+    with without_cache(), jax.default_device(device):
         return jax.jit(function, **options).lower(*jax.tree.map(place, arguments)).compile()
 
 
