@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import TextIO
 
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
@@ -41,9 +42,22 @@ class PlainFormatter(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
+class StandardErrorHandler(logging.StreamHandler):
+    """Writes to what `sys.stderr` is at that moment, so that a program may replace it and close the old one."""
+
+    @property
+    def stream(self) -> TextIO:
+        """Where records go."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        pass
+
+
 def configure(form: str = "json", level: str = "info") -> None:
     """Send the logs of this package and of uvicorn to standard error, in the form "json" or "text"."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StandardErrorHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else PlainFormatter())
     for name in ("entropic_jax", "uvicorn"):
         logger = logging.getLogger(name)

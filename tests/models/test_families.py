@@ -47,8 +47,14 @@ def test_agrees_with_transformers(family, changes, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored.params, model.params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "changes"), [p for p in PARAMETERS if p.id.endswith("-0")])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in FAST else pytest.mark.exhaustive)
+        for name, case in zip(IDS, CASES, strict=True)
+        if name.endswith("-0")
+    ],
+)
 def test_generates_as_transformers(family, changes, tmp_path):
     """Ragged rows through `start`, `generate` and `replay`."""
     reference = random_model(family, {**SIZES, **changes}, seed=1)

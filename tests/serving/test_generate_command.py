@@ -247,7 +247,7 @@ def test_text_that_is_not_utf8(script, entropic, stdin):
 def test_a_model_that_cannot_be_loaded(script, entropic, monkeypatch):
     script("a")
 
-    def load(path, dtype, control, kv_cache_dtype, speculate):
+    def load(*_):
         raise ValueError("config.json is missing")
 
     monkeypatch.setattr("entropic_jax.serving.generation.load", load)
