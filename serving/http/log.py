@@ -43,7 +43,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class StandardErrorHandler(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at that moment, so that a program may replace it and close the old one."""
+    """Writes to what `sys.stderr` is at that moment: a program may replace it and close the old one."""
 
     @property
     def stream(self) -> TextIO:
