@@ -6,7 +6,8 @@ from pathlib import Path
 MOST_MAPPINGS = 20_000  # of memory, when a file of tests ends
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "xla"
 # Nearly all of a run is XLA compiling small programs that run once.
-# Without its costlier passes that takes half the time. With `XLA_FLAGS=` in the environment the tests run as users' programs do.
+# Without its costlier passes that takes half the time. With `XLA_FLAGS=` in the environment the tests run as
+# users' programs do.
 QUICK_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
     "--xla_cpu_parallel_codegen_split_count=1"
