@@ -327,7 +327,8 @@ def _progress(total: int, title: str, quiet: bool):
 
 
 def _tree(options, urls, targets, figures, rows, factor) -> dict[str, Any]:
-    shown = {k: v for k, v in vars(options).items() if k not in ("run", "error", "command", "api_key")}
+    hidden = ("run", "error", "command", "flags", "api_key")
+    shown = {k: v for k, v in vars(options).items() if k not in hidden}
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
     servers = [
         {"url": url, "model": target.model, "runs": server_runs}

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from entropic_jax.serving.http import log
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.settings import Limits, Settings
 
@@ -136,17 +137,23 @@ def test_a_reader_that_is_done_cancels_nothing(live):
     assert live.engine.cancelled == []
 
 
-def test_request_ids(live, caplog):
-    logging.getLogger("entropic_jax").propagate = True
-    with caplog.at_level(logging.INFO, "entropic_jax.serving.requests"):
-        answer = httpx2.post(
-            live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
-        )
-        until(lambda: any(record.message == "request" for record in caplog.records))
+def test_request_ids(live, monkeypatch):
+    logger, seen = logging.getLogger("entropic_jax.serving.requests"), {}
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.setdefault(log.request_id.get(), []).append(record)
+
+    monkeypatch.setattr(logger, "handlers", [Handler()])
+    logger.setLevel(logging.INFO)
+    answer = httpx2.post(
+        live.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine-1"}
+    )
+    until(lambda: "mine-1" in seen)
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["id"] == "cmpl-mine-1"
-    (record,) = [r for r in caplog.records if r.message == "request"]
-    assert (record.path, record.status, record.method) == (PATH, 200, "POST")
+    (record,) = seen["mine-1"]
+    assert (record.msg, record.path, record.status, record.method) == ("request", PATH, 200, "POST")
     strange = httpx2.get(f"{live.url}/version", headers={"X-Request-Id": 'a"; drop'})
     assert strange.headers["x-request-id"] != 'a"; drop'
 
