@@ -122,7 +122,7 @@ def test_passes_are_counted_per_request_and_per_token(off, suffix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [40, 52])
+@pytest.mark.parametrize("pages", [40, pytest.param(52, marks=pytest.mark.exhaustive)])
 def test_preemption_changes_nothing_and_drafts_preempt_nobody(model, expected, monkeypatch, pages):  # noqa: F811
     for engine in engine_of(model, **SUFFIX, num_pages=pages):
         batch, scheduler, tried = engine.scheduler.batch, engine.scheduler, []
