@@ -163,6 +163,7 @@ class Family(NamedTuple):
     stacked_experts: bool = False  # whether a tensor on disk holds all experts
     experts_as_multiplied: bool = False  # [experts, in, out], gate and up interleaved
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
+    scaled_by_default: bool = False  # whether transformers scales the rotation if `rope_scaling` is null
 
 
 def rope_of(config: Config, layer: int, *, interleaved: bool = False, local: bool = False) -> RopeSpec | None:

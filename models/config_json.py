@@ -233,7 +233,7 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "model_type": family.model_type,
         "torch_dtype": dtype,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": {"rope_type": "default"} if scaling is None and family.scaled_by_default else scaling,
         "bos_token_id": config.bos_token_id,
         "pad_token_id": None,  # some families have one beyond small vocabularies by default
         "eos_token_id": stops[0] if len(stops) == 1 else list(stops) or None,
@@ -247,8 +247,6 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
             extra["max_window_layers"] = kinds.index(SLIDING) if SLIDING in kinds else len(kinds)
     if "no_rope_layers" in family.defaults and not config.no_rope_layers:
         extra["no_rope_layers"] = [1] * config.num_hidden_layers
-    if scaling is None:  # a family of transformers may scale where its config.json is silent
-        extra["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if "rope_local_base_freq" in family.defaults:
         local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq or config.rope_theta}
         plain = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}

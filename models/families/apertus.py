@@ -21,5 +21,6 @@ FAMILIES = (
             (".input_layernorm.", ".attention_layernorm."),
             (".post_attention_layernorm.", ".feedforward_layernorm."),
         ),
+        scaled_by_default=True,
     ),
 )

@@ -36,5 +36,6 @@ FAMILIES = (
         ),
         stacked_experts=True,
         experts_as_multiplied=True,
+        scaled_by_default=True,
     ),
 )

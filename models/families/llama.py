@@ -64,6 +64,7 @@ FAMILIES = (
         {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
         | {"sliding_window": None, "llama_4_scaling_beta": 0.0},
         ministral3,
+        scaled_by_default=True,
     ),
     Family(
         "SmolLM3ForCausalLM",

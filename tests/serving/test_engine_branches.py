@@ -221,7 +221,7 @@ def test_scarce_pages(exact, scarce, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapped):
     """Branches, rollbacks, preemption, cancellations and all kinds of ends: no answer changes."""
     kinds = [
@@ -235,7 +235,7 @@ def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapp
     monkeypatch.setattr(scarce.scheduler, "overlapped", overlapped)
     before, draw = scarce.snapshot(), np.random.default_rng(overlapped)
     output_streams = []
-    for number in draw.integers(0, len(kinds), 150).tolist():
+    for number in draw.integers(0, len(kinds), 100).tolist():
         grammar = Alternating() if draw.random() < 0.05 else None
         chosen = dataclasses.replace(kinds[number], grammar=grammar)
         leaves = draw.random() < 0.2

@@ -53,7 +53,7 @@ def test_no_program_copies_the_pool(exact):  # noqa: F811
 def test_a_full_warm_up_times_passes_and_compiles_all_that_drafts_need(model):  # noqa: F811
     options = dict(max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False, speculate="suffix")
     for engine in engine_of(model, **options):
-        assert engine._ready.wait(300)
+        assert engine.warmup.ended.wait(300)
         laws = dict(engine.programs._laws())
         assert sorted(laws) == [1, 2]
         for rows, law in laws.items():
