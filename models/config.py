@@ -48,7 +48,7 @@ def optional(check: Check) -> Check:
     return Check(lambda value: value is None or check.accepts(value), f"null or {check.requirement}")
 
 
-def one_of(*names: str) -> Check:
+def choice(*names: str) -> Check:
     text = ", ".join(map(repr, names))
     return Check(lambda value: isinstance(value, str) and value in names, f"one of {text}")
 
@@ -101,9 +101,9 @@ class Config:
     tie_word_embeddings: bool = option(False, BOOLEAN)
     attention_bias: bool = option(False, BOOLEAN)
     mlp_bias: bool = option(False, BOOLEAN)
-    hidden_act: str = option("silu", one_of(*ACTIVATIONS))
+    hidden_act: str = option("silu", choice(*ACTIVATIONS))
     sliding_window: int | None = option(None, optional(POSITIVE))  # positions seen, the query's own included
-    layer_types: tuple[str, ...] | None = option(None, optional(items(one_of(FULL, SLIDING))))
+    layer_types: tuple[str, ...] | None = option(None, optional(items(choice(FULL, SLIDING))))
     num_local_experts: int = option(0, integer(0, MOST_EXPERTS))
     num_experts_per_tok: int = option(0, COUNT)
     moe_intermediate_size: int = option(0, COUNT)
@@ -132,7 +132,7 @@ class Config:
     first_k_dense_replace: int = option(0, COUNT)
     n_group: int = option(1, POSITIVE)
     topk_group: int = option(1, POSITIVE)
-    topk_method: str = option("greedy", one_of("greedy", "group_limited_greedy", "noaux_tc"))
+    topk_method: str = option("greedy", choice("greedy", "group_limited_greedy", "noaux_tc"))
     routed_scaling_factor: float = option(1.0, POSITIVE_NUMBER)
     q_lora_rank: int | None = option(None, optional(POSITIVE))
     kv_lora_rank: int = option(512, POSITIVE)

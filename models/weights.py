@@ -215,13 +215,13 @@ class TensorPart(NamedTuple):
 
     piece: Piece
     leaf: Any  # the array of Params
-    number: int  # of the piece among those of the array, of which there are `count`
-    count: int
+    number: int  # of the piece among the pieces of the array
+    num_parts: int  # pieces of the array
 
     def matrix(self) -> np.ndarray:
         """As on disk; a view where the device is the host."""
         host = np.asarray(self.leaf)
-        part = host[self.number] if self.count > 1 else host.reshape(host.shape[-2:])
+        part = host[self.number] if self.num_parts > 1 else host.reshape(host.shape[-2:])
         return part.T if self.piece.transposed else part
 
 

@@ -66,9 +66,14 @@ def words(name: str) -> list[str]:
 
 
 def replacement(name: str) -> str | None:
-    """The replacement of a retired name; None for any other name."""
-    if name in RETIRED_NAMES:
-        return RETIRED_NAMES[name]
+    """The replacement of a retired name; None for any other name.
+
+    Underscores around a name do not count, nor does the case of a name that is retired in lower case.
+    """
+    bare = name.strip("_")
+    for retired in (bare, bare.lower()):
+        if retired in RETIRED_NAMES:
+            return RETIRED_NAMES[retired]
     return next((RETIRED_WORDS[word] for word in words(name) if word in RETIRED_WORDS), None)
 
 
@@ -174,6 +179,7 @@ def test_retired_and_missing_names_are_found(tmp_path):
         "        for found in np.where(x, where=1):\n"
         "            cut = lambda mine, *given: 0\n"
         "class Dashboard: ...\n"
+        "def _whole(reader, Whole): ...\n"
     )
     assert retired_names(tmp_path) == [
         "serving/batcher.py:1: batcher; use scheduler",
@@ -184,6 +190,8 @@ def test_retired_and_missing_names_are_found(tmp_path):
         "serving/batcher.py:6: cut; use row_subset, or the name of the thing",
         "serving/batcher.py:6: given; use options",
         "serving/batcher.py:6: mine; use the name of the thing",
+        "serving/batcher.py:8: Whole; use all, full",
+        "serving/batcher.py:8: _whole; use all, full",
     ]
     page = "| term | meaning | in the code |\n| --- | --- | --- |\n"
     page += "| step | … | `serving/batcher.py` `Dashboard` |\n| row | … | `serving/batcher.py` `Row` |\n"

@@ -148,3 +148,29 @@ def test_errors_say_what_a_value_must_be():
 )
 def test_old_errors_are_recognised(text, old):
     assert bool(OLD_ERRORS.search(text)) == old
+
+
+def shadowing_fields(text: str) -> list[str]:
+    """`class.field` of the fields of named tuples that hide a method of tuples."""
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [
+        f"{node.name}.{field.target.id}"
+        for node in classes
+        if any(ast.unparse(base).split(".")[-1] == "NamedTuple" for base in node.bases)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if field.target.id in ("count", "index")
+    ]
+
+
+def test_fields_of_named_tuples_do_not_hide_methods():
+    assert [
+        f"{p}:{name}" for p in sources() for name in shadowing_fields((ROOT / p).read_text("utf-8"))
+    ] == []
+
+
+def test_fields_that_hide_methods_are_recognised():
+    body = "    index: int\n    num_rows: int\n    count: int = 0\n"
+    assert shadowing_fields(f"class A(NamedTuple):\n{body}") == ["A.index", "A.count"]
+    assert shadowing_fields(f"class A(typing.NamedTuple):\n{body}") == ["A.index", "A.count"]
+    assert shadowing_fields(f"class A:\n{body}") == []

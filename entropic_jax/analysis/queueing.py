@@ -232,4 +232,4 @@ class Predicted:
             if view.recent_ended.sum() < FEWEST_ENDED:
                 return np.arange(len(view.rows))
             return serving_order(self.current, features, view.age, view.rows, overdue)
-        return np.lexsort((view.rows, -self.model.forecast(features, view.age).index))
+        return np.lexsort((view.rows, -self.model.forecast(features, view.age).gittins_index))

@@ -30,7 +30,7 @@ class Forecast(NamedTuple):
     """What is predicted of each request; each `[requests]`."""
 
     remaining: np.ndarray  # E[L − a | L > a], tokens
-    index: np.ndarray  # Gittins index: completions per token of work, at best; the highest should run
+    gittins_index: np.ndarray  # completions per token of work, at best; the highest should run
     explained: float  # variance of w·x over the requests
     tail: (
         float  # squared coefficient of variation of exp(e): above 1, the older a request, the longer it stays
@@ -186,7 +186,7 @@ def serving_order(
     forecast = model.forecast(features, age)
     overdue = np.broadcast_to(overdue, len(arrival))
     useful = forecast.explained >= SMALLEST_VARIANCE or forecast.tail > LARGEST_LIGHT_TAIL
-    index = forecast.index if useful else np.zeros(len(arrival))
+    index = forecast.gittins_index if useful else np.zeros(len(arrival))
     return np.lexsort((arrival, np.where(overdue, 0.0, -index), ~overdue))
 
 

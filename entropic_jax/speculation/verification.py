@@ -31,7 +31,7 @@ class Pass(NamedTuple):
 
     num_tokens: jax.Array  # int32 [rows], of each row: its last token, and those drafted; 0 where inactive
     row: jax.Array  # int32 [tokens], whose the token is
-    index: jax.Array  # int32 [tokens], its place among those of the row
+    position_in_row: jax.Array  # int32 [tokens], its place among the tokens of its row
     slot: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
 
 
@@ -67,7 +67,7 @@ def packed_attention(cache: Cache, span: TokenSpan, layout: Pass) -> Attend:
     def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, **options: Any) -> Any:
         unpack = lambda x: x[:, 0][layout.slot]
         out, layer = attend(unpack(q), unpack(k), unpack(v), layer, **options)
-        return out[layout.row, jnp.minimum(layout.index, out.shape[1] - 1)][:, None], layer
+        return out[layout.row, jnp.minimum(layout.position_in_row, out.shape[1] - 1)][:, None], layer
 
     return packed
 
@@ -101,7 +101,7 @@ def verify(
         logits = decoder.logits(params, hidden)
     else:
         layout = lay_out(num_tokens, rows * width, most)
-        index = layout.row, jnp.minimum(layout.index, most - 1)
+        index = layout.row, jnp.minimum(layout.position_in_row, most - 1)
         attend = packed_attention(state.cache, span, layout)
         hidden, layers = decoder.hidden(
             params, tokens[index][:, None], position[index][:, None], state.cache.layers, attend

@@ -22,7 +22,9 @@ def test_the_index_and_the_remaining_length_are_those_of_their_definitions():
     law = model(rng.normal(0, 1, NUM_RESIDUALS))
     limits, ages = rng.integers(5, 300, 20), rng.integers(0, 40, 20)
     forecast = law.forecast({"max_tokens": limits}, ages)
-    for limit, age, remaining, index in zip(limits, ages, forecast.remaining, forecast.index, strict=True):
+    for limit, age, remaining, index in zip(
+        limits, ages, forecast.remaining, forecast.gittins_index, strict=True
+    ):
         atoms = np.exp(np.clip(np.log1p(limit) + law.residuals, 0, None))
         left = atoms[atoms > age] - age
         if not len(left):

@@ -58,12 +58,12 @@ def parsed(form: CallFormat | None, pieces: Sequence[str], reasoning: bool | Non
     parts = [parser.push([Token(0, piece, {})]) for piece in pieces] + [parser.finish()]
     by_index: dict[int, list] = {}
     for part in (call_part for message_part in parts for call_part in message_part.calls):
-        if part.index not in by_index:
+        if part.call_index not in by_index:
             assert part.id and part.name
-            by_index[part.index] = [part.name, ""]
+            by_index[part.call_index] = [part.name, ""]
         else:
             assert part.id is None and part.name is None
-        by_index[part.index][1] += part.arguments
+        by_index[part.call_index][1] += part.arguments
     content = "".join(part.content for part in parts)
     return content, "".join(part.reasoning for part in parts), [tuple(pair) for pair in by_index.values()]
 

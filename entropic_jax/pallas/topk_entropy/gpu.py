@@ -49,15 +49,17 @@ def topk_entropy(
         raise NotImplementedError(f"{logits.size} logits: indices are 32 bits wide")
     scales = jnp.stack([inverse(calibration), inverse(temperature)], axis=-1)
     size = size or _size(rows, vocabulary)
-    count = pl.cdiv(vocabulary, size)
-    if count * LARGEST_K > LARGEST_MERGED:
-        raise NotImplementedError(f"{count} segments of a row: {LARGEST_MERGED // LARGEST_K} can be merged")
-    shape = Segments(rows, vocabulary, size, count, k, portable)
+    num_segments = pl.cdiv(vocabulary, size)
+    if num_segments * LARGEST_K > LARGEST_MERGED:
+        raise NotImplementedError(
+            f"{num_segments} segments of a row: {LARGEST_MERGED // LARGEST_K} can be merged"
+        )
+    shape = Segments(rows, vocabulary, size, num_segments, k, portable)
     values, places, numbers = _segments(shape, logits, scales)
-    highest, sums = numbers[..., 0], numbers[..., 1:7].reshape(rows, count, 2, 3)
-    if count > 1:
-        merged = values.reshape(rows, count * LARGEST_K)
-        shape = Segments(rows, merged.shape[1], _whole(merged.shape[1]), 1, k, portable)
+    highest, sums = numbers[..., 0], numbers[..., 1:7].reshape(rows, num_segments, 2, 3)
+    if num_segments > 1:
+        merged = values.reshape(rows, num_segments * LARGEST_K)
+        shape = Segments(rows, merged.shape[1], _round_up(merged.shape[1]), 1, k, portable)
         values, at, lost = _segments(shape, merged, scales)
         places = jnp.take_along_axis(places.reshape(merged.shape), at[:, 0], axis=-1, mode="clip")
         top = lost[..., 0]
@@ -79,13 +81,13 @@ def project(
     return topk_entropy(logits, k, temperature, calibration)
 
 
-def _whole(length: int) -> int:
+def _round_up(length: int) -> int:
     return pl.cdiv(length, STAGES * LENGTH) * STAGES * LENGTH
 
 
 def _size(rows: int, vocabulary: int) -> int:
     segments = pl.cdiv(FILLING, rows)
-    return _whole(min(max(pl.cdiv(vocabulary, segments), SMALLEST_SEGMENT), LARGEST_SEGMENT))
+    return _round_up(min(max(pl.cdiv(vocabulary, segments), SMALLEST_SEGMENT), LARGEST_SEGMENT))
 
 
 def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
@@ -93,11 +95,11 @@ def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[ja
     if shape.portable:
         # A copy on a GPU may read past the end and is cut off or filled up; the interpreter refuses it.
         flat = jnp.pad(flat, (0, shape.size))
-    out = lambda dtype: jax.ShapeDtypeStruct((shape.rows, shape.count, LARGEST_K), dtype)
+    out = lambda dtype: jax.ShapeDtypeStruct((shape.rows, shape.num_segments, LARGEST_K), dtype)
     return plgpu.kernel(
         partial(kernel, shape),
         out_type=(out(jnp.float32), out(jnp.int32), out(jnp.float32)),
-        grid=(shape.rows, shape.count),
+        grid=(shape.rows, shape.num_segments),
         grid_names=("row", "segment"),
         scratch_types=tuple(memory(shape, logits.dtype)),
         compiler_params=plgpu.CompilerParams(approx_math=True),

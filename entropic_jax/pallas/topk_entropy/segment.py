@@ -28,7 +28,7 @@ class Segments(NamedTuple):
     rows: int
     length: int  # of a row
     size: int  # of a segment, the last of a row excepted; a multiple of STAGES · LENGTH
-    count: int  # of segments in a row
+    num_segments: int  # in a row
     k: int
     portable: bool  # for the interpreter
 
@@ -46,7 +46,7 @@ class SharedMemory(NamedTuple):
     places: Any  # int32 [LENGTH], in the row
     best: Any  # float32 [LARGEST_K], descending
     best_places: Any
-    count: Any  # int32 [1], of candidates
+    num_candidates: Any  # int32 [1]
     arrived: Any  # barriers
 
 
@@ -59,7 +59,7 @@ def memory(shape: Segments, dtype: Any) -> SharedMemory:
         places=plgpu.SMEM((LENGTH,), jnp.int32),
         best=plgpu.SMEM((LARGEST_K,), jnp.float32),
         best_places=plgpu.SMEM((LARGEST_K,), jnp.int32),
-        count=plgpu.SMEM((1,), jnp.int32),
+        num_candidates=plgpu.SMEM((1,), jnp.int32),
         arrived=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
     )
 
@@ -79,8 +79,8 @@ def kernel(
         shape: the static parameters.
         logits_ref: `[rows · length]`.
         scales_ref: float32 `[rows, 2]`, 1/T of belief and sampling.
-        values_ref, places_ref: the best of each segment, `[rows, count, LARGEST_K]`.
-        numbers_ref: the highest logit and the sums of each segment, `[rows, count, LARGEST_K]`.
+        values_ref, places_ref: the best of each segment, `[rows, num_segments, LARGEST_K]`.
+        numbers_ref: the highest logit and the sums of each segment, `[rows, num_segments, LARGEST_K]`.
         *held: `SharedMemory`.
     """
     held = SharedMemory(*held)
@@ -94,7 +94,7 @@ def kernel(
     iota = cast(lax.broadcasted_iota(jnp.int32, (LENGTH,), 0))
     held.values[...] = full(-jnp.inf)
     held.places[...] = full(NOWHERE, jnp.int32)
-    held.count[0] = jnp.int32(0)
+    held.num_candidates[0] = jnp.int32(0)
 
     def read(chunk):
         x = cast(held.segment[pl.ds(chunk * LENGTH, LENGTH)]).astype(jnp.float32)
@@ -123,7 +123,7 @@ def kernel(
     def take_in(chunk, sums):
         x, place = read(chunk)
         candidate = (x > floor) | ((x == floor) & (place <= end))
-        append(candidate, x, begin + place, held.values, held.places, held.count, shape.portable)
+        append(candidate, x, begin + place, held.values, held.places, held.num_candidates, shape.portable)
         return _weigh(x - origin, scales, sums, candidate)
 
     sums = lax.fori_loop(0, turns, take_in, tuple(full(0.0) for _ in range(6)))
@@ -256,5 +256,5 @@ def _ranks(held: SharedMemory, values, places, full) -> Any:
             ranks += jnp.where(first, 1, 0)
         return ranks
 
-    candidates = jnp.minimum(held.count[0], LENGTH)
+    candidates = jnp.minimum(held.num_candidates[0], LENGTH)
     return lax.fori_loop(0, (candidates + unrolled - 1) // unrolled, compare, full(0, jnp.int32))

@@ -19,17 +19,17 @@ from entropic_jax.parameter_table import (
 )
 
 
-def _whole(value: Any) -> Any:
+def _integral(value: Any) -> Any:
     """A float without a fraction as an int: JSON Schema, and some clients, make no difference."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = BeforeValidator(_whole)  # must be the last annotation, or the schema lacks the range
-Count = Annotated[int, Field(ge=0, le=LARGEST_INT), Whole]
-Positive = Annotated[int, Field(ge=1, le=LARGEST_INT), Whole]
-Choices = Annotated[int, Field(ge=1, le=128), Whole]
-TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT), Whole]
-Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole]
+IntegralFloat = BeforeValidator(_integral)  # must be the last annotation, or the schema lacks the range
+Count = Annotated[int, Field(ge=0, le=LARGEST_INT), IntegralFloat]
+Positive = Annotated[int, Field(ge=1, le=LARGEST_INT), IntegralFloat]
+Choices = Annotated[int, Field(ge=1, le=128), IntegralFloat]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT), IntegralFloat]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), IntegralFloat]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
@@ -39,7 +39,7 @@ def annotation(accepts: Any) -> Any:
         low = {"gt" if accepts.above_low else "ge": accepts.low}
         high = {"lt" if accepts.below_high else "le": accepts.high}
         bounds = Field(**low, **high)  # type: ignore[no-matching-overload]
-        value = Annotated[int, bounds, Whole] if accepts.kind is int else Annotated[float, bounds]
+        value = Annotated[int, bounds, IntegralFloat] if accepts.kind is int else Annotated[float, bounds]
         return value | Literal["auto"] if accepts.auto else value
     if isinstance(accepts, Flag):
         return bool

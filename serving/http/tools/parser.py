@@ -16,7 +16,7 @@ HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|pa
 class CallPart(NamedTuple):
     """The next part of a call; the first states the id and the name."""
 
-    index: int
+    call_index: int
     id: str | None
     name: str | None
     arguments: str  # JSON text
@@ -250,9 +250,9 @@ def _merged(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
     """One part for each call."""
     merged: dict[int, CallPart] = {}
     for part in parts:
-        before = merged.get(part.index)
+        before = merged.get(part.call_index)
         text = "" if before is None else before.arguments
-        merged[part.index] = (before or part)._replace(arguments=text + part.arguments)
+        merged[part.call_index] = (before or part)._replace(arguments=text + part.arguments)
     return tuple(merged.values())
 
 
@@ -261,7 +261,7 @@ def call_fields(parts: Iterable[CallPart], streamed: bool) -> list[dict[str, Any
     fields = []
     for part in parts:
         function: dict[str, Any] = {"name": part.name} if part.name is not None else {}
-        call: dict[str, Any] = {"index": part.index} if streamed else {}
+        call: dict[str, Any] = {"index": part.call_index} if streamed else {}
         if part.id is not None:
             call |= {"id": part.id, "type": "function"}
         fields.append({**call, "function": {**function, "arguments": part.arguments}})
