@@ -73,10 +73,10 @@ def render(
         text = tokenizer.chat(messages, **{**stated, **named})
     except ModelError as error:
         raise RequestError(str(error), "messages") from None
-    return _cut(text, str(messages[-1].get("content", ""))) if continue_last else text
+    return _up_to(text, str(messages[-1].get("content", ""))) if continue_last else text
 
 
-def _cut(text: str, content: str) -> str:
+def _up_to(text: str, content: str) -> str:
     """The text up to the end of the last message's content."""
     content = content.rstrip()
     place = text.rfind(content)

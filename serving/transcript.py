@@ -179,7 +179,7 @@ class Transcript:
         if ended:
             self.stop_reason = token if requested else None
             return self.finish("stop")
-        if self._cut() or len(self._token_ids) >= self.request.max_tokens:
+        if self._cut_at_stop() or len(self._token_ids) >= self.request.max_tokens:
             return self.finish("length")  # unless it was cut
         return self._release(self._safe())
 
@@ -188,7 +188,7 @@ class Transcript:
         if self.finish_reason is None and self._held:
             last = self._held[-1]
             self._held[-1] = last._replace(text=last.text + self.detokenizer.flush())
-            self._cut()
+            self._cut_at_stop()
         self.finish_reason = self.finish_reason or reason
         self.error = self.error or error
         tokens = self._release(len(self._held))
@@ -211,7 +211,7 @@ class Transcript:
         """Whether the latest token is past those before which nothing ends the text."""
         return len(self._token_ids) > self.request.min_tokens
 
-    def _cut(self) -> bool:
+    def _cut_at_stop(self) -> bool:
         """Cut the text held back before the first stop string in it, if there is one."""
         if not self._may_end():
             return False

@@ -21,7 +21,7 @@ from entropic_jax.models.train import recall as generator
 from entropic_jax.pallas.paged_attention import SelectionRules
 
 EVERYTHING_MAY_GO = 0.999  # ε at which the rules alone decide which pages are kept
-ASKED = 320  # tokens at the end of a window that are read under control; the questions lie in them
+QUESTION_LENGTH = 320  # tokens at the end of a window that are read under control; the questions lie in them
 LONGEST = 8192 - 8  # tokens of a window
 CASES = 4  # windows read together
 
@@ -36,12 +36,14 @@ class Windows:
         ]
         self.length = length = min(LONGEST, *(len(tokens) for tokens, _ in windows))
         texts = [tokens[len(tokens) - length :].tolist() for tokens, _ in windows]
-        self.tails = [t[-ASKED:] for t in texts]
+        self.tails = [t[-QUESTION_LENGTH:] for t in texts]
         self.answers = [
-            {kind: a.positions - (len(tokens) - ASKED) for kind, a in answers.items()}
+            {kind: a.positions - (len(tokens) - QUESTION_LENGTH) for kind, a in answers.items()}
             for tokens, answers in windows
         ]
-        self.state = ablation.read(workload.subject, [t[:-ASKED] for t in texts], ASKED + 1)
+        self.state = ablation.read(
+            workload.subject, [t[:-QUESTION_LENGTH] for t in texts], QUESTION_LENGTH + 1
+        )
 
     def ask(self, workload: Workload, setting: Preset) -> tuple[list[tuple[str, bool]], float]:
         """Each question's kind and whether it was answered, and the kept fraction."""
@@ -111,8 +113,8 @@ def selectors(
     """
     windows = Windows(workload, filler, distance, 50 + seed)
     texts = workload.windows(CASES, windows.length, 700 + seed)
-    state = ablation.read(workload.subject, [t[:-ASKED] for t in texts], ASKED + 1)
-    tails = [t[-ASKED:] for t in texts]
+    state = ablation.read(workload.subject, [t[:-QUESTION_LENGTH] for t in texts], QUESTION_LENGTH + 1)
+    tails = [t[-QUESTION_LENGTH:] for t in texts]
     rows = []
     for name, value, setting in settings(workload, windows.length, quick):
         if name == "random":

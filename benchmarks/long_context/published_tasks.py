@@ -195,10 +195,10 @@ def score(item: Item, answer: str) -> float:
         answer = lines[0].strip() if lines else ""
     if measure == "sequence":
         return sequence(answer, " ".join(item.answers))
-    return max(_one(measure, item, answer, expected) for expected in item.answers)
+    return max(_score(measure, item, answer, expected) for expected in item.answers)
 
 
-def _one(measure: str, item: Item, answer: str, expected: str) -> float:
+def _score(measure: str, item: Item, answer: str, expected: str) -> float:
     split = characters if measure.endswith("characters") else words
     if measure.startswith("f1"):
         return f1(split(answer), split(expected))

@@ -104,11 +104,11 @@ def lookup(rng: np.random.Generator) -> Task:
     return Task("lookup", text, lambda completion: holds(lambda: asserted(completion, {}) == table[key]))
 
 
-MADE: dict[str, Callable[[np.random.Generator], Task]] = {
+GENERATORS: dict[str, Callable[[np.random.Generator], Task]] = {
     "assignment": assignment,
     "lookup": lookup,
 }
-KINDS = (*tasks.KINDS, *MADE)
+KINDS = (*tasks.KINDS, *GENERATORS)
 
 
 def generated(kind: str, count: int, seed: int, filler: str) -> list[Task]:
@@ -116,8 +116,8 @@ def generated(kind: str, count: int, seed: int, filler: str) -> list[Task]:
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
     rng = np.random.default_rng((seed, KINDS.index(kind)))
-    if kind in MADE:
-        return [MADE[kind](rng) for _ in range(count)]
+    if kind in GENERATORS:
+        return [GENERATORS[kind](rng) for _ in range(count)]
     return [recall(rng, kind, filler) for _ in range(count)]
 
 

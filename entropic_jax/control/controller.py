@@ -237,12 +237,12 @@ class When:
         return self.controller.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        return self._where(update_rows, signal, action, state)
+        return self._in_rows(update_rows, signal, action, state)
 
     def schedule(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        return self._where(schedule_rows, signal, action, state)
+        return self._in_rows(schedule_rows, signal, action, state)
 
-    def _where(
+    def _in_rows(
         self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: Any
     ) -> tuple[Action, Any]:
         changed, after = run(self.controller, signal, action, state)

@@ -15,7 +15,7 @@ from ..state import Sampling
 
 _bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _floats = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
-_ONE, _INFINITY = 0x3F800000, 0x7F800000  # the bits of 1.0 and of inf
+_UNIT, _INFINITY = 0x3F800000, 0x7F800000  # the bits of 1.0 and of inf
 SMALLEST = np.finfo(np.float32).tiny
 
 
@@ -57,7 +57,7 @@ def _nucleus_floor(logits: jax.Array, sampling: Sampling, floor: jax.Array) -> j
 
         none = jnp.full(floor.shape, -1, jnp.int32)
         mass = jnp.maximum(sampling.top_p * jnp.sum(ratio, axis=-1), SMALLEST)
-        return _floats(_bisect(lambda bits: above(bits) < mass, none, jnp.full_like(none, _ONE), 31))
+        return _floats(_bisect(lambda bits: above(bits) < mass, none, jnp.full_like(none, _UNIT), 31))
 
     least = lax.cond(jnp.any(sampling.top_p < 1), threshold, lambda ratio: jnp.zeros_like(floor), ratio)
     least = jnp.maximum(jnp.where(sampling.top_p < 1, least, 0.0), sampling.min_p)

@@ -190,16 +190,16 @@ class EngineCollector(Collector):
         """The metric families of the engine."""
         snapshot = self.engine.snapshot()
         for key, name, text in GAUGES:
-            yield self._one(GaugeMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
+            yield self._family(GaugeMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
         for key, name, text in COUNTERS:
-            yield self._one(CounterMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
+            yield self._family(CounterMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
         for key, name, text in ENTROPIC_COUNTERS:
-            yield self._one(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
-        yield self._one(
+            yield self._family(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
+        yield self._family(
             GaugeMetricFamily, "entropic_ready", "Whether the warm-up is over.", self.engine.ready()
         )
 
-    def _one(self, family: type, name: str, text: str, value: float) -> Any:
+    def _family(self, family: type, name: str, text: str, value: float) -> Any:
         metric = family(name, text, labels=["model_name"])
         metric.add_metric([self.model], float(value))
         return metric

@@ -177,7 +177,7 @@ def test_a_model_is_calibrated_on_what_it_wrote():
 
 # The file.
 
-FOUND = Calibration(
+SAVED = Calibration(
     temperature=1.25,
     tokens=5000,
     loss=2.5,
@@ -197,14 +197,14 @@ FOUND = Calibration(
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    calibration.save_calibration(FOUND, tmp_path)
+    calibration.save_calibration(SAVED, tmp_path)
     file = tmp_path / "calibration.json"
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    rounded = FOUND._replace(mean=1.33333)  # six digits are kept
+    rounded = SAVED._replace(mean=1.33333)  # six digits are kept
     assert calibration.load_calibration(tmp_path) == calibration.load_calibration(file) == rounded
     tree = json.loads(file.read_text())
     assert tree["version"] == 2 and tree["quantiles"]["0.5"] == 1.0
-    calibration.save_calibration(FOUND._replace(tokens=64), file)
+    calibration.save_calibration(SAVED._replace(tokens=64), file)
     assert calibration.load_calibration(file).tokens == 64
 
 
@@ -242,7 +242,7 @@ def test_a_missing_file_is_named(tmp_path):
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, change, said):
-    calibration.save_calibration(FOUND, tmp_path)
+    calibration.save_calibration(SAVED, tmp_path)
     file = tmp_path / "calibration.json"
     changed = change(json.loads(file.read_text()))
     file.write_text(changed if isinstance(changed, str) else json.dumps(changed))

@@ -174,12 +174,12 @@ def test_the_loop_obeys_its_controller():
 
 def test_laws_with_as_many_gains_have_different_structures():
     @pytree
-    class One:
+    class First:
         gain: Any
 
     @pytree
     class Other:
         gain: Any
 
-    assert jax.tree.structure(One(1.0)) != jax.tree.structure(Other(1.0))
-    assert jax.tree.structure(One(1.0)) == jax.tree.structure(One(2.0))
+    assert jax.tree.structure(First(1.0)) != jax.tree.structure(Other(1.0))
+    assert jax.tree.structure(First(1.0)) == jax.tree.structure(First(2.0))

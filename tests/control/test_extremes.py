@@ -30,7 +30,7 @@ BROKEN = {"nan", "all masked", "plus infinity"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class TableDecoder:
     """A decoder whose logits are `params["table"]`, whatever its tokens."""
 
     inner: Any
@@ -49,7 +49,7 @@ class Given:
 def run(names: list[str], setting: Any) -> tuple[Any, Any]:
     m = tiny.model()
     table = jnp.asarray(np.stack([ROWS[name] for name in names]), jnp.float32)
-    decoder, params = Given(m.decoder), {"inner": m.params, "table": table}
+    decoder, params = TableDecoder(m.decoder), {"inner": m.params, "table": table}
     state = start(
         decoder,
         params,

@@ -180,7 +180,10 @@ def test_gpu_copies_listed_tiles_and_no_other(small_chunks):
 
 # Faults that must be found.
 
-FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
+FAILURES = (
+    AssertionError,
+    jax.errors.JaxRuntimeError,
+)  # a wrong result or a race, or the interpreter's error
 
 
 def fetches_what_is_masked(*arguments):
@@ -208,7 +211,7 @@ def beyond_the_pool(*arguments):
 def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, monkeypatch):
     monkeypatch.setattr(tpu, name, fault)
     inputs, arguments = arguments_of(TILE_32)
-    with pytest.raises(FOUND):
+    with pytest.raises(FAILURES):
         check(on_tpu(TILE_32, arguments, mode), TILE_32, inputs)
 
 
@@ -231,7 +234,7 @@ def test_a_missing_wait_of_the_gpu_kernel_is_found(small_chunks, monkeypatch):
     monkeypatch.setattr(gpu, "_wait", lambda arrival: None)
     case = GPU_CASES[0]
     inputs, arguments = arguments_of(case)
-    with pytest.raises(FOUND):
+    with pytest.raises(FAILURES):
         check(on_gpu(case, arguments, detect_races=True), case, inputs)
 
 

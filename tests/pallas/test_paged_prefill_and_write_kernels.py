@@ -13,7 +13,10 @@ from entropic_jax.pallas.paged_attention import cases, prefill_gpu, prefill_tpu,
 from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
 from .test_paged_attention_kernels import check_rows, copies_recorded
 
-FOUND = (AssertionError, jax.errors.JaxRuntimeError)  # a wrong result or a race, or the interpreter's error
+FAILURES = (
+    AssertionError,
+    jax.errors.JaxRuntimeError,
+)  # a wrong result or a race, or the interpreter's error
 QUERIES = 41  # of a row: two blocks, the second of which is not full
 SMALL = (
     cases.Case(3, 2, 2, 128, 16, 7, window=True),
@@ -158,7 +161,7 @@ def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
 @pytest.mark.parametrize("name", sample(["_wait", "_arrive_and_wait"], 1))
 def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
     monkeypatch.setattr(prefill_gpu, name, lambda barrier: None)
-    with pytest.raises(FOUND):
+    with pytest.raises(FAILURES):
         check_prefill_on_gpu(GPU_CASES[0])
 
 
@@ -166,7 +169,7 @@ def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
 @pytest.mark.parametrize(("name", "fault"), [("_wait", lambda copy: None), ("_buffer_slot", lambda chunk: 0)])
 def test_faults_of_prefill_are_found(name, fault, mode, monkeypatch):
     monkeypatch.setattr(prefill_tpu, name, fault)
-    with pytest.raises(FOUND):
+    with pytest.raises(FAILURES):
         check_prefill(SMALL[0], mode)
 
 
@@ -247,5 +250,5 @@ def test_what_xla_writes_on_a_tpu_by_whole_pages_is_what_it_writes_elsewhere(sto
 @pytest.mark.parametrize("mode", ["late", "eager"])
 def test_a_write_that_does_not_wait_is_found(mode, monkeypatch):
     monkeypatch.setattr(write_tpu, "_wait", lambda copy: None)
-    with pytest.raises(FOUND):
+    with pytest.raises(FAILURES):
         check_write(jnp.float32, mode)

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CODE = "def fibonacci(n):\n"
-ASKED = [{"role": "user", "content": "import json"}]
+MESSAGES = [{"role": "user", "content": "import json"}]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_openai_completions(client):
 
 
 def test_openai_chat_and_streams(client):
-    fields = {"model": "embedded", "messages": ASKED, "max_completion_tokens": 8, "seed": 7}
+    fields = {"model": "embedded", "messages": MESSAGES, "max_completion_tokens": 8, "seed": 7}
     choice = {"extra_body": {"structured_outputs": {"choice": ["import os", "import re"]}}}  # it has an end
     said = client.chat.completions.create(**fields, **choice).choices[0].message.content
     with client.chat.completions.stream(**fields, **choice) as stream:
@@ -50,7 +50,7 @@ def test_openai_async(real):
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none") as client:
             chosen = lambda seed: client.chat.completions.create(
-                model="embedded", messages=ASKED, max_tokens=6, seed=seed
+                model="embedded", messages=MESSAGES, max_tokens=6, seed=seed
             )
             answers = await asyncio.gather(*(chosen(seed) for seed in (1, 2, 1, 3, 1, 4)))
         return [answer.choices[0].message.content for answer in answers]
@@ -82,7 +82,7 @@ def test_openai_parses_what_a_schema_asks_for(client):
     schema["properties"]["kind"] = {"enum": ["cat", "dog"]}
     form = {"type": "json_schema", "json_schema": {"name": "point", "schema": schema}}
     answer = client.chat.completions.create(
-        model="embedded", messages=ASKED, max_tokens=64, seed=1, response_format=form
+        model="embedded", messages=MESSAGES, max_tokens=64, seed=1, response_format=form
     )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
@@ -125,7 +125,7 @@ def test_litellm(real, monkeypatch):
     litellm.telemetry = False
     base = {"api_base": f"{real.url}/v1", "api_key": "none", "max_tokens": 8, "seed": 5}
     for provider in ("openai", "hosted_vllm"):
-        options = {"model": f"{provider}/embedded", "messages": ASKED, **base}
+        options = {"model": f"{provider}/embedded", "messages": MESSAGES, **base}
         said = litellm.completion(**options).choices[0].message.content
         pieces = litellm.completion(**options, stream=True)
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said

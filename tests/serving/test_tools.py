@@ -37,7 +37,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
-ROME, NOW = {"city": 'R"o}me\\'}, {}
+ROME, NO_ARGUMENTS = {"city": 'R"o}me\\'}, {}
 
 
 def call(form: CallFormat, name: str, arguments: dict) -> str:
@@ -49,7 +49,7 @@ def calls(form: CallFormat, *pairs: tuple[str, dict]) -> str:
 
 
 FORMATS = list(formats.FORMATS.values())
-BOTH = (("weather", ROME), ("clock", NOW))
+BOTH = (("weather", ROME), ("clock", NO_ARGUMENTS))
 
 
 def parsed(form: CallFormat | None, pieces: Sequence[str], reasoning: bool | None = None) -> tuple:
@@ -229,7 +229,7 @@ def test_an_answer_with_calls_whole_and_streamed(tool_server, form):
     texts = ["", ""]
     for streamed_call in (c for delta in deltas for c in delta.get("tool_calls", ())):
         texts[streamed_call["index"]] += streamed_call["function"]["arguments"]
-    assert texts == [json.dumps(ROME), json.dumps(NOW)]
+    assert texts == [json.dumps(ROME), json.dumps(NO_ARGUMENTS)]
     assert "".join(delta.get("content") or "" for delta in deltas) == ""
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -269,7 +269,7 @@ def prompt(live) -> str:
     return live.model.tokenizer.decode(tokens, skip_special=False)
 
 
-TURN = [
+CONVERSATION = [
     *HELLO,
     {
         "role": "assistant",
@@ -284,7 +284,7 @@ TURN = [
 
 def test_a_template_without_tools_describes_them_in_a_system_message(tool_server):
     scripted(tool_server, JSON, "So.")
-    chat(tool_server, tools=TOOLS, messages=TURN)
+    chat(tool_server, tools=TOOLS, messages=CONVERSATION)
     said = prompt(tool_server)
     assert said.index("### System") < said.index('"name": "weather"') < said.index("### User")
     assert '### Assistant\n{"name": "weather", "arguments": {"city": "Rome"}}\n' in said
@@ -304,7 +304,7 @@ def test_a_template_with_tools_gets_them_and_arguments_as_objects(tool_server, m
     tool_server.frontend.tool_calling = calling = ToolCalling(tool_server.model)
     calling.constraint = lambda body: None
     assert calling.form is HERMES
-    chat(tool_server, tools=TOOLS, messages=TURN)
+    chat(tool_server, tools=TOOLS, messages=CONVERSATION)
     assert prompt(tool_server) == "[weather][clock]user:Hello\nassistant:<tool_call>Rome\ntool:sunny\n"
 
 
