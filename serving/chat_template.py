@@ -10,7 +10,6 @@ from jinja2 import TemplateSyntaxError
 
 from entropic_jax.models import ModelError, Tokenizer
 from entropic_jax.models.tokenizer import compiled
-from entropic_jax.parameter_table import short
 
 from .request import RequestError
 
@@ -64,8 +63,7 @@ def render(
     named = dict(variables or {})
     if reserved := sorted(RESERVED_VARIABLES & named.keys()):
         raise RequestError(
-            f"chat_template_kwargs must not have the key {reserved[0]}; got {short(named[reserved[0]])}",
-            "chat_template_kwargs",
+            f"chat_template_kwargs must not have the key {reserved[0]}", "chat_template_kwargs"
         )
     if continue_last:
         stated["add_generation_prompt"] = False

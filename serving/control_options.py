@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from entropic_jax.control_gains import CALIBRATED, GAINS, PRESETS, check_order
+from entropic_jax.control_gains import (
+    CALIBRATED,
+    GAINS,
+    MACRO,
+    MESO,
+    MICRO,
+    PRESETS,
+    SCALES,
+    check_order,
+)
 from entropic_jax.parameter_table import AUTO, Choice, Number, ParameterError
 
 from .option_types import number
@@ -34,6 +43,7 @@ METHODS = (
     "streaming-llm",
     "quest",
 )
+MISSING_LAW = {MICRO: "temperature law", MESO: "page selection", MACRO: "scheduling law"}
 BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # a method's argument, and its option
 
 
@@ -128,11 +138,14 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
         control: Names the preset, its gains and the method.
         calibration: Of the model, or None.
         width: Rows that a step advances; None for all.
+
+    Raises RequestError for what `gains`, `check_scales` or the method refuse.
     """
     from entropic_jax.control.presets import preset
     from entropic_jax.methods.registry import add_method
 
     base = preset(control.preset, width, gains(control, calibration))
+    check_scales(control)
     try:
         return add_method(control.method, base, **dict(control.budgets))
     except ParameterError as error:
@@ -191,6 +204,21 @@ def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
         raise RequestError(
             f"{name} must not be set with the {setting}, which ignores it; got {stated[name]!r}", name
         )
+
+
+def check_scales(control: Control) -> None:
+    """Raise RequestError for a stated gain of a scale that the preset leaves off."""
+    scales = SCALES.get(control.preset)
+    if scales is None:  # a sampler: see `check_sampler`
+        return
+    for name, value in sorted(control.gains):
+        scale = GAINS[name].scope if name in GAINS else ""
+        if scale in MISSING_LAW and scale not in scales:
+            raise RequestError(
+                f"{name} must not be set with the preset {control.preset}, which has no "
+                f"{MISSING_LAW[scale]}; got {value!r}",
+                name,
+            )
 
 
 def check_sampler(control: Control) -> None:

@@ -11,7 +11,7 @@ from entropic_jax.control_gains import GAINS, PRESETS
 from entropic_jax.parameter_table import ParameterError, short
 
 from . import speculation_options
-from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control
+from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_scales
 from .engine.options import EngineOptions
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
@@ -67,7 +67,9 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
         engine["budgets"] = tuple(budgets.items())
     checked = EngineOptions(**engine)
     speculation_options.check(checked.speculate, preset, checked.method, pruning_is_refused=True)
-    return Control(preset, tuple(gains.items()), checked.method, checked.budgets), checked
+    control = Control(preset, tuple(gains.items()), checked.method, checked.budgets)
+    check_scales(control)
+    return control, checked
 
 
 def _suggestion(name: str) -> str:

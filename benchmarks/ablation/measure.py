@@ -20,7 +20,7 @@ from ..baselines.reference_model import prepare_weights
 from .guards import guards
 from .kv_precision import kv_precision, kv_precision_speed
 from .larger_model import larger_model
-from .recall import ASKED, LONGEST, filler_of, recall, selectors
+from .recall import LONGEST, QUESTION_LENGTH, filler_of, recall, selectors
 from .stress import estimators, held
 
 STUDIES = (
@@ -86,7 +86,7 @@ class Run:
         """Every cell, in the order of measurement."""
         workload, quick, seeds = self.workload, self.quick, range(self.seeds)
         contexts = (384,) if quick else (512, 2048, LONGEST)
-        small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=ASKED)
+        small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=QUESTION_LENGTH)
         turns: dict[str, Any] = dict(names=("off", "full"), steps=4, repeat=2) if quick else {}
         for context in contexts:
             timed = min(context, LONGEST - 26 * 8)

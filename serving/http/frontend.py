@@ -14,6 +14,7 @@ from ..control_options import calibration_of
 from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
 from .grammar import Grammars
 from .metrics import Metrics
+from .protocol import entropic
 from .served_model import ServedModel
 from .settings import Settings
 from .tools.calling import ToolCalling
@@ -47,7 +48,10 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ParameterError as error:
-        raise FrontendError(400, str(error), error.param) from error
+        message, param = str(error), error.param
+        if param in entropic.FIELDS and message.startswith(param):
+            message = f"entropic.{message}"  # the name that the client wrote
+        raise FrontendError(400, message, param) from error
 
 
 class Frontend:

@@ -16,7 +16,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "max_tokens": -1},
             "max_tokens",
-            "max_tokens must be greater than or equal to 0; got -1",
+            "max_tokens must be an integer between 0 and 2147483647; got -1",
         ),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
         (
@@ -75,9 +75,23 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         ),
         ("text", None, "must be a JSON object"),
         (
-            {"prompt": "x", "entropic": {"lowest_temperature": 2, "highest_temperature": 1}},
+            {
+                "prompt": "x",
+                "entropic": {"preset": "micro", "lowest_temperature": 2, "highest_temperature": 1},
+            },
             "lowest_temperature",
-            "lowest_temperature must be below highest_temperature = 1; got 2",
+            "entropic.lowest_temperature must be below highest_temperature = 1; got 2",
+        ),
+        (
+            {"prompt": "x", "entropic": {"preset": "off", "lowest_temperature": 0.5}},
+            "lowest_temperature",
+            "entropic.lowest_temperature must not be set with the preset off, which has no temperature law",
+        ),
+        ({"prompt": "x", "stream": "yes"}, "stream", "stream must be true or false; got 'yes'"),
+        (
+            {"prompt": "x", "deadline": 0},
+            "deadline",
+            "deadline must be a number above 0 and at most 86400; got 0",
         ),
         (
             {"prompt": "x", "structured_outputs": {"regex": "("}},

@@ -295,7 +295,7 @@ def test_a_model_that_is_no_path_is_refused():
             "^target_entropy must not be set with the law edt, which ignores it; got 0.5",
         ),
         (
-            {"law": "mirostat", "highest_temperature": 0.5},
+            {"preset": "micro", "law": "mirostat", "highest_temperature": 0.5},
             "^highest_temperature must not be set with the law mirostat",
         ),
         (
@@ -305,6 +305,10 @@ def test_a_model_that_is_no_path_is_refused():
         (
             {"preset": "dslider", "law": "exact"},
             "^law must not be set with the preset dslider; got 'exact'",
+        ),
+        (
+            {"preset": "meso", "lowest_temperature": 0.5},
+            "^lowest_temperature must not be set with the preset meso, which has no temperature law; got 0.5",
         ),
         ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine serves requests in"),
         ({"preset": "meso", "pruning": False}, r"got 'meso' \(no request may leave pages unread in this e"),

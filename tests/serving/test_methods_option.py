@@ -58,6 +58,14 @@ def test_what_does_not_go_together_is_said(entropic, directory):
             ("--preset", "paper", "--law", "exact"),
             "--law must not be set with the preset paper, which ignores it; got 'exact'",
         ),
+        (
+            ("--preset", "micro", "--dropped-mass-limit", "0.1"),
+            "--dropped-mass-limit must not be set with the preset micro, which has no page selection; got",
+        ),
+        (
+            ("--lowest-temperature", "0.5"),
+            "--lowest-temperature must not be set with the preset off, which has no temperature law; got 0.5",
+        ),
         (("--branches", "2"), "--branches needs the preset entropix; got the preset off"),
         (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),
     ],

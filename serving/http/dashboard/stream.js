@@ -88,7 +88,8 @@ function tokensOf(choice) {
 /** Stream a completion. Calls `each` with every batch of tokens; returns why it ended and the summary. */
 export async function complete(request, { key, signal, each }) {
   const { prompt, max_tokens, temperature, seed, preset, target } = request;
-  const entropic = { preset, trace: true, ...(target == null ? {} : { target_entropy: target }) };
+  const controlled = preset === "full" || preset === "micro"; // other presets have no temperature law
+  const entropic = { preset, trace: true, ...(controlled && target != null ? { target_entropy: target } : {}) };
   const body = {
     model: request.model, prompt, max_tokens, temperature, seed, entropic,
     stream: true, stream_options: { include_usage: true }, logprobs: 5,

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from entropic_jax.control_gains import GAINS, MACRO, PRESETS
 from entropic_jax.parameter_table import Choice, Flag, Parameter
 
-from ...control_options import BRANCHES, SAMPLERS, Control
+from ...control_options import BRANCHES, SAMPLERS, Control, check_scales
 from .fields import Answer, optional_fields
 
 ACCEPTED_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)
@@ -36,12 +36,18 @@ class Entropic(GainFields):
     trace: bool = Field(False, description=TRACE.help)
 
     def control(self, default: Control) -> Control:
-        """The server's control with what this request changes."""
-        gains = dict(default.gains)
+        """The server's control with what this request changes.
+
+        Raises ParameterError for a gain of this request that its preset would ignore. Gains that the server
+        was started with are defaults: a preset takes those that it has a use for.
+        """
+        gains: dict[str, Any] = {}
         for line in PER_REQUEST:
             if (value := getattr(self, line.name)) is not None:
                 gains[line.name] = line.accepts.check(line.name, value)
-        return default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
+        control = default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
+        check_scales(control)
+        return control._replace(gains=tuple({**dict(default.gains), **gains}.items()))
 
 
 class Trace(Answer):

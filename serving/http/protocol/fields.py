@@ -25,12 +25,7 @@ def _integral(value: Any) -> Any:
 
 
 IntegralFloat = BeforeValidator(_integral)  # must be the last annotation, or the schema lacks the range
-Count = Annotated[int, Field(ge=0, le=LARGEST_INT), IntegralFloat]
-Positive = Annotated[int, Field(ge=1, le=LARGEST_INT), IntegralFloat]
-Choices = Annotated[int, Field(ge=1, le=128), IntegralFloat]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT), IntegralFloat]
-Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1), IntegralFloat]
-Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 def annotation(accepts: Any) -> Any:
@@ -55,6 +50,22 @@ def annotation(accepts: Any) -> Any:
     bias = Annotated[float, Field(ge=accepts.low, le=accepts.high)]
     token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
     return Annotated[dict[token, bias], Field(max_length=accepts.most)]
+
+
+COUNT = Number(int, 0, LARGEST_INT)
+NUMBERS = {
+    "max_tokens": COUNT,  # of HTTP, which accepts 0 as well
+    "max_completion_tokens": COUNT,
+    "truncate_prompt_tokens": Number(int, 1, LARGEST_INT),
+    "best_of": Number(int, 1, 128),
+    "priority": Number(int, -(2**31), LARGEST_INT),
+    "deadline": Number(float, 0, 86400, above_low=True),
+}
+"""Fields that only the HTTP API has, by name; errors state them as they do the fields of a table."""
+Count, Positive, Choices, Priority, Seconds = (
+    annotation(NUMBERS[name])
+    for name in ("max_tokens", "truncate_prompt_tokens", "best_of", "priority", "deadline")
+)
 
 
 def optional_fields(name: str, lines: Iterable[Parameter]) -> Any:

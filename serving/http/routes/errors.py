@@ -14,11 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from entropic_jax.parameter_table import Parameter, short
+from entropic_jax.parameter_table import Accepted, short
 from entropic_jax.sampling_params import PARAMETERS
 
 from ..frontend import FrontendError
 from ..protocol import entropic
+from ..protocol.fields import NUMBERS
 from ..protocol.service import ErrorAnswer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,18 @@ TYPES = {
 }
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
 SHOULD = re.compile(r"^\w+ should ")  # how Pydantic begins most messages
+WORDS = (  # of Pydantic, and of this API
+    ("be None", "be null"),
+    ("a valid boolean", "true or false"),
+    ("a valid integer", "an integer"),
+    ("a valid dictionary", "an object"),
+    ("a valid list", "a list"),
+    ("a valid ", "a "),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "above"),
+    ("less than", "below"),
+)
 REASONS = {
     400: "The request is invalid; `param` names the field",
     401: "The API key is missing or wrong",
@@ -121,29 +134,30 @@ def in_words(error: RequestValidationError) -> tuple[str, str | None]:
         if first["type"] in ("value_error", "conflict"):
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
-    line = _line(path)
+    accepts = _accepted(path)
     if path[0] == "entropic" and len(path) > 1:
-        return _of_entropic(path[1], line, first), path[1]
+        return _of_entropic(path[1], accepts, first), path[1]
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
         return f"{'.'.join(path)} is missing", path[0]
     inputs = [e["input"] for e in same if len(_location(e)) <= 2] or [first["input"]]
-    accepted = _in_pydantic_words(same) if line is None else f"be {line.accepts}"
+    accepted = _in_pydantic_words(same) if accepts is None else f"be {accepts}"
     return f"{name} must {accepted}; got {short(inputs[0])}", path[0]
 
 
-def _line(path: list[str]) -> Parameter | None:
-    """The table entry of a field; None if it is in no table."""
-    if path[0] == "entropic":
-        return entropic.FIELDS.get(path[1]) if len(path) > 1 else None
-    return PARAMETERS.get(path[0]) if path[0] != "max_tokens" else None  # HTTP accepts 0 as well
+def _accepted(path: list[str]) -> Accepted | None:
+    """The values that a field accepts; None if it is in no table."""
+    if path[0] in NUMBERS:
+        return NUMBERS[path[0]]
+    lines, name = (entropic.FIELDS, path[1:2]) if path[0] == "entropic" else (PARAMETERS, path[:1])
+    return next((lines[field].accepts for field in name if field in lines), None)
 
 
-def _of_entropic(name: str, line: Parameter | None, error: Mapping[str, Any]) -> str:
+def _of_entropic(name: str, accepts: Accepted | None, error: Mapping[str, Any]) -> str:
     """The message for a field of the object `entropic`."""
-    if line is not None:
-        return f"entropic.{name} must be {line.accepts}; got {short(error['input'])}"
+    if accepts is not None:
+        return f"entropic.{name} must be {accepts}; got {short(error['input'])}"
     close = difflib.get_close_matches(name, entropic.FIELDS, 1)
     hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(entropic.FIELDS)}"
     return f"entropic has no field {name[:200]}; {hint}"
@@ -151,7 +165,9 @@ def _of_entropic(name: str, line: Parameter | None, error: Mapping[str, Any]) ->
 
 def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:
     """What a field accepts, to follow "must"."""
-    messages = (SHOULD.sub("", e["msg"].replace("be None", "be null")) for e in errors)
+    messages = [SHOULD.sub("", error["msg"]) for error in errors]
+    for pydantic, ours in WORDS:
+        messages = [text.replace(pydantic, ours) for text in messages]
     return " or ".join(list(dict.fromkeys(text[:1].lower() + text[1:] for text in messages))[:4])
 
 
