@@ -49,7 +49,7 @@ def test_no_program_copies_the_pool(exact):  # noqa: F811
     copies_no_pool(exact, "apply", "prefill", "decode")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_full_warm_up_times_passes_and_compiles_all_that_drafts_need(model):  # noqa: F811
     options = dict(max_num_seqs=2, warmup="full", num_pages=48, batch_invariant=False, speculate="suffix")
     for engine in engine_of(model, **options):
