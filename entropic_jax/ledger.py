@@ -1,4 +1,4 @@
-"""Ledger: entropic time τ of a sequence beside its cost C.
+"""Ledger: entropic time τ of a sequence and its cost C.
 
 The cost of a step follows from the model's shapes, the rows that share its weights and the positions that are
 actually read; `Hardware` converts it into seconds. Neither τ nor τ/C should be reported alone: report

@@ -125,7 +125,7 @@ class SamplingParams(Table):
         (), TokenIds(LARGEST_VOCABULARY), "sample from these tokens only; none allows all", scope=ENGINE
     )
     bad_words: str | Sequence[str] = parameter(
-        (), Strings(256, 256), "the text has none of these, as far as they are tokenized alone", scope=ENGINE
+        (), Strings(256, 256), "the text has none of these, matched as tokenized on their own", scope=ENGINE
     )
     n: int = parameter(
         1,

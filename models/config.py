@@ -81,7 +81,7 @@ def size(check: Check = POSITIVE) -> Any:
 class Config:
     """Sizes and switches of a decoder: hashable, so it can be static under jit.
 
-    Whoever writes one by hand states the sizes; the rest has defaults. A family reads the fields that it
+    Sizes are required; other fields have defaults. A family reads the fields that it
     declares and ignores the others. `num_key_value_heads` 0 stands for as many as query heads, `head_dim` 0
     for `hidden_size // num_attention_heads`. Raises ModelError for values that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""A model as a person handles it: load it from a directory, save it to one, or make one up."""
+"""Model: loading from a directory, saving, and random initialisation."""
 
 import dataclasses
 import json

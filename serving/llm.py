@@ -6,7 +6,7 @@
     outputs = llm.generate(["def add(a, b):", "import os"], SamplingParams(temperature=0.7, max_tokens=32))
     print(outputs[0].outputs[0].text, outputs[0].outputs[0].trace["entropy"])
 
-Names and shapes are those of vLLM's class of the same name, as far as they go.
+Names and shapes are those of vLLM's class of the same name, where vLLM has an equivalent.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Prompts and conversations as `LLM` takes them: what is one and what is many, and their token ids."""
+"""Input normalisation for `LLM`: single prompt or batch, text or token ids."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral

@@ -45,7 +45,7 @@ def engine(
     branches = dict(control.gains).get("branches", SearchPlan().branches)
     if control.preset != "entropix" or branches == 1:
         return Engine(model, setting, belief, kv_cache_dtype)
-    return Searching(model, setting, belief, kv_cache_dtype, SearchPlan(branches=branches))
+    return SearchEngine(model, setting, belief, kv_cache_dtype, SearchPlan(branches=branches))
 
 
 def law(
@@ -73,12 +73,12 @@ def law(
             "(`entropic calibrate` writes it); got 'entropix'",
             "preset",
         )
-    said = dict(control.gains).get("clarification", "")
-    words = tuple(model.tokenizer.encode(said, special=False)) if said and model.tokenizer else ()
-    return entropix.calibrated(calibration, clarification=words)
+    clarification, tokenizer = dict(control.gains).get("clarification", ""), model.tokenizer
+    tokens = tuple(tokenizer.encode(clarification, special=False)) if clarification and tokenizer else ()
+    return entropix.calibrated(calibration, clarification=tokens)
 
 
-class Searching(Engine):
+class SearchEngine(Engine):
     """An engine whose sequences branch and go back; a token is handed out once nothing can change it.
 
     Args:

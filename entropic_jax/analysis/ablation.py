@@ -109,19 +109,19 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     """
     if isinstance(cache.layers[0].keys, Quantised):
         raise ValueError(f"cache must be of float32 or bfloat16; got {cache.layers[0].keys.dtype}")
-    many, odd = divmod(page_size, cache.page_size)
-    if odd or not many:
+    pages_per_page, remainder = divmod(page_size, cache.page_size)
+    if remainder or not pages_per_page:
         raise ValueError(
             f"page_size must be a multiple of {cache.page_size}, the cache's page size; got {page_size}"
         )
     rows, most = cache.table.shape
-    per_row = -(-most // many)
-    table = jnp.pad(cache.table, ((0, 0), (0, per_row * many - most)), constant_values=cache.pages)
-    filled = jnp.arange(per_row * many) < -(-length // cache.page_size)[:, None]
-    filled = filled.reshape(rows * per_row, many)
+    per_row = -(-most // pages_per_page)
+    table = jnp.pad(cache.table, ((0, 0), (0, per_row * pages_per_page - most)), constant_values=cache.pages)
+    filled = jnp.arange(per_row * pages_per_page) < -(-length // cache.page_size)[:, None]
+    filled = filled.reshape(rows * per_row, pages_per_page)
 
     def parts(x: jax.Array) -> jax.Array:
-        return x[table].reshape(rows * per_row, many, *x.shape[1:])
+        return x[table].reshape(rows * per_row, pages_per_page, *x.shape[1:])
 
     def with_bin(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros_like(x[:1])])

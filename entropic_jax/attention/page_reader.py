@@ -21,7 +21,7 @@ class ReadStats(NamedTuple):
     """What one layer, or a step, read; each float32 `[rows]`."""
 
     positions: jax.Array  # keys (or values) read, summed over KV heads
-    held: jax.Array  # keys there were, summed over KV heads
+    held: jax.Array  # keys in the cache, summed over KV heads
     dropped: jax.Array  # attention mass left unread, estimated, mean over heads
     certificate: jax.Array  # bound of the change of any head's output, ‖Δ‖₂ ≤ 2δ·max‖v‖
     summaries: jax.Array | float = 0.0  # what was read to choose, in positions that cost as much

@@ -19,7 +19,7 @@ from ..row_subset import where_rows
 from .page_reader import LayerPages, PageGates, PageReader
 
 RULES = SelectionRules()
-MOST_OF_IT = 0.95  # of the attention mass, more than which no layer leaves unread
+MAX_DROPPED_MASS = 0.95  # upper bound of the dropped mass of any layer
 Information = Literal["value", "mass", "surprisal", "mahalanobis"]
 
 
@@ -28,18 +28,19 @@ Information = Literal["value", "mass", "surprisal", "mahalanobis"]
 class Selection:
     """How pages are chosen; static: another selection is another program.
 
-    `information` weighs the estimated attention mass of a page: `value` by the largest ‖v‖, which bounds
-    what leaving it out can change; `surprisal` by the mean −ln p(x_i | x_<i) of its tokens; `mahalanobis` by
-    the mean squared distance of its values under a diagonal Gaussian of the row's values; `mass` by nothing.
-    The last two need a cache that keeps what they ask for, see `cache.allocate`.
+    `information` weighs the estimated attention mass of a page: `value` by the largest ‖v‖, which bounds what
+    leaving it out can change; `surprisal` by the mean −ln p(x_i | x_<i) of its tokens; `mahalanobis` by the
+    mean squared distance of its values under a diagonal Gaussian of the row's values; `mass` applies no
+    weight. The last two need a cache that keeps what they ask for, see `cache.allocate`.
 
     The first layer that chooses may leave `first_layer_scale` times `dropped_mass_limit` unread, 0.95 at
-    most: where the attention of the lowest layer is spread over everything, a part of it is as good as all.
+    most: where the attention of the lowest layer is spread over all pages, reading part of them suffices.
 
     A row's lists are chosen every `refresh` of its tokens and shared by groups of `share` layers; pages
     that begin in between are read. The first `dense_layers` layers, and rows of limit 0, read everything.
 
-    `page_size` is what the rules are meant for, a hint to whoever allocates the cache; None is any.
+    `page_size` is the page size that the rules are meant for, preferred when a cache is allocated; None
+    accepts any.
 
     The choice is a step function of the limit: gradients with respect to what sets it are zero. With
     `softness` above 0 it is relaxed for research: every page is read, and multiplied by its gate
@@ -85,7 +86,7 @@ class Selection:
         """See `PagePolicy`: nothing is compressed."""
 
     def groups(self, layers: int) -> int:
-        """How many lists a model of so many layers has."""
+        """The number of lists of a model with `layers` layers."""
         return -(-max(0, layers - self.dense_layers) // self.share)
 
     def memory(self, shape: ModelShape, cache: Cache) -> "tuple[PageLists, ...]":
@@ -248,7 +249,7 @@ class StepSelection:
             return None
         limit = self.dropped_mass_limit
         if number == 0 and selection.first_layer_scale != 1:
-            limit = jnp.minimum(selection.first_layer_scale * limit, MOST_OF_IT)
+            limit = jnp.minimum(selection.first_layer_scale * limit, MAX_DROPPED_MASS)
         if selection.softness > 0:
             return self._gates(layer, q, limit, last)
         group, follower = divmod(number, selection.share)

@@ -1,4 +1,4 @@
-"""What a step's attention looked like, measured where a controller asks for it and nowhere else.
+"""Attention statistics of a step, computed only if a controller requests them.
 
 The entropy of attention comes out of the same kernel that attends: with keys in the place of values it
 returns k̄ = Σ p k, and

@@ -1,4 +1,4 @@
-"""The random bits of a row: a function of the run's key, the row's seed and a position, of nothing else.
+"""Random bits per row, from run key, row seed and position only.
 
 The very bits of `jax.random`, unrolled. For a CPU, JAX lowers Threefry to loops of small operations, whose
 dispatch, three draws a token, takes as long as reading millions of weights.

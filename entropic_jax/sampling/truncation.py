@@ -1,4 +1,4 @@
-"""Which tokens a row may draw at all: top-k, top-nσ, top-p, min-p and typical-p, by exact thresholds.
+"""Truncation: top-k, top-nσ, top-p, min-p and typical-p, by exact thresholds.
 
 Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to bisect for a threshold.
 """

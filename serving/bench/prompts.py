@@ -1,4 +1,4 @@
-"""Contents of prompts: stretches of a text, or random tokens. Blocks of one name have the same tokens."""
+"""Contents of prompts: stretches of a text, or random tokens. Blocks with equal names share tokens."""
 
 from collections.abc import Sequence
 

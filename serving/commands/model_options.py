@@ -19,7 +19,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: what suits the device)",
+        help="data type of the weights (default: what suits the device)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Compute what of a model fits on a slice of TPUs, and how long a step takes, without weights or TPUs.
+"""Plan a model on a slice of TPUs: what fits and how long a step takes, without weights or TPUs.
 
 The step is compiled ahead of time where libtpu is installed; else the numbers follow from shapes.
 """
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of the weights (default: bfloat16)",
+        help="data type of the weights (default: bfloat16)",
     )
     kv_cache.add_argument(parser)
     parser.add_argument(

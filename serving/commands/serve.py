@@ -46,7 +46,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the weights (default: what suits the device)",
+        help="data type of the weights (default: what suits the device)",
     )
     group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
@@ -130,7 +130,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
         "--uvicorn-log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="of all logs",
+        help="log level (default: info)",
     )
     group.add_argument(
         "--metrics-prefix", default="vllm", metavar="NAME", help="of vLLM's metrics (default: vllm)"
@@ -141,7 +141,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
         type=number(SECONDS),
         default=default.drain,
         metavar="SECONDS",
-        help="in which requests in flight may end after SIGTERM, and the process ends (default: 30)",
+        help="seconds that running requests get after SIGTERM (default: 30)",
     )
     group.add_argument(
         "--on-engine-failure",

@@ -105,7 +105,7 @@ class BlockManager:
             updates: Where evicted pages are released.
 
         Returns:
-            Whether the pool has room; nothing is changed where it has not.
+            Whether the pool has room; otherwise nothing changes.
         """
         needed = np.maximum(-(-lengths // self.page_size), self.reserved[rows])
         new = int((needed - self.reserved[rows]).sum())

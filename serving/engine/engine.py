@@ -1,4 +1,4 @@
-"""The engine: serves requests over one model in a thread of its own, by continuous batching.
+"""The engine: serves requests over one model in a separate thread, by continuous batching.
 
 engine = start("models/embedded", EngineOptions(max_num_seqs=16))
 for delta in engine.submit(EngineRequest(id="1", request=Request(prompt="def add("))):

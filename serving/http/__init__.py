@@ -1,1 +1,1 @@
-"""The engine behind HTTP, as OpenAI and vLLM speak it: routes, protocol, metrics, and the dashboard."""
+"""OpenAI- and vLLM-compatible HTTP server: routes, protocol, metrics, and the dashboard."""

@@ -218,11 +218,11 @@ async def merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple
     try:
         left = len(tasks)
         while left:
-            index, news = await queue.get()
-            if isinstance(news, BaseException):
-                raise news
-            left -= news.finish_reason is not None
-            yield index, news
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item.finish_reason is not None
+            yield index, item
     finally:
         for task in tasks:
             task.cancel()

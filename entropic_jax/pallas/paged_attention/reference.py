@@ -234,8 +234,8 @@ def select_pages(
     blank = jnp.zeros_like(weight[..., :1])
     ends = (blank + MIN_WEIGHT, jnp.log(2 / MIN_WEIGHT).astype(jnp.float32))
     floor, _ = jax.lax.fori_loop(0, ROUNDS, narrow, ends, unroll=True)
-    all_of_it = (dropped_mass_limit <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
-    kept = jnp.where(all_of_it, in_use, kept_at(floor))
+    keep_all = (dropped_mass_limit <= 0)[:, None, None] | ~enough(floor[..., None])[..., 0]
+    kept = jnp.where(keep_all, in_use, kept_at(floor))
     page_list = _places(kept)
     out = in_use & ~kept
     dropped_mass = jnp.where(out, mass, 0.0).sum(-1)

@@ -117,7 +117,7 @@ def _call(shape: Shape, q, keys, values, lists):
     q = q.reshape(shape.lists, heads, group, head_dim)
     ends = jnp.stack([lists.begin, lists.stop, lists.low, lists.high])
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    each = lambda pool, what: jax.tree.map(what, pool)
+    each = lambda pool, spec_fn: jax.tree.map(spec_fn, pool)
     buffer = lambda x: pltpu.VMEM((2, shape.pages, heads, *x.shape[2:]), x.dtype)
     length = shape.pages * shape.page
     work = rows * kv_heads * shape.max_listed * shape.page * head_dim

@@ -38,10 +38,10 @@ class State(NamedTuple):
     best: Any  # ascending: the largest tokens so far
     best_indices: Any  # int32
     highest: Any  # the same in every lane
-    passed: Any  # [2, 3, rows, LANES]: sums of this sweep over tokens that no list kept
-    passed_by: Any  # the largest such token of each lane
-    left: Any  # [2, 3, rows, LANES]: sums of all sweeps over tokens that the merges dropped
-    lost: Any  # above 0 where a list may have missed one of the k largest
+    sums: Any  # [2, 3, rows, LANES]: sums of this sweep over tokens that no list kept
+    max_unlisted: Any  # the largest such logit of each lane
+    dropped_sums: Any  # [2, 3, rows, LANES]: sums of all sweeps over tokens that the merges dropped
+    overflow: Any  # above 0 where a list may have missed one of the k largest
 
 
 class BucketLists(NamedTuple):
@@ -85,7 +85,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_
                 (state.highest, -jnp.inf),
                 (state.best, -jnp.inf),
                 (state.best_indices, NOWHERE),
-                (state.left, 0.0),
+                (state.dropped_sums, 0.0),
             ):
                 ref[...] = jnp.full(ref.shape, value, ref.dtype)
         else:
@@ -94,8 +94,8 @@ def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_
 
     @pl.when(active & (step == 0))
     def forget():
-        state.passed[...] = jnp.zeros(state.passed.shape)
-        state.passed_by[...] = jnp.full(state.passed_by.shape, -jnp.inf)
+        state.sums[...] = jnp.zeros(state.sums.shape)
+        state.max_unlisted[...] = jnp.full(state.max_unlisted.shape, -jnp.inf)
 
     @pl.when(active)
     def take_in():
@@ -151,7 +151,7 @@ def _take_in(
     moved = jnp.where(old == -jnp.inf, 0.0, distance(old, highest))
     sums = []
     for n, scale in enumerate(scales):
-        zeroth, once, twice = (state.passed[n, part, rows] for part in range(3))
+        zeroth, once, twice = (state.sums[n, part, rows] for part in range(3))
         shrink = jnp.exp(moved * scale)
         sums += [
             shrink * zeroth,
@@ -160,7 +160,7 @@ def _take_in(
         ]
 
     def strip_of(strip, carry):
-        *sums, passed_by = carry
+        *sums, max_unlisted = carry
         lanes = pl.ds(pl.multiple_of((first_strip + strip) * LANES, LANES), LANES)
         kept = [(lists.values[level, rows, lanes], lists.turns[level, rows, lanes]) for level in range(DEPTH)]
         for iteration in range(turns):
@@ -177,7 +177,7 @@ def _take_in(
                 larger = token > value
                 kept[level] = jnp.where(larger, x, value), jnp.where(larger, j, turn_of)
                 x, j = jnp.where(larger, value, x), jnp.where(larger, turn_of, j)
-            passed_by = jnp.where(x > passed_by, x, passed_by)
+            max_unlisted = jnp.where(x > max_unlisted, x, max_unlisted)
             apart = distance(x, highest)
             for n, scale in enumerate(scales):
                 for part, summand in enumerate(weigh(apart, scale)):
@@ -185,12 +185,12 @@ def _take_in(
         for level, (value, turn_of) in enumerate(kept):
             lists.values[level, rows, lanes] = value
             lists.turns[level, rows, lanes] = turn_of
-        return (*sums, passed_by)
+        return (*sums, max_unlisted)
 
-    *sums, state.passed_by[rows] = lax.fori_loop(0, strips, strip_of, (*sums, state.passed_by[rows]))
+    *sums, state.max_unlisted[rows] = lax.fori_loop(0, strips, strip_of, (*sums, state.max_unlisted[rows]))
     for n in range(2):
         for part in range(3):
-            state.passed[n, part, rows] = sums[3 * n + part]
+            state.sums[n, part, rows] = sums[3 * n + part]
 
 
 def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) -> None:
@@ -223,7 +223,7 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     for n in range(2):
         scale = scales_ref[rows, n : n + 1]
         for part, summand in enumerate(weigh(apart, scale)):
-            state.left[n, part, rows] += jnp.where(gone, summand, 0.0).sum(0)
+            state.dropped_sums[n, part, rows] += jnp.where(gone, summand, 0.0).sum(0)
 
     # The k-th token is at lane 128 − k. A list whose last token comes before it may have missed some, if its
     # lane has dropped any token.
@@ -235,6 +235,6 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
         short = jnp.where(ended, 1.0, short)
         state.end_values[rows, strip * LANES : (strip + 1) * LANES] = value
         state.end_turns[rows, strip * LANES : (strip + 1) * LANES] = iteration
-    passed_by = state.passed_by[rows]
-    lost = jnp.where((passed_by > -jnp.inf) & (passed_by >= least), short, 0.0)
-    state.lost[rows] = jnp.broadcast_to(jnp.max(lost, axis=1, keepdims=True), lost.shape)
+    max_unlisted = state.max_unlisted[rows]
+    lost = jnp.where((max_unlisted > -jnp.inf) & (max_unlisted >= least), short, 0.0)
+    state.overflow[rows] = jnp.broadcast_to(jnp.max(lost, axis=1, keepdims=True), lost.shape)

@@ -119,14 +119,14 @@ def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: ja
         rows = jnp.pad(lost[:, 0], (0, blocks * shape.block - shape.rows))
         return (rows.reshape(blocks, -1).max(-1) > 0).astype(jnp.int32)
 
-    again = lambda state: _sweep(shape, state, of_blocks(state.lost), hidden, source, scales)
+    again = lambda state: _sweep(shape, state, of_blocks(state.overflow), hidden, source, scales)
     state = _sweep(shape, None, jnp.ones(blocks, jnp.int32), hidden, source, scales)
-    state = lax.while_loop(lambda state: (state.lost > 0).any(), again, state)
+    state = lax.while_loop(lambda state: (state.overflow > 0).any(), again, state)
     # `best` is ascending: the tokens before the k-th belong to the rest.
     behind = jnp.arange(LANES) < LANES - shape.k
     apart = distance(state.best, state.highest)
     sums = [jnp.stack(weigh(apart, scales[:, n : n + 1])) for n in range(2)]
-    rest = (state.passed + state.left + jnp.where(behind, jnp.stack(sums), 0.0)).sum(-1)
+    rest = (state.sums + state.dropped_sums + jnp.where(behind, jnp.stack(sums), 0.0)).sum(-1)
     values, indices = (x[:, ::-1][:, : shape.k] for x in (state.best, state.best_indices))
     return RowPartials(values, indices, state.highest[:, 0], rest)
 
