@@ -21,7 +21,7 @@ from .forward import Decoder, decode, decode_cost
 from .prefill import launch_prefill, prefill, start
 from .sampling.constraints import Constraints
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
-from .state import RUNNING, Signal, State, Trace
+from .state import RUNNING, SchedulingSignal, State, Trace
 
 __all__ = ["Decoder", "generate", "launch_prefill", "prefill", "replay", "run", "schedule", "start", "step"]
 
@@ -112,7 +112,9 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
     Returns:
         The state with the next action.
     """
-    signal = Signal(*state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length)
+    signal = SchedulingSignal(
+        *state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length
+    )
     action, law_state = control.schedule_rows(controller, signal, state.action, state.control)
     return state._replace(action=action, control=law_state)
 

@@ -63,11 +63,10 @@ class Measured(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """Everything a controller may read; one entry per row. Built anew in every step, never stored.
+    """Everything that `Controller.update` may read; one entry per row. Built anew for every token.
 
-    `Controller.update` sees the rows of the step before their tokens are sampled: the entropies are those of
-    the token to come, `surprisal` is that of the token before. `Controller.schedule` sees all rows of the
-    batch after sampling; there `logits`, `key` and `focus` are None.
+    It describes the rows of the step before their tokens are sampled: the entropies are those of the token to
+    come, `surprisal` is that of the token before.
     """
 
     entropy: jax.Array  # as in `Measured`, and so are the next five
@@ -82,6 +81,20 @@ class Signal(NamedTuple):
     logits: jax.Array | None = None  # z, float32 [rows, vocabulary], after penalties and constraints
     key: jax.Array | None = None  # [rows] random keys, of the row's seed and the position it samples for
     focus: Focus | None = None  # where the controller asks for it, see `attention.statistics`
+
+
+class SchedulingSignal(NamedTuple):
+    """Everything that `Controller.schedule` may read: all rows of the batch, after sampling."""
+
+    entropy: jax.Array  # as in `Measured`, and so are the next five
+    varentropy: jax.Array
+    tempered_entropy: jax.Array
+    tempered_varentropy: jax.Array
+    surprisal: jax.Array
+    dropped_mass: jax.Array
+    emitting: jax.Array  # bool: the row emitted a token in this step; the measurements of others are old
+    runnable: jax.Array  # bool: the row can advance in the next step
+    length: jax.Array  # int32, positions in the cache
 
 
 class Action(NamedTuple):

@@ -13,7 +13,7 @@ from entropic_jax.control import Every, PerRow, When, pytree
 from entropic_jax.control.temperature import Normalised
 from entropic_jax.loop import step, tokens_first
 from entropic_jax.row_subset import Shared, where_rows
-from entropic_jax.state import FAILED, RUNNING, Trace
+from entropic_jax.state import FAILED, RUNNING, SchedulingSignal, Trace
 from tests import tiny
 
 TEXTS = tiny.prompts(9, 5, 12, 7)
@@ -55,7 +55,10 @@ class FirstRows:
     def init(self, action: Action) -> tuple[()]:
         return ()
 
-    def schedule(self, signal: Signal, action: Action, state: tuple[()]) -> tuple[Action, tuple[()]]:
+    def schedule(
+        self, signal: SchedulingSignal, action: Action, state: tuple[()]
+    ) -> tuple[Action, tuple[()]]:
+        assert isinstance(signal, SchedulingSignal)
         order = jnp.argsort(jnp.where(signal.runnable, signal.length, 10**6))
         quota = jnp.zeros_like(action.quota).at[order[:2]].set(1)
         return action._replace(quota=jnp.where(signal.runnable.sum() <= 2, 1, quota)), state

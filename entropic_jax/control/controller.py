@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ..row_subset import RowSubset, where_rows
-from ..state import Action, Signal
+from ..state import Action, SchedulingSignal, Signal
 
 T = TypeVar("T")
+AnySignal = Signal | SchedulingSignal
 STATIC = "static"  # marks a field of a `pytree` class that is part of the structure, not a leaf
 
 
@@ -29,7 +30,7 @@ class Controller(Protocol):
     step only. A row's result must not depend on its neighbours. A row that emits nothing keeps its action and
     its entries of the state, whatever `update` returns.
 
-    A law that compares rows has `schedule` instead, with the same signature. It runs once per step, after
+    A law that compares rows has `schedule` instead, with a `SchedulingSignal`. It runs once per step, after
     sampling, on all rows of the batch, and handles `signal.emitting` itself. A law may have both.
 
     A law that reads `signal.focus` has an attribute `observes`, an `attention.statistics.Observation`.
@@ -56,7 +57,7 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
 
     Args:
         controller: a `Controller`; without a method `update` it changes nothing here.
-        signal: signal of the rows of this step, with `logits` and `key`.
+        signal: signal of the rows of this step.
         action: their current action.
         state: the controller's state for these rows.
 
@@ -70,12 +71,14 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
     return where_rows(signal.emitting, changed, action), where_rows(signal.emitting, after, state)
 
 
-def schedule_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+def schedule_rows(
+    controller: Any, signal: SchedulingSignal, action: Action, state: Any
+) -> tuple[Action, Any]:
     """Runs a controller's law across rows, once per step.
 
     Args:
         controller: a `Controller`; without a method `schedule` it changes nothing.
-        signal: signal of all rows, without `logits` and `key`.
+        signal: signal of all rows, after sampling.
         action: their current action.
         state: the controller's state for all rows.
     """
@@ -151,12 +154,16 @@ class Chain:
         return self._each(update_rows, signal, action, state)
 
     def schedule(
-        self, signal: Signal, action: Action, state: tuple[Any, ...]
+        self, signal: SchedulingSignal, action: Action, state: tuple[Any, ...]
     ) -> tuple[Action, tuple[Any, ...]]:
         return self._each(schedule_rows, signal, action, state)
 
     def _each(
-        self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: tuple[Any, ...]
+        self,
+        run: Callable[..., tuple[Action, Any]],
+        signal: AnySignal,
+        action: Action,
+        state: tuple[Any, ...],
     ) -> tuple[Action, tuple[Any, ...]]:
         states = []
         for controller, controller_state in zip(self.controllers, state, strict=True):
@@ -208,7 +215,9 @@ class Every:
         after = where_rows(due, after, state.controller)
         return where_rows(due, changed, action), state._replace(tokens=state.tokens + 1, controller=after)
 
-    def schedule(self, signal: Signal, action: Action, state: EveryState) -> tuple[Action, EveryState]:
+    def schedule(
+        self, signal: SchedulingSignal, action: Action, state: EveryState
+    ) -> tuple[Action, EveryState]:
         due = state.steps % self.n == 0
         changed, after = schedule_rows(self.controller, signal, action, state.controller)
         if _unchanged((changed, after), (action, state.controller)):
@@ -221,12 +230,11 @@ class Every:
 class When:
     """Runs a controller for those rows only whose `condition(signal, action)` (bool `[rows]`) holds.
 
-    `Shared` state of the controller changes in steps in which the condition holds for any row. For a law
-    across rows, the condition sees the signal of `Controller.schedule`, which has no logits, keys or
-    attention statistics.
+    `Shared` state of the controller changes in steps in which the condition holds for any row. The condition
+    sees a `Signal` for `Controller.update`, and a `SchedulingSignal` for `Controller.schedule`.
     """
 
-    condition: Annotated[Callable[[Signal, Action], jax.Array], STATIC]
+    condition: Annotated[Callable[[Any, Action], jax.Array], STATIC]
     controller: Any
 
     @property
@@ -239,11 +247,11 @@ class When:
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         return self._in_rows(update_rows, signal, action, state)
 
-    def schedule(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    def schedule(self, signal: SchedulingSignal, action: Action, state: Any) -> tuple[Action, Any]:
         return self._in_rows(schedule_rows, signal, action, state)
 
     def _in_rows(
-        self, run: Callable[..., tuple[Action, Any]], signal: Signal, action: Action, state: Any
+        self, run: Callable[..., tuple[Action, Any]], signal: AnySignal, action: Action, state: Any
     ) -> tuple[Action, Any]:
         changed, after = run(self.controller, signal, action, state)
         if _unchanged((changed, after), (action, state)):
@@ -275,5 +283,5 @@ class PerRow:
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         return update_rows(self.controller, signal, action, state)
 
-    def schedule(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
+    def schedule(self, signal: SchedulingSignal, action: Action, state: Any) -> tuple[Action, Any]:
         return schedule_rows(self.controller, signal, action, state)

@@ -15,7 +15,7 @@ from ..entropy import (
     truncated,
     upper_bound,
 )
-from ..state import Action, Signal
+from ..state import Action, SchedulingSignal, Signal
 from .controller import STATIC, pytree, schedule_rows, update_rows
 
 # Estimators of H₁ from the k most probable tokens, in nats: the entropy of these alone (`truncated`), the
@@ -86,7 +86,7 @@ class Estimated:
         return action, EstimatedState(entropy, inner)
 
     def schedule(
-        self, signal: Signal, action: Action, state: EstimatedState
+        self, signal: SchedulingSignal, action: Action, state: EstimatedState
     ) -> tuple[Action, EstimatedState]:
         estimated = signal._replace(entropy=state.entropy)
         action, inner = schedule_rows(self.controller, estimated, action, state.controller)

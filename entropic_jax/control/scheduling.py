@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..state import Action, Signal
+from ..state import Action, SchedulingSignal
 from .controller import STATIC, pytree
 from .entropy_drop import (
     AR1,
@@ -215,7 +215,7 @@ class _SchedulingLaw:
     max_quota: Annotated[int, STATIC] = 1  # tokens of a sequence in a step, drafts included
     draft_budget: Any = None  # draft tokens of a step in total, int; None is no limit
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """The rank of each row, `[rows]`: the highest advance first."""
         raise NotImplementedError
 
@@ -230,7 +230,9 @@ class _SchedulingLaw:
             new_predictor(rows), none_selected.astype(jnp.int32), none_selected, default_load(rows)
         )
 
-    def schedule(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
+    def schedule(
+        self, signal: SchedulingSignal, action: Action, state: ScheduleState
+    ) -> tuple[Action, ScheduleState]:
         """See `Controller`: writes `quota`.
 
         Args:
@@ -290,7 +292,7 @@ class Scheduling(_SchedulingLaw):
     bound: Any = 4.0
     prior: AR1 = PRIOR
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`: π."""
         return self.priority(predicted_drop(state.predictor, self.prior), state.load, state.wait)
 
@@ -331,7 +333,7 @@ class PaperScheduling(_SchedulingLaw):
     urgency: Any = 0.25
     prior: AR1 = PRIOR
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`: π as printed."""
         gains = dict(cost=self.cost, memory=self.memory, urgency=self.urgency)
         return printed_priority(predicted_drop(state.predictor, self.prior), state.load, **gains)
@@ -341,7 +343,7 @@ class PaperScheduling(_SchedulingLaw):
 class FirstComeFirstServed(_SchedulingLaw):
     """First come, first served, each sequence to its end: the baseline. Drafts are shared evenly."""
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
         return -jnp.asarray(state.load.arrival)
 
@@ -353,7 +355,7 @@ class ShortestJob(_SchedulingLaw):
     If all sequences arrive together, no law has a smaller mean completion time. Drafts are shared evenly.
     """
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
         return -jnp.maximum(state.load.true_end - signal.length, 0)
 
@@ -365,7 +367,7 @@ class ShortestRemaining(_SchedulingLaw):
     A sequence that exceeds its prediction has 0 tokens left and stays first. Drafts are shared evenly.
     """
 
-    def score(self, signal: Signal, state: ScheduleState) -> jax.Array:
+    def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
         return -jnp.maximum(state.load.expected_end - signal.length, 0)
 
