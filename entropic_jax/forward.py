@@ -49,7 +49,7 @@ class Decoder(Hashable, Protocol):
 
 
 class Forward(NamedTuple):
-    """What the forward pass of a step yields beside the cache."""
+    """What the forward pass of a step yields, the cache excepted."""
 
     logits: jax.Array  # float32 [rows, vocabulary]
     read: ReadStats  # what was read of the cache

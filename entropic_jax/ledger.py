@@ -2,7 +2,7 @@
 
 The cost of a step follows from the model's shapes, the rows that share its weights and the positions that are
 actually read; `Hardware` converts it into seconds. Neither τ nor τ/C should be reported alone: report
-quality, ΣH₁ and wall-clock time beside them.
+quality, ΣH₁ and wall-clock time with them.
 """
 
 from typing import NamedTuple
@@ -114,7 +114,7 @@ def step_cost(
 
     Source: Kiruluta 2026 (arXiv 2603.03310), cost of a step. Differs from the paper: C is in roofline
         seconds,
-    with the counts that it derives from beside it.
+    together with the counts that it derives from.
     """
     rows = jnp.sum(active, dtype=jnp.float32)
     read = jnp.asarray(positions_read, jnp.float32)

@@ -24,7 +24,7 @@ CONFIG_KEYS = ("method", "num_speculative_tokens")
 
 
 def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:
-    """Raise ParameterError unless there is such a drafter, and it may draft so many tokens.
+    """Raise ParameterError unless there is such a drafter, and it may draft that number of tokens.
 
     Args:
         speculate: one of `DRAFTERS`.

@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face model directory, read into a `Config` and written from one.
 
 Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and transformers 5
-(`rope_parameters`, `dtype`). The older one is written, which both of them read, with the newer beside it
+(`rope_parameters`, `dtype`). The older one is written, which both of them read, with the newer next to it
 where layers differ in their rotation.
 """
 

@@ -60,7 +60,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """Read tokenizer.json and what lies beside it; None where there is none. Raises ModelError."""
+        """Read tokenizer.json and the files next to it; None where there is none. Raises ModelError."""
         file = directory / "tokenizer.json"
         if not file.exists():
             return None

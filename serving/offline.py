@@ -208,7 +208,7 @@ class Engine:
         return settled
 
     def _speculator(self, rows: int) -> Speculator | None:
-        """What drafts tokens for a batch of so many rows."""
+        """What drafts tokens for a batch of that number of rows."""
         width = rows if self.preset.width is None else min(rows, self.preset.width)
         return make_speculator(self.speculate, width)
 

@@ -9,7 +9,7 @@ from entropic_jax.sampling_params import HOST, SamplingParams
 
 
 class RequestError(ParameterError):
-    """A request that cannot be served; the message and `param` are for whoever made it."""
+    """A request that cannot be served; the message and `param` are for its sender."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class PagePolicy(Protocol):
 
     @property
     def information(self) -> Information:
-        """What pages are weighed by, for whoever allocates the cache."""
+        """What pages are weighed by; the cache is allocated accordingly."""
 
     @property
     def page_size(self) -> int | None:

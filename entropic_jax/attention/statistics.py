@@ -29,7 +29,7 @@ class Observation:
     and interaction are taken over pages, from their mean keys, or with `exact` over positions, which gathers
     the keys of the whole context. Everything that a row holds is observed, whatever a `Selection` leaves out.
 
-    `padded` is the fault of the release of Entropix, for comparison: a cache of so many positions (or the
+    `padded` is the fault of the release of Entropix, for comparison: a cache of `padded` positions (or the
     row's own, if more) that holds zeros where nothing is written, all of them attended to, and in the place
     of agreement the mean distance of a head from the mean of all, which is disagreement.
     """
@@ -45,7 +45,7 @@ class Observation:
             raise ValueError(f"padded must be at least 0 (0 is off); got {self.padded}")
 
     def numbers(self, layers: int) -> set[int]:
-        """The layers observed, of so many."""
+        """The observed ones among `layers` layers."""
         wrong = [n for n in self.layers if not -layers <= n < layers]
         if wrong:
             raise ValueError(f"layers must be between {-layers} and {layers - 1}; got {wrong[0]}")

@@ -156,7 +156,7 @@ def generate(
         decoder: the model's pure functions.
         params: its parameters.
         controller: the control law; an `Entropix` is part of it.
-        steps: traced, at most so many.
+        steps: traced, the most steps.
     """
 
     def step(state: State, done: jax.Array, width: int | None) -> tuple[State, Trace]:

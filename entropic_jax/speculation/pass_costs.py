@@ -15,9 +15,9 @@ class PassCosts(NamedTuple):
     """Seconds of a pass: those of its products, and those of reading the rows' keys and values."""
 
     tokens: tuple[int, ...]  # of a pass, ascending
-    seconds: tuple[float, ...]  # of a pass of so many tokens, at a context of no positions
+    seconds: tuple[float, ...]  # of a pass of n tokens, at a context of no positions
     widths: tuple[int, ...]  # tokens of one row, ascending
-    seconds_per_position: tuple[float, ...]  # added by each cached position of a row with so many tokens
+    seconds_per_position: tuple[float, ...]  # added by each cached position of a row with n tokens
 
     def law(self, rows: int, widths: tuple[int, ...]) -> DraftLength:
         """The draft-length law of a batch, interpolated between the sizes that were measured.

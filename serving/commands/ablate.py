@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STUDIES = ("quality", "speed", "writing", "load")
 SHORTEST = 16  # tokens of a window
-SCORED = 128  # of them at most so many are scored
+SCORED = 128  # the most of them that are scored
 STEPS = 8  # of a launch whose time is taken
 
 

@@ -316,7 +316,7 @@ def _progress(total: int, title: str, quiet: bool):
     @contextlib.contextmanager
     def bar():
         hidden = quiet or not sys.stderr.isatty()
-        # Drawn four times a second: what draws it runs beside what measures.
+        # Drawn four times a second: drawing competes with measuring.
         with Progress(
             *columns, console=Console(stderr=True), transient=True, disable=hidden, refresh_per_second=4
         ) as progress:

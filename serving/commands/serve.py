@@ -119,7 +119,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="names that the header Host may have beside this machine's, * for any (default: on a loopback "
+        help="accepted names in the header Host, next to this machine's, * for any (default: on a loopback "
         "address this machine's only, else any)",
     )
     group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")

@@ -48,7 +48,7 @@ class BlockManager:
         return self.num_free_pages + evictable
 
     def _evict(self, pages: int, updates: StateUpdates) -> None:
-        """Evict from the prefix cache until so many pages are free."""
+        """Evict from the prefix cache until that number of pages is free."""
         if pages > self.num_free_pages and self.prefix_cache is not None:
             updates.released_pages += self.prefix_cache.evict(pages - self.num_free_pages)
 
@@ -138,7 +138,7 @@ class BlockManager:
         self.offered[row] = max(self.offered[row], len(hashes))
 
     def shrink(self, row: int, pages: int) -> None:
-        """Record that a row, which shares no page, holds only so many pages after compression."""
+        """Record that a row, which shares no page, holds only that number of pages after compression."""
         self.reserved[row] = pages
 
     def trim(self, row: int, length: int) -> None:

@@ -122,7 +122,7 @@ class LaunchPlanner:
         return max(available or shapes, key=throughput)
 
     def can_run(self, sequence: Sequence, running: list[Sequence]) -> bool:
-        """Whether programs are available that run a sequence beside others; else they are compiled next.
+        """Whether programs are available that run a sequence along with others; else they are compiled next.
 
         Args:
             sequence: Waits for a row.
@@ -167,7 +167,7 @@ class LaunchPlanner:
     def speculates(self, running: list[Sequence]) -> bool:
         """Whether to draft tokens for these sequences.
 
-        Drafts are verified densely, so not beside a sequence that may leave pages unread. A sequence that is
+        Drafts are verified densely, so not with a sequence that may leave pages unread. A sequence that is
         held to a grammar or replays known tokens advances by one token a step in any case.
         """
         return (

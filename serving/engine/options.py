@@ -341,7 +341,7 @@ def method_of(options: EngineOptions, model: models.Model) -> Method | None:
 def may_prune(options: EngineOptions, method: Method | None) -> bool:
     """Whether a request may leave pages unread.
 
-    It may not beside a method that selects the pages of decode steps itself, or whose heads keep different
+    It may not with a method that selects the pages of decode steps itself, or whose heads keep different
     positions.
     """
     if method is None:

@@ -133,7 +133,7 @@ class Programs:
         self._lock = threading.Lock()
         self.compilations = 0
         self.compile_seconds = 0.0
-        self.compiler: ProgramCompiler | None = None  # None: a program is compiled by whoever runs it first
+        self.compiler: ProgramCompiler | None = None  # None: a program is compiled when it first runs
 
     def measure_pass_costs(self, cache: Cache) -> None:
         """Time passes on this machine, so that drafts are as long as they pay.
@@ -192,7 +192,7 @@ class Programs:
 
         Args:
             device_state: Consumed.
-            steps: At most so many.
+            steps: The most steps.
             constraints: Of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             program: Its static arguments.
@@ -212,7 +212,7 @@ class Programs:
 
         Args:
             device_state: Consumed.
-            steps: At most so many.
+            steps: The most steps.
             constraints: Of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             program: Its static arguments.
@@ -240,7 +240,7 @@ class Programs:
         return key in self._compiled
 
     def available(self, key: tuple) -> bool:
-        """Whether to choose a program: it can run at once, or it is compiled by whoever runs it first."""
+        """Whether to choose a program: it can run at once, or it is compiled when it first runs."""
         return self.compiler is None or key in self._compiled
 
     def require(self, key: tuple) -> bool:

@@ -101,7 +101,7 @@ class RunningBatch:
         self.planner.report_logprobs[row] = sequence.logprobs is not None
 
     def reserve(self, running: list[Sequence], tokens: int) -> bool:
-        """Reserve pages for so many more tokens of each; False where the pool has no room."""
+        """Reserve pages for that number of further tokens of each; False where the pool has no room."""
         rows = np.array([s.row for s in running])
         length = np.minimum(self.limit[rows], self.length[rows] + self.tokens_in_flight[rows] + tokens)
         length -= self.kv_compression.num_evicted[rows]

@@ -262,7 +262,7 @@ class Scheduler:
         return _Decode(running, steps, program, output)
 
     def _tokens(self, steps: int, speculates: bool) -> int:
-        """Tokens that a sequence emits in so many steps, at most."""
+        """Tokens that a sequence emits in that number of steps, at most."""
         return steps * self.sizes.shapes.tokens(speculates)
 
     def _compress(self) -> None:

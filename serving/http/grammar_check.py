@@ -53,7 +53,7 @@ def main() -> int:
     except ImportError:  # on Windows the caller's timeout is the only limit
         pass
     else:
-        seconds = math.ceil(time.process_time() + int(sys.argv[1]))  # beside what the start has taken
+        seconds = math.ceil(time.process_time() + int(sys.argv[1]))  # in addition to what the start has taken
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     import llguidance

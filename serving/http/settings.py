@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     ssl_certfile: str | None = None  # PEM files; with a certificate, the server speaks HTTPS
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # of the header Host; on a loopback address, beside its own
+    allowed_hosts: tuple[str, ...] = ()  # of the header Host; on a loopback address, in addition to its own
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()
     log_requests: bool = True

@@ -76,7 +76,7 @@ class WorkerPools(NamedTuple):
     grammars: WorkerPool
 
     def for_text(self, size: int) -> WorkerPool:
-        """The pool for the text of a body of so many bytes."""
+        """The pool for the text of a body of that size in bytes."""
         return self.long_texts if size >= LONG else self.short_texts
 
     @property

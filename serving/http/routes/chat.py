@@ -155,7 +155,7 @@ def _said(
     delta: Delta,
     parser: MessageParser | None,
 ) -> dict[str, Any]:
-    """The fields of a choice or chunk beside its text."""
+    """The fields of a choice or chunk, its text excepted."""
     calls = delta.finish_reason == "stop" and parser is not None and parser.num_calls > 0
     fields: dict[str, Any] = {"logprobs": None}
     if body.wants_logprobs and delta.tokens:

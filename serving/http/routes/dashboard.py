@@ -49,7 +49,7 @@ def headers(page: bytes = b"") -> dict[str, str]:
 
 
 class Assets(StaticFiles):
-    """The files beside the page."""
+    """The files that the page loads."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a file with the headers of the page."""

@@ -19,12 +19,12 @@ def naming(model: ServedModel, as_ids: bool | None) -> Name:
 def of_completion(
     prompt: Sequence[PromptToken], tokens: Sequence[Token], most: int, offset: int, name: Name
 ) -> dict[str, Any]:
-    """The four lists of completions, and each token's measures beside them.
+    """The four lists of completions, with each token's measures.
 
     Args:
         prompt: Tokens of an echoed prompt; empty without echo.
         tokens: Tokens generated since the last chunk.
-        most: Alternatives listed per token at most, beside the token itself.
+        most: Alternatives listed per token at most, in addition to the token itself.
         offset: Characters of the text before the first of these tokens.
         name: Names a token, as `naming` returns it.
     """
@@ -61,7 +61,7 @@ def listed(
         token: Id of the token that came.
         logprob: Its natural log-probability.
         top: The likeliest tokens, in order.
-        most: Alternatives listed at most, beside the token itself.
+        most: Alternatives listed at most, in addition to the token itself.
         name: Names a token, as `naming` returns it.
     """
     logprobs: dict[str, float | None] = {}
@@ -105,7 +105,7 @@ def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict
 
     Args:
         prompt: Tokens of the prompt, in order.
-        most: Alternatives listed per token at most, beside the token itself.
+        most: Alternatives listed per token at most, in addition to the token itself.
         name: Names a token, as `naming` returns it.
     """
     rows: list[dict[str, Any] | None] = []
