@@ -194,6 +194,7 @@ async def collected(deltas: AsyncIterator[Delta]) -> Delta:
     return last._replace(
         tokens=tuple(token for delta in all_of_them for token in delta.tokens),
         prompt=tuple(token for delta in all_of_them for token in delta.prompt),
+        cached_tokens=max(delta.cached_tokens for delta in all_of_them),
     )
 
 

@@ -9,7 +9,7 @@ from ... import version
 from .. import tracing
 from ..frontend import Frontend
 from ..host_names import accepted_hosts
-from . import chat, completions, dashboard, errors, openapi, service, tokens
+from . import chat, completions, dashboard, errors, messages, openapi, service, tokens
 from .gate import Gate
 
 
@@ -19,7 +19,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
     app = FastAPI(
         title="entropic_jax",
         version=version(),
-        summary="Language models with control by entropy, behind the APIs of OpenAI and vLLM",
+        summary="Language models with control by entropy, behind the APIs of OpenAI, Anthropic and vLLM",
         root_path=settings.root_path,
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
@@ -27,7 +27,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         telemetry=tracing.of_requests(tracer_provider),
     )
     errors.install(app)
-    for module in (completions, chat, tokens, service):
+    for module in (completions, chat, messages, tokens, service):
         app.include_router(module.router(frontend))
     dashboard.install(app)
     openapi.install(app, frontend)

@@ -1,17 +1,16 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine.interface import Delta, EngineRequest
-from ...request import RequestError
+from ...engine.interface import Delta
 from ..frontend import Frontend
 from ..protocol.chat import ChatBody, ChatChunk, ChatCompletion
-from ..tools.parser import MessageParser, MessagePart, call_fields
-from . import generation, logprobs, preparation, rendering, unknown_fields
+from ..tools.parser import MessageParser, call_fields
+from . import conversation, generation, logprobs, preparation, rendering, unknown_fields
 from .errors import documented
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -42,8 +41,8 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
     """The response to a request, whole or as a stream."""
     model = frontend.check_model(body.model)
     name = preparation.identifier("chatcmpl", body.request_id)
-    silent = _limit(body) == 0
-    choices = await preparation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
+    silent = conversation.limit_of(body) == 0
+    choices = await conversation.start(frontend, http, body, name)
     if body.stream:
         head = rendering.head_of(name, "chat.completion.chunk", model)
         parsers = [frontend.tool_calling.parser(body) for _ in choices]
@@ -59,55 +58,17 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
     return rendering.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
-def _limit(body: ChatBody) -> int | None:
-    """The limit on the tokens of the answer, by either of its names."""
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
-def _prepare(
-    frontend: Frontend, body: ChatBody, name: str
-) -> tuple[list[EngineRequest], list[tuple[Sequence[int], EngineRequest | None]]]:
-    """The engine requests of a body, and the prompt and the request of every text.
-
-    There is no request if no token is to be generated.
-    """
-    count, most = body.choices, _limit(body)
-    if count > frontend.settings.limits.sequences:
-        raise RequestError(f"n must be at most {frontend.settings.limits.sequences}; got {count}", "n")
-    messages, tools = frontend.tool_calling.messages(body)
-    text = frontend.model.chat(
-        messages,
-        continue_last=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt is not False,
-    )
-    if body.truncate_prompt_tokens is None:
-        frontend.model.check_length(text)
-    tokens = tuple(frontend.model.encode(text, special=False))[-(body.truncate_prompt_tokens or 0) :]
-    most = frontend.model.context if most is None else most
-    requests = preparation.requests_of(frontend, body, tokens, count, most)
-    if most == 0:
-        return [], [(tokens, None)] * count
-    num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
-    engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs)
-    return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
-
-
 def _full_choice(
     frontend: Frontend, body: ChatBody, choice: generation.Choice, delta: Delta
 ) -> Mapping[str, Any]:
     """A choice of the answer."""
     parser = frontend.tool_calling.parser(body)
-    text = "".join(token.text for token in delta.tokens)
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if parser is not None:
-        parts = parser.push(delta.tokens), parser.finish()
-        message["content"] = "".join(part.content for part in parts) or (None if parser.num_calls else "")
-        if reasoning := "".join(part.reasoning for part in parts):
-            message["reasoning_content"] = reasoning
-        if calls := [call for part in parts for call in part.calls]:
-            message["tool_calls"] = call_fields(calls, streamed=False)
+    part = conversation.part_of(delta, parser)
+    message: dict[str, Any] = {"role": "assistant", "content": part.content or (None if part.calls else "")}
+    if part.reasoning:
+        message["reasoning_content"] = part.reasoning
+    if part.calls:
+        message["tool_calls"] = call_fields(part.calls, streamed=False)
     return {"index": choice.index, "message": message, **_said(frontend, body, choice, delta, parser)}
 
 
@@ -132,14 +93,9 @@ def _pieces(
 
 def _piece(delta: Delta, parser: MessageParser | None) -> dict[str, Any]:
     """What a delta adds to the message."""
-    if parser is None:
-        return {"content": "".join(token.text for token in delta.tokens)} if delta.tokens else {}
-    part = parser.push(delta.tokens)
-    if delta.finish_reason is not None:
-        rest = parser.finish()
-        part = MessagePart(
-            part.content + rest.content, part.reasoning + rest.reasoning, part.calls + rest.calls
-        )
+    part = conversation.part_of(delta, parser)
+    if parser is None and delta.tokens:
+        return {"content": part.content}
     piece: dict[str, Any] = {"content": part.content} if part.content else {}
     if part.reasoning:
         piece["reasoning_content"] = part.reasoning

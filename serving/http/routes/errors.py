@@ -1,15 +1,21 @@
-"""Error responses in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses, in OpenAI's form or, below `/v1/messages`, in Anthropic's.
 
+OpenAI's is `{"error": {"message", "type", "param", "code"}}`, Anthropic's
+`{"type": "error", "error": {"type", "message"}}`.
+"""
+
+import contextlib
 import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -36,7 +42,22 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+ANTHROPIC_PATHS = "/v1/messages"  # which these paths begin with
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
+LISTS = ("messages", "input", "system", "tools")  # errors in them name the place, as messages.0.role
+UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
 SHOULD = re.compile(r"^\w+ should ")  # how Pydantic begins most messages
 WORDS = (  # of Pydantic, and of this API
     ("be None", "be null"),
@@ -62,25 +83,33 @@ REASONS = {
 }
 
 
-def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` entry of a route for these status codes."""
-    return {code: {"model": ErrorAnswer, "description": REASONS[code]} for code in codes}
+def documented(*codes: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
+    """The `responses` entry of a route for these status codes, whose bodies are of `model`."""
+    return {code: {"model": model, "description": REASONS[code]} for code in codes}
 
 
-def body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def body(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
     """The body of an error.
 
     Args:
         status: HTTP status, from 400 to 599; decides `type`.
         message: For the client.
         param: Field of the request that is at fault, if it is one.
+        path: That was requested; decides the form.
     """
+    if ANTHROPIC_PATHS in path:
+        kind = ANTHROPIC_TYPES.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = TYPES.get(status, "Error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def answer(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    path: str = "",
 ) -> Response:
     """The response for an error.
 
@@ -89,23 +118,24 @@ def answer(
         message: For the client; characters that are not Unicode are replaced.
         param: Field of the request that is at fault, if it is one.
         headers: Further headers, such as Retry-After.
+        path: That was requested; decides the form.
     """
-    text = json.dumps(body(status, message, param)).encode("utf-8", "replace")
+    text = json.dumps(body(status, message, param, path)).encode("utf-8", "replace")
     return Response(text, status, dict(headers or {}), media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the app OpenAI's form."""
+    """Answer every error of the app with an error body."""
 
     @app.exception_handler(FrontendError)
     async def refused(request: Request, error: FrontendError) -> Response:
         headers = {"Retry-After": f"{max(1, round(error.retry_after))}"} if error.retry_after else None
-        return answer(error.status, str(error), error.param, headers)
+        return answer(error.status, str(error), error.param, headers, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, param = in_words(error)
-        return answer(400, message, param)
+        return answer(400, message, param, path=request.url.path)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
@@ -114,15 +144,43 @@ def install(app: FastAPI) -> None:
             message = f"path must be one that /openapi.json lists; got {path}"
         elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
             message = f"method must be {headers.get('Allow')} for {path}; got {request.method}"
-        return answer(error.status_code, message, headers=headers)
+        return answer(error.status_code, message, headers=headers, path=request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("unexpected error", exc_info=error, extra={"path": request.url.path})
-        return JSONResponse(body(500, "unexpected error; see the server's log"), 500)
+        text = "unexpected error; see the server's log"
+        return JSONResponse(body(500, text, path=request.url.path), 500)
 
 
-def in_words(error: RequestValidationError) -> tuple[str, str | None]:
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Report refusals of chat's fields under the names that another API gives them.
+
+    Args:
+        names: Those of the API, by chat's.
+
+    Raises:
+        FrontendError: Instead of the ValidationError or FrontendError of chat.
+    """
+    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(^|\bbeside )({words})(?![\w.])")
+
+    def rename(text: str) -> str:
+        return pattern.sub(lambda match: match[1] + names[match[2]], text)
+
+    try:
+        yield
+    except ValidationError as error:
+        message, param = in_words(error)
+        param = param and rename(param).partition(".")[0]
+        raise FrontendError(400, rename(message), param) from None
+    except FrontendError as error:
+        param = error.param and rename(error.param).partition(".")[0]
+        raise FrontendError(error.status, rename(str(error)), param, error.retry_after) from None
+
+
+def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str | None]:
     """The message and `param` for an invalid body: those of its first invalid field."""
     errors = error.errors()
     first = errors[0]
@@ -134,6 +192,8 @@ def in_words(error: RequestValidationError) -> tuple[str, str | None]:
         if first["type"] in ("value_error", "conflict"):
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
+    if path[0] in LISTS and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
+        return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]]), path[0]
     accepts = _accepted(path)
     if path[0] == "entropic" and len(path) > 1:
         return _of_entropic(path[1], accepts, first), path[1]
@@ -161,6 +221,34 @@ def _of_entropic(name: str, accepts: Accepted | None, error: Mapping[str, Any]) 
     close = difflib.get_close_matches(name, entropic.FIELDS, 1)
     hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(entropic.FIELDS)}"
     return f"entropic has no field {name[:200]}; {hint}"
+
+
+def _in_list(tree: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> str:
+    """The message for a field that holds lists of objects; it names the place of the deepest error."""
+    places = [_place(tree, error) for error in errors]
+    place = max(places, key=len)
+    deepest = [e for e, other in zip(errors, places, strict=True) if other == place]
+    kind, context = deepest[0]["type"], deepest[0].get("ctx", {})
+    name = ".".join([*place, context["discriminator"].strip("'")] if kind in UNION_ERRORS else place)
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{name} is missing"
+    if kind == "union_tag_invalid":
+        return f"{name} must be one of {context['expected_tags']}; got {short(context['tag'])}"
+    return f"{name} must {_in_pydantic_words(deepest)}; got {short(deepest[0]['input'])}"
+
+
+def _place(tree: Any, error: Mapping[str, Any]) -> list[str]:
+    """The path of an error in a body, without the names that Pydantic adds for members of unions."""
+    place: list[str] = []
+    parts = [part for part in error["loc"] if part != "body"]
+    for number, part in enumerate(parts):
+        is_index = isinstance(tree, list) and isinstance(part, int) and part < len(tree)
+        if is_index or (isinstance(tree, Mapping) and part in tree):
+            tree = tree[part]
+        elif error["type"] != "missing" or number < len(parts) - 1:
+            continue
+        place.append(str(part))
+    return place
 
 
 def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:

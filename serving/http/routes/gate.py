@@ -72,7 +72,7 @@ class Gate:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         try:
             if (refusal := self._refusal(scope["method"], path, headers)) is not None:
-                await answer(*refusal)(scope, receive, tagged)
+                await answer(*refusal, path=path)(scope, receive, tagged)
             else:
                 await self.app(scope, self._limited(receive), tagged)
         finally:
@@ -85,20 +85,30 @@ class Gate:
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple | None:
         if self.hosts is not None and not self.hosts.accept(host := headers.get("host", "")):
             return 403, f"the header Host must be {self.hosts}; got {short(host)}", None
-        if self.digests and path not in OPEN and not path.startswith("/dashboard/") and method != "OPTIONS":
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            digest = hashlib.sha256(key.strip().encode()).digest()
-            # All keys are compared, in constant time, so that the time taken says nothing of a key.
-            matches = [hmac.compare_digest(digest, known) for known in self.digests]
-            if scheme.lower() != "bearer" or not any(matches):
-                message = (
-                    "the header must be Authorization: Bearer KEY with a valid key; it is missing or wrong"
-                )
-                return 401, message, None, {"WWW-Authenticate": "Bearer"}
+        is_open = path in OPEN or path.startswith("/dashboard/") or method == "OPTIONS"
+        if self.digests and not is_open and self._key(headers) is None:
+            message = (
+                "the header must be Authorization: Bearer KEY, or X-API-Key: KEY, with a valid key; "
+                "it is missing or wrong"
+            )
+            return 401, message, None, {"WWW-Authenticate": "Bearer"}
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_bytes:
             return 413, self._too_large(length), None, {"Connection": "close"}
         return None
+
+    def _key(self, headers: dict[str, str]) -> bytes | None:
+        """The digest of the valid key that a request presents; None without one."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        presented = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        valid = None
+        for key in filter(None, map(str.strip, presented)):
+            digest = hashlib.sha256(key.encode()).digest()
+            # All keys are compared, in constant time, so that the time taken says nothing of a key.
+            matches = [hmac.compare_digest(digest, known) for known in self.digests]
+            if any(matches):
+                valid = digest
+        return valid
 
     def _too_large(self, size: object) -> str:
         return f"the body must have at most {self.max_bytes} bytes; got {size}"

@@ -36,21 +36,24 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     law = dict(frontend.settings.control.gains).get("law", "normalised")
     schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
-    for name in ("CompletionBody", "DetokenizeBody", "ChatBody"):
+    translated = ("MessagesBody", "CountTokensBody")
+    for name in ("CompletionBody", "DetokenizeBody", "ChatBody", *translated):
         for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
             if field in schemas[name]["properties"]:
                 _tokens(schemas[name]["properties"][field], last)
     longest = frontend.settings.limits.tokenize
     schemas["TokenizeBody"]["properties"]["prompt"]["maxLength"] = longest
     schemas["DetokenizeBody"]["properties"]["tokens"]["maxItems"] = longest
-    for name in ("CompletionBody", "ChatBody"):
-        for field in {"n", "best_of"} & schemas[name]["properties"].keys():
-            number = schemas[name]["properties"][field]["anyOf"][0]
+    for name in ("CompletionBody", "ChatBody", *translated):
+        properties = schemas[name]["properties"]
+        for field in {"n", "best_of"} & properties.keys():
+            number = properties[field]["anyOf"][0]
             number["maximum"] = min(number["maximum"], frontend.settings.limits.sequences)
-        for part in schemas[name]["properties"]["stop"]["anyOf"]:
-            if part.get("type") == "array":
-                part["maxItems"] = frontend.settings.limits.stops
-        for part in schemas[name]["properties"]["logit_bias"]["anyOf"]:
+        for field in {"stop", "stop_sequences"} & properties.keys():
+            for part in properties[field]["anyOf"]:
+                if part.get("type") == "array":
+                    part["maxItems"] = frontend.settings.limits.stops
+        for part in properties["logit_bias"]["anyOf"]:
             if part.get("type") == "object":
                 (bias,) = part["patternProperties"].values()
                 part["patternProperties"] = {up_to(last): bias}

@@ -61,6 +61,11 @@ def encoded(event: Mapping[str, Any]) -> bytes:
     return b"data: " + pydantic_core.to_json(event, inf_nan_mode="null") + b"\n\n"
 
 
+def named(event: Mapping[str, Any]) -> bytes:
+    """One server-sent event with the name that its field `type` states."""
+    return f"event: {event['type']}\n".encode() + encoded(event)
+
+
 def answered(answer: Mapping[str, Any]) -> Response:
     """A complete answer."""
     return Response(pydantic_core.to_json(answer, inf_nan_mode="null"), media_type="application/json")
