@@ -214,10 +214,10 @@ class ResponsesBody(SamplingFields):
             system.append(rest.pop(0)["content"])
         opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
         fields |= {"messages": opening + rest, "max_tokens": self.max_output_tokens}
-        effort = self.reasoning and self.reasoning.effort
+        effort = None if self.reasoning is None else self.reasoning.effort
         thinks = {"enable_thinking": effort != "none", "reasoning_effort": effort} if effort else {}
         fields["chat_template_kwargs"] = {**thinks, **(self.chat_template_kwargs or {})} or None
-        form = self.text and self.text.format
+        form = None if self.text is None else self.text.format
         if isinstance(form, SchemaTextFormat):
             schema = {"name": form.name, "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}

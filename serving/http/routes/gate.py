@@ -74,6 +74,7 @@ class Gate:
             if (refusal := self._refusal(scope["method"], path, headers)) is not None:
                 await answer(*refusal, path=path)(scope, receive, tagged)
             else:
+                scope.setdefault("state", {})["owner"] = self._key(headers)
                 await self.app(scope, self._limited(receive), tagged)
         finally:
             if self.log_requests and path not in QUIET:
