@@ -111,6 +111,7 @@ def test_an_answer_whole_and_streamed(live):
 
 def test_reasons_to_stop(live):
     assert message(live, max_tokens=2)["stop_reason"] == "max_tokens"
+    assert message(live, max_tokens=0)["content"] == []
     said = message(live, stop_sequences=["return", "x"])
     assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "return")
     assert said["content"][0]["text"] == SCRIPT.partition("return")[0]
@@ -225,7 +226,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"max_tokens": None}, "max_tokens must be a valid integer; got None"),
+        ({"max_tokens": None}, "max_tokens must be an integer between 0 and 2147483647; got None"),
         ({"messages": IMAGE}, "messages.0.content.0.type must be one of 'text', 'tool_result'; got 'image'"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role must be one of 'user', 'ass"),
         (

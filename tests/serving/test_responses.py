@@ -199,7 +199,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"background": True}, "background", "background must"),
         ({"conversation": "conv_1"}, "conversation", "conversation must be null; got 'conv_1'"),
         ({"truncation": "auto"}, "truncation", "truncation must be 'disabled'"),
-        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be less than or equal to 0"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be at most 0"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}},
             "text",
@@ -218,7 +218,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         (
             {"max_output_tokens": 0},
             "max_output_tokens",
-            "max_output_tokens must be greater than or equal to 1",
+            "max_output_tokens must be at least 1",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .chat import ChatBody
 from .entropic import Entropic, EntropicResult
-from .fields import Answer, Body, Positive, Priority, Seconds, conflict, optional_fields, unicode
+from .fields import Answer, Body, Count, Positive, Priority, Seconds, conflict, optional_fields, unicode
 from .sampling import FIELDS
 from .tools import MOST_TOOLS, Name
 
@@ -253,7 +253,7 @@ class CountTokensBody(SamplingFields):
 class MessagesBody(CountTokensBody):
     """A request to continue a conversation."""
 
-    max_tokens: Positive = Field(description="most tokens to generate")
+    max_tokens: Count = Field(description="most tokens to generate")
     stream: bool | None = None
 
 
