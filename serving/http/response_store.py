@@ -71,9 +71,9 @@ class ResponseStore:
 
     def _drop(self) -> None:
         """Forget what has expired, and the oldest while there is too much."""
-        now = self.clock()
+        current = self.clock()
         while self._responses:
             oldest = next(iter(self._responses.values()))
-            if oldest.expires > now and self.size <= self.max_bytes and len(self) <= MOST:
+            if oldest.expires > current and self.size <= self.max_bytes and len(self) <= MOST:
                 return
             self.size -= self._responses.popitem(last=False)[1].size
