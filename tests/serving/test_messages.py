@@ -14,7 +14,7 @@ from entropic_jax.serving.http.tools.parser import CallPart, MessagePart
 
 from .live import serving
 from .scripted_engine import SCRIPT, ScriptedEngine
-from .test_tools import BOTH, NOW, ROME, calls, scripted
+from .test_tools import BOTH, NO_ARGUMENTS, ROME, calls, scripted
 
 PATH = "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -134,7 +134,7 @@ def test_calls_and_thoughts_whole_and_streamed(live):
     assert text == {"type": "text", "text": "So:\n"}
     assert [(use["type"], use["name"], use["input"]) for use in uses] == [
         ("tool_use", "weather", ROME),
-        ("tool_use", "clock", NOW),
+        ("tool_use", "clock", NO_ARGUMENTS),
     ]
     assert said["stop_reason"] == "tool_use" and uses[0]["id"] != uses[1]["id"]
     streamed = accumulated(events(live, tools=TOOLS))
@@ -312,7 +312,10 @@ def test_anthropic(served):
             scripted(live, HERMES, calls(HERMES, *BOTH))
             with client.messages.stream(**fields, tools=TOOLS) as stream:
                 final = stream.get_final_message()
-            assert [(use.name, use.input) for use in final.content] == [("weather", ROME), ("clock", NOW)]
+            assert [(use.name, use.input) for use in final.content] == [
+                ("weather", ROME),
+                ("clock", NO_ARGUMENTS),
+            ]
             assert final.stop_reason == "tool_use"
             with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.role must be one of"):
                 client.messages.create(**{**fields, "messages": [{"role": "tool", "content": "x"}]})

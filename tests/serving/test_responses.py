@@ -12,7 +12,7 @@ from entropic_jax.serving.http.tools.formats import HERMES
 
 from .live import refused, serving
 from .scripted_engine import SCRIPT, ScriptedEngine
-from .test_tools import BOTH, NOW, ROME, TOOLS, calls, scripted
+from .test_tools import BOTH, NO_ARGUMENTS, ROME, TOOLS, calls, scripted
 
 PATH = "/v1/responses"
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -106,7 +106,7 @@ def test_events_add_up_to_the_response(live):
     assert text["content"][0]["text"] == "So:\n"
     assert [(use["name"], json.loads(use["arguments"])) for use in uses] == [
         ("weather", ROME),
-        ("clock", NOW),
+        ("clock", NO_ARGUMENTS),
     ]
     assert 0 < said["usage"]["output_tokens_details"]["reasoning_tokens"] < said["usage"]["output_tokens"]
     for index, item in enumerate(last["output"]):
