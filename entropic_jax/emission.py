@@ -13,9 +13,9 @@ from .batch import Batch
 from .entropy import EntropyStatistics
 from .forward import Forward
 from .row_subset import where_rows
-from .sampling.constraints import Constraints, any_constraint, constrain, top_logprobs
+from .sampling.constraints import Constraints, any_constraint, constrain, pauses, top_logprobs
 from .sampling.randomness import row_keys
-from .state import FAILED, FULL, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
+from .state import FAILED, FULL, PAUSED, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
 
 
 class Logits(NamedTuple):
@@ -61,7 +61,7 @@ def emit(
     measured = where_rows(emitting, measured, state.signal)
     action = action._replace(token=state.action.token)
     after = state._replace(token=token, signal=measured, action=action, control=law_state)
-    after = advance(batch, after, emitting)
+    after = advance(batch, after, emitting, constraints)
     before = state.signal.entropy
     after = after._replace(ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost))
     return after, trace_of(state, after, forward, logits, emitting, cost, constraints)
@@ -190,17 +190,22 @@ def choose(
     return token if constraints is None else jnp.where(constraints.forced >= 0, constraints.forced, token)
 
 
-def advance(batch: Batch, state: State, emitting: jax.Array) -> State:
+def advance(batch: Batch, state: State, emitting: jax.Array, constraints: Constraints | None) -> State:
     """Lengthens the active rows by a position and ends those that the token stops or that are full.
 
     Args:
         batch: the rows before the token.
         state: of the rows, with the token.
         emitting: bool `[rows]`, the rows that emit it; other active rows have failed (NaN logits).
+        constraints: of the rows; a row whose next mask they do not state pauses.
     """
     length = batch.state.length + batch.active.astype(jnp.int32)
     stopped = (state.stop == state.token[:, None]).any(1)
-    status = jnp.where(stopped, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
+    going: Any = RUNNING
+    if constraints is not None:
+        paused = pauses(constraints, state.token, length + state.evicted)
+        going = jnp.where(paused, PAUSED, RUNNING)
+    status = jnp.where(stopped, STOPPED, jnp.where(length >= state.limit, FULL, going))
     failed = batch.active & ~emitting
     status = jnp.where(failed, FAILED, jnp.where(emitting, status, batch.state.status))
     return state._replace(length=length, status=status)

@@ -84,7 +84,7 @@ def speculative_step(
         speculator: the drafter and the draft-length law.
         state: of the loop, with the rows' text.
         width: as in `step`.
-        constraints: as in `step`. A row whose constraints allow or force certain tokens advances by one.
+        constraints: as in `step`. A row with a forced token advances by one.
 
     Returns:
         The next state, and the trace `[k + 1, rows]` of the pass: a row's tokens come first.

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from .cache import Cache
 
-# Status of a row; PREFILLING: part of its prompt is not in the cache yet.
-RUNNING, STOPPED, FULL, FAILED, PREFILLING = range(5)
+# Status of a row; PREFILLING: part of its prompt is not in the cache yet; PAUSED: its next token waits for
+# the host, to the end of the launch.
+RUNNING, STOPPED, FULL, FAILED, PREFILLING, PAUSED = range(6)
 FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", FAILED: "error"}
 
@@ -152,7 +153,7 @@ class State(NamedTuple):
         jax.Array
     )  # int32 [rows], positions removed from it: the next token has position length + evicted
     limit: jax.Array  # int32 [rows], length at which the row is full
-    status: jax.Array  # int32 [rows]: RUNNING, STOPPED, FULL, FAILED or PREFILLING
+    status: jax.Array  # int32 [rows]: one of those above
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
     belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling

@@ -1,4 +1,8 @@
-"""Per-row constraints on sampling: allowed-token mask, minimum length, forced tokens; and log-probabilities.
+"""Per-row constraints on sampling: allowed tokens, minimum length, forced tokens; and log-probabilities.
+
+Which tokens are allowed may follow from those before them, by rules that only the host knows (a grammar). The
+host plans ahead: it states the masks of the next positions of a row, each under the condition that the tokens
+before it are those that it expects. A row that emits another token pauses until the host plans again.
 
 `lax.cond` skips everything that no row of the batch asks for.
 """
@@ -11,19 +15,41 @@ from jax import lax
 
 from .. import entropy, step_entropy
 from ..pallas.topk_entropy import topk_entropy
+from ..row_subset import Shared
 from ..state import TopLogprobs
 
 MAX_LOGPROBS = 20  # log-probabilities of the likeliest tokens that a row can ask for
+NOTHING, ANYTHING = -1, -2  # in `Constraints.expected`
 
 
 class Constraints(NamedTuple):
-    """Constraints of one step, or of every step of a launch; see `no_constraints`."""
+    """Constraints of one step, or of every step of a launch; see `no_constraints`.
 
-    masked: jax.Array  # bool [rows]: only tokens of `allowed` may be sampled
-    allowed: jax.Array  # int32 [rows, ⌈vocabulary / 32⌉]: bit t mod 32 of word t div 32 is token t
+    A set of tokens is a row of `sets`: bit t mod 32 of word t div 32 is token t. The mask of a position past
+    the n planned ones is the last.
+    """
+
+    masked: jax.Array  # bool [rows]: only tokens of the masks may be sampled
+    sets: Shared  # int32 [m, ⌈vocabulary / 32⌉], shared by all rows
+    mask: jax.Array  # int32 [rows, n]: the set of tokens that may be sampled at each of the next positions
+    # int32 [rows, n], of a masked row: the token after which the next mask holds; it pauses after others.
+    # NOTHING pauses after every token, ANYTHING after those of the set `pausing`.
+    expected: jax.Array
+    pausing: jax.Array  # int32 [rows]: a set of tokens
+    start: jax.Array  # int32 [rows], length of the sequence with the token of the first planned position
     min_length: jax.Array  # int32 [rows], length of the sequence before which no stop token may be sampled
     forced: jax.Array  # int32 [rows], the token to emit instead of sampling one; −1 samples
     report_logprobs: jax.Array  # bool [rows]: the row asks for log-probabilities
+
+    def planned(self, values: jax.Array, length: jax.Array) -> jax.Array:
+        """The entries of `mask` or `expected` for the token about to be sampled.
+
+        Args:
+            values: `[rows, n]`.
+            length: int32 `[rows]`, of the sequence with that token.
+        """
+        place = jnp.clip(length - self.start, 0, values.shape[1] - 1)
+        return jnp.take_along_axis(values, place[:, None], 1)[:, 0]
 
 
 def mask_words(vocabulary: int) -> int:
@@ -31,11 +57,29 @@ def mask_words(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
-def no_constraints(rows: int, vocabulary: int) -> Constraints:
-    """Constraints that allow everything."""
+def no_constraints(rows: int, vocabulary: int, positions: int = 1, num_sets: int = 1) -> Constraints:
+    """Constraints that allow everything.
+
+    Args:
+        rows: of the batch.
+        vocabulary: number of tokens.
+        positions: n, that can be planned ahead.
+        num_sets: m, sets of tokens that the constraints have room for.
+    """
     no, zero = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
-    allowed = jnp.zeros((rows, mask_words(vocabulary)), jnp.int32)
-    return Constraints(no, allowed, zero, zero - 1, jnp.zeros(rows, bool))
+    planned = jnp.zeros((rows, positions), jnp.int32)
+    sets = Shared(jnp.zeros((num_sets, mask_words(vocabulary)), jnp.int32))
+    return Constraints(
+        masked=no,
+        sets=sets,
+        mask=planned,
+        expected=planned + NOTHING,
+        pausing=zero,
+        start=zero,
+        min_length=zero,
+        forced=zero - 1,
+        report_logprobs=no,
+    )
 
 
 def constrain(logits: jax.Array, constraints: Constraints, stop: jax.Array, length: jax.Array) -> jax.Array:
@@ -56,7 +100,8 @@ def constrain(logits: jax.Array, constraints: Constraints, stop: jax.Array, leng
 
     def mask(logits: jax.Array) -> jax.Array:
         token = jnp.arange(vocabulary)
-        bit = (constraints.allowed[:, token // 32] >> (token % 32)) & 1
+        allowed = constraints.sets.value[constraints.planned(constraints.mask, length)]
+        bit = (allowed[:, token // 32] >> (token % 32)) & 1
         return jnp.where(constraints.masked[:, None] & (bit == 0), -jnp.inf, logits)
 
     def forbid_stop(logits: jax.Array) -> jax.Array:
@@ -65,6 +110,20 @@ def constrain(logits: jax.Array, constraints: Constraints, stop: jax.Array, leng
 
     logits = lax.cond(constraints.masked.any(), mask, lambda z: z, logits)
     return lax.cond(too_short.any(), forbid_stop, lambda z: z, logits)
+
+
+def pauses(constraints: Constraints, token: jax.Array, length: jax.Array) -> jax.Array:
+    """The rows whose next mask the host does not know before it has seen this token, bool `[rows]`.
+
+    Args:
+        constraints: of the rows.
+        token: int32 `[rows]`, sampled last.
+        length: int32 `[rows]`, of the sequence with it.
+    """
+    expected = constraints.planned(constraints.expected, length)
+    word = constraints.sets.value[constraints.pausing, token // 32]
+    in_set = (word >> (token % 32)) & 1 == 1
+    return constraints.masked & jnp.where(expected == ANYTHING, in_set, token != expected)
 
 
 def any_constraint(constraints: Constraints, length: jax.Array) -> jax.Array:

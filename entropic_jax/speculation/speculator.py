@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from ..batch import Batch
 from ..control.controller import pytree
-from ..sampling.constraints import Constraints
+from ..sampling.constraints import ANYTHING, Constraints
 from ..state import State, Trace
 from .draft_length import DraftLength, draft_length
 from .drafter import ControlledModel, Draft, Drafter
 from .suffix import suffix_drafter
-from .verification import CHANGED, emit_accepted, pass_cost, single_token_rows, verify
+from .verification import CHANGED, emit_accepted, pass_cost, verify
+
+EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
 
 @pytree
@@ -73,7 +75,7 @@ def draft(
         model: whose tokens are drafted.
         batch: the rows of the pass.
         room: int32 `[rows]`, positions that a row's pages hold.
-        constraints: of these rows; a row that is masked or forced gets one token.
+        constraints: of these rows. A forced row gets one token, a masked one those that the host expects.
 
     Returns:
         The batch, and the plan of the pass.
@@ -82,11 +84,33 @@ def draft(
     # A pass writes one position a token, and the last token that it may emit fills the row.
     most = jnp.maximum(jnp.minimum(room, state.limit) - state.length - 1, 0)
     if constraints is not None:
-        most = jnp.where(single_token_rows(constraints), 0, most)
+        most = jnp.where(constraints.forced >= 0, 0, most)
     batch, drafted = speculator.drafter.draft(model, batch, most)
+    if constraints is not None:
+        drafted = draft_expected(drafted, constraints, state.length + state.evicted + 1)
     drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, most))
     return batch, PassPlan(
         drafted, *speculator.law.choose(drafted, batch.active, state.speculation, state.length)
+    )
+
+
+def draft_expected(drafted: Draft, constraints: Constraints, length: jax.Array) -> Draft:
+    """The draft, in which masked rows have the tokens that the host expects.
+
+    Args:
+        drafted: of the drafter. It holds for rows without a mask, and where any token may come.
+        constraints: of the rows.
+        length: int32 `[rows]`, of the sequence with the next token.
+    """
+    rows, k = drafted.tokens.shape
+    ahead = [constraints.planned(constraints.expected, length + i) for i in range(k)]
+    expected = jnp.stack(ahead, 1)
+    number = jnp.cumprod((expected >= 0).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
+    planned = constraints.masked & (expected[:, 0] != ANYTHING)
+    return Draft(
+        tokens=jnp.where(planned[:, None], expected, drafted.tokens),
+        num_tokens=jnp.where(planned, number, drafted.num_tokens),
+        acceptance=jnp.where(planned[:, None], EXPECTED, drafted.acceptance),
     )
 
 

@@ -136,11 +136,6 @@ def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Arra
     return cost._replace(flops=flops, seconds=jnp.where(batch.active, seconds, 0.0))
 
 
-def single_token_rows(constraints: Constraints) -> jax.Array:
-    """The rows whose constraints are for the next token only, bool `[rows]`: masked or forced ones."""
-    return constraints.masked | (constraints.forced >= 0)
-
-
 def emit_accepted(
     decoder: Decoder,
     controller: Any,
@@ -161,7 +156,7 @@ def emit_accepted(
         draft: the drafted tokens.
         num_drafted: int32 `[rows]`, how many of them were verified.
         cost: of the pass; it is charged to the first token.
-        constraints: of these rows; see `single_token_rows`.
+        constraints: of these rows.
 
     Returns:
         The state of the rows, and the trace `[n, rows]`.

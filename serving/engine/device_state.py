@@ -20,7 +20,7 @@ from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.sampling_params import DEVICE_PARAMETERS
 from entropic_jax.speculation import Speculator
-from entropic_jax.state import FULL, ROW_FIELDS, TopLogprobs
+from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs
 
 from ..transcript import TRACE_FIELDS
 from . import branching
@@ -282,7 +282,8 @@ def decode(
     """
     capacity, group, policy = forced.shape[0], device_state.rows_per_slot, device_state.state.page_policy
     branch_state, state = device_state.branch_state, device_state.state._replace(page_policy=page_policy)
-    constraints = jax.tree.map(lambda x: jnp.repeat(x, group, 0), constraints)
+    constraints = map_rows(lambda x: jnp.repeat(x, group, 0), constraints)
+    constraints = constraints._replace(start=state.length + state.evicted + 1)
     forced = jnp.repeat(forced, group, 1)
 
     def step(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
@@ -293,11 +294,14 @@ def decode(
         return loop.speculative_step(decoder, params, controller, speculator, state, width, step_constraints)
 
     if samples and plan is not None and branch_state is not None:
+        # Its launches have one step if any row is masked, so a row that pauses need not wait.
+        resuming = lambda *arguments: _resume(*step(*arguments))
         branch_state, state, num_steps, trace = branching.launch(
-            step, branch_state, state, steps, plan, width, exact
+            resuming, branch_state, state, steps, plan, width, exact
         )
     else:
         state, num_steps, trace = loop.run(step, state, steps, capacity)
+        state, trace = _resume(state, trace)
         trace = jax.tree.map(lambda x: x[:, ::group], trace)
     if speculator is not None:  # pages granted for drafts that were not accepted go back to the pool
         state = state._replace(cache=cache.shrink(state.cache, state.length))
@@ -307,6 +311,11 @@ def decode(
     device_state = DeviceState(state, device_state.controller, branch_state)
     output = _output(device_state, trace, num_steps, tally, prior)
     return device_state._replace(state=state._replace(page_policy=policy)), output
+
+
+def _resume(state: State, trace: Trace) -> tuple[State, Trace]:
+    """The same with the rows that have paused running again."""
+    return state._replace(status=jnp.where(state.status == PAUSED, RUNNING, state.status)), trace
 
 
 def _output(

@@ -1,8 +1,10 @@
 """Interface between a front end and the engine: requests go in, deltas come out until one finishes."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ..control_options import Control
 from ..request import Request, RequestError
@@ -27,7 +29,11 @@ class PromptToken(NamedTuple):
 
 
 class Grammar(Protocol):
-    """A constraint on the text of one sequence, which follows its tokens."""
+    """A constraint on the text of one sequence, which follows its tokens.
+
+    `copy`, `forced` and `pausing` let the engine plan ahead. They change how fast a text is generated, never
+    the text; their defaults plan nothing.
+    """
 
     @property
     def failure(self) -> RequestError | None:
@@ -38,6 +44,22 @@ class Grammar(Protocol):
 
     def accept(self, token: int) -> bool:
         """Take a token; False once nothing may follow it."""
+
+    def copy(self) -> "Grammar | None":
+        """The same state, to be advanced apart from this one; None plans no tokens ahead."""
+        return None
+
+    def forced(self) -> Sequence[int]:
+        """The tokens in which the text that must come next is usually written; () if none must."""
+        return ()
+
+    def pausing(self) -> np.ndarray | None:
+        """Tokens but for which the mask stays as it is, in bits like those of `mask`.
+
+        After any other token, this set stays as it is, too. None if the mask is for the next token only.
+        Called after `mask`.
+        """
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

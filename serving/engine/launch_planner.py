@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,10 @@ from entropic_jax.sampling.constraints import Constraints, no_constraints
 
 from ..request import Request
 from .device_state import DecodeOutput
+from .grammars import Plan
+from .launch_costs import LaunchCosts, forecast
 from .options import Sizes
+from .planned_constraints import SETS_PER_ROW, planned_fields
 from .programs import DecodeProgram, Programs
 from .sequence import DECODE, Sequence
 
@@ -72,14 +75,18 @@ class LaunchPlanner:
         self.seconds_when_full = SECONDS_WHEN_FULL * factor
         self.min_length = np.zeros(sizes.rows, np.int32)
         self.report_logprobs = np.zeros(sizes.rows, bool)
-        self._constraints = no_constraints(sizes.rows, programs.decoder.shape.vocabulary)
+        positions = 1 + sizes.shapes.planned_tokens
+        num_sets = 1 + positions + SETS_PER_ROW * sizes.rows
+        vocabulary = programs.decoder.shape.vocabulary
+        self._constraints = no_constraints(sizes.rows, vocabulary, positions, num_sets)
         self._nothing_forced = {
             speculates: jnp.full((sizes.shapes.steps(speculates), sizes.rows), -1, jnp.int32)
             for speculates in {False, sizes.shapes.speculates}
         }
         self.may_prune = len(sizes.shapes.page_policies) > 1  # whether sequences may leave pages unread
         self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
-        self._step_seconds: dict[tuple[int, bool], float] = {}  # by width and whether tokens are drafted
+        self.costs = LaunchCosts()
+        self._expected_tokens = 0.0  # of the latest launch with plans
 
     def prefill_chunk(self, sequences: list[Sequence]) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
         """The next chunk of the prompts in prefill, which counts as prefilled from here on.
@@ -164,18 +171,33 @@ class LaunchPlanner:
         """Those of the programs that can be chosen."""
         return (program for program in programs if self.programs.available(("decode", *program)))
 
-    def speculates(self, running: list[Sequence]) -> bool:
+    def speculates(self, running: list[Sequence], plans: Mapping[int, Plan]) -> bool:
         """Whether to draft tokens for these sequences.
 
-        Drafts are verified densely, so not with a sequence that may leave pages unread. A sequence that is
-        held to a grammar or replays known tokens advances by one token a step in any case.
+        Drafts are verified densely, so not with a sequence that may leave pages unread. A sequence that
+        replays known tokens advances by one token a step in any case. Where there are plans, the kind of
+        launch is taken that is expected to emit more tokens a second.
+
+        Args:
+            running: Sequences that decode.
+            plans: Of sequences with a grammar, by row.
         """
-        return (
+        if not (
             self.sizes.shapes.speculates
             and not any(s.row_gains.pruning for s in running)
-            and any(s.grammar is None and s.num_scheduled >= s.num_replay_tokens for s in running)
+            and any(s.num_scheduled >= s.num_replay_tokens for s in running)
             and any(self._available(self._decode_programs(running, speculates=True)))
+        ):
+            return False
+        if not plans:
+            return True
+        expected, shapes = forecast(running, plans), self.sizes.shapes
+        width = self.decode_program(running, speculates=True).width
+        plain, drafts = (
+            max(self.costs.rate(expected, width, steps, flag) for steps in range(1, shapes.steps(flag) + 1))
+            for flag in (False, True)
         )
+        return drafts >= plain
 
     def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
         """The program that decodes these sequences."""
@@ -183,7 +205,14 @@ class LaunchPlanner:
         return next(self._available(programs), programs[0])
 
     def num_steps(
-        self, running: list[Sequence], limit: int, prefilling: int, waiting: bool, speculates: bool
+        self,
+        running: list[Sequence],
+        limit: int,
+        prefilling: int,
+        waiting: bool,
+        *,
+        speculates: bool,
+        plans: Mapping[int, Plan],
     ) -> int:
         """How many steps a launch should have.
 
@@ -193,7 +222,10 @@ class LaunchPlanner:
             prefilling: Number of sequences in prefill.
             waiting: Whether requests wait for a row.
             speculates: Whether the steps draft tokens.
+            plans: Of sequences with a grammar, by row.
         """
+        if plans and self.sizes.shapes.plan is not None:
+            return 1
         if len(running) + prefilling < self.sizes.rows:
             if any(s.num_scheduled == 0 for s in running):
                 return 1  # the first token of a sequence does not wait for a second
@@ -203,9 +235,16 @@ class LaunchPlanner:
             seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)
         else:
             seconds = self.seconds_when_full
-        key = self.decode_program(running, speculates).width, speculates
-        steps = int(seconds / self._step_seconds.get(key, seconds))
-        return max(1, min(steps, limit, self.sizes.shapes.steps(speculates)))
+        if any(plan.pausing is None for plan in plans.values()):
+            seconds = min(seconds, SECONDS_WITH_FREE_ROWS)  # at its end, paused rows go on
+        width = self.decode_program(running, speculates).width
+        steps = int(seconds / (self.costs.step_seconds(width, speculates) or seconds))
+        steps = max(1, min(steps, limit, self.sizes.shapes.steps(speculates)))
+        if plans:
+            expected = forecast(running, plans)
+            steps = max(range(1, steps + 1), key=lambda n: self.costs.rate(expected, width, n, speculates))
+            self._expected_tokens = expected.tokens(steps, speculates)
+        return steps
 
     def defer_decode(self, running: int, prefilling: int, waiting: bool) -> bool:
         """Whether decoding rows should wait for those in prefill, which will soon share their steps.
@@ -225,17 +264,21 @@ class LaunchPlanner:
         self.last_decode = timestamp
         return False
 
-    def record_launch(self, program: DecodeProgram, steps: int, seconds: float) -> None:
-        """Update the estimate of the seconds that a step of such a program takes.
+    def record_launch(
+        self, launch: InFlight, steps: int, seconds: float, tokens: float, drafts: float
+    ) -> None:
+        """Update the estimates of what launches cost.
 
         Args:
-            program: That ran.
+            launch: That has been collected.
             steps: Steps that it ran.
             seconds: That it took.
+            tokens: That it emitted.
+            drafts: Tokens that it drafted.
         """
-        key = program.width, program.speculates
-        previous = self._step_seconds.get(key, seconds / steps)
-        self._step_seconds[key] = previous + 0.2 * (seconds / steps - previous)
+        planned = any(sequence.grammar is not None for sequence, _, _ in launch.running)
+        expected = self._expected_tokens if planned else None
+        self.costs.record(launch.program, steps, seconds, tokens, drafts, expected)
 
     def nothing_forced(self, speculates: bool) -> jax.Array:
         """Tokens to replay where there are none: int32 `[steps, rows]`, all -1."""
@@ -257,21 +300,16 @@ class LaunchPlanner:
             forced[: len(tokens), s.row] = tokens
         return forced
 
-    def constraints(self, masks: dict[int, np.ndarray]) -> Constraints:
-        """The constraints of a launch; `masks` are bits of the allowed tokens, by row.
+    def constraints(self, plans: Mapping[int, Plan]) -> Constraints:
+        """The constraints of a launch; `plans` of the sequences with a grammar, by row.
 
         Host arrays are copied, since the device reads them while the host goes on.
         """
         fields: dict[str, Any] = dict(
             min_length=self.min_length.copy(), report_logprobs=self.report_logprobs.copy()
         )
-        if masks:
-            masked = np.zeros(self.sizes.rows, bool)
-            allowed = np.zeros(self._constraints.allowed.shape, np.int32)
-            for row, mask in masks.items():
-                masked[row] = True
-                allowed[row, : mask.size] = mask[: allowed.shape[1]]
-            fields |= dict(masked=masked, allowed=allowed)
+        if plans:
+            fields |= planned_fields(plans, self._constraints)
         return self._constraints._replace(**fields)
 
 

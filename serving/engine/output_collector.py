@@ -93,12 +93,13 @@ class OutputCollector:
         timestamp, steps = time.perf_counter(), int(output.num_steps)
         seconds = timestamp - max(launch.start_time, self.last_collected)
         self.last_collected = timestamp
-        if steps and launch.prefill is None:
-            batch.planner.record_launch(launch.program, steps, seconds)
         tokens, metrics = np.asarray(output.token).T.tolist(), np.asarray(output.metrics)
         emitted = np.arange(metrics.shape[1])[:, None] < num_tokens
         valid = np.where(emitted, metrics, 0.0)
         sums = valid.sum(1)
+        if steps and launch.prefill is None:
+            drafts = float(valid[DRAFTED].sum())
+            batch.planner.record_launch(launch, steps, seconds, float(num_tokens.sum()), drafts)
         if launch.program.speculates:
             self.draft_counts = self.draft_counts.with_launch(valid)
         batch.expected_drop[:] = np.asarray(output.expected_drop)
@@ -113,6 +114,8 @@ class OutputCollector:
             sequence.cost = cost[row]
             count = int(num_tokens[row])
             first = _skip_replayed(sequence, count)
+            if sequence.grammar is not None and sequence.num_replayed < sequence.num_replay_tokens:
+                sequence.num_scheduled = sequence.num_replayed  # it may have paused before
             logprobs = None
             if sequence.logprobs is not None:
                 top_logprobs = top_logprobs or tuple(np.asarray(x) for x in output.top_logprobs)
@@ -138,7 +141,7 @@ class OutputCollector:
         batch, transcript = self.batch, sequence.transcript
         grammar = sequence.grammar
         if grammar is not None and transcript.finish_reason is None:
-            final += grammars.accept(sequence, grammar, tokens[0])
+            final += grammars.accept(sequence, grammar, tokens)
         if sequence.first_token_time is None:
             sequence.first_token_time = timestamp
         batch.metrics_hooks.emitted(sequence, len(tokens), timestamp)

@@ -82,6 +82,14 @@ class Shapes:
         k = DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
         return 1 + k if speculates else 1
 
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens that the plan of a sequence with a grammar expects, at most.
+
+        0 where sequences may branch, so that each launch has one step beside a sequence with a grammar.
+        """
+        return 0 if self.plan is not None else self.tokens(True) - 1
+
     def speculator(self, rows: int, costs: PassCosts | None = None) -> Speculator | None:
         """What drafts the tokens of so many rows, given what passes cost on this machine."""
         return make_speculator(self.speculate, rows, self.num_speculative_tokens, costs)

@@ -27,6 +27,7 @@ from entropic_jax.prefill import PrefillOutput
 from . import grammars
 from .block_manager import BlockManager
 from .device_state import DecodeOutput, DeviceState
+from .grammars import Plan
 from .kv_compression import KVCompression
 from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk, has_penalties
 from .metrics_hooks import MetricsHooks
@@ -117,7 +118,7 @@ class Scheduler:
     def step(self) -> bool:
         """Run one iteration; False if nothing can run before a request comes or a program is compiled."""
         self._admit()
-        # A grammar's mask follows from the last token, so every launch must be collected before the next.
+        # A grammar's masks follow from the last tokens, so every launch must be collected before the next.
         constrained = any(s.grammar is not None for s in self.batch.occupied)
         if constrained:
             self.collect_all()
@@ -245,15 +246,17 @@ class Scheduler:
         """Launch decode steps of the sequences whose prefill is complete."""
         prefilling, waiting = len(self.batch.prefilling), bool(self.waiting)
         self._compress()
-        masks = grammars.token_masks(self.batch.decoding, self.end) if constrained else {}
-        if not constrained and self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
+        if self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
             return NO_DECODE
-        running, steps, speculates = self._reserve_pages(prefilling, constrained)
+        plans = {}
+        if constrained:
+            plans = grammars.plans(self.batch.decoding, self.sizes.shapes.planned_tokens, self.end)
+        running, steps, speculates = self._reserve_pages(prefilling, plans)
         if not running:
             return NO_DECODE
         self.apply_updates()
         program = self.planner.decode_program(running, speculates)
-        constraints = self.planner.constraints(masks)
+        constraints = self.planner.constraints(plans)
         forced = self.planner.forced_tokens(running, steps, speculates)
         self.device_state, output = self.programs.decode(
             self.device_state, steps, constraints, forced, program
@@ -274,15 +277,15 @@ class Scheduler:
                 self.programs, self.device_state, self.batch.sequences, self.block_manager
             )
 
-    def _reserve_pages(self, prefilling: int, constrained: bool) -> tuple[list[Sequence], int, bool]:
+    def _reserve_pages(self, prefilling: int, plans: dict[int, Plan]) -> tuple[list[Sequence], int, bool]:
         """The sequences that decode, their steps and whether these draft tokens, with pages reserved.
 
         Where pages run short, first the steps become fewer, then nothing is drafted, then a sequence is
         preempted.
         """
         while running := self.batch.decoding:
-            for speculates in (True, False) if self.planner.speculates(running) else (False,):
-                steps = self._num_steps(running, prefilling, constrained, speculates)
+            for speculates in (True, False) if self.planner.speculates(running, plans) else (False,):
+                steps = self._num_steps(running, prefilling, plans, speculates)
                 while steps and not self.batch.reserve(running, self._tokens(steps, speculates)):
                     steps //= 2
                 if steps:
@@ -291,13 +294,14 @@ class Scheduler:
         return [], 0, False
 
     def _num_steps(
-        self, running: list[Sequence], prefilling: int, constrained: bool, speculates: bool
+        self, running: list[Sequence], prefilling: int, plans: dict[int, Plan], speculates: bool
     ) -> int:
         """Steps of a launch of these sequences, if there are pages for them."""
-        batch, rows, steps = self.batch, [s.row for s in running], 1
+        batch, rows = self.batch, [s.row for s in running]
         limit = int((batch.limit - batch.length - batch.steps_in_flight)[rows].max())
-        if not constrained:
-            steps = self.planner.num_steps(running, limit, prefilling, bool(self.waiting), speculates)
+        steps = self.planner.num_steps(
+            running, limit, prefilling, bool(self.waiting), speculates=speculates, plans=plans
+        )
         return self.kv_compression.limit_steps(running, steps)
 
     def _preempt(self) -> None:

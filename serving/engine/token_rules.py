@@ -1,5 +1,6 @@
 """Token rules: the tokens that a request allows and the words that it bans, as a `Grammar`."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..request import RequestError
 from .interface import EngineRequest, Grammar
 
 
-class TokenRules:
+class TokenRules(Grammar):
     """Allows some tokens, bans those that complete a bad word, and keeps to the request's own grammar."""
 
     def __init__(
@@ -30,7 +31,11 @@ class TokenRules:
         self.vocabulary, self.bad_words, self.grammar = vocabulary, bad_words, grammar
         self._allowed = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
         self._allowed[list(allowed) if allowed else slice(vocabulary)] = 1
+        self._allowed[[word[0] for word in bad_words if len(word) == 1]] = 0
+        self._beginnings = np.zeros_like(self._allowed)  # tokens after which a bad word may come to its end
+        self._beginnings[[token for word in bad_words for token in word[:-1]]] = 1
         self._longest = max(map(len, bad_words), default=1)
+        self._is_usual = False  # the last mask is that of a text which no bad word has begun in
         self._tail: tuple[int, ...] = ()  # the latest tokens, of which a bad word may be the continuation
         self._failure: RequestError | None = None
 
@@ -43,9 +48,10 @@ class TokenRules:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next. Raises RequestError."""
         allowed = self._allowed.copy()
         for word in self.bad_words:
-            if self._tail[len(self._tail) - len(word) + 1 :] == word[:-1]:
+            if len(word) > 1 and self._tail[len(self._tail) - len(word) + 1 :] == word[:-1]:
                 allowed[word[-1]] = 0
-        bits = np.packbits(allowed, bitorder="little").view(np.int32)
+        bits = _packed(allowed)
+        self._is_usual = bool((allowed == self._allowed).all())
         if self.grammar is not None:
             bits = bits & np.asarray(self.grammar.mask()).reshape(-1).view(np.int32)
         if not bits.any():
@@ -58,6 +64,34 @@ class TokenRules:
         """Advance by a token; False once nothing may follow."""
         self._tail = (*self._tail, token)[-self._longest :]
         return self.grammar is None or self.grammar.accept(token)
+
+    def copy(self) -> "TokenRules | None":
+        """See `Grammar`."""
+        grammar = None if self.grammar is None else self.grammar.copy()
+        if grammar is None and self.grammar is not None:
+            return None
+        result = copy.copy(self)
+        result.grammar = grammar
+        return result
+
+    def forced(self) -> Sequence[int]:
+        """See `Grammar`."""
+        return () if self.grammar is None else self.grammar.forced()
+
+    def pausing(self) -> np.ndarray | None:
+        """See `Grammar`: the tokens of bad words but their last, and those of the request's grammar."""
+        if not self._is_usual:
+            return None
+        bits = _packed(self._beginnings)
+        if self.grammar is None:
+            return bits
+        pausing = self.grammar.pausing()
+        return None if pausing is None else bits | pausing
+
+
+def _packed(flags: np.ndarray) -> np.ndarray:
+    """Flags of tokens as bits int32."""
+    return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 def token_rules(engine_request: EngineRequest, tokenizer: Any, vocabulary: int) -> TokenRules | None:

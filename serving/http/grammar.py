@@ -5,11 +5,12 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
 
+from ..engine.interface import Grammar
 from ..request import RequestError
 from . import grammar_check
 from .served_model import ServedModel
@@ -29,19 +30,44 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-class TextGrammar:
-    """The state of one text in a grammar (an `engine.interface.Grammar`)."""
+class Constraint(NamedTuple):
+    """What constrains a text."""
 
-    def __init__(self, matcher: Any, vocabulary: int, name: str) -> None:
+    name: str  # the field of the request that states it, for errors
+    grammar: str  # in the serialized form of llguidance
+    markers: tuple[str, ...] = ()  # a text that is free stays so until it comes to one of these
+
+
+class TextGrammar(Grammar):
+    """The state of one text in a grammar."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: int,
+        name: str,
+        tokenizer: llguidance.LLTokenizer | None = None,
+        pausing: np.ndarray | None = None,
+    ) -> None:
         """The state before the first token.
 
         Args:
             matcher: An `llguidance.LLMatcher` that nothing else advances.
             vocabulary: Number of token ids, which sets the size of the mask.
             name: The field of the request that states the grammar, for errors.
+            tokenizer: Writes text that is forced in tokens; None forces none.
+            pausing: Bits of the tokens with which free text may come to its end (`free_text`); None if the
+                grammar has no free text.
         """
         self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
-        self.failure: RequestError | None = None
+        self._failure: RequestError | None = None
+        self._tokenizer, self._pausing = tokenizer, pausing
+        self._allows_free_text = False  # by the last mask
+
+    @property
+    def failure(self) -> RequestError | None:
+        """See `Grammar`."""
+        return self._failure
 
     def mask(self) -> np.ndarray:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next.
@@ -53,7 +79,9 @@ class TextGrammar:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
         self._check()
         words = -(-self.vocabulary // 32)
-        return np.pad(bits, (0, max(0, words - len(bits))))[:words]
+        bits = np.pad(bits, (0, max(0, words - len(bits))))[:words]
+        self._allows_free_text = self._pausing is not None and bool((bits | self._pausing == -1).all())
+        return bits
 
     def accept(self, token: int) -> bool:
         """Advance by a token; False once nothing may follow. Raises as `mask`."""
@@ -63,14 +91,29 @@ class TextGrammar:
             raise self._failed(f"token {token} may not come next")
         return not self.matcher.is_stopped()
 
+    def copy(self) -> "TextGrammar":
+        """See `Grammar`."""
+        return TextGrammar(
+            self.matcher.deep_copy(), self.vocabulary, self.name, self._tokenizer, self._pausing
+        )
+
+    def forced(self) -> list[int]:
+        """See `Grammar`."""
+        text = self.matcher.compute_ff_bytes()
+        return self._tokenizer.tokenize_bytes(text) if text and self._tokenizer is not None else []
+
+    def pausing(self) -> np.ndarray | None:
+        """See `Grammar`: where the text is free, the tokens that `free_text` names."""
+        return self._pausing if self._allows_free_text else None
+
     def _check(self) -> None:
         """Raise RequestError if the matcher has failed, which it says in no other way."""
         if self.matcher.is_error():
             raise self._failed(error_of(self.matcher))
 
     def _failed(self, reason: str) -> RequestError:
-        self.failure = refused(self.name, f"must be a grammar that a text can satisfy: {reason}")
-        return self.failure
+        self._failure = refused(self.name, f"must be a grammar that a text can satisfy: {reason}")
+        return self._failure
 
 
 class Grammars:
@@ -93,12 +136,17 @@ class Grammars:
             backend, n_vocab=self.model.vocabulary, eos_token=list(self.model.stop_tokens) or None
         )
 
-    def compile(self, name: str, grammar: str) -> TextGrammar:
+    @functools.lru_cache  # noqa: B019  (one instance lives as long as the server)
+    def _free_text(self, markers: tuple[str, ...]) -> np.ndarray:
+        return free_text(self._tokenizer, self.model.vocabulary, markers)
+
+    def compile(self, name: str, grammar: str, markers: tuple[str, ...] = ()) -> TextGrammar:
         """A grammar at its beginning.
 
         Args:
             name: The field of the request that states the grammar, for errors.
             grammar: In the serialized form of llguidance.
+            markers: As in `Constraint`.
 
         Raises:
             RequestError: The grammar is invalid, too long or too complex.
@@ -112,7 +160,8 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return TextGrammar(matcher.deep_copy(), self.model.vocabulary, name)
+        pausing = self._free_text(markers) if markers else None
+        return TextGrammar(matcher.deep_copy(), self.model.vocabulary, name, self._tokenizer, pausing)
 
     def _compile(self, name: str, grammar: str) -> Any:
         """The matcher of a grammar that some token can begin."""
@@ -127,6 +176,37 @@ class Grammars:
             raise refused(name, f"must be a grammar that can be compiled: {error_of(matcher)}")
         TextGrammar(matcher.deep_copy(), self.model.vocabulary, name).mask()
         return matcher
+
+
+def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Sequence[str]) -> np.ndarray:
+    """The tokens with which free text may come to its end; in bits int32 `[ceil(vocabulary / 32)]`.
+
+    They are those that can complete a marker, end in the middle of a character, or are not text. Where all
+    others are allowed, they stay so until one of these has come.
+
+    Args:
+        tokenizer: Of the grammar.
+        vocabulary: Number of token ids.
+        markers: Texts; special tokens among them are never text.
+    """
+    endings = [(marker.encode()[i:], i == 0) for marker in markers for i in range(len(marker.encode()))]
+    bits = np.ones(-(-vocabulary // 32) * 32, np.uint8)
+    for token in range(min(vocabulary, tokenizer.vocab_size)):
+        text = tokenizer.decode_bytes([token])
+        if tokenizer.is_special_token(token) or not text or not _is_text(text):
+            continue
+        # Parts of the marker before this token end where the token begins.
+        bits[token] = any(end in text if is_all else text.startswith(end) for end, is_all in endings)
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _is_text(text: bytes) -> bool:
+    """Whether bytes are characters from beginning to end."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def error_of(matcher: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 from entropic_jax import cache, models
 from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
-from entropic_jax.serving.engine.interface import Delta, EngineRequest, QueueFullError
+from entropic_jax.serving.engine.interface import Delta, EngineRequest, Grammar, QueueFullError
 from entropic_jax.serving.request import Request, RequestError
 
 EXACT = dict(max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True)
@@ -254,7 +254,7 @@ def test_bias_and_logprobs(exact):
     assert 0.1 < sum(math.exp(a.logprob) for a in total[0].top) <= 1 + 1e-5
 
 
-class Alternating:
+class Alternating(Grammar):
     """Allows even tokens, then odd ones, in turn; ends after six."""
 
     failure = None

@@ -13,7 +13,6 @@ from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.speculation_names import read_config
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
-    Alternating,
     collect,
     copies_no_pool,
     engine_of,
@@ -22,6 +21,7 @@ from tests.serving.test_engine import (  # noqa: F401  (fixture)
     prompt,
     run,
 )
+from tests.serving.test_planned_constraints import FreeUntil, Planned
 
 PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", max_steps=8)
 DRAFTS = dict(speculate="suffix")
@@ -56,7 +56,8 @@ def requests(max_tokens: int = 30) -> list[EngineRequest]:
         dict(**GREEDY, stop=("zz", "\n")),
         dict(**WARM, logit_bias=NARROW, stop_token_ids=(33,), min_tokens=9),
         dict(**GREEDY, min_tokens=5, stop_token_ids=tuple(range(100, 110))),
-        dict(**WARM, grammar=Alternating()),
+        dict(**WARM, grammar=Planned(8, 9), logit_bias={8: 9.0, 9: 9.0}),
+        dict(**WARM, grammar=FreeUntil(2, 5)),
         dict(**WARM, control=Control("micro"), logit_bias=NARROW),
         dict(**GREEDY, max_tokens=1),
     )
@@ -180,7 +181,7 @@ def test_rows_that_prune_pages_decode_plainly(off, suffix):
 
 @pytest.mark.slow
 def test_only_grammars_decode_plainly(off, suffix):
-    held = lambda: [engine_request("held", repetitive(12), seed=1, grammar=Alternating(), **WARM)]
+    held = lambda: [engine_request("held", repetitive(12), seed=1, grammar=Planned(8, 9), **WARM)]
     before = suffix.snapshot()["num_drafts"]
     assert results(suffix, held()) == results(off, held())
     assert suffix.snapshot()["num_drafts"] == before

@@ -6,7 +6,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from entropic_jax.serving.engine.interface import EngineRequest
+from entropic_jax.serving.engine.interface import EngineRequest, Grammar
 from entropic_jax.serving.engine.token_rules import TokenRules, token_rules
 from entropic_jax.serving.request import Request, RequestError
 
@@ -21,7 +21,7 @@ def allowed(rules: TokenRules) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
-class Even:
+class Even(Grammar):
     """A grammar of even tokens, which ends after token 6."""
 
     failure: RequestError | None = None

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import httpx2
 import llguidance
+import numpy as np
 import pytest
 
 from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.grammar import TextGrammar, free_text
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.tools import formats
 from entropic_jax.serving.http.tools.calling import ToolCalling
@@ -188,6 +190,37 @@ def test_grammars_name_special_tokens_by_id(tokenizer, form, required, reasoning
     grammar = formats.grammar(form, [CLOCK["function"]], special, **options)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("reasoning", [None, True, False])
+def test_free_text_stays_free_until_a_token_of_the_set(served, tokenizer, form, reasoning):
+    markers = (form.marker or "{", *(() if reasoning is None else (formats.END_OF_THOUGHT,)))
+    vocabulary = tokenizer.vocab_size
+    pausing = free_text(tokenizer, vocabulary, markers)
+    bits = np.unpackbits(pausing.view(np.uint8), bitorder="little")[:vocabulary]
+    free, draw = np.flatnonzero(bits == 0), np.random.default_rng(0)
+    assert len(free) > vocabulary / 2
+    options = dict(required=False, parallel=True, reasoning=reasoning)
+    grammar = formats.grammar(form, [CLOCK["function"]], {}, **options)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    text = TextGrammar(matcher, vocabulary, "tools", tokenizer, pausing)
+    text.mask()
+    if reasoning is False:  # it begins with a thought, or with text that is none
+        text.accept(served.tokenizer.encode("x", special=False)[0])
+    elif text.pausing() is None:  # a call may come, so the first token decides
+        text.accept(int(free[0]))
+    mask = text.mask()
+    partial = [token for token in free if b"<" in tokenizer.decode_bytes([int(token)])]
+    for token in [*draw.choice(free, 60), *draw.choice(partial, 10)]:
+        assert (text.pausing() == pausing).all()
+        assert text.accept(int(token))
+        assert (text.mask() == mask).all()
+    if reasoning is None and form.marker:
+        for token in served.tokenizer.encode(form.marker + form.before[len(form.marker) :], special=False):
+            text.accept(token)
+        text.mask()
+        assert text.pausing() is None
 
 
 @pytest.fixture(scope="module")

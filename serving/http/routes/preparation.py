@@ -9,6 +9,7 @@ from ...engine.interface import EngineRequest
 from ...request import Request, RequestError
 from .. import grammar, log
 from ..frontend import Frontend, refusals
+from ..grammar import Constraint
 from ..protocol.chat import ChatBody
 from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
 from ..worker_pools import LONG
@@ -91,28 +92,31 @@ def engine_requests_of(
     ]
 
 
-def constraint_of(frontend: Frontend, body: SamplingBody) -> tuple[str, str] | None:
+def constraint_of(frontend: Frontend, body: SamplingBody) -> Constraint | None:
     """The field that constrains the text, and the grammar it stands for."""
     if isinstance(body, ChatBody) and (constraint := frontend.tool_calling.constraint(body)) is not None:
         return constraint
     form = body.response_format
     if isinstance(form, ObjectFormat):
-        return "response_format", grammar.any_object()
+        return Constraint("response_format", grammar.any_object())
     if isinstance(form, SchemaFormat):
-        schema = form.json_schema.schema_
-        return "response_format.json_schema", grammar.from_schema("response_format.json_schema", schema)
+        name = "response_format.json_schema"
+        return Constraint(name, grammar.from_schema(name, form.json_schema.schema_))
     constraints = body.structured_outputs
     if constraints is None:
         return None
     if constraints.json_ is not None:
-        return "structured_outputs.json", grammar.from_schema("structured_outputs.json", constraints.json_)
+        name = "structured_outputs.json"
+        return Constraint(name, grammar.from_schema(name, constraints.json_))
     if constraints.regex is not None:
-        return "structured_outputs.regex", grammar.from_regex(constraints.regex)
+        return Constraint("structured_outputs.regex", grammar.from_regex(constraints.regex))
     if constraints.choice is not None:
-        return "structured_outputs.choice", grammar.from_choices(constraints.choice)
+        return Constraint("structured_outputs.choice", grammar.from_choices(constraints.choice))
     if constraints.grammar is not None:
-        return "structured_outputs.grammar", grammar.from_text(constraints.grammar)
-    return ("structured_outputs.json_object", grammar.any_object()) if constraints.json_object else None
+        return Constraint("structured_outputs.grammar", grammar.from_text(constraints.grammar))
+    if constraints.json_object:
+        return Constraint("structured_outputs.json_object", grammar.any_object())
+    return None
 
 
 async def start(
@@ -135,7 +139,7 @@ async def start(
     with refusals():
         if body.constrains or (isinstance(body, ChatBody) and body.calls_tools):
             constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, frontend, body)
-            if constraint is not None and frontend.grammars.is_hard(constraint[1]):
+            if constraint is not None and frontend.grammars.is_hard(constraint.grammar):
                 await frontend.run_in(pools.grammars, frontend.grammars.compile, *constraint)
         engine_requests, plan = await frontend.run_in(pools.for_text(size_of(http)), prepare)
         output_streams = dict(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...request import RequestError
+from ..grammar import Constraint
 from ..protocol.chat import ChatBody
 from ..protocol.tools import NamedTool
 from ..served_model import ServedModel
@@ -41,7 +42,7 @@ class ToolCalling:
         """Markers that are special tokens."""
         return formats.special_tokens(self.model.tokenizer)
 
-    def constraint(self, body: ChatBody) -> tuple[str, str] | None:
+    def constraint(self, body: ChatBody) -> Constraint | None:
         """The field that allows or demands calls, and the grammar it stands for; None if there are none."""
         if not body.calls_tools:
             return None
@@ -49,15 +50,20 @@ class ToolCalling:
         choice = body.tool_choice
         if isinstance(choice, NamedTool):
             functions = [function for function in functions if function["name"] == choice.function.name]
+        required = choice == "required" or isinstance(choice, NamedTool)
+        reasoning = self.reasoning(body)
         grammar = formats.grammar(
             self.form,
             functions,
             self.special,
-            required=choice == "required" or isinstance(choice, NamedTool),
+            required=required,
             parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
-            reasoning=self.reasoning(body),
+            reasoning=reasoning,
         )
-        return "tools", grammar
+        markers = [] if required else [self.form.marker or "{"]
+        if reasoning is not None:
+            markers.append(END_OF_THOUGHT)
+        return Constraint("tools", grammar, tuple(markers))
 
     def reasoning(self, body: ChatBody) -> bool | None:
         """Whether a text may begin with a thought; True if the prompt begins it, None if it may not."""
