@@ -167,7 +167,7 @@ def test_choices_of_tools_are_chat_s(live, choice, expected):
     assert seen[0].shown_tools()[0]["function"]["parameters"] == SCHEMA
 
 
-TURN = [
+CONVERSATION = [
     *HELLO,
     {
         "role": "assistant",
@@ -192,7 +192,7 @@ def test_results_of_tools_reach_the_template(live):
     scripted(live, HERMES, "So.")
     live.frontend.tool_calling = calling = ToolCalling(live.model, "json")
     calling.constraint = lambda body: None
-    message(live, messages=TURN, tools=TOOLS)
+    message(live, messages=CONVERSATION, tools=TOOLS)
     said = prompt(live)
     assert '### Assistant\nLet me see.\n{"name": "weather", "arguments": {"city": "Rome"}}\n' in said
     assert "### Tool\nsunny\n\n### Tool\nError: no clock\n\n### User\nThanks\n" in said
@@ -203,7 +203,7 @@ def test_a_begun_answer_is_continued_and_thoughts_switched(live, monkeypatch):
     assert prompt(live).endswith("### Assistant\nHi th")
     template = "{{ enable_thinking }}{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
     monkeypatch.setattr(live.model.tokenizer, "chat_template", template)
-    message(live, messages=TURN, thinking={"type": "disabled"})
+    message(live, messages=CONVERSATION, thinking={"type": "disabled"})
     assert prompt(live) == "Falsehm"
 
 
@@ -214,7 +214,7 @@ def test_a_schema_holds_the_text(live):
 
 
 def test_tokens_are_counted(live):
-    fields = {"system": "Be brief.", "messages": TURN[:1]}
+    fields = {"system": "Be brief.", "messages": CONVERSATION[:1]}
     counted = httpx2.post(f"{live.url}{PATH}/count_tokens", json=fields).json()
     message(live, **fields)
     assert counted == {"input_tokens": len(live.engine.engine_requests[-1].request.prompt)}
@@ -233,7 +233,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages.0.content.0.text is miss",
         ),
-        ({"messages": TURN[:2]}, "messages must answer every tool_use by a tool_result; got none for t1"),
+        (
+            {"messages": CONVERSATION[:2]},
+            "messages must answer every tool_use by a tool_result; got none for t1",
+        ),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences must have at most 16 strings; got 17"),
         ({"messages": [{"role": "user", "content": "x " * 999}]}, "messages must have between 1 and 255 tok"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type must "),
