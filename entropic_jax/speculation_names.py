@@ -9,17 +9,19 @@ from typing import Any, Literal, get_args
 
 from .parameter_table import Choice, Number, ParameterError, short
 
-Speculate = Literal["off", "suffix"]
+Speculate = Literal["off", "auto", "suffix", "pruned"]
 DRAFTERS = get_args(Speculate)
-"""The values of `speculate`: no drafts, or the name of the drafter."""
-OFF = "off"
+"""The values of `speculate`: no drafts, whichever drafter pays, or the name of the drafter."""
+OFF, AUTO = "off", "auto"
+DRAFTS_FROM_PAGES = ("auto", "pruned")
+"""The drafters that run the model on few pages, whose steps cost something."""
 
 DRAFTED = Number(int, 1, 15)
 """Tokens drafted for a row in a pass, at most."""
 DEFAULT_DRAFTED = 15
 
-VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix"}
-"""The drafter for each method of vLLM's `speculative_config`."""
+VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix", "pruned": "pruned", "auto": "auto"}
+"""The drafter for each method of `speculative_config`: vLLM's `suffix` and `ngram`, and the names of ours."""
 CONFIG_KEYS = ("method", "num_speculative_tokens")
 
 
@@ -67,7 +69,8 @@ def read_config(config: Any) -> tuple[str, int | None]:
             raise ParameterError(message, name)
     method, number = config.get("method"), config.get("num_speculative_tokens")
     if method not in VLLM_METHODS:
-        message = f"{name} must have the method {' or '.join(VLLM_METHODS)}; got {short(method)}"
+        *methods, last = VLLM_METHODS
+        message = f"{name} must have the method {', '.join(methods)} or {last}; got {short(method)}"
         raise ParameterError(message, name)
     if number is not None:
         try:

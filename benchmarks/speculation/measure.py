@@ -16,6 +16,7 @@ from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
 from entropic_jax.control.controller import STATIC, pytree
 from entropic_jax.speculation import Draft, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation.pruned import WINDOW
 
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
@@ -146,7 +147,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.advance(task)
         # The law has the costs that the engine would measure.
         longest = max(2 * SHORT, *options.contexts)
-        costs = measure_pass_costs(model.decoder, model.params, most_tokens=max(WIDTHS), context=longest)
+        costs = measure_pass_costs(
+            model.decoder, model.params, most_tokens=max(WIDTHS), context=longest, pages=WINDOW
+        )
         results["law"] = costs._asdict()
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from entropic_jax.speculation import Cascade, PassCosts, Speculator, pruned_drafter, suffix_drafter
+from entropic_jax.speculation import PassCosts, Speculator, make_speculator
+from entropic_jax.speculation_names import OFF
 
 from ..harness.held_out_text import module_tokens
 
 TEXTS = ("held-out", "copy", "random")
 WIDTHS = (1, 2, 4, 8, 16)  # tokens of a pass
+ARMS = (OFF, "suffix", "pruned", "auto")
 LOOP_WINDOW, LOOP_PAIRS = 48, 24  # a text loops if its last tokens hold fewer different pairs
 
 
@@ -57,10 +59,4 @@ def arms(costs: PassCosts) -> dict[str, Speculator | None]:
     Args:
         costs: of a pass on this machine.
     """
-    law = costs.law(1, WIDTHS)
-    return {
-        "off": None,
-        "suffix": Speculator(suffix_drafter(), law),
-        "pruned": Speculator(pruned_drafter(law=law), law),
-        "suffix, then pruned": Speculator(Cascade((suffix_drafter(), pruned_drafter(law=law))), law),
-    }
+    return {name: make_speculator(name, 1, max(WIDTHS) - 1 if name != OFF else None, costs) for name in ARMS}

@@ -13,13 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention.attend import TokenSpan, attend_to
+from ..attention.window_pages import WindowPages
 from ..cache import Cache, allocate, grant
+from ..entropy import entropy_statistics
 from ..forward import Decoder
+from ..sampling import parameters, sample
 from ..speculation.pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed
 LARGEST_WIDTH = 16  # tokens of a row; a larger pass has more rows
-PASSES = 4  # of a launch, so that dispatching it counts little
+TOKENS_OF_LAUNCH = 64  # in so many passes that dispatching them counts little
+MOST_PASSES, FEWEST_PASSES = 32, 4  # of a launch
 
 
 class PassShape(NamedTuple):
@@ -28,6 +32,12 @@ class PassShape(NamedTuple):
     rows: int
     width: int  # tokens of a row
     length: int  # cached positions of a row
+
+    @property
+    def passes(self) -> int:
+        """How many of them make a launch."""
+        fitting = TOKENS_OF_LAUNCH // (self.rows * self.width)
+        return max(FEWEST_PASSES, min(MOST_PASSES, fitting))
 
 
 def measure_pass_costs(
@@ -39,6 +49,7 @@ def measure_pass_costs(
     page_size: int | None = None,
     dtype: Any = jnp.float32,
     repeat: int = 5,
+    pages: WindowPages | None = None,
 ) -> PassCosts:
     """Times passes of 1, 2, 4, … tokens, and what a long context adds to those of one row.
 
@@ -50,6 +61,7 @@ def measure_pass_costs(
         page_size: positions per page, by default that of the device.
         dtype: of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
+        pages: those that the pruned drafter reads; None does not time its steps.
 
     Raises:
         ValueError: for an argument out of range.
@@ -64,12 +76,19 @@ def measure_pass_costs(
     short = [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes]
     long = [PassShape(1, width, context) for width in widths]
     run = lambda shape: _pass(decoder, params, shape, page_size, dtype)
-    seconds = _least_seconds([run(shape) for shape in (*short, *long)], repeat)
-    products, attention = seconds[: len(sizes)], seconds[len(sizes) :]
+    ends = (SHORT, context) if pages is not None else ()
+    drafts = [_pass(decoder, params, PassShape(1, 1, length), page_size, dtype, pages) for length in ends]
+    seconds = _least_seconds([*(run(shape) for shape in (*short, *long)), *drafts], repeat)
+    products, attention = seconds[: len(sizes)], seconds[len(sizes) : len(sizes) + len(widths)]
     slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
     reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
     base = _ascending(np.subtract(products, reading))
-    return PassCosts(tuple(sizes), tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()))
+    draft_step = None
+    if drafts:
+        # Such a step reads a part of what a pass reads.
+        slope = min(max(0.0, (seconds[-1] - seconds[-2]) / (context - SHORT)), float(slopes[0]))
+        draft_step = max(0.0, seconds[-2] - slope * SHORT), slope
+    return PassCosts(tuple(sizes), tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()), draft_step)
 
 
 def _ascending(seconds: np.ndarray) -> np.ndarray:
@@ -78,9 +97,20 @@ def _ascending(seconds: np.ndarray) -> np.ndarray:
 
 
 def _pass(
-    decoder: Decoder, params: Any, shape: PassShape, page_size: int | None, dtype: Any
-) -> Callable[[], None]:
-    """A function that runs a launch of passes of one shape and waits for it."""
+    decoder: Decoder,
+    params: Any,
+    shape: PassShape,
+    page_size: int | None,
+    dtype: Any,
+    pages: WindowPages | None = None,
+) -> Callable[[], int]:
+    """A function that runs a launch of passes of one shape, waits for it, and returns their number.
+
+    Args:
+        decoder, params, page_size, dtype: as for `measure_pass_costs`.
+        shape: of the passes.
+        pages: read by steps of the pruned drafter, which also sample and measure; None for plain passes.
+    """
     rows, width, length = shape
     cache = allocate(decoder.shape, rows, length + width, page_size=page_size, dtype=dtype)
     cache, _ = grant(cache, jnp.full(rows, length + width, jnp.int32))
@@ -90,33 +120,47 @@ def _pass(
     def launch(params: Any, cache: Cache) -> tuple[Cache, jax.Array]:
         def body(_: Any, carry: Any) -> Any:
             layers, tokens = carry
-            attend = attend_to(cache._replace(layers=layers), span)
-            hidden, layers = decoder.hidden(params, tokens, position, layers, attend)
+            current = cache._replace(layers=layers)
+            reader = None if pages is None else pages.reader(current, span.start + span.num_tokens)
+            hidden, layers = decoder.hidden(
+                params, tokens, position, layers, attend_to(current, span, reader)
+            )
             # The next pass depends on the logits of this one, so that none is left out.
-            likeliest = decoder.logits(params, hidden).argmax(-1).astype(jnp.int32)
-            return layers, jnp.minimum(likeliest, 1)
+            return layers, jnp.minimum(_next_tokens(decoder.logits(params, hidden), pages is not None), 1)
 
         start = cache.layers, jnp.zeros((rows, width), jnp.int32)
-        layers, tokens = jax.lax.fori_loop(0, PASSES, body, start)
+        layers, tokens = jax.lax.fori_loop(0, shape.passes, body, start)
         return cache._replace(layers=layers), tokens
 
     program = jax.jit(launch, donate_argnums=1)
 
-    def run() -> None:
+    def run() -> int:
         nonlocal cache
         cache, tokens = program(params, cache)
         tokens.block_until_ready()
+        return shape.passes
 
     return run
 
 
-def _least_seconds(launches: Sequence[Callable[[], None]], repeat: int) -> list[float]:
+def _next_tokens(logits: jax.Array, sampled: bool) -> jax.Array:
+    """The likeliest tokens int32 `[rows, n]`, or those of a draft: sampled, with the entropy measured."""
+    if not sampled:
+        return logits.argmax(-1).astype(jnp.int32)
+    rows, flat = logits.shape[0], logits.reshape(-1, logits.shape[-1])
+    warm, seed = parameters(rows, temperature=1.0), jnp.arange(rows, dtype=jnp.int32)
+    token = sample(flat, warm, warm.temperature, jax.random.key(0), seed, seed)
+    measured = entropy_statistics(flat).entropy >= 0
+    return jnp.where(measured, token, 0)[:, None]
+
+
+def _least_seconds(launches: Sequence[Callable[[], int]], repeat: int) -> list[float]:
     """Seconds of a pass of each launch: the least of `repeat` turns, after one that compiles."""
     seconds: list[list[float]] = [[] for _ in launches]
     for repetition in range(repeat + 1):
         for launch, values in zip(launches, seconds, strict=True):
             began = time.perf_counter()
-            launch()
+            passes = launch()
             if repetition:
-                values.append((time.perf_counter() - began) / PASSES)
+                values.append((time.perf_counter() - began) / passes)
     return [min(values) for values in seconds]

@@ -1,4 +1,4 @@
-"""Cascade of drafters, the cheapest first: a row asks the next one where its draft is not promising."""
+"""Cascade of drafters, cheapest first: a row asks the next one where its draft promises less than that."""
 
 from typing import Any
 
@@ -7,18 +7,21 @@ import jax.numpy as jnp
 
 from ..batch import Batch
 from ..control.controller import pytree
+from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft
 
 
 @pytree
 class Cascade:
-    """Drafts with the first drafter whose first token is likely enough to be accepted.
+    """Drafts with the first drafter whose draft promises a higher rate than the next drafter is expected to.
 
-    A row for which none is gets the draft of the last drafter that had one.
+    The rate is that of accepted tokens by the law's costs. Without costs, a first token that is likely enough
+    to be accepted is enough. A row for which no draft is gets that of the last drafter that had one.
     """
 
     drafters: tuple[Any, ...]  # of `Drafter`
-    enough: jax.Array | float = 0.5  # P(accepted) of a draft's first token from which no other is asked
+    law: DraftLength | None = None  # what passes cost
+    enough: jax.Array | float = 0.5  # P(accepted) of a first token from which no other is asked without costs
 
     @property
     def most_tokens(self) -> int:
@@ -27,15 +30,26 @@ class Cascade:
 
     def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
-        rows, k = batch.active.shape[0], self.most_tokens
-        best = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
-        for drafter in self.drafters:
-            promising = (best.num_tokens > 0) & (best.acceptance[:, 0] >= self.enough)
-            asking = batch._replace(active=batch.active & ~promising)
-            after, draft = drafter.draft(model, asking, most)
-            batch = after._replace(active=batch.active)
+        rows, k, shift = batch.active.shape[0], self.most_tokens, batch.state.speculation
+        none = jnp.zeros(rows, jnp.int32)
+        best = Draft(jnp.zeros((rows, k), jnp.int32), none, jnp.zeros((rows, k)), none)
+        for number, drafter in enumerate(self.drafters):
+            asking = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
+            promising = self._promising(best, drafter, asking, shift)
+            after, draft = drafter.draft(model, asking._replace(active=batch.active & ~promising), most)
+            batch = after._replace(active=batch.active, state=after.state._replace(speculation=shift))
+            draft = draft._replace(source=jnp.full(rows, number, jnp.int32))
             best = _replace_rows(best, draft, ~promising & (draft.num_tokens > 0))
         return batch, best
+
+    def _promising(self, best: Draft, drafter: Any, batch: Batch, shift: jax.Array) -> jax.Array:
+        """Whether a row keeps the draft that it has, bool `[rows]`."""
+        has_draft = best.num_tokens > 0
+        rate = getattr(drafter, "expected_rate", None)
+        if self.law is None or rate is None:
+            return has_draft & (best.acceptance[:, 0] >= self.enough)
+        own = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
+        return has_draft & (self.law.row_rates(best, batch.active, own, batch.state.length) >= rate(batch))
 
 
 def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:
@@ -45,4 +59,5 @@ def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:
         jnp.where(flag[:, None], jnp.pad(new.tokens, wider), old.tokens),
         jnp.where(flag, new.num_tokens, old.num_tokens),
         jnp.where(flag[:, None], jnp.pad(new.acceptance, wider), old.acceptance),
+        jnp.where(flag, new.source, old.source),
     )

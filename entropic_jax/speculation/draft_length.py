@@ -22,6 +22,12 @@ from .drafter import Draft
 CERTAIN = 12.0  # log-odds beyond which a correction does not go
 
 
+def correct(probability: jax.Array, shift: jax.Array) -> jax.Array:
+    """The probability with its log-odds shifted; the shapes are broadcast."""
+    odds = jnp.clip(jax.scipy.special.logit(probability), -CERTAIN, CERTAIN)
+    return jax.nn.sigmoid(odds + shift)
+
+
 @pytree
 class DraftLength:
     """The law, with the measured costs of a pass.
@@ -41,12 +47,27 @@ class DraftLength:
 
     def probabilities(self, draft: Draft, shift: jax.Array) -> jax.Array:
         """P(accepted | those before were), float32 `[rows, k]`, corrected by the row's own record."""
-        odds = jnp.clip(jax.scipy.special.logit(draft.acceptance), -CERTAIN, CERTAIN)
-        return jnp.where(draft.acceptance > 0, jax.nn.sigmoid(odds + shift[:, None]), 0.0)
+        return jnp.where(draft.acceptance > 0, correct(draft.acceptance, shift[:, None]), 0.0)
 
     def pass_costs(self, positions: jax.Array) -> jax.Array:
         """Costs of a pass of each width, float32 `[widths]`; `positions` float32 `[]`, cached by its rows."""
         return jnp.asarray(self.costs) + jnp.asarray(self.position_costs) * positions
+
+    def row_rates(self, draft: Draft, active: jax.Array, shift: jax.Array, length: jax.Array) -> jax.Array:
+        """The rate at which all active rows advance if each expects of its draft what this row does.
+
+        Args:
+            draft, active, shift, length: as for `choose`.
+
+        Returns:
+            Accepted tokens of all rows per unit of time, float32 `[rows]`.
+        """
+        offered = jnp.arange(draft.tokens.shape[1]) < draft.num_tokens[:, None]
+        reach = jnp.where(offered, jnp.cumprod(self.probabilities(draft, shift), 1), 0.0)
+        gain = jnp.pad(jnp.cumsum(reach, 1), ((0, 0), (1, 0)))
+        taken = jnp.array([min(width - 1, draft.tokens.shape[1]) for width in self.widths])
+        costs = self.pass_costs(jnp.where(active, length, 0).sum(dtype=jnp.float32))
+        return (active.sum(dtype=jnp.float32) * (1 + gain[:, taken]) / costs).max(1)
 
     def choose(
         self, draft: Draft, active: jax.Array, shift: jax.Array, length: jax.Array

@@ -14,6 +14,7 @@ class Draft(NamedTuple):
     tokens: jax.Array  # int32 [rows, k]
     num_tokens: jax.Array  # int32 [rows], how many of the k are proposed
     acceptance: jax.Array  # float32 [rows, k], P(accepted | those before it were accepted), before correction
+    source: jax.Array | int = 0  # int32 [rows], the drafter of a cascade that proposes them
 
 
 class ControlledModel(NamedTuple):
@@ -39,7 +40,8 @@ class Drafter(Protocol):
 
         Args:
             model: whose tokens they are to be.
-            batch: the rows, with their text (`State.text`).
+            batch: the rows, with their text (`State.text`) and the corrections of the drafter's probabilities
+                (`State.speculation`, float32 `[rows, 1]`).
             most: int32 `[rows]`, tokens of a row that can be verified at most.
 
         Returns:

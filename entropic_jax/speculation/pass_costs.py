@@ -19,6 +19,23 @@ class PassCosts(NamedTuple):
     widths: tuple[int, ...]  # tokens of one row, ascending
     seconds_per_position: tuple[float, ...]  # added by each cached position of a row with n tokens
 
+    draft_step: tuple[float, float] | None = None  # of one row's step of the pruned drafter: seconds without
+    # context, and added by each cached position; None where it was not measured
+
+    def draft_step_costs(self, rows: int) -> tuple[float, float]:
+        """Seconds of a step of the pruned drafter for all rows, and those that each cached position adds.
+
+        Args:
+            rows: of the batch.
+
+        Raises:
+            ValueError: they were not measured.
+        """
+        if self.draft_step is None:
+            raise ValueError("draft_step must have been measured to draft from few pages; got None")
+        one, many = (float(_interpolate([n], self.tokens, self.seconds)[0]) for n in (1, rows))
+        return self.draft_step[0] * many / one if one > 0 else self.draft_step[0], self.draft_step[1]
+
     def law(self, rows: int, widths: tuple[int, ...]) -> DraftLength:
         """The draft-length law of a batch, interpolated between the sizes that were measured.
 

@@ -1,13 +1,18 @@
 """Speculators by the name of their drafter, with passes of a few compiled sizes."""
 
-from ..speculation_names import DEFAULT_DRAFTED, OFF, check_drafter
-from .draft_length import draft_length
+from typing import Any
+
+from ..speculation_names import AUTO, DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF, check_drafter
+from .cascade import Cascade
+from .draft_length import DraftLength, draft_length
 from .pass_costs import PassCosts
+from .pruned import pruned_drafter
 from .speculator import Speculator, speculator
 from .suffix import suffix_drafter
 
+UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token,
+UNMEASURED_CONTEXT = 4096  # from so many positions on; nothing is drafted below
 LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arithmetic
-FACTORIES = {"suffix": suffix_drafter}
 
 
 def make_speculator(
@@ -30,7 +35,18 @@ def make_speculator(
     k = DEFAULT_DRAFTED if num_tokens is None else num_tokens
     widths = pass_widths(rows, k)
     law = draft_length(rows, widths=widths) if costs is None else costs.law(rows, widths)
-    return speculator(rows, FACTORIES[name](k), law)
+    return speculator(rows, _drafter(name, rows, k, law, costs), law)
+
+
+def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None) -> Any:
+    """The drafter of a name. Measured costs or not, it is a pytree of one structure."""
+    suffix = suffix_drafter(k)
+    if name not in DRAFTS_FROM_PAGES:
+        return suffix
+    step = UNMEASURED_STEP if costs is None else costs.draft_step_costs(rows)
+    shortest = UNMEASURED_CONTEXT if costs is None else 0
+    pruned = pruned_drafter(k, law=law, step_costs=step, shortest_context=shortest)
+    return Cascade((suffix, pruned), law) if name == AUTO else pruned
 
 
 def pass_widths(rows: int, num_tokens: int) -> tuple[int, ...]:

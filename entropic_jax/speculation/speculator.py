@@ -25,8 +25,9 @@ class Speculator:
     law: DraftLength
 
     def init(self, rows: int) -> jax.Array:
-        """What is remembered per row (`State.speculation`)."""
-        return self.law.init(rows)
+        """The correction of each drafter's probabilities (`State.speculation`); `[rows, drafters]`."""
+        drafters = getattr(self.drafter, "drafters", (self.drafter,))
+        return jnp.stack([self.law.init(rows)] * len(drafters), 1)
 
 
 class PassPlan(NamedTuple):
@@ -89,9 +90,14 @@ def draft(
     if constraints is not None:
         drafted = draft_expected(drafted, constraints, state.length + state.evicted + 1)
     drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, most))
-    return batch, PassPlan(
-        drafted, *speculator.law.choose(drafted, batch.active, state.speculation, state.length)
-    )
+    shift = state.speculation[_drafter_of_row(drafted)]
+    return batch, PassPlan(drafted, *speculator.law.choose(drafted, batch.active, shift, state.length))
+
+
+def _drafter_of_row(drafted: Draft) -> tuple[jax.Array, jax.Array]:
+    """Where the correction of each row's draft stands in `State.speculation`."""
+    rows = drafted.num_tokens.shape[0]
+    return jnp.arange(rows), jnp.broadcast_to(jnp.asarray(drafted.source, jnp.int32), rows)
 
 
 def draft_expected(drafted: Draft, constraints: Constraints, length: jax.Array) -> Draft:
@@ -159,9 +165,11 @@ def verify_and_emit(
         carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x[:2]), carry)
     layers, changed, trace = carry
     accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
-    shift = speculator.law.learn(drafted, state.speculation, num_drafted, accepted)
+    place = _drafter_of_row(drafted)
+    before = state.speculation[place]
+    shift = speculator.law.learn(drafted, before, num_drafted, accepted)
     return state._replace(
         **changed,
         cache=state.cache._replace(layers=layers),
-        speculation=jnp.where(batch.active, shift, state.speculation),
+        speculation=state.speculation.at[place].set(jnp.where(batch.active, shift, before)),
     ), trace

@@ -23,7 +23,8 @@ from entropic_jax.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import DraftLength, PassCosts, Speculator, make_speculator
-from entropic_jax.speculation_names import DEFAULT_DRAFTED, OFF
+from entropic_jax.speculation.pruned import WINDOW
+from entropic_jax.speculation_names import DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF
 from entropic_jax.state import ROW_FIELDS
 
 from .device_state import (
@@ -159,6 +160,7 @@ class Programs:
             context=min(context, LONGEST_TIMED),
             page_size=cache.page_size,
             dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
+            pages=WINDOW if self.shapes.speculate in DRAFTS_FROM_PAGES else None,
         )
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
 

@@ -253,7 +253,7 @@ def test_generate_command(directory, entropic):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(speculate="magic"), "speculate must be one of off, suffix; got 'magic'"),
+        (dict(speculate="magic"), "speculate must be one of off, auto, suffix, pruned; got 'magic'"),
         (dict(preset="entropix", **DRAFTS), "speculate must be off together with the preset entropix"),
         (dict(preset="dslider", **DRAFTS), "speculate must be off together with the preset dslider"),
         (dict(preset="paper", **DRAFTS), "speculate must be off together with the preset paper"),
@@ -276,8 +276,8 @@ def test_engine_options_that_are_refused(options, message):
     [
         ("{", "speculative_config must be a JSON object; got '{'"),
         ([1], "speculative_config must be a mapping"),
-        ({}, "speculative_config must have the method suffix or ngram; got None"),
-        ({"method": "eagle"}, "speculative_config must have the method suffix or ngram; got 'eagle'"),
+        ({}, "speculative_config must have the method suffix, ngram, pruned or auto; got None"),
+        ({"method": "eagle"}, "speculative_config must have the method suffix, ngram, pruned or auto; got 'eagle'"),
         ({"method": "ngram", "model": "x"}, "speculative_config must have no keys but .*; got 'model'"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
@@ -299,7 +299,7 @@ def test_configurations_that_are_refused(config, message):
         (("serve", "--batch-invariant"), "--speculate must be off together with batch_invariant"),
         (
             ("serve", "--speculative-config", '{"method": "eagle"}'),
-            "--speculative-config must have the method suffix or ngram; got 'eagle'",
+            "--speculative-config must have the method suffix, ngram, pruned or auto; got 'eagle'",
         ),
     ],
 )

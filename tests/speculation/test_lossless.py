@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, generate, parameters, start
-from entropic_jax.attention.page_selection import Selection
+from entropic_jax.attention.window_pages import WindowPages
 from entropic_jax.control import presets
 from entropic_jax.control.controller import STATIC, pytree
-from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.speculation import Cascade, Draft, PrunedDrafter, Speculator, SuffixDrafter, speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.state import FULL, RUNNING, STOPPED
@@ -239,11 +238,9 @@ def test_the_suffix_drafter_follows_repetition(plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("cascaded", [False, True])
 def test_pruned_drafts_change_nothing(plain, cascaded):
-    sparse = Selection(
-        dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=2), page_size=PAGE
-    )
+    window = WindowPages(recent_pages=1, dense_layers=0)
     tables = jnp.array([0.9, 0.8], jnp.float32), jnp.array([2.0], jnp.float32)
-    drafter: Any = PrunedDrafter(*tables, 0.5, 0.3, 0, policy=sparse, most_tokens=2)
+    drafter: Any = PrunedDrafter(*tables, stop_below=0.5, shortest_context=0, pages=window, most_tokens=2)
     if cascaded:
         drafter = Cascade((SuffixDrafter(speculator(ROWS).drafter.acceptance, 2), drafter))
     drafts = Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))

@@ -1,10 +1,16 @@
 """The pruned drafter's economics: it drafts as long as a token is worth more than the time it takes."""
 
+from typing import Annotated
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.speculation import DraftLength, PassCosts, pruned_drafter
+from entropic_jax.batch import Batch
+from entropic_jax.control.controller import STATIC, pytree
+from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
+from entropic_jax.state import State
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -13,33 +19,80 @@ def law(seconds: tuple[float, ...], slopes: tuple[float, ...]) -> DraftLength:
     return PassCosts(WIDTHS, seconds, WIDTHS, slopes).law(1, WIDTHS)
 
 
-def least(drafter, length: int, rows: int = 1) -> np.ndarray:
-    return np.asarray(drafter.least_reach(jnp.ones(rows, bool), jnp.full(rows, length)))
+def least(drafter, length: int, shift: float = 0.0) -> np.ndarray:
+    return np.asarray(drafter.least_reach(jnp.ones(1, bool), jnp.full(1, length), jnp.full(1, shift)))
 
 
-def test_without_costs_every_token_is_drafted():
-    assert (least(pruned_drafter(), 8000) == 0).all()
+def test_without_costs_a_draft_ends_where_it_is_unlikely():
+    drafter = pruned_drafter()
+    assert (least(drafter, 8000) == np.float32(drafter.stop_below)).all()
 
 
 def test_nothing_is_drafted_where_a_draft_costs_a_whole_pass():
-    drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (0.0,) * 4))
+    drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (0.0,) * 4), step_costs=(1.0, 0.0))
     assert np.isinf(least(drafter, 8000)).all()
 
 
 def test_long_contexts_pay():
-    drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (1e-3,) * 4))
+    drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (1e-3,) * 4), step_costs=(1.0, 2e-4))
     assert np.isinf(least(drafter, 100)).all()
     assert (least(drafter, 8000) < 1).all()
 
 
 @pytest.mark.parametrize("length", [500, 2000, 8000])
 def test_at_the_mean_acceptance_the_length_is_the_one_of_the_best_rate(length):
-    drafter = pruned_drafter(law=law((1.0, 1.2, 1.8, 3.5), (1e-3, 1.1e-3, 1.4e-3, 2.5e-3)))
-    mean = float(jnp.mean(drafter.acceptance))
+    passes = law((1.0, 1.2, 1.8, 3.5), (1e-3, 1.1e-3, 1.4e-3, 2.5e-3))
+    drafter = pruned_drafter(law=passes, step_costs=(1.0, 1.5e-4))
+    mean = drafter.mean_acceptance
     verify = np.interp(np.arange(1, 9), WIDTHS, drafter.law.pass_costs(length))
-    step = float(drafter.law.pass_costs(drafter.kept * length)[0])
+    step = 1.0 + 1.5e-4 * length
     rates = [sum(mean**i for i in range(n + 1)) / (n * step + verify[n]) for n in range(8)]
     reach, number = least(drafter, length), 0
     while number < 7 and mean**number >= reach[number]:
         number += 1
     assert rates[number] == pytest.approx(max(rates), rel=0.02)
+
+
+def test_rows_whose_drafts_fail_draft_less():
+    drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (1e-3,) * 4), step_costs=(1.0, 2e-4))
+    assert (least(drafter, 8000, -1.0) > least(drafter, 8000)).all()
+    assert np.isinf(least(drafter, 8000, -4.0)).all()
+
+
+def test_a_step_of_many_rows_costs_as_much_more_as_a_pass():
+    costs = PassCosts((1, 2, 4), (1.0, 1.5, 2.0), WIDTHS, (0.0,) * 4, (0.8, 1e-4))
+    assert costs.draft_step_costs(1) == pytest.approx((0.8, 1e-4))
+    assert costs.draft_step_costs(4) == pytest.approx((1.6, 1e-4))
+    with pytest.raises(ValueError, match="draft_step must have been measured"):
+        costs._replace(draft_step=None).draft_step_costs(1)
+
+
+@pytree
+class Says:
+    """Drafts a token of a stated chance of acceptance, and counts who asks."""
+
+    chance: jax.Array  # float32 [rows]
+    rate: float = 0.0  # what it expects to reach
+    most_tokens: Annotated[int, STATIC] = 1
+
+    def expected_rate(self, batch):
+        return jnp.float32(self.rate)
+
+    def draft(self, model, batch, most):
+        rows = batch.active.shape[0]
+        return batch, Draft(
+            jnp.ones((rows, 1), jnp.int32), batch.active.astype(jnp.int32), self.chance[:, None]
+        )
+
+
+def test_a_row_asks_the_next_drafter_where_its_draft_promises_less():
+    passes = law((1.0, 1.2, 1.8, 3.5), (0.0,) * 4)
+    first, second = Says(jnp.array([0.9, 0.4, 0.9])), Says(jnp.full(3, 0.8), 3 * 1.5 / 1.2)
+    state = State(**dict.fromkeys(State._fields))._replace(
+        length=jnp.zeros(3, jnp.int32), speculation=jnp.array([[0.0, 0.0], [0.0, 0.0], [-9.0, 0.0]])
+    )
+    batch, draft = Cascade((first, second), passes).draft(None, Batch(state, jnp.ones(3, bool)), jnp.ones(3))
+    # The third row's own record says that drafts of the first drafter fail.
+    assert draft.source.tolist() == [0, 1, 1]
+    assert draft.acceptance[:, 0].tolist() == pytest.approx([0.9, 0.8, 0.8])
+    assert batch.state.speculation.shape == (3, 2) and batch.active.all()
