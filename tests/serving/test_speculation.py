@@ -11,6 +11,7 @@ from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
+from entropic_jax.speculation import registry
 from entropic_jax.speculation_names import read_config
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
@@ -104,6 +105,17 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
     )
     assert 0 < drafts <= drafted <= 3 * drafts
     assert drafted >= accepted > 40
+
+
+@pytest.mark.slow
+def test_drafts_from_few_pages_change_nothing(model, off, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(registry, "UNMEASURED_CONTEXT", 0)
+    monkeypatch.setattr(registry, "UNMEASURED_STEP", (0.01, 0.0))
+    few = requests(12)[1:5]
+    expected = results(off, few)
+    for engine in engine_of(model, **{**SUFFIX, "speculate": "auto"}):
+        assert results(engine, few) == expected
+        assert engine.snapshot()["num_accepted_tokens"] > 10
 
 
 @pytest.mark.slow

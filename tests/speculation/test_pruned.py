@@ -10,6 +10,7 @@ import pytest
 from entropic_jax.batch import Batch
 from entropic_jax.control.controller import STATIC, pytree
 from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
+from entropic_jax.speculation.draft_length import correct
 from entropic_jax.state import State
 
 WIDTHS = (1, 2, 4, 8)
@@ -55,7 +56,12 @@ def test_at_the_mean_acceptance_the_length_is_the_one_of_the_best_rate(length):
 
 def test_rows_whose_drafts_fail_draft_less():
     drafter = pruned_drafter(law=law((1.0, 1.1, 1.2, 1.5), (1e-3,) * 4), step_costs=(1.0, 2e-4))
-    assert (least(drafter, 8000, -1.0) > least(drafter, 8000)).all()
+
+    def drafted(shift: float) -> int:
+        mean = float(correct(jnp.float32(drafter.mean_acceptance), jnp.float32(shift)))
+        return int((mean ** np.arange(7) >= least(drafter, 8000, shift)).sum())
+
+    assert drafted(-1.0) < drafted(0.0)
     assert np.isinf(least(drafter, 8000, -4.0)).all()
 
 
