@@ -17,8 +17,8 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
         choices=DRAFTERS,
         default=OFF,
         help="draft tokens and verify several in one pass; the text stays the same: suffix drafts what "
-        "followed the longest match in the text so far, pruned what the model says on few pages of the KV cache, "
-        "auto whichever promises more (default: off)",
+        "followed the longest match in the text so far, pruned what the model says on few pages of the KV "
+        "cache, auto whichever promises more (default: off)",
     )
 
 

@@ -289,7 +289,7 @@ def test_engine_options_that_are_refused(options, message):
         ("{", "speculative_config must be a JSON object; got '{'"),
         ([1], "speculative_config must be a mapping"),
         ({}, "speculative_config must have the method suffix, ngram, pruned or auto; got None"),
-        ({"method": "eagle"}, "speculative_config must have the method suffix, ngram, pruned or auto; got 'eagle'"),
+        ({"method": "eagle"}, "must have the method suffix, ngram, pruned or auto; got 'eagle'"),
         ({"method": "ngram", "model": "x"}, "speculative_config must have no keys but .*; got 'model'"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
