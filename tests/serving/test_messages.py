@@ -140,8 +140,8 @@ def test_calls_and_thoughts_whole_and_streamed(live):
     streamed = accumulated(events(live, tools=TOOLS))
     for block, other in zip(streamed["content"], said["content"], strict=True):
         assert {**block, "id": 0} == {**other, "id": 0}
-    cut = message(live, tools=TOOLS, max_tokens=35)
-    assert cut["stop_reason"] == "max_tokens" and cut["content"][-1]["input"] == {}
+    answer = message(live, tools=TOOLS, max_tokens=35)
+    assert answer["stop_reason"] == "max_tokens" and answer["content"][-1]["input"] == {}
 
 
 @pytest.mark.parametrize(
