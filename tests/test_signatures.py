@@ -79,7 +79,7 @@ def documented_names(docstring: str) -> set[str]:
     section = re.split(r"\n\s*\n|\n(?=\S)", section)[0] if separator else ""
     lines = section.splitlines()
     indent = min((len(line) - len(line.lstrip()) for line in lines), default=0)
-    named = (re.match(rf" {{{indent}}}((?:\*{{0,2}}\w+(?:, )?)+):", line) for line in lines)
+    named = (re.match(rf" {{{indent}}}(\*{{0,2}}\w+(?:, \*{{0,2}}\w+)*):", line) for line in lines)
     return {name.strip(" *") for match in named if match for name in match[1].split(",")}
 
 

@@ -48,8 +48,8 @@ class Cascade:
         rate = getattr(drafter, "expected_rate", None)
         if self.law is None or rate is None:
             return has_draft & (best.acceptance[:, 0] >= self.enough)
-        own = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
-        return has_draft & (self.law.row_rates(best, batch.active, own, batch.state.length) >= rate(batch))
+        of_source = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
+        return has_draft & (self.law.row_rates(best, batch.active, of_source, batch.state.length) >= rate(batch))
 
 
 def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:

@@ -33,8 +33,8 @@ class PassCosts(NamedTuple):
         """
         if self.draft_step is None:
             raise ValueError("draft_step must have been measured to draft from few pages; got None")
-        one, many = (float(_interpolate([n], self.tokens, self.seconds)[0]) for n in (1, rows))
-        return self.draft_step[0] * many / one if one > 0 else self.draft_step[0], self.draft_step[1]
+        single, batch = (float(_interpolate([n], self.tokens, self.seconds)[0]) for n in (1, rows))
+        return self.draft_step[0] * (batch / single if single > 0 else 1.0), self.draft_step[1]
 
     def law(self, rows: int, widths: tuple[int, ...]) -> DraftLength:
         """The draft-length law of a batch, interpolated between the sizes that were measured.

@@ -18,7 +18,13 @@ def gemma(config: Config, layer: int) -> BlockSpec:
 
 
 def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
-    """Gemma 2: norms around both blocks, capped scores, a window in every second layer."""
+    """Gemma 2: norms around both blocks, capped scores, a window in every second layer.
+
+    Args:
+        config: of the model.
+        layer: its number.
+        **switches: fields of the block that differ in a descendant.
+    """
     bias = config.attention_bias
     return block_of(
         config,

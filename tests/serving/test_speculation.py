@@ -108,13 +108,13 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
 
 
 @pytest.mark.slow
-def test_drafts_from_few_pages_change_nothing(model, off, monkeypatch):  # noqa: F811
+def test_drafts_from_a_pruned_cache_change_nothing(model, off, monkeypatch):  # noqa: F811
     monkeypatch.setattr(registry, "UNMEASURED_CONTEXT", 0)
     monkeypatch.setattr(registry, "UNMEASURED_STEP", (0.01, 0.0))
-    few = requests(12)[1:5]
-    expected = results(off, few)
+    chosen = requests(12)[1:5]
+    expected = results(off, chosen)
     for engine in engine_of(model, **{**SUFFIX, "speculate": "auto"}):
-        assert results(engine, few) == expected
+        assert results(engine, chosen) == expected
         assert engine.snapshot()["num_accepted_tokens"] > 10
 
 

@@ -274,8 +274,10 @@ def verify(
     use the kernels of `prefill`.
 
     Args:
-        q, keys, values, page_table, page_list, num_pages, window_start, query_start, context_length,
-            soft_cap: as for `prefill`.
+        q, keys, values: as for `prefill`, like the others.
+        page_table, page_list, num_pages: which pages hold the text, and which are read.
+        window_start, query_start, context_length: positions.
+        soft_cap: of the scores.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
