@@ -86,7 +86,10 @@ class WindowReader:
         """The output of `read_partial`, `[rows, kv_heads, group, head_dim]`.
 
         Args:
-            layer, q, first, last: as for `read_partial`.
+            layer: as for `read_partial`, like the others.
+            q: scaled queries.
+            first: first position that the query sees.
+            last: end of the positions held.
         """
         return self.read_partial(layer, q, first, last).out
 

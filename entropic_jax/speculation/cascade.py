@@ -49,7 +49,8 @@ class Cascade:
         if self.law is None or rate is None:
             return has_draft & (best.acceptance[:, 0] >= self.enough)
         of_source = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
-        return has_draft & (self.law.row_rates(best, batch.active, of_source, batch.state.length) >= rate(batch))
+        rates = self.law.row_rates(best, batch.active, of_source, batch.state.length)
+        return has_draft & (rates >= rate(batch))
 
 
 def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:

@@ -57,7 +57,10 @@ class DraftLength:
         """The rate at which all active rows advance if each expects of its draft what this row does.
 
         Args:
-            draft, active, shift, length: as for `choose`.
+            draft: of the drafter.
+            active: bool `[rows]`.
+            shift: correction of each row, float32 `[rows]`.
+            length: int32 `[rows]`, cached positions.
 
         Returns:
             Accepted tokens of all rows per unit of time, float32 `[rows]`.
