@@ -192,11 +192,9 @@ def test_rows_that_prune_pages_decode_plainly(off, suffix):
 
 
 @pytest.mark.slow
-def test_only_grammars_decode_plainly(off, suffix):
+def test_drafts_that_a_grammar_accepts_change_nothing(off, suffix):
     held = lambda: [engine_request("held", repetitive(12), seed=1, grammar=Planned(8, 9), **WARM)]
-    before = suffix.snapshot()["num_drafts"]
     assert results(suffix, held()) == results(off, held())
-    assert suffix.snapshot()["num_drafts"] == before
 
 
 @pytest.mark.slow
