@@ -143,8 +143,8 @@ def test_tpu_kernel_sweeps_again_only_where_a_list_was_short():
         lambda logits: tpu._sweep(shape, None, jnp.ones(1, jnp.int32), None, logits, jnp.ones((4, 2)))
     )
     with compilers.interpreted_on_tpu("late"):
-        lost = jax.block_until_ready(sweep(logits)).lost
-    np.testing.assert_array_equal(lost[:, 0] > 0, [False, False, True, False])
+        overflow = jax.block_until_ready(sweep(logits)).overflow
+    np.testing.assert_array_equal(overflow[:, 0] > 0, [False, False, True, False])
 
 
 def products(rows: int, hidden: int, vocabulary: int):

@@ -20,8 +20,8 @@ BEYOND_SCHEMA = re.compile(
     r"|(prompt|input) must (have between|ask for at most|have at most)\b"
     r"|previous_response_id must be\b"
     r"|messages must answer every tool_use\b"
-    r"|\w+ must be (below|above|at most) \w+ = "
-    r"|\w+ must not be set with the (law|preset) "
+    r"|[\w.]+ must be (below|above|at most) \w+ = "
+    r"|[\w.]+ must not be set with the (law|preset) "
     r"|(allowed_token_ids|bad_words) must leave a token\b"
 )
 

@@ -282,7 +282,7 @@ class _Part:
     def wait_for_outputs(self, slot) -> None:
         """Wait until the partial result in a slot is written."""
         for copy in self.output_copies(0, 0, slot):  # waiting depends on the size alone
-            copy.wait()
+            _wait(copy)
 
     def step(self, state):
         """Attend to a chunk while the next one is copied; at the end of a list, write its partial result."""
@@ -291,9 +291,9 @@ class _Part:
 
         @pl.when(following.list < self.shape.lists)
         def _():
-            self.for_copies(following, 1 - slot, lambda copy: copy.start())
+            self.for_copies(following, _other_slot(slot), lambda copy: copy.start())
 
-        self.for_copies(item, slot, lambda copy: copy.wait())
+        self.for_copies(item, slot, _wait)
         self.attend(item, slot)
         done = following.list != item.list
 
@@ -301,7 +301,7 @@ class _Part:
         def _():
             self.write(item, num_outputs)
 
-        return following, 1 - slot, num_outputs + done.astype(jnp.int32)
+        return following, _other_slot(slot), num_outputs + done.astype(jnp.int32)
 
     def attend(self, item: Item, slot) -> None:
         """Take a chunk into the online softmax, which the first chunk of a part begins anew."""
@@ -380,6 +380,15 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
             part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
             sum_of[head] = sum_of[head] * shrink[:, :1] + part
+
+
+def _other_slot(slot):
+    """The buffer that the next chunk is copied to."""
+    return 1 - slot
+
+
+def _wait(copy):
+    copy.wait()
 
 
 def _positions(shape, block_axis: int, slot_axis: int, page: int):

@@ -43,7 +43,7 @@ Content = Annotated[TextContent | RefusalContent, Field(discriminator="type")]
 class MessageItem(Body):
     """A message."""
 
-    type: Literal["message"]
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Content]
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from entropic_jax.parameter_table import Accepted, short
 from entropic_jax.sampling_params import PARAMETERS
@@ -143,7 +144,8 @@ def install(app: FastAPI) -> None:
         if message == HTTPStatus.NOT_FOUND.phrase:
             message = f"path must be one that /openapi.json lists; got {path}"
         elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
-            message = f"method must be {headers.get('Allow')} for {path}; got {request.method}"
+            headers = {**headers, "Allow": ", ".join(_methods(app, request))}
+            message = f"method must be {headers['Allow']} for {path}; got {request.method}"
         return answer(error.status_code, message, headers=headers, path=request.url.path)
 
     @app.exception_handler(Exception)
@@ -151,6 +153,12 @@ def install(app: FastAPI) -> None:
         logger.error("unexpected error", exc_info=error, extra={"path": request.url.path})
         text = "unexpected error; see the server's log"
         return JSONResponse(body(500, text, path=request.url.path), 500)
+
+
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """The methods of a path; Starlette states those of the first route alone."""
+    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
 
 
 @contextlib.contextmanager

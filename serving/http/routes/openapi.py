@@ -36,7 +36,7 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     law = dict(frontend.settings.control.gains).get("law", "normalised")
     schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
-    translated = ("MessagesBody", "CountTokensBody", "ResponsesBody")
+    translated = ("MessagesBody", "ResponsesBody")
     for name in ("CompletionBody", "DetokenizeBody", "ChatBody", *translated):
         for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
             if field in schemas[name]["properties"]:
