@@ -17,7 +17,7 @@ BEYOND_SCHEMA = re.compile(
     r"|tool_choice must (be none|name one of tools)\b"
     r"|tools must (have different names|be a JSON schema|be a grammar)\b"
     r"|messages must have tool_calls whose arguments are JSON objects;"
-    r"|(prompt|input) must (have between|ask for at most|have at most)\b"
+    r"|(prompt|input|messages) must (have between|have an item|ask for at most|have at most)\b"
     r"|previous_response_id must be\b"
     r"|messages must answer every tool_use\b"
     r"|[\w.]+ must be (below|above|at most) \w+ = "

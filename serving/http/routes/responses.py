@@ -84,6 +84,8 @@ async def _answer(frontend: Frontend, store: ResponseStore, body: ResponsesBody,
         if (previous := store.get(owner, body.previous_response_id)) is None:
             raise _missing("previous_response_id", body.previous_response_id, 400)
         messages = [*previous.messages, *messages]
+    if not messages:
+        raise FrontendError(400, "input must have an item other than reasoning; got none", "input")
     chat = body.chat(messages)
     name = f"resp_{uuid.uuid4().hex}"  # not the request's id, which clients choose and may repeat
     choices = await conversation.start(frontend, http, chat, name)
