@@ -154,6 +154,7 @@ def test_a_stored_response_is_followed_read_and_forgotten(live, stream):
         refused(send(live, method, path, key="theirs"), 404)
     body = {"input": "x", "previous_response_id": first["id"]}
     assert refused(send(live, json=body, key="theirs"), 400)["param"] == "previous_response_id"
+    assert send(live, "PUT", path).headers["allow"] == "DELETE, GET"
     assert send(live, "DELETE", path).json() == {"id": first["id"], "object": "response", "deleted": True}
     refused(send(live, "GET", path), 404)
     assert send(live, "GET", f"{PATH}/{second['id']}").status_code == 200

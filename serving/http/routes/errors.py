@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
+from starlette.routing import compile_path
 
 from entropic_jax.parameter_table import Accepted, short
 from entropic_jax.sampling_params import PARAMETERS
@@ -144,7 +144,8 @@ def install(app: FastAPI) -> None:
         if message == HTTPStatus.NOT_FOUND.phrase:
             message = f"path must be one that /openapi.json lists; got {path}"
         elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
-            headers = {**headers, "Allow": ", ".join(_methods(app, request))}
+            methods = _methods(app, request) | set(headers.get("Allow", "").split(", "))
+            headers = {**headers, "Allow": ", ".join(sorted(methods - {""}))}
             message = f"method must be {headers['Allow']} for {path}; got {request.method}"
         return answer(error.status_code, message, headers=headers, path=request.url.path)
 
@@ -155,10 +156,12 @@ def install(app: FastAPI) -> None:
         return JSONResponse(body(500, text, path=request.url.path), 500)
 
 
-def _methods(app: FastAPI, request: Request) -> list[str]:
-    """The methods of a path; Starlette states those of the first route alone."""
-    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The documented methods of a path, each of which is a route of its own."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    documented = app.openapi()["paths"].items()
+    matching = (operations for template, operations in documented if compile_path(template)[0].match(path))
+    return {method.upper() for operations in matching for method in operations}
 
 
 @contextlib.contextmanager
