@@ -36,6 +36,8 @@ from .tpu_tile import (
 )
 
 PARTS = 2  # partial results of each list
+_other_slot = lambda slot: 1 - slot  # that the next chunk is copied to
+_wait = lambda copy: copy.wait()
 
 
 class Shape(NamedTuple):
@@ -380,15 +382,6 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
             total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
             part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
             sum_of[head] = sum_of[head] * shrink[:, :1] + part
-
-
-def _other_slot(slot):
-    """The buffer that the next chunk is copied to."""
-    return 1 - slot
-
-
-def _wait(copy):
-    copy.wait()
 
 
 def _positions(shape, block_axis: int, slot_axis: int, page: int):
