@@ -63,17 +63,8 @@ class PageChooser(Protocol):
         """What the next step needs of the choice: a pytree with one entry per row."""
 
 
-class PageReader:
-    """Reads the chosen pages of one step, layer after layer; it lives while a step is traced.
-
-    Args:
-        chooser: says which pages each layer reads.
-        cache: the KV cache of the rows of the step.
-    """
-
-    def __init__(self, chooser: PageChooser, cache: Cache) -> None:
-        self.chooser, self.cache = chooser, cache
-        self.layer_stats: list[ReadStats] = []
+class LayerAttention:
+    """Attention of one step to the KV cache, layer after layer; its subclasses say which pages it covers."""
 
     def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
         """The output of `read_partial`, `[rows, kv_heads, group, head_dim]`.
@@ -85,6 +76,25 @@ class PageReader:
             last: end of the positions held.
         """
         return self.read_partial(layer, q, first, last).out
+
+    def read_partial(
+        self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array, soft_cap: float | None = None
+    ) -> PartialAttention:
+        """The attention of the next layer with its log-sum-exp; arguments as in `PageReader`."""
+        raise NotImplementedError
+
+
+class PageReader(LayerAttention):
+    """Attention to the chosen pages of one step; it lives while a step is traced.
+
+    Args:
+        chooser: says which pages each layer reads.
+        cache: the KV cache of the rows of the step.
+    """
+
+    def __init__(self, chooser: PageChooser, cache: Cache) -> None:
+        self.chooser, self.cache = chooser, cache
+        self.layer_stats: list[ReadStats] = []
 
     def read_partial(
         self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array, soft_cap: float | None = None

@@ -307,7 +307,7 @@ class StepSelection:
 
 
 def extended(lists: PageLists, row_pages: jax.Array, heads: tuple[int, ...]) -> PageChoice:
-    """Lists of an earlier step, with the pages that have begun since. They bound nothing for a new query.
+    """Page lists of an earlier step and the pages that have begun since. They bound nothing for a new query.
 
     Args:
         lists: of the earlier step.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
-from .page_reader import ReadStats, dense_layer_stats, over_layers
+from .page_reader import LayerAttention, ReadStats, dense_layer_stats, over_layers
 
 
 @jax.tree_util.register_static
@@ -53,8 +53,8 @@ class WindowPages:
         return WindowReader(self, cache, length)
 
 
-class WindowReader:
-    """Reads the pages of one step, layer after layer; it lives while a step is traced.
+class WindowReader(LayerAttention):
+    """Attention to the window pages of one step; it lives while a step is traced.
 
     Args:
         pages: which ones.
@@ -81,17 +81,6 @@ class WindowReader:
         positions = (jnp.maximum(number * cache.page_size - unused, 0) * kv_heads).astype(jnp.float32)
         zero = jnp.zeros_like(positions)
         self.stats = ReadStats(positions, (length * kv_heads).astype(jnp.float32), zero, zero)
-
-    def read(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
-        """The output of `read_partial`, `[rows, kv_heads, group, head_dim]`.
-
-        Args:
-            layer: as for `read_partial`, like the others.
-            q: scaled queries.
-            first: first position that the query sees.
-            last: end of the positions held.
-        """
-        return self.read_partial(layer, q, first, last).out
 
     def read_partial(
         self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array, soft_cap: float | None = None

@@ -58,7 +58,7 @@ def _file(path: str | Path) -> Path:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Reads what `save_calibration` wrote, from a file or from a model's directory.
+    """Load what `save_calibration` wrote, from a file or from a model's directory.
 
     Raises:
         FileNotFoundError: if there is no file.

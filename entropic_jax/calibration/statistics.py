@@ -59,7 +59,7 @@ def calibrate(
 ) -> Calibration:
     """Calibrates a model on token sequences that it was not trained on.
 
-    Reads without pruning.
+    No page is pruned meanwhile.
 
     Args:
         decoder: the model's functions.

@@ -12,7 +12,7 @@ from .policies import LayerQueries, PageScores
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class CritiPrefill:
-    """Reads the blocks of highest criticality, `base` tokens of them per segment and KV head.
+    """Selects the blocks of highest criticality, `base` tokens of them per segment and KV head.
 
         C_l = ¼ C_{l−1} + ¾ A_l,   C_0 = A_0 and C_1 = A_1
 

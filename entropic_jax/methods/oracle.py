@@ -13,7 +13,7 @@ from .uniform_budget import UniformBudget
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Oracle(UniformBudget):
-    """Reads the pages that receive most of a segment's attention, `base` tokens of them.
+    """Selects the pages that receive most of a segment's attention, `base` tokens of them.
 
     It computes all of that attention first, so it saves nothing; this is not counted as read.
     """

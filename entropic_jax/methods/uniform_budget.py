@@ -12,7 +12,7 @@ from .policies import LayerQueries, PageScores
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class UniformBudget:
-    """Reads the pages of highest expected attention, `base` tokens of them per segment and KV head.
+    """Selects the pages of highest expected attention, `base` tokens of them per segment and KV head.
 
     Args:
         base: budget in tokens.
