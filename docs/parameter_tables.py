@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from entropic_jax.control_gains import ControlGains
-from entropic_jax.parameter_table import markdown
-from entropic_jax.sampling_params import SamplingParams
+from entropic_jax.parameter_tables.control_gains import ControlGains
+from entropic_jax.parameter_tables.sampling_params import SamplingParams
+from entropic_jax.parameter_tables.table import markdown
 
 PAGE = Path(__file__).with_name("parameters.md")
 

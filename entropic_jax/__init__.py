@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .cache import Cache, ModelShape, allocate
     from .control import chain
     from .loop import generate, replay, start, step
+    from .parameter_tables.sampling_params import SamplingParams
     from .sampling import parameters
-    from .sampling_params import SamplingParams
     from .serving.llm import LLM, CompletionOutput, RequestOutput
     from .state import Action, Sampling, Signal, State, Trace
 
@@ -25,7 +25,7 @@ _HOMES = {
     "control": ("chain",),
     "loop": ("generate", "replay", "start", "step"),
     "sampling": ("parameters",),
-    "sampling_params": ("SamplingParams",),
+    "parameter_tables.sampling_params": ("SamplingParams",),
     "serving.llm": ("LLM", "CompletionOutput", "RequestOutput"),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
 }

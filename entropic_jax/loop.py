@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import control, sharding
-from .batch import gather_active, record, scatter
+from . import control
 from .control import Controller, take_rows
-from .emission import emit
-from .forward import Decoder, decode, decode_cost
-from .prefill import launch_prefill, prefill, start
+from .mesh import sharding
+from .phases.batch import gather_active, record, scatter
+from .phases.emission import emit
+from .phases.forward import Decoder, decode, decode_cost
+from .phases.prefill import launch_prefill, prefill, start
 from .sampling.constraints import Constraints
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, SchedulingSignal, State, Trace

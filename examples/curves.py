@@ -8,9 +8,10 @@ Needs matplotlib (`pip install -e '.[train]'`).
 import argparse
 from pathlib import Path
 
-from entropic_jax.control_gains import PRESETS
-from entropic_jax.serving.control_options import Control
-from entropic_jax.serving.generation import EMBEDDED, load
+from entropic_jax.parameter_tables.control_gains import PRESETS
+from entropic_jax.serving.offline.generation import load
+from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request
 
 PROMPT = '''class Stack:

@@ -10,7 +10,7 @@ import numpy as np
 import entropic_jax as ej
 from entropic_jax import models
 from entropic_jax.control import pytree
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 
 @pytree

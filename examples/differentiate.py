@@ -20,7 +20,7 @@ import entropic_jax as ej
 from entropic_jax import models
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control.pruning import Pruning
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 PRICE = 0.5  # nats per token for reading everything
 SCORED, CONTEXT, STEPS = 24, 768, 12

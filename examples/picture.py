@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from entropic_jax.serving.commands.terminal import legend, tint
-from entropic_jax.serving.generation import EMBEDDED, load
+from entropic_jax.serving.offline.generation import load
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request
 
 PROMPT = '''class Stack:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from entropic_jax.parameter_table import ParameterError
+from entropic_jax.parameter_tables.table import ParameterError
 
 from . import version
 from .commands import ablate, bench, calibrate, doctor, generate, heads, models, plan, serve
 from .commands.unknown_flags import explained
-from .option_types import message_of
+from .options.option_types import message_of
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module

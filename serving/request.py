@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from entropic_jax.parameter_table import LARGEST_INT, Number, ParameterError, parameter, short
-from entropic_jax.sampling_params import HOST, SamplingParams
+from entropic_jax.parameter_tables.sampling_params import HOST, SamplingParams
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, parameter, short
 
 
 class RequestError(ParameterError):

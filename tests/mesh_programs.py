@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from entropic_jax import allocate, generate, models, parameters, sharding, start
+from entropic_jax import allocate, generate, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.batch import gather_active
 from entropic_jax.control import presets
-from entropic_jax.forward import decode
-from entropic_jax.mesh import make_mesh
+from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.phases.batch import gather_active
+from entropic_jax.phases.forward import decode
 
 COMMON: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,

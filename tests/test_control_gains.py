@@ -9,7 +9,7 @@ import pytest
 from entropic_jax.control.presets import Gains, pruning_law
 from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
 from entropic_jax.control.temperature import LAWS
-from entropic_jax.control_gains import (
+from entropic_jax.parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,
     MACRO,
@@ -19,11 +19,11 @@ from entropic_jax.control_gains import (
     ControlGains,
     check_order,
 )
-from entropic_jax.parameter_table import AUTO, Number, ParameterError, markdown
-from entropic_jax.serving import control_options
+from entropic_jax.parameter_tables.table import AUTO, Number, ParameterError, markdown
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.http.protocol.entropic import Entropic
+from entropic_jax.serving.options import control_options
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import RequestError
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, chain, generate, loop, models, parameters, prefill, replay, start
+from entropic_jax import allocate, chain, generate, loop, models, parameters, replay, start
 from entropic_jax.models import checkpoint
+from entropic_jax.phases import prefill
 from entropic_jax.state import FAILED, FULL, RUNNING, STOPPED
 from tests import tiny
 

@@ -178,7 +178,7 @@ def test_wheel_is_imported_from_where_it_is_installed(wheel, tmp_path):
     code = """if True:
         import sys
         from entropic_jax import models, serving
-        from entropic_jax.serving.generation import EMBEDDED
+        from entropic_jax.serving.options.model import EMBEDDED
         print(models.__file__, serving.__file__, EMBEDDED, sep="\\n")
         assert models.load(EMBEDDED).tokenizer is not None
     """

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import batch
+from entropic_jax.phases import batch
 from entropic_jax.row_subset import RowSubset
 from tests import tiny
 

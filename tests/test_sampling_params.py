@@ -9,13 +9,13 @@ import pydantic
 import pytest
 
 from entropic_jax import SamplingParams, parameters
-from entropic_jax.parameter_table import Number, ParameterError, markdown
-from entropic_jax.sampling_params import DEVICE_PARAMETERS, ENGINE, OUTPUT, PARAMETERS
-from entropic_jax.serving import sampling_options
+from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, ENGINE, OUTPUT, PARAMETERS
+from entropic_jax.parameter_tables.table import Number, ParameterError, markdown
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.engine import device_state
 from entropic_jax.serving.http.protocol.chat import ChatBody
 from entropic_jax.serving.http.protocol.completion import CompletionBody
+from entropic_jax.serving.options import sampling_options
 from entropic_jax.serving.request import Request
 from entropic_jax.state import Sampling
 

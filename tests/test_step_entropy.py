@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import entropy, generate, step_entropy
+from entropic_jax import entropy, generate
 from entropic_jax.control.presets import preset
 from entropic_jax.pallas import topk_entropy
 from entropic_jax.pallas.dispatch import Operation, interpreted
-from entropic_jax.sampling import constraints
+from entropic_jax.sampling import constraints, step_entropy
 from tests import tiny
 
 STEPS = 6

@@ -18,7 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 
 from entropic_jax.serving.compilation import remember_compilations
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness import paths
 from ..harness.held_out_text import module_texts

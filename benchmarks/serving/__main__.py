@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness.provenance import describe_run, processor_name
 from ..harness.publishing import add_document_option, publish, results_file, write_json

@@ -16,7 +16,7 @@ import numpy as np
 
 from entropic_jax.serving.compilation import remember_compilations
 from entropic_jax.serving.engine.engine import EngineOptions, start
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 from .measure import engine_seconds, offline_seconds
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
-from entropic_jax.batch import Batch
 from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
 from entropic_jax.control.controller import STATIC, pytree
+from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Draft, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.speculation.pruned import WINDOW

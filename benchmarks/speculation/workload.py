@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from entropic_jax.parameter_tables.speculation_names import OFF
 from entropic_jax.speculation import PassCosts, Speculator, make_speculator
-from entropic_jax.speculation_names import OFF
 
 from ..harness.held_out_text import module_tokens
 

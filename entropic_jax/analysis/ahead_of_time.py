@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-from entropic_jax import loop, sharding
+from entropic_jax import loop
 from entropic_jax.cache import allocate
 from entropic_jax.control.presets import Preset
-from entropic_jax.mesh import make_mesh
+from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
 from entropic_jax.models.decoder import Decoder, structure

@@ -16,7 +16,7 @@ from ..attention.attend import TokenSpan, attend_to
 from ..attention.window_pages import WindowPages
 from ..cache import Cache, allocate, grant
 from ..entropy import entropy_statistics
-from ..forward import Decoder
+from ..phases.forward import Decoder
 from ..sampling import parameters, sample
 from ..speculation.pass_costs import PassCosts
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
-from ..control_gains import (
+from ..pallas.paged_attention import SelectionRules
+from ..parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,
     LOWEST_LIMIT,
@@ -24,8 +25,7 @@ from ..control_gains import (
     ControlGains,
     check_limits,
 )
-from ..pallas.paged_attention import SelectionRules
-from ..parameter_table import AUTO, Choice, ParameterError
+from ..parameter_tables.table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
 from .entropy_drop import AR1, PRIOR
 from .pruning import Pruning

@@ -14,7 +14,7 @@ import numpy as np
 from .. import loop
 from ..cache import allocate
 from ..control import chain
-from ..prefill import PrefillChunk
+from ..phases.prefill import PrefillChunk
 from .entropy_prefill import EntropyPrefill, HeadBudgets
 from .method import Method
 from .oracle import page_attention

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..attention.page_selection import Selection
 from ..control.controller import chain
 from ..control.presets import Preset
-from ..parameter_table import ParameterError
+from ..parameter_tables.table import ParameterError
 from . import quest
 from .adakv import AdaKV
 from .criti_prefill import CritiPrefill

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import entropy, step_entropy
+from .. import entropy
 from ..pallas.topk_entropy import topk_entropy
 from ..row_subset import Shared
 from ..state import TopLogprobs
+from . import step_entropy
 
 MAX_LOGPROBS = 20  # log-probabilities of the likeliest tokens that a row can ask for
 NOTHING, ANYTHING = -1, -2  # in `Constraints.expected`

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..parameter_table import ParameterError
-from ..sampling_params import DEVICE_PARAMETERS, PARAMETERS
+from ..parameter_tables.sampling_params import DEVICE_PARAMETERS, PARAMETERS
+from ..parameter_tables.table import ParameterError
 from ..state import Sampling
 
 
@@ -42,7 +42,7 @@ def parameters(
     ([0.8999999761581421, 0.8999999761581421], [[7, -1], [7, -1]])
     >>> parameters(2, top_p=1.5)
     Traceback (most recent call last):
-    entropic_jax.parameter_table.ParameterError: top_p must be a number above 0 and at most 1; got 1.5
+    entropic_jax.parameter_tables.table.ParameterError: top_p must be a number above 0 and at most 1; got 1.5
     """
     for name, value in (("rows", rows), ("bias_slots", bias_slots)):
         if value < 1:

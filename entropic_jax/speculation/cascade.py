@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..batch import Batch
 from ..control.controller import pytree
+from ..phases.batch import Batch
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft
 

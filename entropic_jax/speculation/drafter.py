@@ -4,8 +4,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ..batch import Batch
-from ..forward import Decoder
+from ..phases.batch import Batch
+from ..phases.forward import Decoder
 
 
 class Draft(NamedTuple):

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.window_pages import WindowPages
-from ..batch import Batch
 from ..control.controller import STATIC, pytree
-from ..emission import emit
-from ..forward import Forward, decode_cost, forward, over_shards
+from ..phases.batch import Batch
+from ..phases.emission import emit
+from ..phases.forward import Forward, decode_cost, forward, over_shards
 from ..sampling import record
 from ..state import RUNNING, State
 from .draft_length import DraftLength, correct

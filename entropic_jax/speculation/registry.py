@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..speculation_names import AUTO, DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF, check_drafter
+from ..parameter_tables.speculation_names import AUTO, DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF, check_drafter
 from .cascade import Cascade
 from .draft_length import DraftLength, draft_length
 from .pass_costs import PassCosts

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..batch import Batch
 from ..control.controller import pytree
+from ..phases.batch import Batch
 from ..sampling.constraints import ANYTHING, Constraints
 from ..state import State, Trace
 from .draft_length import DraftLength, draft_length

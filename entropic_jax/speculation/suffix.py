@@ -10,9 +10,9 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from ..batch import Batch
 from ..control.controller import STATIC, pytree
 from ..pallas.longest_match import longest_match
+from ..phases.batch import Batch
 from .drafter import ControlledModel, Draft
 
 # P(accepted) of the token that follows a match of so many tokens, on some 5000 tokens of held-out code

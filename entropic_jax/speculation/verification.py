@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from .. import ledger, sampling
 from ..attention.attend import Attend, TokenSpan, attend_to
 from ..attention.page_reader import dense_step_stats
-from ..batch import Batch
 from ..cache import Cache
-from ..emission import emit
-from ..forward import Decoder, Forward, narrowest
+from ..phases.batch import Batch
+from ..phases.emission import emit
+from ..phases.forward import Decoder, Forward, narrowest
 from ..sampling.constraints import Constraints
 from ..state import RUNNING, State, Trace
 from .drafter import Draft

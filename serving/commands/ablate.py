@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from entropic_jax.control_gains import PRESETS
+from entropic_jax.parameter_tables.control_gains import PRESETS
 
-from .. import control_options
+from ..options import control_options
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text

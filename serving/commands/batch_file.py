@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..generation import Generator
+from ..offline.generation import Generator
+from ..options.sampling_options import OPTIONS
 from ..request import Request, RequestError
-from ..sampling_options import OPTIONS
 
 FIELDS = ("prompt", *(line.name for line in OPTIONS))
 KEYS = (*FIELDS, "messages", "id")

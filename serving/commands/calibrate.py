@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..option_types import positive
+from ..options.option_types import positive
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text

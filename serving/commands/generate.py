@@ -10,14 +10,14 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import control_options, kv_cache, parallelism, sampling_options, speculation_options
-from ..generation import EMBEDDED
+from ..options import control_options, kv_cache, parallelism, sampling_options, speculation_options
+from ..options.model import EMBEDDED
 from ..request import Request, RequestError
 from . import model_options
 from .text_input import has_standard_input, read_text
 
 if TYPE_CHECKING:
-    from ..generation import Generator
+    from ..offline.generation import Generator
     from ..transcript import FinishReason
 
 # For the embedded model, which continues Python.
@@ -114,8 +114,8 @@ def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 
 
 def _load(options: argparse.Namespace) -> "Generator":
-    from .. import generation
     from ..compilation import remember_compilations
+    from ..offline import generation
 
     remember_compilations()
     try:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..option_types import positive
+from ..options.option_types import positive
 from ..request import RequestError
 from . import model_options
 from .text_input import read_text

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from entropic_jax.parameter_table import ParameterError
+from entropic_jax.parameter_tables.table import ParameterError
 
-from ..generation import EMBEDDED, default_dtype
+from ..options.model import EMBEDDED, default_dtype
 from ..request import RequestError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..generation import EMBEDDED
+from ..options.model import EMBEDDED
 from ..request import RequestError
 
 BYTES = {

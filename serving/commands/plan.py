@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from entropic_jax.control_gains import PRESETS
-from entropic_jax.parameter_table import ParameterError
+from entropic_jax.parameter_tables.control_gains import PRESETS
+from entropic_jax.parameter_tables.table import ParameterError
 
-from .. import kv_cache
-from ..option_types import positive
+from ..options import kv_cache
+from ..options.option_types import positive
 
 if TYPE_CHECKING:
     from entropic_jax.analysis.plan import Plan

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from entropic_jax.parameter_table import Number
+from entropic_jax.parameter_tables.table import Number
 
-from .. import control_options, generation_config, kv_cache, parallelism, speculation_options
-from ..generation import EMBEDDED
 from ..http.settings import Limits, OnEngineFailure, Settings
-from ..option_types import number, positive
+from ..options import control_options, generation_config, kv_cache, parallelism, speculation_options
+from ..options.model import EMBEDDED
+from ..options.option_types import number, positive
 from ..request import RequestError
 from . import model_options
 

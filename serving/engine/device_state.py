@@ -15,10 +15,10 @@ from entropic_jax.control.entropy_drop import AR1, predicted_drop
 from entropic_jax.methods import cache_compression
 from entropic_jax.methods.entropix_branches import SearchCounts, SearchPlan
 from entropic_jax.methods.method import Method
-from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS
+from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
-from entropic_jax.sampling_params import DEVICE_PARAMETERS
 from entropic_jax.speculation import Speculator
 from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs
 
@@ -204,7 +204,7 @@ def prefill(
     scored: bool,
     method: Method | None,
 ) -> tuple[DeviceState, PrefillOutput]:
-    """Append a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `entropic_jax.prefill`.
+    """Append a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `phases.prefill`.
 
     Args:
         decoder: The model's pure functions.

@@ -22,11 +22,11 @@ from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
-from .. import parallelism, samplers
-from ..control_options import SAMPLERS, Control, calibration_of
-from ..generation import default_dtype
-from ..kv_cache import pages_of
 from ..memory import gibibytes, page_bytes
+from ..options import parallelism, samplers
+from ..options.control_options import SAMPLERS, Control, calibration_of
+from ..options.kv_cache import pages_of
+from ..options.model import default_dtype
 from ..transcript import Transcript
 from .block_manager import BlockManager
 from .detokenizer import detokenizer_factory

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from entropic_jax import State, allocate, loop, models, parameters, sharding
+from entropic_jax import State, allocate, loop, models, parameters
+from entropic_jax.mesh import sharding
 from entropic_jax.sampling.constraints import no_constraints
 
 from .branching import new_branch_state

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..control_options import Control
+from ..options.control_options import Control
 from ..request import Request, RequestError
 from ..transcript import Alternative, Token, Usage
 

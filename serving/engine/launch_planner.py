@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
 from ..request import Request

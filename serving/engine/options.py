@@ -10,16 +10,17 @@ import jax
 from entropic_jax import cache, models
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.presets import FINE_PAGES, preset
-from entropic_jax.control_gains import MACRO, SCALES
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
-from entropic_jax.parameter_table import Choice, Flag, Number, ParameterError, short
-from entropic_jax.speculation_names import OFF
+from entropic_jax.parameter_tables.control_gains import MACRO, SCALES
+from entropic_jax.parameter_tables.speculation_names import OFF
+from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 
-from .. import memory, parallelism, speculation_options
-from ..control_options import BUDGETS, METHODS, SAMPLERS
-from ..kv_cache import KvCacheDtype
+from .. import memory
+from ..options import parallelism, speculation_options
+from ..options.control_options import BUDGETS, METHODS, SAMPLERS
+from ..options.kv_cache import KvCacheDtype
 from .programs import Shapes
 
 # Page lists are made at every step: lists kept for several steps would be renewed at steps that depend on the

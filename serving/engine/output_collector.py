@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from entropic_jax.methods.entropix_branches import SearchCounts
-from entropic_jax.prefill import PrefillOutput
+from entropic_jax.phases.prefill import PrefillOutput
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..transcript import Token

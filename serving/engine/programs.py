@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import sharding
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.cache import Cache
 from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
 from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
-from entropic_jax.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF
+from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import DraftLength, PassCosts, Speculator, make_speculator
 from entropic_jax.speculation.pruned import WINDOW
-from entropic_jax.speculation_names import DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF
 from entropic_jax.state import ROW_FIELDS
 
 from .device_state import (

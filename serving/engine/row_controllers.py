@@ -17,10 +17,10 @@ from entropic_jax.control import Chain, PerRow, chain, pytree, update_rows
 from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
 from entropic_jax.control.presets import Gains, pruning_law, temperature_law
-from entropic_jax.control_gains import MACRO, MESO, MICRO, PRESETS, SCALES
+from entropic_jax.parameter_tables.control_gains import MACRO, MESO, MICRO, PRESETS, SCALES
 
-from .. import control_options
-from ..control_options import SAMPLER_OPTIONS, SAMPLERS, Control
+from ..options import control_options
+from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control
 from ..request import RequestError
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from entropic_jax.prefill import PrefillOutput
+from entropic_jax.phases.prefill import PrefillOutput
 
 from . import grammars
 from .block_manager import BlockManager

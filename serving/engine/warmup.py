@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from entropic_jax.control_gains import MESO, SCALES
+from entropic_jax.parameter_tables.control_gains import MESO, SCALES
 
 from .device_state import save_row
 from .launch_planner import empty_chunk

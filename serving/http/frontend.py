@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from pathlib import Path
 from typing import Any, TypeVar
 
-from entropic_jax.parameter_table import AUTO, ParameterError
+from entropic_jax.parameter_tables.table import AUTO, ParameterError
 
-from ..control_options import calibration_of
 from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
+from ..options.control_options import calibration_of
 from .grammar import Grammars
 from .metrics import Metrics
 from .protocol import entropic

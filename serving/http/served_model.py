@@ -8,7 +8,7 @@ from typing import Any
 from entropic_jax import models
 
 from .. import chat_template
-from ..generation_config import sampling_defaults
+from ..options.generation_config import sampling_defaults
 from ..request import RequestError
 
 

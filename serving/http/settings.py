@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from ..control_options import Control
+from ..options.control_options import Control
 
 OnEngineFailure = Literal["exit", "restart", "stay"]
 

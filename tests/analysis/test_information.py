@@ -16,7 +16,7 @@ from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.ledger import prefill_seconds, step_cost
 from entropic_jax.pallas.paged_attention import SelectionRules
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.state import Hardware
 
 from .test_studies import workload

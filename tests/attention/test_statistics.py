@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import chain, emission, forward, loop
+from entropic_jax import chain, loop
 from entropic_jax.attention.statistics import Observation, Observer, agree
 from entropic_jax.cache import Layer, allocate
 from entropic_jax.control import Every, When, pytree
+from entropic_jax.phases import emission, forward
 from tests import tiny
 
 ROWS, KV_HEADS, GROUP, DIM, SIZE, PAGES = 3, 2, 2, 16, 4, 6

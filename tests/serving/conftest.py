@@ -8,8 +8,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from entropic_jax import models
-from entropic_jax.serving import generation
 from entropic_jax.serving.cli import main
+from entropic_jax.serving.offline import generation
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request, RequestError
 from entropic_jax.serving.transcript import Completion, Token, Transcript
 
@@ -146,7 +147,7 @@ def served():
     from entropic_jax.serving.http.served_model import describe
 
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
-    folder = generation.EMBEDDED
+    folder = EMBEDDED
     config = models.Config(
         architecture="LlamaForCausalLM",
         vocab_size=4096,

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from entropic_jax.serving.generation import EMBEDDED
 from entropic_jax.serving.http import served_model
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.settings import Settings
+from entropic_jax.serving.options.model import EMBEDDED
 
 from .live import Live, serving
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from entropic_jax.control_gains import GAINS, check_order
-from entropic_jax.parameter_table import AUTO
+from entropic_jax.parameter_tables.control_gains import GAINS, check_order
+from entropic_jax.parameter_tables.table import AUTO
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, PromptToken, QueueFullError
 from entropic_jax.serving.http.served_model import ServedModel
 from entropic_jax.serving.request import RequestError

@@ -7,7 +7,7 @@ import pytest
 
 from entropic_jax.models.tokenizer import Tokenizer
 from entropic_jax.serving.engine.detokenizer import ByteLevelDetokenizer, detokenizer_factory
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 
 @pytest.fixture(scope="module", params=["embedded", "bytes"])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from entropic_jax import cache, models
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, Grammar, QueueFullError
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
 
 EXACT = dict(max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True)

@@ -7,13 +7,13 @@ import pytest
 
 from entropic_jax import cache, models
 from entropic_jax.calibration import load_calibration
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
 from entropic_jax.serving.engine.sequence import Sequence
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.offline.search_engine import make_engine as offline_engine
+from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import RequestError
-from entropic_jax.serving.samplers import engine as offline_engine
 from tests.serving.test_engine import (
     EXACT,
     WARM,

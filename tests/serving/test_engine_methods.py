@@ -12,10 +12,10 @@ from entropic_jax.methods.entropy_prefill import EntropyPrefill
 from entropic_jax.methods.latent_compression import LatentCompression
 from entropic_jax.methods.registry import METHODS, Entry
 from entropic_jax.methods.snapkv import SnapKV
-from entropic_jax.serving import offline
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
+from entropic_jax.serving.offline import engine as offline
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
 from tests.serving.test_engine import (
     EXACT,

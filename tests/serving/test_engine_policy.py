@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from entropic_jax.control.entropy_drop import PRIOR
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.row_controllers import RowControllers
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import RequestError
 
 

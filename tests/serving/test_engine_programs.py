@@ -2,7 +2,7 @@
 
 import pytest
 
-from entropic_jax.serving.control_options import Control
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.speculation.draft_length import draft_length
 from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     WARM,

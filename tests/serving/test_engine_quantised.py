@@ -5,8 +5,8 @@ import pytest
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.options import sizes
-from entropic_jax.serving.kv_cache import check_pages, stored_as
-from entropic_jax.serving.offline import Engine
+from entropic_jax.serving.offline.engine import Engine
+from entropic_jax.serving.options.kv_cache import check_pages, stored_as
 from entropic_jax.serving.request import Request
 from tests.serving.test_engine import WARM, engine_of, engine_request, model, prompt, run
 

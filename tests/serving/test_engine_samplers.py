@@ -7,11 +7,11 @@ import pytest
 
 from entropic_jax import models
 from entropic_jax.calibration import load_calibration
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.offline.search_engine import make_engine as offline_engine
+from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request, RequestError
-from entropic_jax.serving.samplers import engine as offline_engine
 from tests.serving.test_engine import EXACT, WARM, collect, engine_request, nothing_is_left, prompt, run
 
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")

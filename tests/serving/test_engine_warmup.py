@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from entropic_jax.serving.control_options import Control
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.programs import Programs
 from entropic_jax.serving.http.metrics import Metrics
+from entropic_jax.serving.options.control_options import Control
 from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     collect,
     engine_request,

@@ -11,7 +11,7 @@ import pytest
 from entropic_jax.serving import version
 from entropic_jax.serving.cli import COMMANDS
 from entropic_jax.serving.commands.generate import DEFAULT_PROMPT
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_a_model_that_cannot_be_loaded(script, entropic, monkeypatch):
     def load(*_):
         raise ValueError("config.json is missing")
 
-    monkeypatch.setattr("entropic_jax.serving.generation.load", load)
+    monkeypatch.setattr("entropic_jax.serving.offline.generation.load", load)
     status, _, err = entropic("generate", "--prompt", "x", "--model", "nowhere")
     assert (status, err) == (2, "entropic generate: error: --model nowhere: config.json is missing\n")
 

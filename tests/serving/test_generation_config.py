@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from entropic_jax.sampling_params import PARAMETERS
-from entropic_jax.serving import generation_config
+from entropic_jax.parameter_tables.sampling_params import PARAMETERS
+from entropic_jax.serving.options import generation_config
 from entropic_jax.serving.request import RequestError
 
 

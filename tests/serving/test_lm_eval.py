@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from entropic_jax.calibration.teacher_forcing import teacher_forced
-from entropic_jax.serving.generation import EMBEDDED, load
+from entropic_jax.serving.offline.generation import load
+from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -5,7 +5,7 @@ import pytest
 from entropic_jax import models
 from entropic_jax.serving import memory
 from entropic_jax.serving.engine.options import EngineOptions, sizes
-from entropic_jax.serving.offline import Engine
+from entropic_jax.serving.offline.engine import Engine
 from entropic_jax.serving.request import Request, RequestError
 
 POSITION = 2 * 2 * 2 * 8 * 4  # bytes of keys and values: layers, KV heads, head_dim, float32

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from entropic_jax.methods.registry import METHODS
-from entropic_jax.serving import control_options
+from entropic_jax.serving.options import control_options
 
 
 def test_the_command_line_knows_every_method():

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from entropic_jax.parameter_table import Number, parameters_of
+from entropic_jax.parameter_tables.table import Number, parameters_of
 from entropic_jax.serving.request import Request, RequestError
 
 NUMBERS = [line for line in parameters_of(Request) if isinstance(line.accepts, Number)]

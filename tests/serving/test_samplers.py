@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from entropic_jax.calibration import load_calibration, save_calibration
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 SAME = ("--prompt", "abc", "--seed", "3", "--max-tokens", "20")
 SAMPLERS = {

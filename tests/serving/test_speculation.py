@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from entropic_jax import LLM, SamplingParams
-from entropic_jax.parameter_table import ParameterError
-from entropic_jax.serving.control_options import Control
+from entropic_jax.parameter_tables.speculation_names import read_config
+from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.speculation import registry
-from entropic_jax.speculation_names import read_config
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,

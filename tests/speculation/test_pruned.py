@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.batch import Batch
 from entropic_jax.control.controller import STATIC, pytree
+from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
 from entropic_jax.speculation.draft_length import correct
 from entropic_jax.state import State

@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from entropic_jax.control_gains import GAINS, MACRO, PRESETS
-from entropic_jax.parameter_table import Choice, Flag, Parameter
+from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESETS
+from entropic_jax.parameter_tables.table import Choice, Flag, Parameter
 
-from ...control_options import BRANCHES, SAMPLERS, Control, check_scales
+from ...options.control_options import BRANCHES, SAMPLERS, Control, check_scales
 from .fields import Answer, optional_fields
 
 ACCEPTED_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)

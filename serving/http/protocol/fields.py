@@ -7,7 +7,7 @@ import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from entropic_jax.parameter_table import (
+from entropic_jax.parameter_tables.table import (
     LARGEST_INT,
     Choice,
     Flag,

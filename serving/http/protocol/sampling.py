@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from entropic_jax.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS
+from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS
 
 from .entropic import Entropic
 from .fields import (

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from entropic_jax.parameter_table import short
+from entropic_jax.parameter_tables.table import short
 
 from ...request import RequestError
 from .fields import Answer, Body, conflict

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
-from entropic_jax.parameter_table import Accepted, short
-from entropic_jax.sampling_params import PARAMETERS
+from entropic_jax.parameter_tables.sampling_params import PARAMETERS
+from entropic_jax.parameter_tables.table import Accepted, short
 
 from ..frontend import FrontendError
 from ..protocol import entropic

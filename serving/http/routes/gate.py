@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entropic_jax.parameter_table import short
+from entropic_jax.parameter_tables.table import short
 
 from .. import log
 from ..host_names import HostNames

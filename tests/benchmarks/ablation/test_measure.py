@@ -14,7 +14,7 @@ from benchmarks.ablation import plot, report, summary_tables
 from benchmarks.ablation.measure import STUDIES
 from benchmarks.harness import paths
 from benchmarks.harness.publishing import publish
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 LAYERS = 2
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.long_context.workload import TASKS, make_case
 from entropic_jax.models.train.recall import Filler
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 
 @pytest.fixture(scope="module")

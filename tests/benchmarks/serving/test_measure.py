@@ -13,7 +13,7 @@ from benchmarks.serving.measure import STUDIES, ServingBenchmark
 from benchmarks.serving.workload import drive, write_model
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.prompts import Prompts
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 from tests.serving.fake_server import FakeServer
 
 

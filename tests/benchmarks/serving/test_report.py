@@ -7,7 +7,7 @@ from benchmarks.serving import report
 from benchmarks.serving.workload import TextPrompts
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.prompts import Prompts
-from entropic_jax.serving.generation import EMBEDDED
+from entropic_jax.serving.options.model import EMBEDDED
 
 RATES = {"ours, served": (300, 330), "ours": (330, 300), "transformers": (100, 110)}
 RESULTS = {

@@ -5,10 +5,10 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.parameter_table import short
+from entropic_jax.parameter_tables.table import short
 
-from . import chat_template
-from .request import RequestError
+from .. import chat_template
+from ..request import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from entropic_jax.parameter_table import ParameterError, short
-from entropic_jax.sampling_params import OUTPUT, PARAMETERS, recommended
+from entropic_jax.parameter_tables.sampling_params import OUTPUT, PARAMETERS, recommended
+from entropic_jax.parameter_tables.table import ParameterError, short
 
-from .request import RequestError
+from ..request import RequestError
 
 FILE = "generation_config.json"
 SOURCE, OVERRIDE = "--generation-config", "--override-generation-config"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import entropy
-from .entropy import EntropyStatistics
-from .pallas import topk_entropy
+from .. import entropy
+from ..entropy import EntropyStatistics
+from ..pallas import topk_entropy
 
 
 def measure(

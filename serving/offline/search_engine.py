@@ -1,4 +1,4 @@
-"""Complete samplers by name: Entropix, with and without branches, and dslider."""
+"""Offline engine of the samplers, with branches for Entropix."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -8,17 +8,16 @@ import numpy as np
 
 from entropic_jax import cache, chain, models
 from entropic_jax.control.presets import Preset
-from entropic_jax.methods import entropix, entropix_search
-from entropic_jax.methods.dslider import DSlider
+from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix_branches import SearchPlan
-from entropic_jax.methods.entropix_released import AsReleased
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
-from .control_options import Control, check_sampler
-from .kv_cache import KvCacheDtype
-from .offline import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
-from .request import Request, RequestError
-from .transcript import Token, Transcript
+from ..options.control_options import Control
+from ..options.kv_cache import KvCacheDtype
+from ..options.samplers import law
+from ..request import Request
+from ..transcript import Token, Transcript
+from .engine import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
 
 if TYPE_CHECKING:
     from entropic_jax.calibration import Calibration
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 ROOM = 2  # pages that each branch may hold for itself
 
 
-def engine(
+def make_engine(
     control: Control,
     calibration: "Calibration | None",
     model: models.Model,
@@ -46,36 +45,6 @@ def engine(
     if control.preset != "entropix" or branches == 1:
         return Engine(model, setting, belief, kv_cache_dtype)
     return SearchEngine(model, setting, belief, kv_cache_dtype, SearchPlan(branches=branches))
-
-
-def law(
-    control: Control, calibration: "Calibration | None", model: models.Model, together: bool = True
-) -> entropix.Entropix | AsReleased | DSlider:
-    """The law of what `control.preset` names. RequestError where it cannot be.
-
-    Args:
-        control: Names the sampler and its options.
-        calibration: Of the model, or None.
-        model: Whose vocabulary and tokenizer the laws need.
-        together: Whether the rows of a batch decide as one, as in the released code; see `AsReleased`.
-    """
-    check_sampler(control)
-    if control.method != "dense":
-        message = f"method must be dense with the preset {control.preset}; got {control.method!r}"
-        raise RequestError(message, "method")
-    if control.preset == "dslider":
-        return DSlider(vocabulary=model.decoder.shape.vocabulary)
-    if control.preset == "entropix-as-released":
-        return AsReleased(together=together)
-    if calibration is None:
-        raise RequestError(
-            "preset must not be entropix for a model without calibration.json, which holds its thresholds "
-            "(`entropic calibrate` writes it); got 'entropix'",
-            "preset",
-        )
-    clarification, tokenizer = dict(control.gains).get("clarification", ""), model.tokenizer
-    tokens = tuple(tokenizer.encode(clarification, special=False)) if clarification and tokenizer else ()
-    return entropix.calibrated(calibration, clarification=tokens)
 
 
 class SearchEngine(Engine):

@@ -4,18 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from entropic_jax.speculation_names import OFF
+from entropic_jax.parameter_tables.speculation_names import OFF
 
-from . import parallelism, speculation_options
-from .control_options import SAMPLERS, Control, build, calibration_of
-from .request import Request
+from ..options import parallelism, speculation_options
+from ..options.control_options import SAMPLERS, Control, build, calibration_of
+from ..options.model import default_dtype
+from ..request import Request
 
 if TYPE_CHECKING:
-    from .kv_cache import KvCacheDtype
-from .transcript import Completion, Token
-
-EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "embedded"
-"""The model that ships with the package."""
+    from ..options.kv_cache import KvCacheDtype
+from ..transcript import Completion, Token
 
 
 class Generator(Protocol):
@@ -63,7 +61,7 @@ def load(
     """
     from entropic_jax import models
 
-    from . import offline, samplers
+    from . import engine, search_engine
 
     control, dtype = control or Control(), dtype or default_dtype()
     speculation_options.check(speculate, control.preset, control.method, pruning_is_refused=True)
@@ -71,15 +69,8 @@ def load(
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
-        return samplers.engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
+        return search_engine.make_engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
-    preset = build(control, calibration, offline.MOST_ROWS)
+    preset = build(control, calibration, engine.MOST_ROWS)
     model = models.load(path, dtype, mesh=parallelism.mesh_of(tensor_parallel_size))
-    return offline.Engine(model, preset, belief, kv_cache_dtype, speculate)
-
-
-def default_dtype() -> str:
-    """The default dtype of a model's computations: float32 on a CPU, bfloat16 elsewhere."""
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return engine.Engine(model, preset, belief, kv_cache_dtype, speculate)

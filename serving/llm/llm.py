@@ -23,16 +23,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.parameter_table import short
-from entropic_jax.sampling_params import PARAMETERS, SamplingParams, recommended
+from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, recommended
+from entropic_jax.parameter_tables.table import short
 
-from .chat_template import set_template
-from .compilation import remember_compilations
-from .engine.engine import start
-from .engine.interface import EngineRequest, OutputStream
-from .engine.metrics_hooks import MetricsHooks
-from .generation import EMBEDDED
-from .llm_options import IN_FLIGHT, read_options
+from ..chat_template import set_template
+from ..compilation import remember_compilations
+from ..engine.engine import start
+from ..engine.interface import EngineRequest, OutputStream
+from ..engine.metrics_hooks import MetricsHooks
+from ..options.model import EMBEDDED
+from ..request import Request
+from .options import IN_FLIGHT, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from .prompts import (
     Message,
@@ -44,7 +45,6 @@ from .prompts import (
     tokenize,
     tokenize_conversation,
 )
-from .request import Request
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
 

@@ -9,17 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .parameter_table import (
-    LARGEST_INT,
-    Flag,
-    Number,
-    Strings,
-    Table,
-    TokenBiases,
-    TokenIds,
-    parameter,
-    parameters_of,
-)
+from .table import LARGEST_INT, Flag, Number, Strings, Table, TokenBiases, TokenIds, parameter, parameters_of
 
 DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
 """Who applies a parameter: the sampler, per row; the host side of any generation; the serving engine alone;
@@ -41,7 +31,7 @@ class SamplingParams(Table):
     ('END',)
     >>> SamplingParams(top_p=0)
     Traceback (most recent call last):
-    entropic_jax.parameter_table.ParameterError: top_p must be a number above 0 and at most 1; got 0
+    entropic_jax.parameter_tables.table.ParameterError: top_p must be a number above 0 and at most 1; got 0
     """
 
     max_tokens: int = parameter(

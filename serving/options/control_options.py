@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from entropic_jax.control_gains import (
+from entropic_jax.parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,
     MACRO,
@@ -15,16 +15,16 @@ from entropic_jax.control_gains import (
     SCALES,
     check_order,
 )
-from entropic_jax.parameter_table import AUTO, Choice, Number, ParameterError
+from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError
 
+from ..request import RequestError
 from .option_types import number
-from .request import RequestError
 
 if TYPE_CHECKING:
     from entropic_jax.calibration import Calibration
     from entropic_jax.control.presets import Gains, Preset
 
-SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, which `samplers` builds
+SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, of `samplers.law`
 SAMPLER_OPTIONS = ("branches", "clarification")  # of entropix
 BRANCHES = Number(int, 1, 64)
 METHODS = (

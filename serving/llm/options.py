@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from entropic_jax.control_gains import GAINS, PRESETS
-from entropic_jax.parameter_table import ParameterError, short
+from entropic_jax.parameter_tables.control_gains import GAINS, PRESETS
+from entropic_jax.parameter_tables.table import ParameterError, short
 
-from . import speculation_options
-from .control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_scales
-from .engine.options import EngineOptions
+from ..engine.options import EngineOptions
+from ..options import speculation_options
+from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_scales
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput

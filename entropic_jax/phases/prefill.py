@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import entropy, ledger, sampling, sharding
-from .attention.attend import TokenSpan
-from .attention.page_selection import PagePolicy
+from .. import entropy, ledger, sampling
+from ..attention.attend import TokenSpan
+from ..attention.page_selection import PagePolicy
+from ..cache import Cache, grant, note_surprisal
+from ..control import Controller
+from ..mesh import sharding
+from ..row_subset import RowSubset, require_rows
+from ..sampling.constraints import top_logprobs
+from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
 from .batch import gather, scatter
-from .cache import Cache, grant, note_surprisal
-from .control import Controller
 from .forward import Decoder, forward
-from .row_subset import RowSubset, require_rows
-from .sampling.constraints import top_logprobs
-from .state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
 
 PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two
 

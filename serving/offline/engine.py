@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import cache, loop, models, sampling, sharding
+from entropic_jax import cache, loop, models, sampling
 from entropic_jax.control import presets
+from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.parameter_table import short
-from entropic_jax.sampling_params import DEVICE_PARAMETERS, recommended
+from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
+from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
+from entropic_jax.parameter_tables.table import short
 from entropic_jax.speculation import Speculator, make_speculator
-from entropic_jax.speculation_names import OFF, check_drafter
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
-from . import chat_template, memory
-from .kv_cache import KvCacheDtype, pages_of
-from .request import Request, RequestError
-from .transcript import TRACE_FIELDS, Completion, Token, Transcript
+from .. import chat_template, memory
+from ..options.kv_cache import KvCacheDtype, pages_of
+from ..request import Request, RequestError
+from ..transcript import TRACE_FIELDS, Completion, Token, Transcript
 
 LAUNCH = 64  # most steps of a launch
 SPECULATIVE_LAUNCH = 8  # the same where a step is a pass that may emit several tokens

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from entropic_jax.parameter_table import (
+from entropic_jax.parameter_tables.sampling_params import DEVICE, HOST, SamplingParams
+from entropic_jax.parameter_tables.table import (
     Flag,
     Number,
     Parameter,
@@ -12,7 +13,6 @@ from entropic_jax.parameter_table import (
     TokenIds,
     parameters_of,
 )
-from entropic_jax.sampling_params import DEVICE, HOST, SamplingParams
 
 from .option_types import number
 

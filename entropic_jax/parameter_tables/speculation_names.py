@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from .parameter_table import Choice, Number, ParameterError, short
+from .table import Choice, Number, ParameterError, short
 
 Speculate = Literal["off", "auto", "suffix", "pruned"]
 DRAFTERS = get_args(Speculate)

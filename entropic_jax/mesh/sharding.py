@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .mesh import TENSOR
+from .collectives import TENSOR
 
 T = TypeVar("T")
 

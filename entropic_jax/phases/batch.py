@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .cache import grant
-from .row_subset import RowSubset, map_rows
-from .state import ROW_FIELDS, RUNNING, State
+from ..cache import grant
+from ..row_subset import RowSubset, map_rows
+from ..state import ROW_FIELDS, RUNNING, State
 
 
 class Batch(NamedTuple):

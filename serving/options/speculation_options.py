@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
-from entropic_jax.control_gains import MESO, SCALES
-from entropic_jax.parameter_table import ParameterError, short
-from entropic_jax.speculation_names import DRAFTERS, OFF, check_drafter, read_config
+from entropic_jax.parameter_tables.control_gains import MESO, SCALES
+from entropic_jax.parameter_tables.speculation_names import DRAFTERS, OFF, check_drafter, read_config
+from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
 

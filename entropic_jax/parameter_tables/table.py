@@ -11,7 +11,7 @@ schema and the documentation are derived from it. Imports neither JAX nor NumPy.
 2.0
 >>> Pump(pressure=0)
 Traceback (most recent call last):
-entropic_jax.parameter_table.ParameterError: pressure must be a number above 0 and at most 10; got 0
+entropic_jax.parameter_tables.table.ParameterError: pressure must be a number above 0 and at most 10; got 0
 """
 
 import dataclasses

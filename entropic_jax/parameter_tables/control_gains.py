@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .parameter_table import Choice, Number, ParameterError, Table, parameter, parameters_of
+from .table import Choice, Number, ParameterError, Table, parameter, parameters_of
 
 TEMPERATURE_LAWS = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
 SCHEDULES = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
@@ -42,7 +42,7 @@ class ControlGains(Table):
     1.2
     >>> ControlGains(law="magic")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    entropic_jax.parameter_table.ParameterError: law must be one of paper, integral, ...
+    entropic_jax.parameter_tables.table.ParameterError: law must be one of paper, integral, ...
     """
 
     law: str = parameter("normalised", Choice(TEMPERATURE_LAWS), "temperature law", scope=MICRO)

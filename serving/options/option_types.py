@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from entropic_jax.control_gains import GAINS
-from entropic_jax.parameter_table import LARGEST_INT, Number, ParameterError
+from entropic_jax.parameter_tables.control_gains import GAINS
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError
 
 NAMES_IN_PROSE = (*(name for name in GAINS if "_" in name), "scheduling_policy")  # which are no plain words
 

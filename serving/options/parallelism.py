@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from entropic_jax.parameter_table import ParameterError, short
+from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
 

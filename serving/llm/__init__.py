@@ -1,0 +1,6 @@
+"""`LLM`: batches from Python through the serving engine, in this process and without a server."""
+
+from .llm import LLM
+from .outputs import CompletionOutput, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]

@@ -1,0 +1,13 @@
+"""Defaults of the model options: the embedded model, and the dtype that a model computes in."""
+
+from pathlib import Path
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
+"""The model that ships with the package."""
+
+
+def default_dtype() -> str:
+    """The default dtype of a model's computations: float32 on a CPU, bfloat16 elsewhere."""
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
