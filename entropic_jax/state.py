@@ -79,6 +79,7 @@ class Signal(NamedTuple):
     emitting: jax.Array  # bool: the row emits a token in this step; the measurements of others are old
     runnable: jax.Array  # bool: the row can advance in the next step
     length: jax.Array  # int32, positions in the cache
+    requested_temperature: jax.Array  # of the sampling parameters, which no controller changes
     logits: jax.Array | None = None  # z, float32 [rows, vocabulary], after penalties and constraints
     key: jax.Array | None = None  # [rows] random keys, of the row's seed and the position it samples for
     focus: Focus | None = None  # where the controller asks for it, see `attention.statistics`
@@ -211,9 +212,10 @@ def unmeasured(rows: int) -> Measured:
 
 
 def quiet_signal(rows: int) -> Signal:
-    """A signal of `rows` rows that emit nothing, all measurements zero."""
+    """A signal of `rows` rows that emit nothing, all measurements zero; their requests ask for T = 1."""
     no, none = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
-    return Signal(*unmeasured(rows), emitting=no, runnable=no, length=none)
+    plain = jnp.ones(rows, jnp.float32)
+    return Signal(*unmeasured(rows), emitting=no, runnable=no, length=none, requested_temperature=plain)
 
 
 def plain_action(temperature: jax.Array) -> Action:

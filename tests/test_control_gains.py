@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from entropic_jax.control.presets import Gains, pruning_law
+from entropic_jax.control.presets import Gains, preset, pruning_law
 from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.parameter_tables.control_gains import (
@@ -68,6 +68,13 @@ def test_a_body_brings_each_to_the_preset():
     assert control_options.gains(control, None).asdict() == {**values, "schedule": "entropic"}
 
 
+def test_only_the_preset_paper_may_be_hotter_than_the_request():
+    ceilings = {
+        name: preset(name).controller.controllers[0].highest_temperature for name in ("micro", "paper")
+    }
+    assert ceilings == {"micro": 0.0, "paper": 1.2}
+
+
 def accepted(call, *errors: type[Exception]) -> bool:
     try:
         call()
@@ -100,7 +107,8 @@ def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
     values = Gains().asdict()
     check_order(values, {})
     both = {low: 5.0, high: 4.0}
-    for stated, param in ((both, low), ({low: 50.0}, low), ({high: 0.1}, high)):
+    alone = {low: 50.0} if values[high] else {low: 50.0, high: 49.0}  # 0 is the request's temperature
+    for stated, param in ((both, low), (alone, low), ({high: 0.1}, high)):
         with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
             control_options.gains(Control("full", tuple(stated.items())), None)
         assert error.value.param == param

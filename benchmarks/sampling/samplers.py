@@ -50,7 +50,7 @@ def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler
         "top-nσ 1": Sampler(off, dict(top_n_sigma=1.0)),
         "Mirostat 2": Sampler(law(Mirostat(target_entropy=calibration.target_entropy)), {}),
         "micro": Sampler(preset("micro", None, gains), {}),
-        "micro, T ≤ 1": Sampler(preset("micro", None, gains.replace(highest_temperature=1.0)), {}),
+        "micro, T ≤ 1.2": Sampler(preset("micro", None, gains.replace(highest_temperature=1.2)), {}),
         "full": Sampler(preset("full", None, gains), {}),
         "Entropix as released": Sampler(law(AsReleased()), {}),
         "Entropix, row by row": Sampler(law(row_wise), {}),

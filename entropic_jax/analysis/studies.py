@@ -322,7 +322,7 @@ def writing(
     gains = workload.gains
     rows = []
     for name, setting in presets.items():
-        clips = (gains.lowest_temperature, gains.highest_temperature)
+        clips = (gains.lowest_temperature, gains.highest_temperature or 1.0)  # texts are written at T = 1
         written = ablation.write(
             workload.subject, setting, set_up(state, setting), target=gains.target_entropy, clips=clips
         )

@@ -38,6 +38,7 @@ from .temperature import LAWS
 RULES = SelectionRules(sink_pages=4, recent_pages=8, min_pages=16, bound_weight=0.5)
 FINE_PAGES = Selection(dense_layers=0, first_layer_scale=30.0, rules=RULES, page_size=16)
 PAPER_GAINS = ("target_entropy", "high_entropy")  # the laws of `paper` have no others
+PAPER_HIGHEST_TEMPERATURE = 1.2  # T_max of the preset `paper`, whose temperature law heats
 TEMPERATURE_GAINS = ("target_entropy", "lowest_temperature", "highest_temperature")
 
 
@@ -90,7 +91,7 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
     laws: list[Any] = []
     page_policy, scales = None, SCALES[name]
     if name == "paper":
-        gains = gains.replace(law="paper", schedule="paper")
+        gains = gains.replace(law="paper", schedule="paper", highest_temperature=PAPER_HIGHEST_TEMPERATURE)
     if MICRO in scales:
         laws.append(temperature_law(gains))
     if MESO in scales:

@@ -5,9 +5,10 @@ is never negative, a law that holds H_T at a set-point H* must cool when the ent
 `Normalised` and `Exact` do; `Paper` is the law as printed, which heats. `Mirostat`, `EDT` and `DynaTemp` are
 baselines: the first holds the surprisal by truncation, the other two have no set-point.
 
-In all laws, gains are numbers or arrays `[rows]`. A row at temperature 0 is greedy and stays unchanged; no
-other row is ever set to 0. A row whose measurements are not finite keeps its action. Gradients with respect
-to gains are finite. The laws are stateless: the integrated quantity is the action in force.
+`Integral`, `Normalised` and `Exact` never exceed the requested temperature unless `highest_temperature` is
+set. In all laws, gains are numbers or arrays `[rows]`. A row at temperature 0 is greedy and stays unchanged;
+no other row is ever set to 0. A row whose measurements are not finite keeps its action. Gradients with
+respect to gains are finite. The laws are stateless: the integrated quantity is the action in force.
 
 Source: Kiruluta 2026, Entropic-Time Inference, arXiv 2603.03310; other sources are stated with each law.
 """
@@ -51,10 +52,27 @@ def _plain_entropy(signal: Signal) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, entropy, 1.0), finite
 
 
+def upper_bound(highest_temperature: Gain, signal: Signal) -> jax.Array:
+    """T_max of every row: `highest_temperature`, or the requested temperature where that is 0.
+
+    >>> from entropic_jax.state import quiet_signal
+    >>> signal = quiet_signal(2)._replace(requested_temperature=jnp.array([0.7, 1.0]))
+    >>> [round(x, 3) for x in upper_bound(0.0, signal).tolist()], upper_bound(1.25, signal).tolist()
+    ([0.7, 1.0], [1.25, 1.25])
+    """
+    highest = jnp.asarray(highest_temperature, jnp.float32)
+    requested = signal.requested_temperature
+    requested = jnp.where(requested > 0, requested, 1.0)  # a greedy row, whose temperature is never set
+    return jnp.where(highest > 0, highest, requested)
+
+
 def _set_temperature(
     action: Action, temperature: jax.Array, lowest_temperature: Gain, highest_temperature: Gain
 ) -> Action:
-    """The action with the clipped temperature; greedy rows and non-finite temperatures change nothing."""
+    """The action with the clipped temperature; greedy rows and non-finite temperatures change nothing.
+
+    Where T_min is above T_max, the temperature is T_max.
+    """
     usable = (action.temperature > 0) & jnp.isfinite(temperature)
     bounded = jnp.clip(jnp.where(usable, temperature, 1.0), lowest_temperature, highest_temperature)
     # A lower clip of 0 would make the row greedy for good.
@@ -87,7 +105,7 @@ class Paper(_Stateless):
         target_entropy: H*, nats.
         rate: η > 0, per nat.
         lowest_temperature: T_min > 0.
-        highest_temperature: T_max > 0.
+        highest_temperature: T_max; 0 is the requested temperature, and the law cannot heat.
 
     Source: arXiv 2603.03310, the temperature update. `Integral` has the sign that its theorem needs.
 
@@ -106,9 +124,8 @@ class Paper(_Stateless):
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
         factor = jnp.exp(self.rate * _finite(signal.tempered_entropy - self.target_entropy))
-        return _set_temperature(
-            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
-        ), state
+        highest = upper_bound(self.highest_temperature, signal)
+        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
 
 
 @pytree
@@ -126,7 +143,7 @@ class Integral(_Stateless):
         target_entropy: H*, nats.
         rate: η > 0, per nat.
         lowest_temperature: T_min > 0.
-        highest_temperature: T_max > 0.
+        highest_temperature: T_max; 0 is the requested temperature.
 
     Source: arXiv 2603.03310, the temperature update. Differs from the paper: the sign; no windup.
 
@@ -142,15 +159,14 @@ class Integral(_Stateless):
     target_entropy: Gain
     rate: Gain = 0.02
     lowest_temperature: Gain = 0.1
-    highest_temperature: Gain = 2.0
+    highest_temperature: Gain = 0.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
         step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy)
         factor = _factor(signal, action, step)
-        return _set_temperature(
-            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
-        ), state
+        highest = upper_bound(self.highest_temperature, signal)
+        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
 
 
 @pytree
@@ -168,7 +184,7 @@ class Normalised(_Stateless):
         lowest_varentropy: V₀ > 0, nats²; it keeps the gain finite where the slope vanishes.
         largest_step: Δ > 0, the largest change of ln T in a step.
         lowest_temperature: T_min > 0.
-        highest_temperature: T_max > 0.
+        highest_temperature: T_max; 0 is the requested temperature.
 
     Source: arXiv 2603.03310, the temperature update. Differs from the paper: the sign, the gain schedule.
 
@@ -186,16 +202,15 @@ class Normalised(_Stateless):
     lowest_varentropy: Gain = 1.0
     largest_step: Gain = 0.2
     lowest_temperature: Gain = 0.1
-    highest_temperature: Gain = 2.0
+    highest_temperature: Gain = 0.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
         slope = jnp.maximum(_finite(signal.tempered_varentropy), self.lowest_varentropy)
         step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy) / slope
         factor = _factor(signal, action, jnp.clip(step, -jnp.asarray(self.largest_step), self.largest_step))
-        return _set_temperature(
-            action, action.temperature * factor, self.lowest_temperature, self.highest_temperature
-        ), state
+        highest = upper_bound(self.highest_temperature, signal)
+        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
 
 
 @pytree
@@ -210,7 +225,7 @@ class Exact(_Stateless):
     Args:
         target_entropy: H*, nats.
         lowest_temperature: T_min > 0.
-        highest_temperature: T_max > 0.
+        highest_temperature: T_max; 0 is the requested temperature.
 
     Differs from the paper (arXiv 2603.03310): no feedback, hence no delay, and no gain to tune.
 
@@ -224,7 +239,7 @@ class Exact(_Stateless):
 
     target_entropy: Gain
     lowest_temperature: Gain = 0.1
-    highest_temperature: Gain = 2.0
+    highest_temperature: Gain = 0.0
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
@@ -233,7 +248,8 @@ class Exact(_Stateless):
             return jnp.broadcast_to(jnp.asarray(gain, jnp.float32), action.temperature.shape)
 
         logits, target_entropy = _logits(signal), by_row(self.target_entropy)
-        clips = by_row(self.lowest_temperature), by_row(self.highest_temperature)
+        highest = upper_bound(by_row(self.highest_temperature), signal)
+        clips = jnp.minimum(by_row(self.lowest_temperature), highest), highest
         finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(target_entropy)
         safe = jnp.where(finite[:, None], logits, 0.0), jnp.where(finite, target_entropy, 0.0)
         temperature = solve_temperature(*safe, action.temperature, *clips)

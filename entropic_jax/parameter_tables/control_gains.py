@@ -27,6 +27,7 @@ PRESETS = tuple(SCALES)
 
 _ENTROPY = Number(float, 0, 100, auto=True)
 _TEMPERATURE = Number(float, 0, 1000, above_low=True)
+_HIGHEST_TEMPERATURE = Number(float, 0, 1000)
 _MASS = Number(float, 0, 1, below_high=True)
 
 
@@ -38,8 +39,8 @@ class ControlGains(Table):
 
     Raises ParameterError, a ValueError, which names the gain, the accepted values and the value.
 
-    >>> ControlGains(law="exact").highest_temperature
-    1.2
+    >>> ControlGains(law="exact").lowest_temperature
+    0.3
     >>> ControlGains(law="magic")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     entropic_jax.parameter_tables.table.ParameterError: law must be one of paper, integral, ...
@@ -53,7 +54,10 @@ class ControlGains(Table):
         0.3, _TEMPERATURE, "T_min, below which no temperature law goes", scope=MICRO
     )
     highest_temperature: float = parameter(
-        1.2, _TEMPERATURE, "T_max, above which no temperature law goes", scope=MICRO
+        0.0,
+        _HIGHEST_TEMPERATURE,
+        "T_max, above which no temperature law goes; 0 is the request's own `temperature`",
+        scope=MICRO,
     )
     dropped_mass_limit: float = parameter(
         0.03, _MASS, "ε_max, the most attention mass that may stay unread at low entropy", scope=MESO
@@ -77,7 +81,7 @@ CALIBRATED = tuple(name for name, line in GAINS.items() if getattr(line.accepts,
 """The gains that accept "auto"; a calibration has fields of the same names."""
 
 ORDERED = (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_entropy"))
-"""Pairs of gains of which the first must be below the second."""
+"""Pairs of gains of which the first must be below the second; a `highest_temperature` of 0 is exempt."""
 
 LOWEST_LIMIT, LIMIT = "lowest_dropped_mass_limit", "dropped_mass_limit"
 """A pair that may be equal; a first that is not stated follows a second below its default."""
@@ -93,7 +97,7 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         stated: Those that the caller stated; the error names one of them where it can.
     """
     for low, high in ORDERED:
-        if values[low] < values[high]:
+        if values[low] < values[high] or (high == "highest_temperature" and values[high] == 0):
             continue
         if high in stated and low not in stated:
             message = f"{high} must be above {low} = {values[low]:g}; got {values[high]:g}"

@@ -125,6 +125,7 @@ def observe(
         emitting=emitting,
         runnable=(state.status == RUNNING) & ~failed & (state.length + 1 < state.limit),
         length=state.length,
+        requested_temperature=state.sampling.temperature,
         logits=logits.processed,
         key=row_keys(state.key, state.seed, state.length + state.evicted + 1),
         focus=focus,

@@ -47,9 +47,9 @@ TABLE: dict[str, Callable[[Any], Any]] = {
     "when": lambda gain: When(warm, Nudge(gain)),
     "nested": lambda gain: chain(Every(When(warm, Nudge(gain)), 3), Nudge(gain)),
     "paper": lambda gain: Paper(1.2, gain, highest_temperature=50.0),  # finite differences end at a clip
-    "integral": lambda gain: Integral(1.2, gain),
-    "normalised": lambda gain: Normalised(1.2, gain),
-    "exact": lambda gain: Exact(1.2 + gain),
+    "integral": lambda gain: Integral(1.2, gain, highest_temperature=2.0),
+    "normalised": lambda gain: Normalised(1.2, gain, highest_temperature=2.0),
+    "exact": lambda gain: Exact(1.2 + gain, highest_temperature=2.0),
     "mirostat": lambda gain: Mirostat(1.2, gain),
     "edt": lambda gain: EDT(theta=gain),
     "dynatemp": lambda gain: DynaTemp(exponent=1 + gain),

@@ -111,6 +111,8 @@ WITHOUT = {"patience", "hysteresis", "draft_budget"}
 def defaults(kind: type) -> dict[str, float]:
     """The gains of a law that have a derivative and a default."""
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    if fields.get("highest_temperature") == 0:  # the requested temperature
+        fields["highest_temperature"] = 2.0
     prior = PRIOR if "prior" in fields else {}
     without = {"width", "max_quota", "prior"} | WITHOUT
     return {n: x for n, x in fields.items() if n not in without and x is not dataclasses.MISSING} | prior

@@ -26,6 +26,7 @@ from tests import tiny
 
 ROWS, VOCABULARY = 16, 67
 GREEDY = 5  # a row
+REQUESTED = 2.0  # temperature
 GAINS = {name: {} if name in ("edt", "dynatemp") else {"target_entropy": 1.2} for name in LAWS}
 
 
@@ -84,6 +85,7 @@ def seen(logits, temperature) -> Signal:
         tempered_entropy=scaled.entropy,
         tempered_varentropy=scaled.varentropy,
         emitting=jnp.ones(len(logits), bool),
+        requested_temperature=jnp.full(len(logits), REQUESTED),
         logits=logits,
     )
 
@@ -178,6 +180,23 @@ def test_rows_are_independent_and_have_gains_of_their_own(name):
         np.testing.assert_array_equal(together[:, row], changed[:, row])
     alone = follow(LAWS[name](**{field: float(gains[3])}), logits[:, 3:4])[0]
     np.testing.assert_allclose(together[:, 3], alone[:, 0], rtol=1e-5)
+
+
+def test_no_law_is_hotter_than_the_request_unless_its_ceiling_is_set():
+    logits = random_logits(6.0)  # certain rows, which a set-point of 3 nats heats
+    requested = np.geomspace(0.05, 1.5, ROWS).astype(np.float32)  # some below the lowest temperature
+    requested[GREEDY] = 0
+    action = plain_action(jnp.asarray(requested))
+    signal = seen(logits, jnp.ones(ROWS))._replace(requested_temperature=action.temperature)
+    for name in ("integral", "normalised", "exact"):
+        law = LAWS[name](target_entropy=3.0)
+        temperatures = np.asarray(act(law, signal, action).temperature)
+        np.testing.assert_array_equal(temperatures, requested)
+        hotter = LAWS[name](target_entropy=3.0, highest_temperature=9.0)
+        temperatures = np.asarray(act(hotter, signal, action).temperature)
+        assert (np.delete(temperatures, GREEDY) > np.delete(requested, GREEDY)).all()
+        cooler = np.asarray(act(LAWS[name](target_entropy=0.1), signal, action).temperature)
+        assert (cooler <= requested).all() and (cooler < requested).any(), "it is no bound of cooling"
 
 
 # Feedback.
@@ -381,7 +400,7 @@ def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
 @pytest.mark.slow
 def test_the_loop_holds_the_entropy_of_what_it_samples():
     texts = tiny.prompts(8, 12, 5)
-    controller = chain(Exact(jnp.float32(2.0)), Mirostat(jnp.float32(1.5)))
+    controller = chain(Exact(jnp.float32(2.0), highest_temperature=2.0), Mirostat(jnp.float32(1.5)))
     begun = tiny.begin(texts, controller=controller, temperature=[1.0, 0.0, 0.7])
     _, state, (trace,) = tiny.finish(begun, controller=controller)
     assert (trace.temperature[:20, 1] == 0).all() and state.action.surprisal_limit[1] == jnp.inf
