@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from entropic_jax.control.presets import Gains, preset, pruning_law
+from entropic_jax.control.presets import Gains, pruning_law
 from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
 from entropic_jax.control.temperature import LAWS
 from entropic_jax.parameter_tables.control_gains import (
@@ -66,13 +66,6 @@ def test_a_body_brings_each_to_the_preset():
     assert values.keys() == {name for name, line in GAINS.items() if line.scope != MACRO}
     control = Entropic.model_validate({"preset": "full", **values}).control(Control())
     assert control_options.gains(control, None).asdict() == {**values, "schedule": "entropic"}
-
-
-def test_only_the_preset_paper_may_be_hotter_than_the_request():
-    ceilings = {
-        name: preset(name).controller.controllers[0].highest_temperature for name in ("micro", "paper")
-    }
-    assert ceilings == {"micro": 0.0, "paper": 1.2}
 
 
 def accepted(call, *errors: type[Exception]) -> bool:

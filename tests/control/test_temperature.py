@@ -182,23 +182,6 @@ def test_rows_are_independent_and_have_gains_of_their_own(name):
     np.testing.assert_allclose(together[:, 3], alone[:, 0], rtol=1e-5)
 
 
-def test_no_law_is_hotter_than_the_request_unless_its_ceiling_is_set():
-    logits = random_logits(6.0)  # certain rows, which a set-point of 3 nats heats
-    requested = np.geomspace(0.05, 1.5, ROWS).astype(np.float32)  # some below the lowest temperature
-    requested[GREEDY] = 0
-    action = plain_action(jnp.asarray(requested))
-    signal = seen(logits, jnp.ones(ROWS))._replace(requested_temperature=action.temperature)
-    for name in ("integral", "normalised", "exact"):
-        law = LAWS[name](target_entropy=3.0)
-        temperatures = np.asarray(act(law, signal, action).temperature)
-        np.testing.assert_array_equal(temperatures, requested)
-        hotter = LAWS[name](target_entropy=3.0, highest_temperature=9.0)
-        temperatures = np.asarray(act(hotter, signal, action).temperature)
-        assert (np.delete(temperatures, GREEDY) > np.delete(requested, GREEDY)).all()
-        cooler = np.asarray(act(LAWS[name](target_entropy=0.1), signal, action).temperature)
-        assert (cooler <= requested).all() and (cooler < requested).any(), "it is no bound of cooling"
-
-
 # Feedback.
 
 

@@ -149,9 +149,8 @@ def test_preset_full_controls_temperature_and_reads(full, llm):
     prompt = "def value(key):\n    return table[key]\n\n\n" * 60
     (controlled,) = full.generate(prompt, params)[0].outputs
     assert set(controlled.trace["temperature"]) != {1.0}
-    cooler = dataclasses.replace(params, temperature=0.6)
-    for asked, text in ((1.0, controlled), (0.6, full.generate("import json\n\n", cooler)[0].outputs[0])):
-        assert max(text.trace["temperature"]) <= np.float32(asked), "no row is hotter than its request"
+    (cooler,) = full.generate(prompt, dataclasses.replace(params, temperature=0.6))[0].outputs
+    assert max(controlled.trace["temperature"]) <= 1 and max(cooler.trace["temperature"]) <= np.float32(0.6)
     assert min(controlled.trace["kept_fraction"]) < 1.0
     again = full.generate(prompt, params)[0].outputs[0]
     assert again.token_ids == controlled.token_ids
@@ -294,7 +293,7 @@ def test_a_model_that_is_no_path_is_refused():
     [
         (
             {"preset": "micro", "lowest_temperature": 5, "highest_temperature": 2},
-            "^lowest_temperature must be below .*; got 5",
+            "^lowest_temperature must be",
         ),
         (
             {"preset": "micro", "law": "edt", "target_entropy": 0.5},
