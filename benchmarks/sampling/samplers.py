@@ -30,15 +30,19 @@ class Sampler(NamedTuple):
     plan: SearchPlan | None = None
 
 
-def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler]:
-    """The samplers that are compared. Published methods have the constants of their papers."""
-    prior = AR1(calibration.mean, calibration.scale, calibration.correlation)
-    gains = Gains(
+def calibrated_gains(calibration: Calibration) -> Gains:
+    """The gains that a calibration sets."""
+    return Gains(
         target_entropy=calibration.target_entropy,
         low_entropy=calibration.low_entropy,
         high_entropy=calibration.high_entropy,
-        prior=prior,
+        prior=AR1(calibration.mean, calibration.scale, calibration.correlation),
     )
+
+
+def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler]:
+    """The samplers that are compared. Published methods have the constants of their papers."""
+    gains = calibrated_gains(calibration)
     off = preset("off")
     law = lambda controller: Preset(chain(controller), None, None)
     row_wise = entropix.calibrated(calibration)

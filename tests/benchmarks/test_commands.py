@@ -17,7 +17,7 @@ BENCHMARKS = sorted(
 
 def test_all_are_there():
     names = "ablation bandwidth decode entropy kernels long_context optimisers publish sampling scheduling"
-    assert [*names.split(), "serving", "serving_overhead", "soak", "speculation"] == BENCHMARKS
+    assert [*names.split(), "serving", "serving_overhead", "soak", "speculation", "temperature"] == BENCHMARKS
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,0 +1,49 @@
+"""Benchmark of temperature laws: the default and a relative one beside plain sampling, min-p and controls.
+
+    python -m benchmarks.temperature [--quick] [--tasks 1152] [--document]
+
+Every sampler answers the same tasks and continues the same texts, so differences are paired.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from entropic_jax.serving.options.model import EMBEDDED
+
+from ..harness.provenance import describe_run
+from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..sampling.samplers import SamplerBenchmark
+from . import measure, report
+
+
+def main() -> None:
+    """Measure or read results, print them, store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=EMBEDDED)
+    parser.add_argument("--tasks", type=int, default=1152)
+    parser.add_argument("--quick", action="store_true", help="few tasks: shows that everything runs")
+    parser.add_argument("--output", type=Path, help="benchmarks/results/temperature-CPU.json")
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    add_document_option(parser, "temperature")
+    options = parser.parse_args()
+    console = Console()
+    results = load_or_measure(options, "temperature", lambda: run(options, console), "cpu")
+    publish("temperature", report, results, options.document and not options.quick, console)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The answers and texts of every sampler."""
+    description = describe_run(Console(quiet=True))  # nothing is timed: a busy machine does not matter
+    benchmark = SamplerBenchmark(options.model, context=1024)
+    count = measure.ROWS if options.quick else options.tasks
+    return {**description, **measure.measure(benchmark, count, console)}
+
+
+if __name__ == "__main__":
+    main()
