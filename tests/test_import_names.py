@@ -92,8 +92,9 @@ def test_folders_of_the_same_names_do_no_harm(decoys):
     assert python(*command, cwd=decoys, path=path).startswith("usage: entropic serve")
 
 
-def test_the_command_line_runs_as_a_module():
-    version = python("-m", "entropic_jax.serving.cli", "--version").split()[1]
+@pytest.mark.parametrize("module", ["entropic_jax", "entropic_jax.serving.cli"])
+def test_the_command_line_runs_as_a_module(module):
+    version = python("-m", module, "--version").split()[1]
     assert python("-c", "import entropic_jax; print(entropic_jax.__version__)").split() == [version]
 
 

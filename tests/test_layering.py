@@ -38,6 +38,7 @@ LAYERS = (
     ("entropic_jax.serving.llm",),
     ("entropic_jax.serving.commands",),
     ("entropic_jax.serving.cli", "entropic_jax.serving.server"),
+    ("entropic_jax.__main__",),
     ("benchmarks", "examples"),
 )
 # Most pairs (importer, imported) of modules and folders directly below a package. A module that imports from

@@ -14,6 +14,7 @@ from ..cache import ModelShape, note_surprisal
 from ..mesh import max_over_shards, sum_over_shards, tensor_shards
 from ..state import Focus, State
 from .batch import Batch
+from .packing import Packing
 
 
 class Decoder(Hashable, Protocol):
@@ -65,6 +66,7 @@ def forward(
     reader: Any = None,
     observer: Observer | None = None,
     total: jax.Array | None = None,
+    packing: Packing | None = None,
 ) -> tuple[jax.Array, State]:
     """Runs the model over n tokens of every row: writes their keys and values, attends, mixes.
 
@@ -78,12 +80,16 @@ def forward(
         observer: takes statistics of the attention.
         total: int32 `[rows]`, tokens of the prompt that the tokens belong to; None for tokens that are
             decoded.
+        packing: where each token stands, if the model runs over the real tokens only.
 
     Returns:
-        Hidden states `[rows, n, hidden]`, and the state with the cache as written.
+        Hidden states `[rows, n, hidden]`, or `[packed tokens, 1, hidden]` with `packing`, and the state with
+        the cache as written.
     """
     positions = (state.length + state.evicted)[:, None] + jnp.arange(tokens.shape[1])
     attend = attend_to(state.cache, TokenSpan(state.length, num_tokens), reader, observer)
+    if packing is not None:
+        tokens, positions, attend = packing.pack(tokens), packing.pack(positions), packing.attention(attend)
     lengths = () if total is None else (jnp.maximum(positions + 1, (total + state.evicted)[:, None]),)
     hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend, *lengths)
     return hidden, state._replace(cache=state.cache._replace(layers=layers))

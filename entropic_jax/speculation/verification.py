@@ -6,70 +6,24 @@ only, and nothing is rolled back: keys and values past a row's length are never 
 overwrites them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import ledger, sampling
-from ..attention.attend import Attend, TokenSpan, attend_to
+from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
-from ..cache import Cache
 from ..phases.batch import Batch
 from ..phases.emission import emit
-from ..phases.forward import Decoder, Forward, narrowest
+from ..phases.forward import Decoder, Forward, forward, narrowest
+from ..phases.packing import lay_out
 from ..sampling.constraints import Constraints
 from ..state import RUNNING, State, Trace
 from .drafter import Draft
 
 # The fields of `State` that emission changes.
 CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger")
-
-
-class Pass(NamedTuple):
-    """Where the tokens of a verification pass stand, in an array of all rows' tokens one after the other."""
-
-    num_tokens: jax.Array  # int32 [rows], of each row: its last token, and those drafted; 0 where inactive
-    row: jax.Array  # int32 [tokens], whose the token is
-    position_in_row: jax.Array  # int32 [tokens], its place among the tokens of its row
-    slot: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
-
-
-def lay_out(num_tokens: jax.Array, total: int, most: int) -> Pass:
-    """Packs the rows' tokens into a pass.
-
-    Args:
-        num_tokens: int32 `[rows]`, at most `total` together.
-        total: tokens of the pass, static.
-        most: tokens of a row at most, static.
-
-    >>> lay_out(jnp.array([2, 0, 1]), 4, 2).row.tolist()[:3]
-    [0, 0, 2]
-    """
-    end = jnp.cumsum(num_tokens)
-    start = end - num_tokens
-    place = jnp.arange(total)
-    row = jnp.minimum(jnp.searchsorted(end, place, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
-    slot = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
-    return Pass(num_tokens, row, (place - start[row]).astype(jnp.int32), slot.astype(jnp.int32))
-
-
-def packed_attention(cache: Cache, span: TokenSpan, layout: Pass) -> Attend:
-    """Attention for packed tokens `[tokens, 1, …]`: unpacked to `[rows, n, …]`, attended to, packed again.
-
-    Args:
-        cache: of the rows.
-        span: where the tokens of each row stand.
-        layout: which tokens belong to which row.
-    """
-    attend = attend_to(cache, span)
-
-    def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, **options: Any) -> Any:
-        unpack = lambda x: x[:, 0][layout.slot]
-        out, layer = attend(unpack(q), unpack(k), unpack(v), layer, **options)
-        return out[layout.row, jnp.minimum(layout.position_in_row, out.shape[1] - 1)][:, None], layer
-
-    return packed
 
 
 def verify(
@@ -93,21 +47,13 @@ def verify(
     num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
     most = min(k, rows * (width - 1)) + 1
     tokens = jnp.concatenate([state.token[:, None], draft.tokens[:, : most - 1]], 1)
-    position = (state.length + state.evicted)[:, None] + jnp.arange(most)
-    span = TokenSpan(state.length, num_tokens)
-    if rows * width == rows * most:  # nothing to pack
-        attend = attend_to(state.cache, span)
-        hidden, layers = decoder.hidden(params, tokens, position, state.cache.layers, attend)
+    packing = None if width == most else lay_out(num_tokens, rows * width, most)
+    hidden, state = forward(decoder, params, state, tokens, num_tokens, packing=packing)
+    if packing is None:
         logits = decoder.logits(params, hidden)
     else:
-        layout = lay_out(num_tokens, rows * width, most)
-        index = layout.row, jnp.minimum(layout.position_in_row, most - 1)
-        attend = packed_attention(state.cache, span, layout)
-        hidden, layers = decoder.hidden(
-            params, tokens[index][:, None], position[index][:, None], state.cache.layers, attend
-        )
-        logits = decoder.logits(params, hidden[:, 0])[layout.slot]
-    return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers))), logits
+        logits = packing.unpack(decoder.logits(params, hidden[:, 0])[:, None])
+    return batch._replace(state=state), logits
 
 
 def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Array) -> ledger.Cost:

@@ -12,7 +12,7 @@ from entropic_jax.parameter_tables.table import ParameterError, short
 
 from ..engine.options import EngineOptions
 from ..options import speculation_options
-from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_scales
+from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_preset
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
@@ -68,7 +68,7 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     checked = EngineOptions(**engine)
     speculation_options.check(checked.speculate, preset, checked.method, pruning_is_refused=True)
     control = Control(preset, tuple(gains.items()), checked.method, checked.budgets)
-    check_scales(control)
+    check_preset(control)
     return control, checked
 
 

@@ -139,13 +139,13 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
         calibration: Of the model, or None.
         width: Rows that a step advances; None for all.
 
-    Raises RequestError for what `gains`, `check_scales` or the method refuse.
+    Raises RequestError for what `gains`, `check_preset` or the method refuse.
     """
     from entropic_jax.control.presets import preset
     from entropic_jax.methods.registry import add_method
 
     base = preset(control.preset, width, gains(control, calibration))
-    check_scales(control)
+    check_preset(control)
     try:
         return add_method(control.method, base, **dict(control.budgets))
     except ParameterError as error:
@@ -169,9 +169,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
         raise RequestError(
             f"preset must be one of {', '.join(PRESETS)} here; got {control.preset!r}", "preset"
         )
-    for name in SAMPLER_OPTIONS:
-        if name in stated:
-            raise RequestError(f"{name} needs the preset entropix; got the preset {control.preset}", name)
+    _check_sampler_options(control)
     numbers = {name: value for name, value in stated.items() if value != AUTO}
     if calibration is None:
         for name in stated.keys() - numbers.keys():
@@ -206,11 +204,12 @@ def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
         )
 
 
-def check_scales(control: Control) -> None:
-    """Raise RequestError for a stated gain of a scale that the preset leaves off."""
+def check_preset(control: Control) -> None:
+    """Raise RequestError for an option of a sampler or a gain of a scale that the preset leaves off."""
     scales = SCALES.get(control.preset)
     if scales is None:  # a sampler: see `check_sampler`
         return
+    _check_sampler_options(control)
     for name, value in sorted(control.gains):
         scale = GAINS[name].scope if name in GAINS else ""
         if scale in MISSING_LAW and scale not in scales:
@@ -219,6 +218,13 @@ def check_scales(control: Control) -> None:
                 f"{MISSING_LAW[scale]}; got {value!r}",
                 name,
             )
+
+
+def _check_sampler_options(control: Control) -> None:
+    """Raise RequestError for an option of entropix: the preset is another."""
+    for name in SAMPLER_OPTIONS:
+        if name in dict(control.gains):
+            raise RequestError(f"{name} needs the preset entropix; got the preset {control.preset}", name)
 
 
 def check_sampler(control: Control) -> None:

@@ -83,6 +83,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "entropic.lowest_temperature must be below highest_temperature = 1; got 2",
         ),
         (
+            {"prompt": "x", "entropic": {"preset": "full", "branches": 2}},
+            "branches",
+            "entropic.branches needs the preset entropix; got the preset full",
+        ),
+        (
             {"prompt": "x", "entropic": {"preset": "off", "lowest_temperature": 0.5}},
             "lowest_temperature",
             "entropic.lowest_temperature must not be set with the preset off, which has no temperature law",

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESETS
 from entropic_jax.parameter_tables.table import Choice, Flag, Parameter
 
-from ...options.control_options import BRANCHES, SAMPLERS, Control, check_scales
+from ...options.control_options import BRANCHES, SAMPLERS, Control, check_preset
 from .fields import Answer, optional_fields
 
 ACCEPTED_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)
@@ -46,7 +46,7 @@ class Entropic(GainFields):
             if (value := getattr(self, line.name)) is not None:
                 gains[line.name] = line.accepts.check(line.name, value)
         control = default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
-        check_scales(control)
+        check_preset(control)
         return control._replace(gains=tuple({**dict(default.gains), **gains}.items()))
 
 

@@ -1,0 +1,56 @@
+"""Packing: a forward pass over rows of different numbers of tokens, without computing the padding."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..attention.attend import Attend
+
+
+class Packing(NamedTuple):
+    """Where the tokens of all rows stand in a pass over one array of them, one row after the other."""
+
+    row: jax.Array  # int32 [tokens], whose the token is
+    position_in_row: jax.Array  # int32 [tokens], its place among the tokens of its row
+    slot: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
+
+    def pack(self, x: jax.Array) -> jax.Array:
+        """`[tokens, 1, …]` of `[rows, n, …]`."""
+        return x[self.row, jnp.minimum(self.position_in_row, x.shape[1] - 1)][:, None]
+
+    def unpack(self, x: jax.Array) -> jax.Array:
+        """`[rows, n, …]` of `[tokens, 1, …]`; what a row has no token for is that of another."""
+        return x[:, 0][self.slot]
+
+    def attention(self, attend: Attend) -> Attend:
+        """Attention for packed tokens: unpacked, attended to, packed again.
+
+        Args:
+            attend: attention of tokens `[rows, n, …]`.
+        """
+
+        def packed(q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, **options: Any) -> Any:
+            out, layer = attend(self.unpack(q), self.unpack(k), self.unpack(v), layer, **options)
+            return self.pack(out), layer
+
+        return packed
+
+
+def lay_out(num_tokens: jax.Array, total: int, most: int) -> Packing:
+    """Packs the rows' tokens into a pass.
+
+    Args:
+        num_tokens: int32 `[rows]`, at most `total` together.
+        total: tokens of the pass, static.
+        most: tokens of a row at most, static.
+
+    >>> lay_out(jnp.array([2, 0, 1]), 4, 2).row.tolist()[:3]
+    [0, 0, 2]
+    """
+    end = jnp.cumsum(num_tokens)
+    start = end - num_tokens
+    place = jnp.arange(total)
+    row = jnp.minimum(jnp.searchsorted(end, place, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
+    slot = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
+    return Packing(row, (place - start[row]).astype(jnp.int32), slot.astype(jnp.int32))
