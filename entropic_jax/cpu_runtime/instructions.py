@@ -18,8 +18,21 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of an element, by dtype
 CACHE_LINE = 64  # bytes
 FOUR = ir.VectorType(FLOAT, 4)
+INTEGERS = ir.VectorType(NARROW, LANES)
 # Minimax coefficients of 2ᶠ on [−½, ½], ascending: relative error 9e-8.
 POWER_OF_TWO = (1, 0.693147004, 0.240222424, 0.0555073358, 0.00967151299, 0.00132647273)
+# (ln(1 + f) − f + f²/2) / f³ on [√½ − 1, √2 − 1], ascending: relative error of the logarithm 8e-10.
+LOGARITHM = (
+    0.333333126,
+    -0.250000096,
+    0.200021187,
+    -0.166679958,
+    0.142195523,
+    -0.124055891,
+    0.11888163,
+    -0.116756512,
+    0.0674663825,
+)
 LOWEST_EXPONENT = -100  # of `exponential`: the products of its least value are normal numbers
 
 
@@ -275,6 +288,65 @@ def exponential(builder: Any, x: Any) -> Any:
         value = multiply_add(builder, value, fraction, constant(coefficient))
     bits = builder.shl(builder.bitcast(biased, words), ir.Constant(words, [23] * LANES))
     return builder.fmul(value, builder.bitcast(bits, VECTOR))
+
+
+def integers(value: int) -> Any:
+    """A vector of one integer of 32 bits."""
+    return ir.Constant(INTEGERS, [value] * LANES)
+
+
+def splat(builder: Any, value: Any) -> Any:
+    """A vector with an integer of 32 bits in every lane."""
+    first_lane = builder.insert_element(ir.Constant(INTEGERS, ir.Undefined), value, NARROW(0))
+    return permute(builder, [first_lane], [0] * LANES)
+
+
+def rotate_left(builder: Any, value: Any, bits: int) -> Any:
+    """A vector of integers of 32 bits, rotated to the left.
+
+    Args:
+        builder: of the function.
+        value: the vector.
+        bits: by how many.
+    """
+    rotate = _declared(builder, f"llvm.fshl.v{LANES}i32", ir.FunctionType(INTEGERS, [INTEGERS] * 3))
+    return builder.call(rotate, [value, value, integers(bits)])
+
+
+def widen_unsigned(builder: Any, value: Any) -> Any:
+    """A vector of unsigned integers of 32 bits as float32."""
+    return builder.uitofp(value, VECTOR)
+
+
+def smaller(builder: Any, x: Any, y: Any) -> Any:
+    """The smaller of each pair of lanes; y where x or y is NaN.
+
+    Args:
+        builder: of the function.
+        x: vector.
+        y: vector.
+    """
+    return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+
+def logarithm(builder: Any, x: Any) -> Any:
+    """The natural logarithm of a vector of positive normal numbers."""
+    # x = 2ⁿ (1 + f) with √½ ≤ 1 + f < √2.
+    bits = builder.bitcast(x, INTEGERS)
+    least = int(np.float32(np.sqrt(0.5)).view(np.int32))
+    n = builder.ashr(builder.sub(bits, integers(least)), integers(23))
+    mantissa = builder.bitcast(builder.sub(bits, builder.shl(n, integers(23))), VECTOR)
+    f = builder.fsub(mantissa, constant(1.0))
+    value = constant(LOGARITHM[-1])
+    for coefficient in LOGARITHM[-2::-1]:
+        value = multiply_add(builder, value, f, constant(coefficient))
+    square = builder.fmul(f, f)
+    value = builder.fmul(builder.fmul(value, f), square)
+    value = multiply_add(builder, square, constant(-0.5), value)
+    exponent = builder.sitofp(n, VECTOR)
+    # ln 2 in two parts, the first of which is exact times any exponent.
+    value = multiply_add(builder, exponent, constant(np.log(2) - 0.693359375), value)
+    return multiply_add(builder, exponent, constant(0.693359375), builder.fadd(f, value))
 
 
 def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body: Callable) -> list[Any]:

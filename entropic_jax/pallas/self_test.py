@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..devices import default_device
-from . import entropy_moments, longest_match, paged_attention, rms_norm, skinny_matmul, topk_entropy
+from . import entropy_moments, gumbel_argmax, longest_match, paged_attention, rms_norm, skinny_matmul, topk_entropy
 from .dispatch import Operation
 from .paged_attention import PageSummary, SelectionRules
 from .paged_attention import cases as paged_cases
@@ -96,6 +96,7 @@ def checks() -> list[KernelCheck]:
         _skinny_matmul(dtype),
         _rms_norm(dtype),
         _longest_match(),
+        _gumbel_argmax(),
         _entropy_moments(),
     ]
 
@@ -267,6 +268,19 @@ def _longest_match() -> KernelCheck:
     expected = (np.array([8, 8, 0]), np.array([149, 70, 48]))
     error = lambda result: difference(result, expected)
     return KernelCheck(longest_match.LONGEST_MATCH, (jnp.asarray(text), jnp.asarray(last), 8), (2,), error, 0)
+
+
+def _gumbel_argmax() -> KernelCheck:
+    rng = np.random.default_rng(8)
+    logits = rng.standard_normal((4, 5003)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(8), 4)
+    bits = np.asarray(jax.vmap(lambda key: jax.random.bits(key, (5003,)))(keys), np.float64)
+    noise = -np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
+    noisy = np.array([True, False, True, True])
+    expected = (logits + np.where(noisy[:, None], noise, 0)).argmax(-1)
+    arguments = jnp.asarray(logits), jax.random.key_data(keys), jnp.asarray(noisy)
+    error = lambda result: difference(result, expected)
+    return KernelCheck(gumbel_argmax.GUMBEL_ARGMAX, arguments, (), error, 0)
 
 
 def _entropy_moments() -> KernelCheck:

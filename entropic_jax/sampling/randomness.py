@@ -1,36 +1,14 @@
 """Random bits per row, from run key, row seed and position only.
 
-The very bits of `jax.random`, unrolled. For a CPU, JAX lowers Threefry to loops of small operations, whose
-dispatch, three draws a token, takes as long as reading millions of weights.
+The very bits of `jax.random`, by an unrolled Threefry.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from ..pallas.gumbel_argmax import threefry
 
 THREEFRY = "threefry2x32"
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-PARITY = np.uint32(0x1BD11BDA)
-
-
-def threefry(key: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds: two words of random bits for each counter.
-
-    Args:
-        key: two words, uint32.
-        x: uint32, the first word of the counter.
-        y: uint32, the second; the shape is that of x.
-
-    Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
-    """
-    words = (*key, key[0] ^ key[1] ^ PARITY)
-    x, y = x + words[0], y + words[1]
-    for group in range(5):
-        for bits in ROTATIONS[group % 2]:
-            x = x + y
-            y = x ^ ((y << np.uint32(bits)) | (y >> np.uint32(32 - bits)))
-        x, y = x + words[(group + 1) % 3], y + words[(group + 2) % 3] + np.uint32(group + 1)
-    return x, y
 
 
 def typed(key: jax.Array) -> jax.Array:

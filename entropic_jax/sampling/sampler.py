@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..pallas.gumbel_argmax import gumbel, gumbel_argmax
+from ..pallas.gumbel_argmax.reference import first_largest
 from ..state import Sampling
-from .randomness import random_bits, row_keys
+from .randomness import THREEFRY, random_bits, row_keys
 from .truncation import SMALLEST, truncate
 
 
@@ -20,23 +22,6 @@ def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:
     highest = jnp.max(scaled, axis=-1)
     floor = jnp.minimum(jax.nn.logsumexp(scaled, axis=-1) - limit, highest)
     return jnp.where(scaled < floor[:, None], -jnp.inf, scaled)
-
-
-def _first_largest(values: jax.Array) -> jax.Array:
-    # As argmax, NaN included: XLA's CPU backend vectorises two plain reductions, but not one over pairs.
-    index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    largest = jnp.max(values, axis=-1, keepdims=True)
-    return jnp.min(jnp.where((values == largest) | jnp.isnan(values), index, values.shape[-1] - 1), axis=-1)
-
-
-def gumbel(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise from uniform uint32, finite, between −2.8 and 22.9.
-
-    Differs from jax.random.gumbel: all 32 bits count where the noise is large, so that tokens of a
-    probability below 2⁻²³ are drawn as often as they should.
-    """
-    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-uniform))
 
 
 def sample(
@@ -78,7 +63,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     warm = temperature > 0
 
-    def draw():
+    def truncated():
         # The largest logit is moved to 0 so that no temperature, however small, overflows.
         highest = jnp.max(logits, axis=-1, keepdims=True)
         shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
@@ -98,8 +83,13 @@ def sample(
             typical_p=jnp.where(warm, sampling.typical_p, 1.0),
             top_n_sigma=jnp.where(warm, sampling.top_n_sigma, 0.0),
         )
+        return jnp.where(warm[:, None], truncate(scaled, effective), logits)
 
-        noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
-        return _first_largest(jnp.where(warm[:, None], truncate(scaled, effective) + noise, logits))
+    def draw():
+        keys = row_keys(key, seed, position)
+        if jax.random.key_impl(keys) == THREEFRY:
+            return gumbel_argmax(truncated(), jax.random.key_data(keys), warm)
+        noise = gumbel(random_bits(keys, logits.shape[-1]))
+        return first_largest(truncated() + jnp.where(warm[:, None], noise, 0.0))
 
-    return lax.cond(jnp.any(warm), draw, lambda: _first_largest(logits))
+    return lax.cond(jnp.any(warm), draw, lambda: first_largest(logits))

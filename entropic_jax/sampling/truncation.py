@@ -126,6 +126,14 @@ def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     [[True, True, False, False]]
     """
     logits = logits.astype(jnp.float32)
+    filters = (sampling.top_k > 0) & (sampling.top_k < logits.shape[1])
+    filters |= (sampling.top_n_sigma > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    filters |= sampling.typical_p < 1
+    return lax.cond(jnp.any(filters), _filter, lambda z, _: z, logits, sampling)
+
+
+def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """See `truncate`."""
     rows, vocabulary = logits.shape
     values = lax.stop_gradient(logits)
     unbounded = jnp.full((rows,), -jnp.inf, logits.dtype)

@@ -41,6 +41,7 @@ def test_a_sound_machine(capsys):
         "skinny_matmul",
         "rms_norm",
         "longest_match",
+        "gumbel_argmax",
         "entropy_moments",
     }
     for operation in named.values():
