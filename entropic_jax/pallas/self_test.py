@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..devices import default_device
-from . import entropy_moments, gumbel_argmax, longest_match, paged_attention, rms_norm, skinny_matmul, topk_entropy
+from . import (
+    entropy_moments,
+    gumbel_argmax,
+    longest_match,
+    paged_attention,
+    rms_norm,
+    skinny_matmul,
+    topk_entropy,
+)
 from .dispatch import Operation
 from .paged_attention import PageSummary, SelectionRules
 from .paged_attention import cases as paged_cases

@@ -22,7 +22,9 @@ def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array) -> jax.A
     check_supported(logits.dtype)
     rows, vocabulary = logits.shape
     if vocabulary < SMALLEST_VOCABULARY:
-        raise NotImplementedError(f"a vocabulary of {vocabulary}: at least {SMALLEST_VOCABULARY} is supported")
+        raise NotImplementedError(
+            f"a vocabulary of {vocabulary}: at least {SMALLEST_VOCABULARY} is supported"
+        )
     shape = jax.ShapeDtypeStruct((rows,), jnp.int32)
     call = jax.ffi.ffi_call(_register(), shape, vmap_method="sequential")
     words = jax.lax.bitcast_convert_type(keys, jnp.int32)
@@ -123,7 +125,14 @@ def _row_argmax(noisy: bool) -> Any:
 
 def _noise(builder: Any, key: list[Any], number: Any) -> Any:
     """Gumbel noise for the tokens of these numbers, as `reference.gumbel` of the bits of Threefry."""
-    from ...cpu_runtime.instructions import constant, integers, logarithm, rotate_left, smaller, widen_unsigned
+    from ...cpu_runtime.instructions import (
+        constant,
+        integers,
+        logarithm,
+        rotate_left,
+        smaller,
+        widen_unsigned,
+    )
 
     words = [*key, builder.xor(builder.xor(key[0], key[1]), integers(int(PARITY)))]
     x, y = words[0], builder.add(number, words[1])
