@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import cpu_runtime
-from entropic_jax.pallas.gumbel_argmax import gumbel_argmax
+from entropic_jax.pallas.gumbel_argmax import gumbel, gumbel_argmax
 
 ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
 BACKENDS = ["xla", pytest.param("cpu", marks=ON_CPU)]
@@ -70,3 +70,11 @@ def test_a_row_does_not_depend_on_its_neighbours():
     together = gumbel_argmax(logits, keys, noisy)
     for part in (slice(0, 1), slice(3, 5), slice(100, 133)):
         np.testing.assert_array_equal(gumbel_argmax(logits[part], keys[part], noisy[part]), together[part])
+
+
+def test_noise_is_finite_and_reaches_far():
+    noise = gumbel(jnp.array([0, 1, 2**31, 2**32 - 1], jnp.uint32))
+    exact = -np.log(-np.log1p(-(np.array([0.5, 1.5, 2.0**31]) / 2.0**32)))
+    np.testing.assert_allclose(noise[:3], exact, rtol=1e-6)
+    assert np.isfinite(noise).all()
+    assert noise[3] < -2.8 < 22 < noise[0]

@@ -145,9 +145,9 @@ def _noise(builder: Any, key: list[Any], number: Any) -> Any:
     uniform = widen_unsigned(builder, builder.xor(x, y))
     uniform = builder.fmul(builder.fadd(uniform, constant(0.5)), constant(2.0**-32))
     uniform = smaller(builder, uniform, constant(1 - 2.0**-24))
-    one = constant(1.0)
-    rest = builder.fsub(one, uniform)
+    unit = constant(1.0)
+    rest = builder.fsub(unit, uniform)
     # 1 − u is rounded; what it lost is added to the logarithm, since small u are the large noise.
-    lost = builder.fsub(builder.fsub(one, rest), uniform)
+    lost = builder.fsub(builder.fsub(unit, rest), uniform)
     surprisal = builder.fneg(builder.fadd(logarithm(builder, rest), builder.fdiv(lost, rest)))
     return builder.fneg(logarithm(builder, surprisal))

@@ -1,7 +1,7 @@
 """Gumbel-max sampling in plain JAX, with Threefry unrolled.
 
-For a CPU, JAX lowers Threefry to loops of small operations, whose dispatch, three draws a token, takes as long
-as reading millions of weights.
+For a CPU, JAX lowers Threefry to loops of small operations, whose dispatch, three draws a token, takes as
+long as reading millions of weights.
 """
 
 import jax
