@@ -43,7 +43,13 @@ LAYERS = (
 )
 # Most pairs (importer, imported) of modules and folders directly below a package. A module that imports from
 # one more neighbour raises the number: look first for the folder in which it belongs.
-MOST_ARROWS = {"entropic_jax": 84, "entropic_jax.serving": 38, "benchmarks": 30}
+MOST_ARROWS = {"entropic_jax": 83, "entropic_jax.serving": 38}
+# A benchmark imports from these; `publish` imports the reports of all. Further arrows between benchmarks:
+SHARED_BY_BENCHMARKS = ("benchmarks.harness", "benchmarks.baselines")
+BETWEEN_BENCHMARKS = {
+    ("benchmarks.kernels", "benchmarks.bandwidth"),
+    ("benchmarks.temperature", "benchmarks.sampling"),  # the same tasks and samplers
+}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The package exports these from a layer above it: a name is imported when it is first used, and for type
 # checkers. `entropic_jax.LLM` runs the serving engine.
@@ -159,6 +165,18 @@ def test_there_are_no_more_arrows(package, most):
     assert len(arrows(package, ROOT)) <= most, sorted(arrows(package, ROOT))
 
 
+def between_benchmarks(root: Path) -> set[tuple[str, str]]:
+    return {
+        (importer, other)
+        for importer, other in arrows("benchmarks", root)
+        if importer != "benchmarks.publish" and other not in SHARED_BY_BENCHMARKS
+    }
+
+
+def test_benchmarks_do_not_depend_on_each_other():
+    assert between_benchmarks(ROOT) == BETWEEN_BENCHMARKS
+
+
 def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
@@ -228,6 +246,13 @@ def test_a_new_arrow_is_counted(tmp_path, package, file, text, new):
     write(tmp_path, {file: text, "serving/engine/scheduler.py": ""})
     full_names = {tuple(f"{package}.{name}" for name in pair) for pair in new}
     assert arrows(package, tmp_path) - before == full_names
+
+
+def test_an_arrow_between_benchmarks_is_found(tmp_path):
+    text = "from ..harness import tables\nfrom ..soak import report"
+    write(tmp_path, {"benchmarks/decode/measure.py": text, "benchmarks/publish/sections.py": text})
+    write(tmp_path, {"benchmarks/soak/report.py": "", "benchmarks/harness/tables.py": ""})
+    assert between_benchmarks(tmp_path) == {("benchmarks.decode", "benchmarks.soak")}
 
 
 @pytest.mark.parametrize(
