@@ -87,7 +87,7 @@ def pass_of(model: models.Model, state: Any) -> Any:
 def report(family: str, shards: int) -> dict[str, Any]:
     """What a mesh of so many devices computes, and how."""
     model = model_of(family, shards)
-    off, full = presets.preset("off"), presets.preset("full", gains=GAINS)
+    off, full = presets.preset("off"), presets.preset("full-lossy", gains=GAINS)
     full = full._replace(page_policy=PAGES)
     state = begin(model, off)
     compiled = pass_of(model, state)
@@ -106,7 +106,7 @@ def report(family: str, shards: int) -> dict[str, Any]:
         "weight_sizes": [x.size for x in jax.tree.leaves(model.params)],
         "logits": np.asarray(compiled(model.params, state)[1]).tolist(),
     }
-    for name, preset in (("off", off), ("full", full)):
+    for name, preset in (("off", off), ("full-lossy", full)):
         state = begin(model, preset)
         _, trace = generate(model.decoder, model.params, preset.controller, state, TOKENS, capacity=TOKENS)
         result[name] = {

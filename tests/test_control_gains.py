@@ -64,7 +64,7 @@ def test_a_body_brings_each_to_the_preset():
     values |= {"dropped_mass_limit": 0.5, "lowest_dropped_mass_limit": 0.25}
     values |= {"low_entropy": 1.0, "high_entropy": 3.0}
     assert values.keys() == {name for name, line in GAINS.items() if line.scope != MACRO}
-    control = Entropic.model_validate({"preset": "full", **values}).control(Control())
+    control = Entropic.model_validate({"preset": "full-lossy", **values}).control(Control())
     assert control_options.gains(control, None).asdict() == {**values, "schedule": "entropic"}
 
 
@@ -103,12 +103,12 @@ def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
     alone = {low: 50.0} if values[high] else {low: 50.0, high: 49.0}  # 0 is the request's temperature
     for stated, param in ((both, low), (alone, low), ({high: 0.1}, high)):
         with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
-            control_options.gains(Control("full", tuple(stated.items())), None)
+            control_options.gains(Control("full-lossy", tuple(stated.items())), None)
         assert error.value.param == param
 
 
 def test_the_lowest_limit_of_dropped_mass_is_at_most_the_limit():
-    limits = lambda *stated: control_options.gains(Control("full", stated), None).asdict()
+    limits = lambda *stated: control_options.gains(Control("full-lossy", stated), None).asdict()
     lowest, limit = "lowest_dropped_mass_limit", "dropped_mass_limit"
     for stated, got in (
         (((lowest, 0.2), (limit, 0.1)), "= 0.1; got 0.2"),
@@ -127,7 +127,7 @@ def test_the_lowest_limit_of_dropped_mass_is_at_most_the_limit():
 
 def test_auto_needs_a_calibration():
     with pytest.raises(RequestError, match=r"without calibration\.json") as error:
-        control_options.gains(Control("full", (("low_entropy", AUTO),)), None)
+        control_options.gains(Control("full-lossy", (("low_entropy", AUTO),)), None)
     assert error.value.param == "low_entropy"
 
 

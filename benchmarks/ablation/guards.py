@@ -36,7 +36,7 @@ class Biased:
 
 
 class Arm(NamedTuple):
-    """One configuration of pruning, which differs from `meso` in one thing."""
+    """One configuration of pruning, which differs from `meso-lossy` in one thing."""
 
     law: Pruning
     pages: Selection
@@ -44,10 +44,10 @@ class Arm(NamedTuple):
 
 
 def arms(law: Pruning, belief_temperature: float, scale: float) -> dict[str, Arm]:
-    """The arms by name: `meso`, arms that differ from it in one guard, and one without the guards of ε.
+    """The arms by name: `meso-lossy`, arms that differ from it in one guard, and one without the guards of ε.
 
     Args:
-        law: the pruning law of `meso`.
+        law: the pruning law of `meso-lossy`.
         belief_temperature: T_cal of the model.
         scale: factor of the logits.
     """
@@ -61,7 +61,7 @@ def arms(law: Pruning, belief_temperature: float, scale: float) -> dict[str, Arm
 
     bare = {"patience": 0, "rate": 1.0, "smoothing": 1.0}
     return {
-        "meso": altered(),
+        "meso-lossy": altered(),
         "H_min 0.5": altered(entropy_floor=0.5),
         "ε_H 0.5": altered(entropy_error=0.5),
         "ε_H 1": altered(entropy_error=1.0),

@@ -5,7 +5,7 @@ from entropic_jax.analysis.studies import Row, Workload, interleave
 from entropic_jax.cache import default_page_size
 from entropic_jax.state import State
 
-CONFIGURATIONS = [(name, kind) for kind in ("float32", "bfloat16", "int8") for name in ("off", "full")]
+CONFIGURATIONS = [(name, kind) for kind in ("float32", "bfloat16", "int8") for name in ("off", "full-lossy")]
 
 
 def prefilled(workload: Workload, name: str, kind: str, texts: list[list[int]], room: int) -> State:

@@ -60,11 +60,11 @@ def random_context(subject: Subject, setting: Preset, context: int, room: int, d
 
 
 def imposed(context: int, kept: float) -> Preset:
-    """`full`, keeping the fraction `kept` in the layers that select pages."""
+    """`full-lossy`, keeping the fraction `kept` in the layers that select pages."""
     total = -(-context // (FINE_PAGES.page_size or 16))
     least = max(FINE_PAGES.rules.sink_pages + FINE_PAGES.rules.recent_pages, round(kept * total))
     gains = Gains(dropped_mass_limit=EVERYTHING_MAY_GO, lowest_dropped_mass_limit=EVERYTHING_MAY_GO)
-    return preset("full", gains=gains)._replace(
+    return preset("full-lossy", gains=gains)._replace(
         page_policy=replace(FINE_PAGES, rules=FINE_PAGES.rules._replace(min_pages=least))
     )
 
@@ -72,19 +72,19 @@ def imposed(context: int, kept: float) -> Preset:
 def larger_model(
     context: int, kept: float, pool: EnginePool | None, engines: list[str], quick: bool
 ) -> list[Row]:
-    """Milliseconds a token of `off`, of `full` and of other engines, taking turns.
+    """Milliseconds a token of `off`, of `full-lossy` and of other engines, taking turns.
 
     Ours run twice: in float32, and with weights, keys and values of bfloat16.
 
     Args:
         context: positions in the KV cache.
-        kept: fraction of the pages that `full` keeps.
+        kept: fraction of the pages that `full-lossy` keeps.
         pool: runs the other engines.
         engines: their names.
         quick: fewer layers and steps.
     """
     steps, repeat = (4, 2) if quick else (8, 12)
-    wide, presets = random_model(quick), {"off": preset("off"), "full": imposed(context, kept)}
+    wide, presets = random_model(quick), {"off": preset("off"), "full-lossy": imposed(context, kept)}
     settings, subjects, states = {}, {}, {}
     for ending, subject, dtype in (("", wide, "float32"), ("-half", halved(wide), "bfloat16")):
         for name, setting in presets.items():

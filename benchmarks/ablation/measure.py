@@ -17,6 +17,7 @@ from entropic_jax.control.presets import FINE_PAGES, preset
 
 from ..baselines.pool import EnginePool
 from ..baselines.reference_model import prepare_weights
+from ..harness.preset_names import with_current_names
 from .guards import guards
 from .kv_precision import kv_precision, kv_precision_speed
 from .larger_model import larger_model
@@ -87,7 +88,7 @@ class Run:
         workload, quick, seeds = self.workload, self.quick, range(self.seeds)
         contexts = (384,) if quick else (512, 2048, LONGEST)
         small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=QUESTION_LENGTH)
-        turns: dict[str, Any] = dict(names=("off", "full"), steps=4, repeat=2) if quick else {}
+        turns: dict[str, Any] = dict(names=("off", "full-lossy"), steps=4, repeat=2) if quick else {}
         for context in contexts:
             timed = min(context, LONGEST - 26 * 8)
             yield "speed", {"context": timed}, lambda c=timed: studies.speed(workload, c, **turns)
@@ -114,11 +115,11 @@ class Run:
             yield "pages", {"seed": seed}, lambda s=seed: kv_precision(workload, near, s, quick)
         for seed in seeds:
             reduced: dict[str, Any] = (
-                dict(names=("off", "full"), sequences=4, width=2, most=12) if quick else {}
+                dict(names=("off", "full-lossy"), sequences=4, width=2, most=12) if quick else {}
             )
             yield "load", {"seed": seed}, lambda s=seed, f=reduced: studies.load(workload, s, **f)
         for seed in seeds:
-            names = ("off", "micro") if quick else ("off", "micro", "full", "paper")
+            names = ("off", "micro") if quick else ("off", "micro", "full-lossy", "paper")
             presets = {name: workload.preset(name) for name in names}
             for law in () if quick else LAWS:
                 presets[f"micro, {law}"] = preset("micro", None, workload.gains.replace(law=law))
@@ -138,7 +139,8 @@ class Run:
         for context in (256,) if self.quick else (512, 16384, 32768):
 
             def measure(context: int = context) -> list[Row]:
-                measured = [r for r in self.rows.get("speed", ()) if r["preset"] == "full"]
+                speeds = with_current_names(self.rows.get("speed", []), "preset")
+                measured = [r for r in speeds if r["preset"] == "full-lossy"]
                 near = min((r["context"] for r in measured), key=lambda c: abs(c - context), default=0)
                 shares = [r["kept"] for r in measured if r["context"] == near]
                 share = statistics.median(shares) if shares else 0.3

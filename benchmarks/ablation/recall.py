@@ -84,9 +84,9 @@ def recall(
     presets = {name: workload.preset(name) for name in DISTINCT_PRESETS}
     for drop in drops:
         gains = workload.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
-        presets[f"meso, ε {drop:g}"] = preset("meso", gains=gains)
+        presets[f"meso-lossy, ε {drop:g}"] = preset("meso-lossy", gains=gains)
     for steps in refreshes:
-        presets[f"meso, every {steps}"] = presets["meso"]._replace(
+        presets[f"meso-lossy, every {steps}"] = presets["meso-lossy"]._replace(
             page_policy=replace(FINE_PAGES, refresh=steps)
         )
     rows = []
@@ -149,7 +149,7 @@ def settings(workload: Workload, context: int, quick: bool) -> list[tuple[str, f
     configurations: list[tuple[str, float, Preset]] = [("dense", 1.0, workload.preset("off"))]
     for drop in drops:
         gains = workload.gains.replace(dropped_mass_limit=1.5 * drop, lowest_dropped_mass_limit=drop / 2)
-        configurations.append(("entropy", drop, preset("meso", gains=gains)))
+        configurations.append(("entropy", drop, preset("meso-lossy", gains=gains)))
         configurations.append(("top-p", drop, Preset(chain(FixedPruning(drop)), FINE_PAGES, None)))
     for share in budgets:
         k = max(rules_of_meso.sink_pages + rules_of_meso.recent_pages + 1, round(share * total))

@@ -7,12 +7,13 @@ from typing import Any
 
 from entropic_jax.analysis import tables as shared_tables
 
+from ..harness.preset_names import NOTE, with_current_names
 from ..harness.provenance import stamp, withdraw
 from ..harness.tables import Table
 from . import study_tables, summary_tables
 
 MEASURED_CODE = ("entropic_jax", "models")
-# Commits whose preset `paper` had other pages than `meso`, and a formula of ε that is not the paper's.
+# Commits whose preset `paper` had other pages than `meso-lossy`, and a formula of ε that is not the paper's.
 FORMER_PAPER, FORMER_PAPER_COMMITS = "former paper (withdrawn)", ("85e74a1", "1437317")
 WITHDRAWN = {
     "Stress: wrong logits and a biased entropy": (
@@ -21,14 +22,18 @@ WITHDRAWN = {
     ),
 }
 NOTES = (
-    "`off`: plain sampling, dense attention. `paper`: `full` with temperature law and priority as printed.",
+    "`off`: plain sampling, dense attention.",
+    "`paper`: `full-lossy` with temperature law and priority as printed.",
     (
         "`former paper (withdrawn)`: the preset `paper` of the commits under the table's title, which had "
         "pages of another size, another ε_max, and a formula of ε that the paper does not print. Its figures "
         "say nothing of the paper's laws."
     ),
     "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
-    "Teacher forcing uses no temperature and no schedule: `micro` and `macro` are `off`, `full` is `meso`.",
+    (
+        "Teacher forcing uses no temperature and no schedule: `micro` and `macro` are `off`, `full-lossy` is "
+        "`meso-lossy`."
+    ),
     (
         "dτ/dC: nats of entropic time per roofline second (25 GB/s, 200 GFLOP/s), of one sequence, prompt "
         "included. τ is blind to damage: what a damaged prediction loses shows in the bits explained."
@@ -39,7 +44,8 @@ NOTES = (
     ),
     "The certificate bounds the change of any head's output; median over tokens.",
     "A question counts as answered when every token of the answer has more than half of the probability.",
-    "`meso, every n`: page lists are kept for n steps; the presets select pages at every step.",
+    NOTE,
+    "`meso-lossy, every n`: page lists are kept for n steps; the presets select pages at every step.",
     "Latency: launches of 8 steps, the configurations taking turns; p95 is over launches.",
     "Under load prompts are prefilled beforehand; 16 sequences arrive as a Poisson process for 4 rows.",
     "They arrive at the rate that `off` sustains; without the macro scale, first come is first served.",
@@ -53,7 +59,7 @@ def load(file: Path) -> dict[str, Any]:
     for line in file.read_text("utf-8").splitlines():
         entry = json.loads(line)
         if "study" in entry:
-            rows = entry["rows"]
+            rows = with_current_names(entry["rows"], "preset", "arm")
             if entry.get("recorded_in") in FORMER_PAPER_COMMITS:
                 rows = [{**r, "preset": FORMER_PAPER} if r.get("preset") == "paper" else r for r in rows]
             results["studies"].setdefault(entry["study"], []).extend(rows)

@@ -56,7 +56,7 @@ def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list
     texts = workload.windows(4, context, 600 + seed)
     state = ablation.read(workload.subject, [t[:-SCORED] for t in texts], SCORED + 1)
     tails = [t[-SCORED:] for t in texts]
-    full = workload.preset("full")
+    full = workload.preset("full-lossy")
     belief = workload.subject.belief_temperature
 
     def with_estimator(kind: str) -> Preset:

@@ -66,17 +66,17 @@ def curves(rows: Rows) -> Rows:
 
 
 def larger_model(rows: Rows) -> Table:
-    """The reference model beside other engines: `full` over each."""
+    """The reference model beside other engines: `full-lossy` over each."""
     lines = []
     for (context,), group in split([r for r in rows if "milliseconds" in r], "context"):
-        ours = of(group, "full")
+        ours = of(group, "full-lossy")
         for (name,), selected in split(group, "preset"):
             times = sorted(r["milliseconds"] for r in selected)
             median = middle(selected, "milliseconds")
             lines.append(
                 [
                     str(context),
-                    name if name.startswith(("off", "full")) else f"{name} (dense)",
+                    name if name.startswith(("off", "full-lossy")) else f"{name} (dense)",
                     f"{median:.2f}",
                     f"{times[0]:.2f}–{times[-1]:.2f}",
                     f"{1e3 / median:.0f}",
@@ -88,8 +88,17 @@ def larger_model(rows: Rows) -> Table:
     lines += [
         [str(r["context"]), r["preset"], "failed", r["error"], "", "", "", ""] for r in rows if "error" in r
     ]
-    head = ["context", "engine", "ms/token", "least–greatest", "tokens/s", "full ÷ it", "speed-up", "kept"]
-    return "The 25M model, one sequence, the kept fraction imposed on `full`", head, lines
+    head = [
+        "context",
+        "engine",
+        "ms/token",
+        "least–greatest",
+        "tokens/s",
+        "full-lossy ÷ it",
+        "speed-up",
+        "kept",
+    ]
+    return "The 25M model, one sequence, the kept fraction imposed on `full-lossy`", head, lines
 
 
 def kv_precision(rows: Rows) -> Table:
@@ -118,11 +127,11 @@ def kv_precision(rows: Rows) -> Table:
 
 
 def guards(rows: Rows) -> Table:
-    """Every arm over the conditions: what it costs against dense attention, beside `meso` in the same one."""
+    """Every arm over the conditions: its cost against dense attention, beside `meso-lossy` there."""
     lines = []
     for (limit,), at_limit in split(rows, "limit"):
         for (name,), selected in split(at_limit, "arm"):
-            base = [r for r in at_limit if r["arm"] == "meso"]
+            base = [r for r in at_limit if r["arm"] == "meso-lossy"]
             place = lambda r: (r["scale"], r["bias"], r["seed"])
             loss = lambda r: 100 * math.log(r["bits_per_byte"] / r["dense"])
             known = {place(r): loss(r) for r in base}
@@ -139,12 +148,18 @@ def guards(rows: Rows) -> Table:
                     name,
                     f"{sum(map(loss, selected)) / len(selected):+.2f}",
                     f"{worst:+.2f}",
-                    "" if name == "meso" else worded(estimate(list(saved.values())), 2),
+                    "" if name == "meso-lossy" else worded(estimate(list(saved.values())), 2),
                     f"{mean(selected, 'kept'):.3f}",
                     f"{mean(selected, 'unsteady'):.4f}",
                 ]
             )
-    head = ["ε_max", "arm", "bits/byte against dense, %", "worst condition, %", "against meso, points (95 %)"]
+    head = [
+        "ε_max",
+        "arm",
+        "bits/byte against dense, %",
+        "worst condition, %",
+        "against meso-lossy, points (95 %)",
+    ]
     return "Guards of pruning, one at a time on the same pages", [*head, "kept", "mean |Δε|"], lines
 
 
@@ -193,4 +208,4 @@ def estimators(rows: Rows) -> Table:
             ]
         )
     head = ["estimator", "correlation", "|error|, nats", "ms/token", "change, %", "kept", "bits/byte, %"]
-    return "Estimators of H₁ in the loop (50 logits), `full`", head, lines
+    return "Estimators of H₁ in the loop (50 logits), `full-lossy`", head, lines

@@ -1,4 +1,4 @@
-"""Summary tables of the ablation: the targets of `full`, and whether the scales are super-additive."""
+"""Summary tables of the ablation: the targets of `full-lossy`, and whether the scales are super-additive."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from entropic_jax.analysis.tables import of
 from ..harness.tables import Table
 
 Rows = list[dict[str, Any]]
+PARTS = ("micro", "meso-lossy", "macro")
 FASTER_THAN = {16384: {"openvino": 1.7, "openvino-half": 1.0}, 32768: {"openvino": 2.5, "openvino-half": 1.7}}
 
 
@@ -23,20 +24,20 @@ def super_additivity(studies: dict[str, Rows]) -> Table:
     ):
         if "micro" in {r["preset"] for r in studies.get("load", [])}:
             lines.append([measure, *_verdict(studies["load"], field, "seed")])
-    head = ["measure", "full over the product of its parts, % (95 %)", "super-additive"]
+    head = ["measure", "full-lossy over the product of its parts, % (95 %)", "super-additive"]
     return "Super-additivity", head, lines
 
 
 def _verdict(rows: Rows, field: str, key: str) -> list[str]:
-    if not {"off", "micro", "meso", "macro", "full"} <= {r["preset"] for r in rows}:
+    if not {"off", *PARTS, "full-lossy"} <= {r["preset"] for r in rows}:
         return ["", "not measured"]
-    measured = beyond_product(rows, field, "full", ("micro", "meso", "macro"), key)
+    measured = beyond_product(rows, field, "full-lossy", PARTS, key)
     verdict = "yes" if measured.low > 0 else "no" if measured.high < 0 else "not shown"
     return [worded(measured), verdict]
 
 
 def targets(studies: dict[str, Rows]) -> Table:
-    """The targets of `full`, and what was measured."""
+    """The targets of `full-lossy`, and what was measured."""
     lines: list[list[str]] = []
 
     def enter(measure: str, target: float, value: float, at_least: bool, form: str = ".2f") -> None:
@@ -52,7 +53,7 @@ def targets(studies: dict[str, Rows]) -> Table:
 
     timed = [r for r in studies.get("speed", []) if r["context"] > 4096]
     longest = max((r["context"] for r in timed), default=0)
-    measured = ratio([r for r in timed if r["context"] == longest], "full", "off")
+    measured = ratio([r for r in timed if r["context"] == longest], "full-lossy", "off")
     if measured is not None:
         enter(f"embedded model, {longest} tokens: latency ÷ off", 0.6, measured, False)
         enter(f"embedded model, {longest} tokens: throughput ÷ off", 1.7, 1 / measured, True)
@@ -60,32 +61,33 @@ def targets(studies: dict[str, Rows]) -> Table:
     for context, target in {512: 1.05, 16384: 0.5, 32768: 0.35}.items():
         group = [r for r in larger if r["context"] == context]
         for ending in ("", "-half"):
-            if (measured := ratio(group, f"full{ending}", f"off{ending}")) is not None:
+            if (measured := ratio(group, f"full-lossy{ending}", f"off{ending}")) is not None:
                 enter(
-                    f"25M model, {context} tokens: full{ending} ÷ off{ending}, latency",
+                    f"25M model, {context} tokens: full-lossy{ending} ÷ off{ending}, latency",
                     target,
                     measured,
                     False,
                 )
         for engine, least in FASTER_THAN.get(context, {}).items():
-            selected = "full-half" if engine.endswith("half") else "full"  # as many bits as the other's
+            # As many bits as the other's.
+            selected = "full-lossy-half" if engine.endswith("half") else "full-lossy"
             if (measured := ratio(group, engine, selected)) is not None:
                 enter(f"25M model, {context} tokens: speed ÷ {engine}", least, measured, True)
     quality = studies.get("quality", [])
     longest = max((r["context"] for r in quality), default=0)
     if longest > 4096:
         selected, base = (
-            of([r for r in quality if r["context"] == longest], name) for name in ("meso", "off")
+            of([r for r in quality if r["context"] == longest], name) for name in ("meso-lossy", "off")
         )
         change = compared(selected, base, "bits_per_byte", "seed").mean
         enter(f"{longest} tokens: bits per byte, change in %", 1.0, change, False)
     informed = [r for r in studies.get("information", []) if r["context"] > 4096]
     if informed:
-        selected, base = of(informed, "meso"), of(informed, "off")
+        selected, base = of(informed, "meso-lossy"), of(informed, "off")
         gain = mean(selected, "efficiency") / mean(base, "efficiency")
         enter(f"{informed[0]['context']} tokens, prompt included: dτ/dC ÷ off", 1.7, gain, True)
     questions = studies.get("recall", [])
     for (distance,), group in split(questions, "distance"):
-        lost = 100 * (mean(of(group, "off"), "right") - mean(of(group, "meso"), "right"))
+        lost = 100 * (mean(of(group, "off"), "right") - mean(of(group, "meso-lossy"), "right"))
         enter(f"recall over {distance} tokens, points lost", 1.0, lost, False, ".1f")
-    return "Targets of `full`", ["measure", "target", "measured", "met"], lines
+    return "Targets of `full-lossy`", ["measure", "target", "measured", "met"], lines

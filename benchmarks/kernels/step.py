@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "head_dim": 64,
 }
 STEPS = 16  # of a launch
-PRESETS = ("off", "full")
+PRESETS = ("off", "full-lossy")
 
 
 def measure(quick: bool, repeat: int) -> Iterator[dict[str, Any]]:

@@ -32,9 +32,17 @@ from .published_tasks import read_items, score
 from .workload import TASKS, Case, make_case
 
 STUDIES = ("quality", "speed")
-QUALITY = (*METHODS, "meso", "entropyinfer + meso")
-SPEED = ("dense", "entropyinfer", "entropy-prefill", "criti-prefill", "snapkv", "meso", "entropyinfer + meso")
-LONGEST = ("dense", "entropyinfer", "entropyinfer + meso")  # timed at the longest context
+QUALITY = (*METHODS, "meso-lossy", "entropyinfer + meso-lossy")
+SPEED = (
+    "dense",
+    "entropyinfer",
+    "entropy-prefill",
+    "criti-prefill",
+    "snapkv",
+    "meso-lossy",
+    "entropyinfer + meso-lossy",
+)
+LONGEST = ("dense", "entropyinfer", "entropyinfer + meso-lossy")  # timed at the longest context
 SHORTEST = ("dense", "entropyinfer")  # timed where the prompt is so short that prefill is dense
 TAIL, ROWS, TOKENS = 320, len(TASKS), 128
 
@@ -45,14 +53,14 @@ def configure(
     """The preset of a method.
 
     Args:
-        name: of the method, perhaps with `+ meso`.
+        name: of the method, perhaps with `+ meso-lossy`.
         budget: tokens a KV head, for its prefill and its KV cache; None for the published one.
         gains: of the control laws.
         dense_below: context up to which prefill is dense.
     """
     base_name, _, addition = name.partition(" + ")
-    if base_name == "meso":
-        base_name, addition = "dense", "meso"
+    if base_name == "meso-lossy":
+        base_name, addition = "dense", "meso-lossy"
     setting = add_method(base_name, preset(addition or "off", gains=gains), base=budget, budget=budget)
     if setting.page_policy is None:
         return setting._replace(page_policy=Method())  # counts what prefill costs
@@ -277,7 +285,7 @@ def plan(options: argparse.Namespace) -> list[tuple[str, int, int | None, str, i
         for context in options.contexts:
             for budget in options.budgets:
                 for name in options.methods or QUALITY:
-                    bounded = name not in ("dense", "meso")
+                    bounded = name not in ("dense", "meso-lossy")
                     cells.append(("quality", context, budget if bounded else None, name, 0))
     if "speed" in options.studies:
         longest = max(options.speed_contexts)

@@ -7,6 +7,7 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 
 from ..harness.plots import svg_figure
+from ..harness.preset_names import with_current_names
 
 FILE = "long-context.svg"
 
@@ -14,6 +15,7 @@ FILE = "long-context.svg"
 def draw(results: dict[str, Any], file: Path) -> None:
     """Draw the seconds of each method as bars, one panel a context."""
     rows = [cell for cell in results["cells"].values() if cell.get("study") == "speed"]
+    rows = with_current_names(rows, "method")
     contexts = list(split(rows, "context"))
     with svg_figure(file, len(contexts), 9, 2.8) as panels:
         for panel, ((context,), group) in zip(panels, contexts, strict=True):

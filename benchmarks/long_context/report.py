@@ -6,6 +6,7 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
+from ..harness.preset_names import NOTE, with_current_names
 from ..harness.provenance import stamp
 from ..harness.tables import Table
 
@@ -108,7 +109,7 @@ def files(cells: dict[str, Any]) -> Table:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     cells = results["cells"]
-    of = lambda study: [c for c in cells.values() if c.get("study") == study]
+    of = lambda study: with_current_names([c for c in cells.values() if c.get("study") == study], "method")
     tables_made = []
     if of("quality"):
         tables_made += [quality(of("quality")), by_task(of("quality"))]
@@ -136,7 +137,7 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 
 def notes(results: dict[str, Any]) -> list[str]:
     run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
-    return [run, *WITHDRAWN, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+    return [run, *WITHDRAWN, NOTE, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
 
 
 def stamps(results: dict[str, Any]) -> str:

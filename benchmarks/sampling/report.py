@@ -5,6 +5,7 @@ from typing import Any
 from entropic_jax.analysis.statistics import split
 from entropic_jax.models.train.recall import interval
 
+from ..harness.preset_names import NOTE, with_current_names
 from ..harness.provenance import stamp
 from ..harness.tables import Table
 
@@ -74,11 +75,13 @@ Assertions (assignment, lookup): the text is parsed and evaluated, never execute
 Tokens: all that were computed, including those of discarded branches.
 Seconds: wall-clock time, prefill included, compilation excluded.
 Free text: after 128 tokens of held-out source; a loop repeats up to 40 tokens three times at the end."""
-    return sentences.split("\n")
+    return [*sentences.split("\n"), NOTE]
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """The tables."""
+    named = {study: with_current_names(results[study], "sampler") for study in ("tasks", "texts")}
+    results = {**results, **named}
     return [overall(results), by_kind(results)]
 
 

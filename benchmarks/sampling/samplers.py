@@ -55,7 +55,7 @@ def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler
         "Mirostat 2": Sampler(law(Mirostat(target_entropy=calibration.target_entropy)), {}),
         "micro": Sampler(preset("micro", None, gains), {}),
         "micro, T ≤ 1.2": Sampler(preset("micro", None, gains.replace(highest_temperature=1.2)), {}),
-        "full": Sampler(preset("full", None, gains), {}),
+        "full-lossy": Sampler(preset("full-lossy", None, gains), {}),
         "Entropix as released": Sampler(law(AsReleased()), {}),
         "Entropix, row by row": Sampler(law(row_wise), {}),
         "Entropix": Sampler(law(row_wise), {}, SearchPlan()),

@@ -116,7 +116,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         sentences.append(
             f"Load: arrivals and lengths with the trace's published statistics, scaled to the model, at "
             f"{results['utilisation']:.0%} of the rate that first come, first served sustains. Both servers "
-            f"run the preset `full`; SLO: end to end within four times the mean at that rate, {bounds}."
+            f"run the preset `full-lossy`; SLO: end to end within four times the mean at that rate, {bounds}."
         )
     if results.get("versions"):
         sentences.append(

@@ -210,7 +210,7 @@ class Requests:
         expect(isinstance(tree["choices"][0]["message"]["content"], str), "the message has no text")
 
     async def controlled(self, known: Known, random: np.random.Generator) -> None:
-        preset = ("micro", "meso", "full")[int(random.integers(3))]
+        preset = ("micro", "meso-lossy", "full-lossy")[int(random.integers(3))]
         body = {"entropic": {"preset": preset, "trace": True}, "logprobs": 0, "seed": known.seed}
         (choice,) = await self.complete(prompt=known.prompt, **body)
         trace = choice["entropic"]["trace"]

@@ -23,10 +23,11 @@ from .ablation import LN2, Subject
 from .information import information_gained, order_zero_surprisal
 
 Row = dict[str, Any]
-ALL = ("off", "micro", "meso", "macro", "full", "paper")
+# The presets of one token a step. `meso` and `full` draft tokens, which changes none of them.
+ALL = ("off", "micro", "meso-lossy", "macro", "full-lossy", "paper")
 # Under teacher forcing, with no sequence waiting, temperature and schedule change nothing.
-DISTINCT_PRESETS = ("off", "meso")
-EQUIVALENT_PRESETS = {"micro": "off", "macro": "off", "full": "meso", "paper": "meso"}
+DISTINCT_PRESETS = ("off", "meso-lossy")
+EQUIVALENT_PRESETS = {"micro": "off", "macro": "off", "full-lossy": "meso-lossy", "paper": "meso-lossy"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,16 @@
 """Presets of control: which of the scales micro, meso and macro are on, by name.
 
-`off` is plain sampling; `micro` controls temperature, `meso` prunes pages, `macro` schedules sequences;
-`full` does all three. `paper` is `full` with the two laws that the paper prints as formulas, the temperature
-law and the priority, as printed. Everything else in it is `full`: pages, ε, the prior and every limit. The
-paper prints no formula for ε, and its guards (a least number of blocks B_min, an entropy floor H_min, rate
-limits) are in `meso` too. To change one law alone, use `micro` with `law="paper"` or `macro` with
-`schedule="paper"`.
+`off` is plain decoding. `micro` controls temperature, `meso` drafts tokens and verifies them, `macro`
+schedules sequences; `full` does all three. `meso` is lossless: its tokens are those of `off`, and those of
+`full` are those of `micro`. `meso-lossy` leaves pages of the KV cache unread instead, which changes the text;
+`full-lossy` is `micro`, `meso-lossy` and `macro`. `paper` is `full-lossy` with the two laws that the paper
+prints as formulas, the temperature law and the priority, as printed. Everything else in it is `full-lossy`:
+pages, ε, the prior and every limit. The paper prints no formula for ε, and its guards (a least number of
+blocks B_min, an entropy floor H_min, rate limits) are in `meso-lossy` too. To change one law alone, use
+`micro` with `law="paper"` or `macro` with `schedule="paper"`.
+
+Differs from the paper: its meso scale serves from pruned pages. Here only the presets `meso-lossy`,
+`full-lossy` and `paper` do.
 """
 
 from dataclasses import dataclass, fields
@@ -18,13 +23,14 @@ from ..parameter_tables.control_gains import (
     GAINS,
     LOWEST_LIMIT,
     MACRO,
-    MESO,
     MICRO,
     PRESETS,
+    PRUNING,
     SCALES,
     ControlGains,
     check_limits,
 )
+from ..parameter_tables.speculation_names import OFF, drafter_of
 from ..parameter_tables.table import AUTO, Choice, ParameterError
 from .controller import Chain, chain
 from .entropy_drop import AR1, PRIOR
@@ -65,15 +71,19 @@ class Gains(ControlGains):
 
 
 class Preset(NamedTuple):
-    """Arguments of `loop.start` and `loop.generate` that a preset sets."""
+    """Arguments of `loop.start` and `loop.generate` that a preset sets.
+
+    The argument `speculator` of both is `speculation.make_speculator(preset.speculate, rows)`.
+    """
 
     controller: Chain
     page_policy: Any  # an `attention.page_selection.PagePolicy` (a protocol), or None to read every page
     width: int | None  # sequences that advance in a step; None is all
+    speculate: str = OFF  # the drafter, a name of `speculation_names.DRAFTERS`
 
 
 def preset(name: str, width: int | None = None, gains: Gains | None = None) -> Preset:
-    """The controller, page policy and width of a preset.
+    """The controller, page policy, width and drafter of a preset.
 
     Args:
         name: one of `PRESETS`.
@@ -94,14 +104,14 @@ def preset(name: str, width: int | None = None, gains: Gains | None = None) -> P
         gains = gains.replace(law="paper", schedule="paper", highest_temperature=PAPER_HIGHEST_TEMPERATURE)
     if MICRO in scales:
         laws.append(temperature_law(gains))
-    if MESO in scales:
+    if PRUNING in scales:
         laws.append(pruning_law(gains))
         page_policy = FINE_PAGES
     if MACRO in scales and width:
         law = SCHEDULES[gains.schedule]
         has_prior = "prior" in {field.name for field in fields(law)}
         laws.append(law(width, prior=gains.prior) if has_prior else law(width))
-    return Preset(chain(*laws), page_policy, width if MACRO in scales else None)
+    return Preset(chain(*laws), page_policy, width if MACRO in scales else None, drafter_of(name))
 
 
 def temperature_law(gains: Gains) -> Any:

@@ -6,22 +6,39 @@ The command line, the HTTP schema, `control.presets.Gains` and the documentation
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .table import Choice, Number, ParameterError, Table, parameter, parameters_of
 
 TEMPERATURE_LAWS = ("paper", "integral", "normalised", "exact", "mirostat", "edt", "dynatemp")
 SCHEDULES = ("entropic", "paper", "fcfs", "shortest-job", "shortest-remaining")
-MICRO, MESO, MACRO = "micro", "meso", "macro"
-"""The scale of control that a gain belongs to."""
-SCALES: dict[str, tuple[str, ...]] = {
-    "off": (),
-    "micro": (MICRO,),
-    "meso": (MESO,),
-    "macro": (MACRO,),
-    "full": (MICRO, MESO, MACRO),
-    "paper": (MICRO, MESO, MACRO),
+MICRO, PRUNING, MACRO = "micro", "pruning", "macro"
+"""The law of control that a gain belongs to: of temperature, of page selection, of scheduling."""
+DRAFTS = "drafts"
+"""The lossless form of the scale meso: tokens are drafted from few pages and verified with all of them."""
+
+
+class PresetLine(NamedTuple):
+    """A preset: what it switches on, and one line of help."""
+
+    scales: tuple[str, ...]  # of MICRO, DRAFTS or PRUNING (two forms of the scale meso), and MACRO
+    help: str
+
+
+PRESET_TABLE = {
+    "off": PresetLine((), "plain decoding"),
+    "micro": PresetLine((MICRO,), "temperature controlled by entropy"),
+    "meso": PresetLine((DRAFTS,), "tokens drafted and verified: the text of off in fewer passes"),
+    "macro": PresetLine((MACRO,), "sequences scheduled by expected entropy drop"),
+    "full": PresetLine((MICRO, DRAFTS, MACRO), "micro, meso and macro: the text of micro"),
+    "meso-lossy": PresetLine((PRUNING,), "pages left unread where entropy is low; the text changes"),
+    "full-lossy": PresetLine((MICRO, PRUNING, MACRO), "micro, meso-lossy and macro"),
+    "paper": PresetLine(
+        (MICRO, PRUNING, MACRO), "full-lossy with the paper's temperature law and priority as printed"
+    ),
 }
+"""Every preset by name. The command line, `LLM`, the HTTP schema, the dashboard and the docs read it."""
+SCALES = {name: line.scales for name, line in PRESET_TABLE.items()}
 """The scales of control that each preset switches on."""
 PRESETS = tuple(SCALES)
 
@@ -60,16 +77,16 @@ class ControlGains(Table):
         scope=MICRO,
     )
     dropped_mass_limit: float = parameter(
-        0.03, _MASS, "ε_max, the most attention mass that may stay unread at low entropy", scope=MESO
+        0.03, _MASS, "ε_max, the most attention mass that may stay unread at low entropy", scope=PRUNING
     )
     lowest_dropped_mass_limit: float = parameter(
-        0.012, _MASS, "ε_min, the most attention mass that may stay unread at high entropy", scope=MESO
+        0.012, _MASS, "ε_min, the most attention mass that may stay unread at high entropy", scope=PRUNING
     )
     low_entropy: float = parameter(
-        0.3, _ENTROPY, "H₁ at and below which `dropped_mass_limit` applies", unit="nats", scope=MESO
+        0.3, _ENTROPY, "H₁ at and below which `dropped_mass_limit` applies", unit="nats", scope=PRUNING
     )
     high_entropy: float = parameter(
-        2.5, _ENTROPY, "H₁ at and above which `lowest_dropped_mass_limit` applies", unit="nats", scope=MESO
+        2.5, _ENTROPY, "H₁ at and above which `lowest_dropped_mass_limit` applies", unit="nats", scope=PRUNING
     )
     schedule: str = parameter("entropic", Choice(SCHEDULES), "scheduling law", scope=MACRO)
 

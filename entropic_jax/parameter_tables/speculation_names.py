@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from .control_gains import DRAFTS, SCALES
 from .table import Choice, Number, ParameterError, short
 
 Speculate = Literal["off", "auto", "suffix", "pruned"]
@@ -23,6 +24,21 @@ DEFAULT_DRAFTED = 15
 VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix", "pruned": "pruned", "auto": "auto"}
 """The drafter for each method of `speculative_config`: vLLM's `suffix` and `ngram`, and the names of ours."""
 CONFIG_KEYS = ("method", "num_speculative_tokens")
+
+
+def drafter_of(preset: str, speculate: str | None = None) -> str:
+    """The drafter in force: the one that is stated, else that of the preset.
+
+    Args:
+        preset: name of the preset, or of a sampler.
+        speculate: one of `DRAFTERS`, or None where none is stated.
+
+    >>> drafter_of("meso"), drafter_of("meso", "off"), drafter_of("off", "suffix")
+    ('auto', 'off', 'suffix')
+    """
+    if speculate is not None:
+        return speculate
+    return AUTO if DRAFTS in SCALES.get(preset, ()) else OFF
 
 
 def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:

@@ -1,7 +1,8 @@
 """Measure the effect of each scale of control on a model and a text.
 
-Presets alternate on text that the model should not have been trained on. Measured are bits per byte and the
-keys and values read for them, the speed of a step, and the entropy of free generation.
+Presets alternate on text that the model should not have been trained on. `meso` and `full`, which draft
+tokens and change no text, are not among them. Measured are bits per byte and the keys and values read for
+them, the speed of a step, and the entropy of free generation.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from entropic_jax.parameter_tables.control_gains import PRESETS
+from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 
 from ..options import control_options
 from ..request import RequestError
@@ -21,6 +22,7 @@ from .text_input import read_text
 if TYPE_CHECKING:
     from entropic_jax.analysis.studies import Workload
 
+PRESETS = tuple(name for name, scales in SCALES.items() if DRAFTS not in scales)  # of one token a step
 STUDIES = ("quality", "speed", "writing", "load")
 SHORTEST = 16  # tokens of a window
 SCORED = 128  # the most of them that are scored

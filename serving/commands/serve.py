@@ -179,7 +179,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         choices=("fcfs", "priority", "entropic"),
         help="order of all requests with the same stated priority: arrival (fcfs, also called priority), or "
         "expected entropy drop per load (entropic, the scale macro); requests with the preset macro need "
-        "entropic (default: entropic with --preset macro or full, else fcfs)",
+        "entropic (default: entropic with --preset macro, full or full-lossy, else fcfs)",
     )
     group.add_argument(
         "--warmup",

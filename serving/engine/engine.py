@@ -21,6 +21,8 @@ from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
+from entropic_jax.parameter_tables.speculation_names import OFF
 
 from ..memory import gibibytes, page_bytes
 from ..options import parallelism, samplers
@@ -143,6 +145,8 @@ class LLMEngine:
                 options.method, preset("off"), **dict(options.budgets)
             ).controller,
             branches=self.sizes.shapes.branches,
+            drafts=DRAFTS in SCALES.get(options.preset, ()) or options.drafter != OFF,
+            always_drafts=options.speculate not in (None, OFF),
         )
 
     def _scheduler(self, device_state: Any, metrics_hooks: MetricsHooks) -> Scheduler:
@@ -221,6 +225,7 @@ class LLMEngine:
             "pages_free": block_manager.num_free_pages,
             "page_size": self.sizes.page_size,
             "scheduling_policy": ranking.policy,
+            "presets": self.row_controllers.accepted,
             "preemptions": scheduler.preemptions,
             "longest_wait": ranking.longest_wait,
             "longest_wait_allowed": ranking.longest_allowed(self.sizes.rows),

@@ -133,7 +133,8 @@ class Engine(Protocol):
         fields of `entropix_branches.SearchCounts` and `output_collector.DraftCounts`. `longest_wait` for a
         first row and `longest_wait_allowed` are in rounds of admissions. `sequences` are those in flight,
         each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the
-        scheduler's π), `entropy`, `entropic_time` and `waited` (seconds).
+        scheduler's π), `entropy`, `entropic_time` and `waited` (seconds). `presets` are the names
+        that requests may state.
         """
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:

@@ -174,9 +174,10 @@ class LaunchPlanner:
     def speculates(self, running: list[Sequence], plans: Mapping[int, Plan]) -> bool:
         """Whether to draft tokens for these sequences.
 
-        Drafts are verified densely, so not with a sequence that may leave pages unread. A sequence that
-        replays known tokens advances by one token a step in any case. Where there are plans, the kind of
-        launch is taken that is expected to emit more tokens a second.
+        They are drafted for all if the preset of one drafts. Drafts are verified densely, so not with a
+        sequence that may leave pages unread. A sequence that replays known tokens advances by one token a
+        step in any case. Where there are plans, the kind of launch is taken that is expected to emit more
+        tokens a second.
 
         Args:
             running: Sequences that decode.
@@ -184,6 +185,7 @@ class LaunchPlanner:
         """
         if not (
             self.sizes.shapes.speculates
+            and any(s.row_gains.drafts for s in running)
             and not any(s.row_gains.pruning for s in running)
             and any(s.num_scheduled >= s.num_replay_tokens for s in running)
             and any(self._available(self._decode_programs(running, speculates=True)))

@@ -13,8 +13,8 @@ from entropic_jax.control.presets import FINE_PAGES, preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
-from entropic_jax.parameter_tables.control_gains import MACRO, SCALES
-from entropic_jax.parameter_tables.speculation_names import OFF
+from entropic_jax.parameter_tables.control_gains import DRAFTS, MACRO, SCALES
+from entropic_jax.parameter_tables.speculation_names import drafter_of
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 
 from .. import memory
@@ -40,9 +40,14 @@ class EngineOptions:
     The order in which requests are served compares them with each other, so the scale macro is a property of
     the engine: `scheduling_policy` "entropic" ranks all requests by their priority π, whatever their preset;
     "fcfs" serves them in order of arrival. Under both, the `priority` that a request states comes first. The
-    default follows `preset`: "entropic" with macro and full, else "fcfs". An engine with "fcfs" refuses a
-    request with the preset macro, for which it would do nothing; one with full gets temperature control and
-    page selection.
+    default follows `preset`: "entropic" with macro, full and full-lossy, else "fcfs". An engine with "fcfs"
+    refuses a request with the preset macro, for which it would do nothing; full and full-lossy apply without
+    the order.
+
+    Drafts, too, are compiled for the engine: `speculate`, by default as `preset` has it. If `speculate` names
+    a drafter, every request drafts whose preset reads all pages; if it is left to the presets meso and full,
+    requests with one of the two do. A launch drafts if any of its sequences does. An engine without a drafter
+    refuses the preset meso, for which it would do nothing, and serves full as micro.
 
     Raises:
         ParameterError: A ValueError, for a field with a value that is not accepted.
@@ -61,8 +66,9 @@ class EngineOptions:
     scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
     max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
-    pruning: bool = True  # whether a request may leave pages unread (presets meso and full)
-    law: str = "normalised"  # temperature law of requests with the preset micro or full
+    pruning: bool | None = None  # whether a request may leave pages unread (meso-lossy, full-lossy); None: if
+    # the preset is not meso or full, whose engines need no page summaries
+    law: str = "normalised"  # temperature law of requests with the preset micro, full or full-lossy
     batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
     warmup: Warmup = "min"
     preset: str = "off"  # of most requests: `warmup` "min" compiles for it, and a sampler must be named here
@@ -70,7 +76,7 @@ class EngineOptions:
     branches: int | None = None  # of entropix, at most; 1 decides token by token
     method: str = "dense"  # sparse prefill or KV compression, for all requests
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
-    speculate: str = OFF  # the drafter of speculative decoding
+    speculate: str | None = None  # the drafter of speculative decoding; None: that of the preset
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     compile_workers: int | None = None
     tensor_parallel_size: int = 1  # devices over which the model is divided
@@ -91,8 +97,10 @@ class EngineOptions:
             )
         if self.gpu_memory_utilization is not None:
             UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
-        for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
+        for name in ("enable_prefix_caching", "batch_invariant"):
             Flag().check(name, getattr(self, name))
+        if self.pruning is not None:
+            Flag().check("pruning", self.pruning)
         Choice(METHODS).check("method", self.method)
         speculation_options.check(
             self.speculate,
@@ -120,6 +128,16 @@ class EngineOptions:
         if self.scheduling_policy is not None:
             return self.scheduling_policy
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
+
+    @property
+    def drafter(self) -> str:
+        """The name of the drafter in force."""
+        return drafter_of(self.preset, self.speculate)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether a request may leave pages unread, as far as no method forbids it."""
+        return DRAFTS not in SCALES.get(self.preset, ()) if self.pruning is None else self.pruning
 
 
 def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> None:
@@ -248,7 +266,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
 
 
 def _page_size(options: EngineOptions, method: Method | None) -> int:
-    required = FINE_PAGES.page_size if options.pruning else None
+    required = FINE_PAGES.page_size if options.prunes else None
     if method is not None:
         required = required or method.page_size
     return options.block_size or required or cache.default_page_size()
@@ -319,7 +337,7 @@ def _shapes(
         samplers=samplers,
         method=method,
         plan=plan,
-        speculate=options.speculate,
+        speculate=options.drafter,
         num_speculative_tokens=options.num_speculative_tokens,
     )
 
@@ -346,8 +364,8 @@ def may_prune(options: EngineOptions, method: Method | None) -> bool:
     positions.
     """
     if method is None:
-        return options.pruning
-    return options.pruning and method.decode_policy is None and not method.ragged
+        return options.prunes
+    return options.prunes and method.decode_policy is None and not method.ragged
 
 
 def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[PagePolicy | None, ...]:

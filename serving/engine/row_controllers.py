@@ -17,7 +17,7 @@ from entropic_jax.control import Chain, PerRow, chain, pytree, update_rows
 from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
 from entropic_jax.control.presets import Gains, pruning_law, temperature_law
-from entropic_jax.parameter_tables.control_gains import MACRO, MESO, MICRO, PRESETS, SCALES
+from entropic_jax.parameter_tables.control_gains import DRAFTS, MICRO, PRESETS, PRUNING, SCALES
 
 from ..options import control_options
 from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control
@@ -105,6 +105,7 @@ class RowGains(NamedTuple):
     pruning: bool  # pages may be left unread
     sampler: bool = False  # the engine's sampler draws its tokens
     branches: int = 0  # that it may have; 0: it does not search
+    drafts: bool = False  # tokens are drafted for it, if the engine has a drafter
 
 
 class RowControllers:
@@ -122,25 +123,29 @@ class RowControllers:
         method: str = "dense",
         method_laws: Chain | None = None,
         branches: int = 1,
+        drafts: bool = False,
+        always_drafts: bool = False,
     ) -> None:
         """What the engine's programs are compiled for.
 
         Args:
-            law: Name of the temperature law of the presets micro and full.
+            law: Name of the temperature law of the presets micro, full and full-lossy.
             calibration: Of the model, or None.
-            pruning: Whether pages may be left unread (presets meso and full).
+            pruning: Whether pages may be left unread (presets meso-lossy and full-lossy).
             entropic_schedule: Whether sequences are served in the order of π (preset macro).
             sampler: Name of the engine's sampler, None without one.
             sampler_law: Its law.
             method: Name of the method that applies to all requests.
             method_laws: Its laws.
             branches: Of a sequence, at most.
+            drafts: Whether the preset meso is accepted.
+            always_drafts: Whether tokens are drafted under every preset that reads all pages.
         """
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.entropic_schedule = entropic_schedule
         self.sampler, self.sampler_law = sampler, sampler_law
         self.method, self.method_laws = method, chain() if method_laws is None else method_laws
-        self.branches = branches
+        self.branches, self.drafts, self.always_drafts = branches, drafts, always_drafts
         self.row_gains = functools.lru_cache(maxsize=1024)(self._row_gains)
 
     @property
@@ -154,9 +159,11 @@ class RowControllers:
         """The presets that a request may name."""
         refused = {"paper"}  # its schedule is for a loop of its own
         if not self.pruning:
-            refused |= {name for name, scales in SCALES.items() if MESO in scales}
+            refused |= {name for name, scales in SCALES.items() if PRUNING in scales}
         if not self.entropic_schedule:
-            refused.add(MACRO)
+            refused.add("macro")
+        if not self.drafts:
+            refused.add("meso")
         sampler = () if self.sampler is None else (self.sampler,)
         return (*(name for name in PRESETS if name not in refused), *sampler)
 
@@ -187,8 +194,13 @@ class RowControllers:
             control._replace(gains=(*options.items(), ("law", self.law))), self.calibration
         )
         scales = SCALES[control.preset]
-        controller = self._controller(gains, micro=MICRO in scales, meso=MESO in scales)
-        return RowGains(_values(controller), pruning=MESO in scales or bool(self.method_laws.controllers))
+        prunes = PRUNING in scales
+        controller = self._controller(gains, micro=MICRO in scales, prunes=prunes)
+        return RowGains(
+            _values(controller),
+            pruning=prunes or bool(self.method_laws.controllers),
+            drafts=DRAFTS in scales or (self.always_drafts and not prunes),
+        )
 
     def _sampler_gains(self, branches: int) -> RowGains:
         if not 1 <= branches <= self.branches:
@@ -204,18 +216,20 @@ class RowControllers:
         """Why a known preset is not accepted, to follow the message."""
         if preset in SAMPLERS:
             return " (the engine was not started with that preset)"
-        if MESO in SCALES.get(preset, ()) and not self.pruning:
+        if PRUNING in SCALES.get(preset, ()) and not self.pruning:
             return " (no request may leave pages unread in this engine)"
-        if preset == MACRO:
+        if preset == "meso":
+            return " (the engine drafts no tokens: it was started with neither meso, full nor speculate)"
+        if preset == "macro":
             return " (the engine serves requests in order of arrival: scheduling_policy is fcfs)"
         return ""
 
     def _controller(
-        self, gains: Gains, micro: bool = False, meso: bool = False, sampled: bool = False
+        self, gains: Gains, micro: bool = False, prunes: bool = False, sampled: bool = False
     ) -> RowController:
         return RowController(
             temperature=Switched(micro, temperature_law(gains)),
-            pruning=Switched(meso, pruning_law(gains)),
+            pruning=Switched(prunes, pruning_law(gains)),
             method=self.method_laws,
             sampler=None if self.sampler is None else Sampler(sampled, self.sampler_law),
             forecast=EntropyForecast(),

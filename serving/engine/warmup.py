@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from entropic_jax.parameter_tables.control_gains import MESO, SCALES
+from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
 
 from .device_state import save_row
 from .launch_planner import empty_chunk
@@ -26,7 +26,7 @@ class Warmup:
 
     The first programs serve one request at a time, by short prefill chunks. Larger ones follow. With `warmup`
     "full", the warm-up ends once all programs are compiled. "min" leaves out preemption, steps that leave
-    pages unread unless the preset has the scale meso, steps without the sampler if the preset is one, and all
+    pages unread unless the preset does so, steps without the sampler if the preset is one, and all
     but one program for scored prompts. Those are compiled when a request needs them, which waits for them
     while others run. With "none", nothing is compiled ahead, and all requests wait for a missing program.
 
@@ -138,7 +138,7 @@ def _examples(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
 
 def _prunes(options: EngineOptions) -> bool:
     """Whether most requests may leave pages unread."""
-    return MESO in SCALES.get(options.preset, ())
+    return PRUNING in SCALES.get(options.preset, ())
 
 
 def _first(shapes: Shapes, options: EngineOptions) -> list[tuple]:

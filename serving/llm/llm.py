@@ -87,9 +87,10 @@ class LLM:
 
         Args:
             model: Path of a Hugging Face model directory; None is the embedded model, which continues Python.
-            preset: The scales of control that are on: "off", "micro" (temperature), "meso" (pages read),
-                "macro" (scheduling), "full" (all three); or a sampler: "entropix", "entropix-as-released",
-                "dslider".
+            preset: The scales of control that are on: "off", "micro" (temperature), "meso" (tokens drafted
+                and verified), "macro" (scheduling), "full" (all three), "meso-lossy" (pages left unread),
+                "full-lossy" (with micro and macro); or a sampler: "entropix", "entropix-as-released",
+                "dslider". The texts of "meso" and "full" are those of "off" and "micro".
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
             **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`,

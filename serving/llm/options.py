@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from entropic_jax.parameter_tables.control_gains import GAINS, PRESETS
+from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESETS, PRUNING, SCALES
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from ..engine.options import EngineOptions
@@ -17,7 +17,6 @@ from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
 ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
-PRUNING = ("meso", "full")  # presets that leave pages unread
 # The order of requests is `scheduling_policy`, of the engine.
 GAIN_NAMES = (*(name for name in GAINS if name != "schedule"), *SAMPLER_OPTIONS)
 # `LLM` sets the other fields itself: clarification, branches and law are gains, the rest follows from them.
@@ -53,8 +52,8 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     gains |= {name: GAINS[name].accepts.check(name, gains[name]) for name in gains.keys() & GAINS.keys()}
     engine: dict[str, Any] = {
         "max_num_seqs": CPU_ROWS if jax.default_backend() == "cpu" else EngineOptions.max_num_seqs,
-        "pruning": preset in PRUNING,
-        "scheduling_policy": "entropic" if preset in ("macro", "full") else "fcfs",
+        "pruning": PRUNING in SCALES.get(preset, ()),
+        "scheduling_policy": "entropic" if MACRO in SCALES.get(preset, ()) else "fcfs",
         "warmup": "none",
         **{name: value for name, value in options.items() if name in ENGINE_NAMES and value is not None},
         **{name: gains[name] for name in ("law", *SAMPLER_OPTIONS) if name in gains},
@@ -66,7 +65,6 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     if isinstance(budgets := engine.get("budgets", {}), Mapping):
         engine["budgets"] = tuple(budgets.items())
     checked = EngineOptions(**engine)
-    speculation_options.check(checked.speculate, preset, checked.method, pruning_is_refused=True)
     control = Control(preset, tuple(gains.items()), checked.method, checked.budgets)
     check_preset(control)
     return control, checked

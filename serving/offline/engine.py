@@ -13,7 +13,7 @@ from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
-from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
+from entropic_jax.parameter_tables.speculation_names import check_drafter
 from entropic_jax.parameter_tables.table import short
 from entropic_jax.speculation import Speculator, make_speculator
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
@@ -36,10 +36,9 @@ class Engine:
 
     Args:
         model: With a tokenizer.
-        preset: Of control; None for `off`.
+        preset: Of control, with the name of its drafter; None for `off`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
         kv_cache_dtype: Of the KV cache.
-        speculate: Name of the drafter, one of `speculation_names.DRAFTERS`.
     """
 
     def __init__(
@@ -48,21 +47,19 @@ class Engine:
         preset: presets.Preset | None = None,
         belief_temperature: float = 1.0,
         kv_cache_dtype: KvCacheDtype = "auto",
-        speculate: str = OFF,
     ) -> None:
-        check_drafter(speculate)
         if model.tokenizer is None:
             raise ValueError("model must have a tokenizer; got one from a directory without tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
         chat_template.set_template(self.tokenizer)
         self.preset = presets.preset("off") if preset is None else preset
+        check_drafter(self.preset.speculate)
         self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
         self.pages = pages_of(kv_cache_dtype, model.params)
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
         self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
-        self.speculate = speculate
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -211,7 +208,7 @@ class Engine:
     def _speculator(self, rows: int) -> Speculator | None:
         """What drafts tokens for a batch of that number of rows."""
         width = rows if self.preset.width is None else min(rows, self.preset.width)
-        return make_speculator(self.speculate, width)
+        return make_speculator(self.preset.speculate, width)
 
     def _start(
         self, requests: Sequence[Request], prompts: list[list[int]], speculator: Speculator | None

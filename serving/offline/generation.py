@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from entropic_jax.parameter_tables.speculation_names import OFF
+from entropic_jax.parameter_tables.speculation_names import drafter_of
 
 from ..options import parallelism, speculation_options
 from ..options.control_options import SAMPLERS, Control, build, calibration_of
@@ -44,7 +44,7 @@ def load(
     dtype: str | None = None,
     control: Control | None = None,
     kv_cache_dtype: "KvCacheDtype" = "auto",
-    speculate: str = OFF,
+    speculate: str | None = None,
     tensor_parallel_size: int = 1,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
@@ -56,7 +56,7 @@ def load(
         dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
         control: Names the preset and its gains; None samples plainly.
         kv_cache_dtype: Of the KV cache.
-        speculate: Name of the drafter of speculative decoding, "off" for none.
+        speculate: Name of the drafter of speculative decoding, "off" for none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
     """
     from entropic_jax import models
@@ -64,7 +64,7 @@ def load(
     from . import engine, search_engine
 
     control, dtype = control or Control(), dtype or default_dtype()
-    speculation_options.check(speculate, control.preset, control.method, pruning_is_refused=True)
+    speculation_options.check(speculate, control.preset, control.method)
     if tensor_parallel_size > 1:
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
@@ -73,4 +73,5 @@ def load(
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, engine.MOST_ROWS)
     model = models.load(path, dtype, mesh=parallelism.mesh_of(tensor_parallel_size))
-    return engine.Engine(model, preset, belief, kv_cache_dtype, speculate)
+    preset = preset._replace(speculate=drafter_of(control.preset, speculate))
+    return engine.Engine(model, preset, belief, kv_cache_dtype)

@@ -9,9 +9,10 @@ from entropic_jax.parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,
     MACRO,
-    MESO,
     MICRO,
+    PRESET_TABLE,
     PRESETS,
+    PRUNING,
     SCALES,
     check_order,
 )
@@ -43,7 +44,7 @@ METHODS = (
     "streaming-llm",
     "quest",
 )
-MISSING_LAW = {MICRO: "temperature law", MESO: "page selection", MACRO: "scheduling law"}
+MISSING_LAW = {MICRO: "temperature law", PRUNING: "page selection", MACRO: "scheduling law"}
 BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # a method's argument, and its option
 
 
@@ -63,9 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset",
         choices=(*PRESETS, *SAMPLERS),
         default="off",
-        help="scales of control: micro (temperature), meso (pages read), macro (scheduling), full (all "
-        "three), paper (full, with the paper's temperature law and priority); or a sampler of "
-        "docs/methods.md (default: off)",
+        help="; ".join(f"{name}: {line.help}" for name, line in PRESET_TABLE.items())
+        + "; or a sampler of docs/methods.md (default: off)",
     )
     group.add_argument(
         "--branches",

@@ -3,9 +3,15 @@
 import argparse
 from typing import Any
 
-from entropic_jax.parameter_tables.control_gains import MESO, SCALES
-from entropic_jax.parameter_tables.speculation_names import DRAFTERS, OFF, check_drafter, read_config
-from entropic_jax.parameter_tables.table import ParameterError, short
+from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
+from entropic_jax.parameter_tables.speculation_names import (
+    DRAFTERS,
+    OFF,
+    check_drafter,
+    drafter_of,
+    read_config,
+)
+from entropic_jax.parameter_tables.table import Choice, ParameterError, short
 
 from .control_options import SAMPLERS
 
@@ -15,10 +21,9 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--speculate",
         choices=DRAFTERS,
-        default=OFF,
         help="draft tokens and verify several in one pass; the text stays the same: suffix drafts what "
         "followed the longest match in the text so far, pruned what the model says on few pages of the KV "
-        "cache, auto whichever promises more (default: off)",
+        "cache, auto whichever promises more (default: auto with the presets meso and full, else off)",
     )
 
 
@@ -35,16 +40,16 @@ def engine_fields(speculate: str | None, config: Any) -> dict[str, Any]:
     """The fields of `EngineOptions` that the two options describe.
 
     Args:
-        speculate: a name of the drafter, None or "off" where none is stated.
+        speculate: a name of the drafter, None where none is stated: then the preset chooses.
         config: vLLM's `speculative_config`, None where none is stated.
 
     Raises:
         ParameterError: where a value is not accepted, or the two disagree.
     """
     if config is None:
-        return {"speculate": OFF if speculate is None else speculate}
+        return {"speculate": speculate}
     name, number = read_config(config)
-    if speculate not in (None, OFF, name):
+    if speculate not in (None, name):
         raise ParameterError(
             f"speculate must be {name}, the drafter of speculative_config; got {short(speculate)}",
             "speculate",
@@ -53,40 +58,47 @@ def engine_fields(speculate: str | None, config: Any) -> dict[str, Any]:
 
 
 def check(
-    speculate: str,
+    speculate: str | None,
     preset: str,
     method: str,
     *,
     num_speculative_tokens: Any = None,
     batch_invariant: bool = False,
-    pruning_is_refused: bool = False,
 ) -> None:
     """Raise ParameterError where drafts cannot be combined with other options.
 
     Args:
-        speculate: the name of the drafter.
+        speculate: the name of the drafter; None where the preset chooses it.
         preset: of control, or a sampler.
         method: of sparse prefill or KV compression.
         num_speculative_tokens: k, None for the default.
         batch_invariant: whether results are promised bit for bit.
-        pruning_is_refused: whether every sequence has this preset, so that one that leaves pages unread would
-            make drafts useless.
     """
-    check_drafter(speculate, num_speculative_tokens)
-    if speculate == OFF:
+    if speculate is not None:
+        Choice(DRAFTERS).check("speculate", speculate)
+    drafter = drafter_of(preset, speculate)
+    check_drafter(drafter, num_speculative_tokens)
+    if drafter == OFF:
         return
     conflict = None
     if preset in SAMPLERS:
         conflict = f"the preset {preset}, which draws tokens by itself"
     elif preset == "paper":
         conflict = "the preset paper"
-    elif pruning_is_refused and MESO in SCALES.get(preset, ()):
+    elif PRUNING in SCALES.get(preset, ()):
         conflict = f"the preset {preset}, which leaves pages unread"
     elif method != "dense":
         conflict = f"the method {method}"
     elif batch_invariant:
         conflict = "batch_invariant"
-    if conflict is not None:
+    if conflict is None:
+        return
+    if speculate is None:
         raise ParameterError(
-            f"speculate must be off together with {conflict}; got {short(speculate)}", "speculate"
+            f"preset must not draft tokens together with {conflict}, unless speculate is off; "
+            f"got {short(preset)}",
+            "preset",
         )
+    raise ParameterError(
+        f"speculate must be off together with {conflict}; got {short(speculate)}", "speculate"
+    )

@@ -66,13 +66,13 @@ def test_a_state_serves_every_configuration_and_stays_whole():
     state = ablation.read(small.subject, tiny.prompts(40), 24)
     before = jax.device_get(state.cache)
     texts = {}
-    for name in ("off", "full", "off"):
+    for name in ("off", "full-lossy", "off"):
         setting = small.preset(name)
         written = ablation.write(
             small.subject, setting, studies.set_up(state, setting), target=1.0, clips=(0.3, 1.2)
         )
         texts.setdefault(name, []).append(written.tokens)
-    assert texts["off"][0] == texts["off"][1] and len(texts["full"][0][0]) == 24
+    assert texts["off"][0] == texts["off"][1] and len(texts["full-lossy"][0][0]) == 24
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.cache), before)
 
 
@@ -82,16 +82,16 @@ def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     by_preset = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
     for name, same in EQUIVALENT_PRESETS.items():
         assert by_preset[name] == by_preset[same]
-    assert by_preset["off"]["kept"] == 1 and by_preset["meso"]["kept"] < 1
-    assert by_preset["meso"]["bytes_read"] < by_preset["off"]["bytes_read"]
+    assert by_preset["off"]["kept"] == 1 and by_preset["meso-lossy"]["kept"] < 1
+    assert by_preset["meso-lossy"]["bytes_read"] < by_preset["off"]["bytes_read"]
     title, head, lines = tables.quality(rows)
     assert len(lines) == len(PRESETS) and all(len(line) == len(head) for line in lines)
 
 
 @pytest.mark.slow
 def test_speed_takes_turns():
-    rows = studies.speed(workload(), 60, names=("off", "meso"), steps=4, repeat=3)
-    assert [r["preset"] for r in rows[:4]] == ["off", "meso", "meso", "off"]
+    rows = studies.speed(workload(), 60, names=("off", "meso-lossy"), steps=4, repeat=3)
+    assert [r["preset"] for r in rows[:4]] == ["off", "meso-lossy", "meso-lossy", "off"]
     assert len(rows) == 6 and all(r["milliseconds"] > 0 for r in rows)
     _, head, lines = tables.timed("")(rows)
     assert all(len(line) == len(head) for line in lines)

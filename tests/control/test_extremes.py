@@ -65,7 +65,7 @@ def run(names: list[str], setting: Any) -> tuple[Any, Any]:
     return jax.device_get(state), jax.device_get(trace)
 
 
-SHORT = ("off", "full", "paper")
+SHORT = ("off", "full-lossy", "paper")
 WAYS = {name: preset(name) for name in SHORT} | {
     f"micro, {law}": preset("micro", None, Gains(law=law))
     for law in LAWS

@@ -110,8 +110,10 @@ def test_every_preset_keeps_the_contract(name, width):
     after = chosen.controller.update(signal, action, state)
     chex.assert_trees_all_equal_shapes_and_dtypes((action, state), after)
     assert after[0].temperature[0] == 0  # greedy stays greedy
-    assert (chosen.page_policy is not None) == (name in ("meso", "full", "paper"))
-    assert (chosen.width is not None) == (width is not None and name in ("macro", "full", "paper"))
+    assert (chosen.page_policy is not None) == (name in ("meso-lossy", "full-lossy", "paper"))
+    assert (chosen.width is not None) == (
+        width is not None and name in ("macro", "full", "full-lossy", "paper")
+    )
 
 
 def test_off_is_the_null_controller():
@@ -136,9 +138,9 @@ def test_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize("width", [None, 2])
-def test_the_paper_preset_differs_from_full_in_the_printed_laws_alone(width):
+def test_the_paper_preset_differs_from_full_lossy_in_the_printed_laws_alone(width):
     gains = Gains(target_entropy=1.4, dropped_mass_limit=0.05, prior=AR1(1.0, 2.0, 0.3))
-    full, paper = preset("full", width, gains), preset("paper", width, gains)
+    full, paper = preset("full-lossy", width, gains), preset("paper", width, gains)
     assert (paper.page_policy, paper.width) == (full.page_policy, full.width)
     pairs = list(zip(full.controller.controllers, paper.controller.controllers, strict=True))
     kinds = [(type(a).__name__, type(b).__name__) for a, b in pairs]

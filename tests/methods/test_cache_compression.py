@@ -265,7 +265,7 @@ def test_pruning_after_compression_after_sparse_prefill():
     )
     sparse = EntropyPrefill(base=16, segment=16, dense_below=32, page_size=PAGE)
     both = Method(sparse, KINDS["latent"], fine)
-    control = preset("meso").controller
+    control = preset("meso-lossy").controller
     out, state = run(started(both, controller=control), control)
     assert [len(x) for x in out] == [39, 39]
     pool_of.check(state.cache)
@@ -277,15 +277,18 @@ def test_pruning_after_compression_after_sparse_prefill():
 
 def test_methods_by_name():
     assert add_method("snapkv", preset("off"), budget=99).page_policy.compression.budget == 99
-    assert add_method("entropyinfer", preset("meso")).page_policy.decode_policy is preset("meso").page_policy
+    assert (
+        add_method("entropyinfer", preset("meso-lossy")).page_policy.decode_policy
+        is preset("meso-lossy").page_policy
+    )
     with pytest.raises(ValueError, match=r"name must be one of dense, entropyinfer.*; got 'snap'"):
         add_method("snap", preset("off"))
     with pytest.raises(ValueError, match="base must be an integer of at least 64; got 8"):
         add_method("criti-prefill", preset("off"), base=8)
     with pytest.raises(ValueError, match="which selects the pages of steps"):
-        add_method("quest", preset("meso"))
+        add_method("quest", preset("meso-lossy"))
     with pytest.raises(ValueError, match="heads hold different pages"):
-        add_method("adakv", preset("full"))
+        add_method("adakv", preset("full-lossy"))
 
 
 @pytest.mark.slow

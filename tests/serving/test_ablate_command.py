@@ -25,14 +25,14 @@ def test_presets_are_compared(entropic, directory, text):
         "--seeds",
         "2",
         "--presets",
-        "full,micro",
+        "full-lossy,micro",
     )
     status, out, err = entropic("ablate", *arguments, "--studies", "quality,speed,writing", "--json")
     assert status == 0, err
     results = json.loads(out)
     presets = {study: {r["preset"] for r in rows} for study, rows in results.items()}
-    assert presets.pop("quality") == {"off", "meso"}  # what reads differently under teacher forcing
-    assert presets == {key: {"off", "full", "micro"} for key in ("speed", "writing")}
+    assert presets.pop("quality") == {"off", "meso-lossy"}  # what reads differently under teacher forcing
+    assert presets == {key: {"off", "full-lossy", "micro"} for key in ("speed", "writing")}
     assert {r["seed"] for r in results["quality"]} == {0, 1}
 
     status, out, err = entropic("ablate", *arguments, "--studies", "quality")

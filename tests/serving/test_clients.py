@@ -89,7 +89,7 @@ def test_openai_parses_what_a_schema_asks_for(client):
     assert Point.model_validate_json(choice.message.content).kind in ("cat", "dog")
 
 
-@pytest.mark.parametrize("preset", ["micro", "full"])
+@pytest.mark.parametrize("preset", ["micro", "full", "full-lossy"])
 def test_the_extension_through_openai(client, preset):
     extra = {"entropic": {"preset": preset, "target_entropy": 1.0, "trace": True}}
     answer = client.completions.create(

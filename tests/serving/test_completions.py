@@ -84,7 +84,7 @@ def test_every_field_reaches_the_job(live):
         ignore_eos=True,
         priority=-3,
         deadline=2.5,
-        entropic={"preset": "full", "target_entropy": 1.25, "law": "exact", "low_entropy": "auto"},
+        entropic={"preset": "full-lossy", "target_entropy": 1.25, "law": "exact", "low_entropy": "auto"},
     )
     engine_request = live.engine.engine_requests[-1]
     request = engine_request.request
@@ -100,7 +100,7 @@ def test_every_field_reaches_the_job(live):
     assert (request.stop, request.stop_token_ids) == (("@", "~~"), (9,))
     assert request.include_stop_str_in_output and request.ignore_eos
     assert (engine_request.priority, engine_request.deadline) == (-3, 2.5)
-    assert engine_request.control.preset == "full"
+    assert engine_request.control.preset == "full-lossy"
     assert dict(engine_request.control.gains) == {
         "law": "exact",
         "target_entropy": 1.25,

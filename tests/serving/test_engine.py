@@ -164,7 +164,7 @@ def test_control_is_a_matter_of_each_sequence(exact):
         ("low_entropy", 0.1),
         ("high_entropy", 9.0),
     )
-    full = Control("full", gains)
+    full = Control("full-lossy", gains)
     off = [engine_request(f"off {i}", prompt(40, i), seed=i, **WARM) for i in range(2)]
     on = [
         engine_request(f"on {i}", prompt(100, 10 + i), full, seed=i, max_tokens=25, **WARM) for i in range(2)
@@ -189,7 +189,7 @@ def test_a_pruned_job_survives_preemption(model, exact):
         ("high_entropy", 9.0),
     )
     engine_requests = [
-        engine_request(f"j{i}", prompt(90, i), Control("full", gains), seed=i, max_tokens=30, **WARM)
+        engine_request(f"j{i}", prompt(90, i), Control("full-lossy", gains), seed=i, max_tokens=30, **WARM)
         for i in range(4)
     ]
     reference = run(exact, *engine_requests)
@@ -352,7 +352,7 @@ def test_the_queue_is_bounded_and_drains(model):
         (dict(ids=(1,), logprobs=21), "logprobs must be at most 20; got 21"),
         (
             dict(ids=(1,), control=Control("paper")),
-            "preset must be one of off, micro, meso, macro, full; got 'paper'",
+            "preset must be one of off, micro, macro, full, meso-lossy, full-lossy; got 'paper'",
         ),
         (
             dict(ids=(1,), control=Control("micro", (("law", "exact"),))),

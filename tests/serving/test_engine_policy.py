@@ -22,6 +22,7 @@ from entropic_jax.serving.request import RequestError
         (dict(preset="entropix"), "fcfs"),
         (dict(preset="macro"), "entropic"),
         (dict(preset="full"), "entropic"),
+        (dict(preset="full-lossy"), "entropic"),
         (dict(preset="full", scheduling_policy="fcfs"), "fcfs"),
         (dict(preset="off", scheduling_policy="entropic"), "entropic"),
     ],
@@ -41,7 +42,7 @@ def row_controllers(pruning: bool = True, entropic_schedule: bool = False) -> Ro
 
 def test_macro_is_refused_where_nothing_would_be_done_for_it():
     with pytest.raises(
-        RequestError, match=r"must be one of off, micro, meso, full; got 'macro' .*fcfs"
+        RequestError, match=r"must be one of off, micro, full, meso-lossy, full-lossy; got 'macro' .*fcfs"
     ) as error:
         row_controllers().row_gains(Control("macro"))
     assert error.value.param == "preset"
@@ -50,13 +51,15 @@ def test_macro_is_refused_where_nothing_would_be_done_for_it():
     assert macro.values.tolist() == off.values.tolist()  # the order is the engine's
 
 
-def test_full_has_its_other_scales_under_every_policy():
-    gains = [row_controllers(entropic_schedule=policy).row_gains(Control("full")) for policy in (False, True)]
+def test_full_lossy_has_its_other_scales_under_every_policy():
+    gains = [
+        row_controllers(entropic_schedule=policy).row_gains(Control("full-lossy")) for policy in (False, True)
+    ]
     assert gains[0].pruning and gains[0].values.tolist() == gains[1].values.tolist()
     with pytest.raises(
-        RequestError, match=r"got 'full' \(no request may leave pages unread in this engine\)"
+        RequestError, match=r"got 'full-lossy' \(no request may leave pages unread in this engine\)"
     ):
-        row_controllers(pruning=False).row_gains(Control("full"))
+        row_controllers(pruning=False).row_gains(Control("full-lossy"))
 
 
 def waiting(max_tokens: int, arrival_time: float) -> SimpleNamespace:

@@ -35,7 +35,7 @@ def test_nothing_is_compiled_after_a_full_warm_up(model):  # noqa: F811
         run(
             engine,
             *engine_requests,
-            engine_request("full", prompt(60, 3), Control("full", gains), prompt_logprobs=2),
+            engine_request("full", prompt(60, 3), Control("full-lossy", gains), prompt_logprobs=2),
         )
         assert engine.compilations == 0
 
@@ -44,7 +44,7 @@ def test_no_program_copies_the_pool(exact):  # noqa: F811
     run(
         exact,
         engine_request("one", prompt(20)),
-        engine_request("two", prompt(90, 1), Control("full"), presence_penalty=0.5),
+        engine_request("two", prompt(90, 1), Control("full-lossy"), presence_penalty=0.5),
     )
     copies_no_pool(exact, "apply", "prefill", "decode")
 

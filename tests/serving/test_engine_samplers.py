@@ -120,7 +120,8 @@ def test_a_clarification_is_said_unless_it_is_forbidden(model, calibration):
 def test_what_a_server_refuses(model, calibration):
     for engine in engine_of(model, calibration, "entropix"):
         with pytest.raises(
-            RequestError, match="preset must be one of off, micro, meso, macro, full, entropix"
+            RequestError,
+            match="preset must be one of off, micro, macro, full, meso-lossy, full-lossy, entropix",
         ):
             engine.submit(engine_request("x", (1,), Control("dslider")))
         with pytest.raises(RequestError, match="branches must be between 1 and 1; got 3"):

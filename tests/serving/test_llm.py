@@ -26,8 +26,8 @@ def llm():
 
 
 @pytest.fixture(scope="module")
-def full():
-    with LLM(preset="full", seed=0, max_num_seqs=1, max_model_len=1024) as llm:
+def full_lossy():
+    with LLM(preset="full-lossy", seed=0, max_num_seqs=1, max_model_len=1024) as llm:
         yield llm
 
 
@@ -142,17 +142,17 @@ def test_trace_and_summary(llm):
 
 
 @pytest.mark.slow
-def test_preset_full_controls_temperature_and_reads(full, llm):
+def test_preset_full_lossy_controls_temperature_and_reads(full_lossy, llm):
     params = SamplingParams(max_tokens=24, seed=2, temperature=1.0, ignore_eos=True)
     (plain,) = llm.generate("import json\n\n", params)[0].outputs
     assert plain.trace["temperature"] == [1.0] * 24 and plain.trace["kept_fraction"] == [1.0] * 24
     prompt = "def value(key):\n    return table[key]\n\n\n" * 60
-    (controlled,) = full.generate(prompt, params)[0].outputs
+    (controlled,) = full_lossy.generate(prompt, params)[0].outputs
     assert set(controlled.trace["temperature"]) != {1.0}
-    (cooler,) = full.generate(prompt, dataclasses.replace(params, temperature=0.6))[0].outputs
+    (cooler,) = full_lossy.generate(prompt, dataclasses.replace(params, temperature=0.6))[0].outputs
     assert max(controlled.trace["temperature"]) <= 1 and max(cooler.trace["temperature"]) <= np.float32(0.6)
     assert min(controlled.trace["kept_fraction"]) < 1.0
-    again = full.generate(prompt, params)[0].outputs[0]
+    again = full_lossy.generate(prompt, params)[0].outputs[0]
     assert again.token_ids == controlled.token_ids
 
 
@@ -242,7 +242,11 @@ def test_sampling_parameters_that_are_refused(llm):
         ({"zzz": 4}, TypeError, "zzz; its arguments are model, preset, seed, dtype"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
         ({"kv_cache_dtype": "int3"}, ValueError, "kv_cache_dtype"),
-        ({"preset": "hot"}, ValueError, "preset must be one of off, micro, meso, macro, full, entropix"),
+        (
+            {"preset": "hot"},
+            ValueError,
+            "preset must be one of off, micro, meso, macro, full, meso-lossy, full-lossy, entropix",
+        ),
         ({"model": "/nowhere/at/all"}, (OSError, ValueError), "/nowhere/at/all"),
         ({"preset": "micro", "law": "none"}, ValueError, "law must be one of paper, .*; got 'none'"),
     ],
@@ -316,7 +320,10 @@ def test_a_model_that_is_no_path_is_refused():
             "^lowest_temperature must not be set with the preset meso, which has no temperature law; got 0.5",
         ),
         ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine serves requests in"),
-        ({"preset": "meso", "pruning": False}, r"got 'meso' \(no request may leave pages unread in this e"),
+        (
+            {"preset": "meso-lossy", "pruning": False},
+            r"got 'meso-lossy' \(no request may leave pages unread in this e",
+        ),
     ],
 )
 def test_a_refused_control_leaves_no_engine_running(options, message):

@@ -28,7 +28,17 @@ def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
 
 
 def test_what_does_not_go_together_is_said(entropic, directory):
-    arguments = ("generate", "--model", directory, "--prompt", "a", "--method", "quest", "--preset", "meso")
+    arguments = (
+        "generate",
+        "--model",
+        directory,
+        "--prompt",
+        "a",
+        "--method",
+        "quest",
+        "--preset",
+        "meso-lossy",
+    )
     status, _, errors = entropic(*arguments)
     assert status == 2 and "error: --method quest: preset must be off, micro or macro beside" in errors
     status, _, errors = entropic(*arguments[:-2], "--cache-budget", "3")

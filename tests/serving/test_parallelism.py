@@ -60,7 +60,7 @@ answers = []
 for size in (1, 2):
     # Pages for less than the two sequences that run at once, so that one of them is preempted.
     options = dict(max_num_seqs=2, max_model_len=128, block_size=16, num_pages=7)
-    with LLM(preset="full", seed=0, tensor_parallel_size=size, **options) as llm:
+    with LLM(preset="full-lossy", seed=0, tensor_parallel_size=size, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n", "class A"]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.7, ignore_eos=True))
     answers.append([output.outputs[0].token_ids for output in outputs])

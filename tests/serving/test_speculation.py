@@ -183,7 +183,7 @@ def test_generated_pages_are_shared_where_no_request_prunes(model, off):  # noqa
 @pytest.mark.slow
 def test_rows_that_prune_pages_decode_plainly(off, suffix):
     pruned = [
-        engine_request(f"p{i}", repetitive(80, i), Control("full"), seed=i, max_tokens=30, **WARM)
+        engine_request(f"p{i}", repetitive(80, i), Control("full-lossy"), seed=i, max_tokens=30, **WARM)
         for i in range(3)
     ]
     before = suffix.snapshot()["num_drafts"]
@@ -303,7 +303,10 @@ def test_configurations_that_are_refused(config, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("generate", "--preset", "meso"), "--speculate must be off together with the preset meso"),
+        (
+            ("generate", "--preset", "meso-lossy"),
+            "--speculate must be off together with the preset meso-lossy",
+        ),
         (("generate", "--preset", "entropix"), "--speculate must be off together with the preset entropix"),
         (("generate", "--method", "h2o"), "--speculate must be off together with the method h2o"),
         (("serve", "--batch-invariant"), "--speculate must be off together with batch_invariant"),
@@ -321,8 +324,8 @@ def test_command_lines_that_are_refused(entropic, arguments, message):
 
 
 def test_llm_refuses_a_preset_that_prunes(directory):
-    with pytest.raises(ParameterError, match="speculate must be off together with the preset full"):
-        LLM(directory, preset="full", speculate="suffix")
+    with pytest.raises(ParameterError, match="speculate must be off together with the preset full-lossy"):
+        LLM(directory, preset="full-lossy", speculate="suffix")
 
 
 def test_the_last_delta_has_the_summary(suffix):

@@ -5,12 +5,15 @@ import { Plots } from "./plots.js";
 import { Refusal, complete, get } from "./stream.js";
 import { Card, Pane, legend } from "./text.js";
 
+// As PRESET_TABLE of entropic_jax has them.
 const PRESETS = {
-  off: "Plain sampling: the temperature as asked for, every page read.",
-  micro: "The temperature moves so that the entropy of what is sampled stays at its target.",
-  meso: "Where the model is certain, fewer pages of the cache are read.",
-  macro: "Under load, the sequences about to resolve most go first.",
-  full: "All three: temperature, pages and turns.",
+  off: "Plain decoding.",
+  micro: "Temperature controlled by entropy.",
+  meso: "Tokens drafted and verified: the text of off in fewer passes.",
+  macro: "Sequences scheduled by expected entropy drop.",
+  full: "Micro, meso and macro: the text of micro.",
+  "meso-lossy": "Pages left unread where entropy is low; the text changes.",
+  "full-lossy": "Micro, meso-lossy and macro.",
 };
 const PROMPT = `import json
 from pathlib import Path
@@ -187,6 +190,9 @@ function start() {
     onKey: askForKey,
     onState: (state) => {
       page.target = state.target_entropy ?? null;
+      for (const input of document.querySelectorAll("input[name=preset]")) {
+        input.disabled = state.presets ? !state.presets.includes(input.value) : false;
+      }
       if (page.target != null) $("target").placeholder = `auto: ${page.target.toFixed(2)}`;
       if (state.max_model_len) $("max-tokens").max = state.max_model_len;
       if (state.model && state.model !== page.model) name(state.model);

@@ -88,7 +88,7 @@ function tokensOf(choice) {
 /** Stream a completion. Calls `each` with every batch of tokens; returns why it ended and the summary. */
 export async function complete(request, { key, signal, each }) {
   const { prompt, max_tokens, temperature, seed, preset, target } = request;
-  const controlled = preset === "full" || preset === "micro"; // other presets have no temperature law
+  const controlled = ["micro", "full", "full-lossy"].includes(preset); // the others have no temperature law
   const entropic = { preset, trace: true, ...(controlled && target != null ? { target_entropy: target } : {}) };
   const body = {
     model: request.model, prompt, max_tokens, temperature, seed, entropic,

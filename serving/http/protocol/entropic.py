@@ -4,14 +4,18 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESETS
+from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESET_TABLE
 from entropic_jax.parameter_tables.table import Choice, Flag, Parameter
 
 from ...options.control_options import BRANCHES, SAMPLERS, Control, check_preset
 from .fields import Answer, optional_fields
 
-ACCEPTED_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)
-PRESET_HELP = "scales of control, or the sampler of a server that was started with it"
+REQUEST_PRESETS = {name: line.help for name, line in PRESET_TABLE.items() if name != "paper"}
+ACCEPTED_PRESETS = (*REQUEST_PRESETS, *SAMPLERS)
+PRESET_HELP = (
+    "; ".join(f"{name}: {text}" for name, text in REQUEST_PRESETS.items())
+    + "; or the sampler of a server that was started with it"
+)
 BRANCHES_HELP = "of entropix: continuations to compare, at most as many as the server compares"
 PER_REQUEST = (
     *(line for line in GAINS.values() if line.scope != MACRO),  # the engine has one schedule

@@ -61,7 +61,7 @@ def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
     for title, head, lines in report.tables(results):
         assert all(len(line) == len(head) for line in lines), title
     text = capsys.readouterr().out
-    assert "Targets of `full`" in text and "Recall" in text
+    assert "Targets of `full-lossy`" in text and "Recall" in text
 
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(paths, "PAGES", tmp_path)
@@ -77,14 +77,15 @@ def test_targets_are_compared_with_measurements():
     speed = [
         {"preset": name, "context": 7976, "turn": t, "milliseconds": ms}
         for t in range(3)
-        for name, ms in (("off", 2.0), ("full", 1.1))
+        for name, ms in (("off", 2.0), ("full-lossy", 1.1))
     ]
     quality = [
         {"preset": name, "context": 8184, "seed": 0, "bits_per_byte": b}
-        for name, b in (("off", 1.0), ("meso", 1.02))
+        for name, b in (("off", 1.0), ("meso-lossy", 1.02))
     ]
     informed = [
-        {"preset": name, "context": 8184, "efficiency": e} for name, e in (("off", 10.0), ("meso", 16.0))
+        {"preset": name, "context": 8184, "efficiency": e}
+        for name, e in (("off", 10.0), ("meso-lossy", 16.0))
     ]
     _, _, lines = summary_tables.targets({"speed": speed, "quality": quality, "information": informed})
     assert [(line[1], line[2], line[3]) for line in lines] == [
