@@ -1,6 +1,6 @@
 """Draw a generation: entropy, temperature, what was read and entropic time, with the text under them.
 
-    python examples/curves.py run.svg [--preset full] [--max-tokens 96] [--prompt TEXT]
+    python examples/curves.py run.svg [--preset full-lossy] [--max-tokens 96] [--prompt TEXT]
 
 Needs matplotlib (`pip install -e '.[train]'`).
 """
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("run.svg"))
     parser.add_argument("--model", type=Path, default=EMBEDDED)
-    parser.add_argument("--preset", choices=PRESETS, default="full")
+    parser.add_argument("--preset", choices=PRESETS, default="full-lossy")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)
     options = parser.parse_args(arguments)

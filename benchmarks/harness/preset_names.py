@@ -10,8 +10,8 @@ from typing import Any
 
 FORMER = re.compile(r"(?<![\w-])(meso|full)(?!-lossy)(?!\w)")
 NOTE = (
-    "`meso-lossy` and `full-lossy`: older raw files call them `meso` and `full`, which were their names until "
-    "these became lossless."
+    "`meso-lossy` and `full-lossy`: older raw files call them `meso` and `full`, their former names: "
+    "these two became lossless since."
 )
 
 

@@ -27,7 +27,7 @@ class PresetLine(NamedTuple):
 
 PRESET_TABLE = {
     "off": PresetLine((), "plain decoding"),
-    "micro": PresetLine((MICRO,), "temperature controlled by entropy"),
+    "micro": PresetLine((MICRO,), "temperature lowered where entropy is above its target"),
     "meso": PresetLine((DRAFTS,), "tokens drafted and verified: the text of off in fewer passes"),
     "macro": PresetLine((MACRO,), "sequences scheduled by expected entropy drop"),
     "full": PresetLine((MICRO, DRAFTS, MACRO), "micro, meso and macro: the text of micro"),

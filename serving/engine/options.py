@@ -18,7 +18,7 @@ from entropic_jax.parameter_tables.speculation_names import drafter_of
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 
 from .. import memory
-from ..options import parallelism, speculation_options
+from ..options import control_options, parallelism, speculation_options
 from ..options.control_options import BUDGETS, METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from .programs import Shapes
@@ -39,15 +39,12 @@ class EngineOptions:
 
     The order in which requests are served compares them with each other, so the scale macro is a property of
     the engine: `scheduling_policy` "entropic" ranks all requests by their priority π, whatever their preset;
-    "fcfs" serves them in order of arrival. Under both, the `priority` that a request states comes first. The
-    default follows `preset`: "entropic" with macro, full and full-lossy, else "fcfs". An engine with "fcfs"
-    refuses a request with the preset macro, for which it would do nothing; full and full-lossy apply without
-    the order.
+    "fcfs" serves them in order of arrival. Under both, the `priority` that a request states comes first.
 
-    Drafts, too, are compiled for the engine: `speculate`, by default as `preset` has it. If `speculate` names
-    a drafter, every request drafts whose preset reads all pages; if it is left to the presets meso and full,
-    requests with one of the two do. A launch drafts if any of its sequences does. An engine without a drafter
-    refuses the preset meso, for which it would do nothing, and serves full as micro.
+    Drafts, too, are a property of the engine. If `speculate` names a drafter, tokens are drafted for every
+    request that reads all pages; if it follows from `preset`, for those with meso or full. A launch drafts for
+    all of its sequences or for none. An engine refuses the preset macro under "fcfs", and meso
+    without a drafter, where they would do nothing. With full, a request gets the scales that the engine has.
 
     Raises:
         ParameterError: A ValueError, for a field with a value that is not accepted.
@@ -66,8 +63,7 @@ class EngineOptions:
     scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
     max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
-    pruning: bool | None = None  # whether a request may leave pages unread (meso-lossy, full-lossy); None: if
-    # the preset is not meso or full, whose engines need no page summaries
+    pruning: bool | None = None  # whether a request may leave pages unread; None: unless `preset` drafts
     law: str = "normalised"  # temperature law of requests with the preset micro, full or full-lossy
     batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
     warmup: Warmup = "min"
@@ -97,10 +93,9 @@ class EngineOptions:
             )
         if self.gpu_memory_utilization is not None:
             UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
-        for name in ("enable_prefix_caching", "batch_invariant"):
-            Flag().check(name, getattr(self, name))
-        if self.pruning is not None:
-            Flag().check("pruning", self.pruning)
+        for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
+            if name != "pruning" or self.pruning is not None:
+                Flag().check(name, getattr(self, name))
         Choice(METHODS).check("method", self.method)
         speculation_options.check(
             self.speculate,
@@ -111,7 +106,7 @@ class EngineOptions:
         )
         parallelism.check(self)
         _check_budgets(self.budgets)
-        _check_clarification(self.clarification, self.preset)
+        control_options.check_clarification(self.clarification, self.preset)
         choices = {
             "warmup": get_args(Warmup),
             "scheduling_policy": (None, *get_args(Policy)),
@@ -124,7 +119,7 @@ class EngineOptions:
 
     @property
     def policy(self) -> Policy:
-        """The scheduling policy in force."""
+        """The scheduling policy in force: by default "entropic" if the preset has the scale macro."""
         if self.scheduling_policy is not None:
             return self.scheduling_policy
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
@@ -161,16 +156,6 @@ def _check_budgets(budgets: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
             raise ParameterError(message, "budgets")
-
-
-def _check_clarification(clarification: Any, preset: str) -> None:
-    name = "clarification"
-    if not isinstance(clarification, str):
-        raise ParameterError(f"{name} must be a string; got {short(clarification)}", name)
-    if clarification and preset != "entropix":
-        raise ParameterError(
-            f"{name} needs the preset entropix; got the preset {preset} and {short(clarification)}", name
-        )
 
 
 class Sizes(NamedTuple):

@@ -16,7 +16,7 @@ from entropic_jax.parameter_tables.control_gains import (
     SCALES,
     check_order,
 )
-from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError
+from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError, short
 
 from ..request import RequestError
 from .option_types import number
@@ -234,3 +234,14 @@ def check_sampler(control: Control) -> None:
         if name not in accepted:
             message = f"{name} must not be set with the preset {control.preset}; got {value!r}"
             raise RequestError(message, name)
+
+
+def check_clarification(clarification: Any, preset: str) -> None:
+    """Raise ParameterError unless the text is a string, and empty but for the preset entropix."""
+    name = "clarification"
+    if not isinstance(clarification, str):
+        raise ParameterError(f"{name} must be a string; got {short(clarification)}", name)
+    if clarification and preset != "entropix":
+        raise ParameterError(
+            f"{name} needs the preset entropix; got the preset {preset} and {short(clarification)}", name
+        )

@@ -8,7 +8,7 @@ import { Card, Pane, legend } from "./text.js";
 // As PRESET_TABLE of entropic_jax has them.
 const PRESETS = {
   off: "Plain decoding.",
-  micro: "Temperature controlled by entropy.",
+  micro: "Temperature lowered where entropy is above its target.",
   meso: "Tokens drafted and verified: the text of off in fewer passes.",
   macro: "Sequences scheduled by expected entropy drop.",
   full: "Micro, meso and macro: the text of micro.",
