@@ -10,17 +10,17 @@ import pytest
 
 from entropic_jax import LLM, SamplingParams
 from entropic_jax.control.presets import preset
-from entropic_jax.control_gains import DRAFTS, PRESET_TABLE, PRUNING, SCALES
-from entropic_jax.parameter_table import ParameterError
-from entropic_jax.serving.control_options import Control
+from entropic_jax.parameter_tables.control_gains import DRAFTS, PRESET_TABLE, PRUNING, SCALES
+from entropic_jax.parameter_tables.speculation_names import AUTO, OFF, drafter_of
+from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.served_model import describe
 from entropic_jax.serving.http.settings import Settings
-from entropic_jax.serving.llm_options import read_options
+from entropic_jax.serving.llm.options import read_options
+from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import RequestError
 from entropic_jax.speculation import make_speculator
-from entropic_jax.speculation_names import AUTO, OFF, drafter_of
 from tests.serving.live import serving
 from tests.serving.test_engine import engine_of, engine_request, model, run  # noqa: F401  (fixture)
 from tests.serving.test_speculation import NARROW, PLAIN, repetitive, requests, results
