@@ -43,8 +43,7 @@ class EngineOptions:
 
     Drafts, too, are a property of the engine. If `speculate` names a drafter, tokens are drafted for every
     request that reads all pages; if it follows from `preset`, for those with meso or full. A launch drafts
-    for all of its sequences or for none. An engine refuses macro under "fcfs", and meso without a drafter,
-    where they would do nothing. With full, a request gets the scales that the engine has.
+    for all of its sequences or for none. An engine refuses macro under "fcfs", and meso without a drafter.
 
     Raises:
         ParameterError: A ValueError, for a field with a value that is not accepted.

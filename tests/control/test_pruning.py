@@ -139,7 +139,9 @@ def test_unknown_names_are_refused():
 
 @pytest.mark.parametrize("width", [None, 2])
 def test_the_paper_preset_differs_from_full_lossy_in_the_printed_laws_alone(width):
-    gains = Gains(target_entropy=1.4, dropped_mass_limit=0.05, prior=AR1(1.0, 2.0, 0.3))
+    gains = Gains(
+        target_entropy=1.4, highest_temperature=1.2, dropped_mass_limit=0.05, prior=AR1(1.0, 2.0, 0.3)
+    )
     full, paper = preset("full-lossy", width, gains), preset("paper", width, gains)
     assert (paper.page_policy, paper.width) == (full.page_policy, full.width)
     pairs = list(zip(full.controller.controllers, paper.controller.controllers, strict=True))

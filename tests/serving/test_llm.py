@@ -245,7 +245,7 @@ def test_sampling_parameters_that_are_refused(llm):
         (
             {"preset": "hot"},
             ValueError,
-            "preset must be one of off, micro, meso, macro, full, meso-lossy, full-lossy, entropix",
+            "one of off, micro, meso, macro, full, meso-lossy, full-lossy, entr",
         ),
         ({"model": "/nowhere/at/all"}, (OSError, ValueError), "/nowhere/at/all"),
         ({"preset": "micro", "law": "none"}, ValueError, "law must be one of paper, .*; got 'none'"),

@@ -26,7 +26,7 @@ from tests.serving.test_engine import engine_of, engine_request, model, run  # n
 from tests.serving.test_speculation import NARROW, PLAIN, repetitive, requests, results
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = dict(num_speculative_tokens=3)  # which compiles less
+SHORT_DRAFTS = dict(num_speculative_tokens=3)  # which compiles less
 LOSSY = "must not be set with the preset full, which has no page selection"
 
 
@@ -46,7 +46,7 @@ def plain(model):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def full(model):  # noqa: F811
-    yield from engine_of(model, **{**PLAIN, "scheduling_policy": None}, preset="full", **FEW)
+    yield from engine_of(model, **{**PLAIN, "scheduling_policy": None}, preset="full", **SHORT_DRAFTS)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_llm_and_server_give_the_same_tokens(directory):
     ]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, **fields) for fields in settings]
     tokens, accepted = {}, {}
-    for name, fields in (("micro", {}), ("full", FEW)):
+    for name, fields in (("micro", {}), ("full", SHORT_DRAFTS)):
         with LLM(directory, preset=name, max_num_seqs=4, block_size=4, **fields) as llm:
             outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
             tokens[name] = [o.token_ids for o in outputs]
