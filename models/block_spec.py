@@ -95,7 +95,7 @@ class RouterSpec:
     scale: float = 1.0  # of the weights
     groups: int = 1  # of experts; only those of the best groups are eligible
     groups_per_token: int = 1
-    group_score: int = 1  # a group's score is the sum of so many of its best scores
+    group_score: int = 1  # number of best scores that are summed to a group's score
 
 
 @dataclasses.dataclass(frozen=True)

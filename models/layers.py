@@ -188,7 +188,7 @@ class Attention(nnx.Module):
 
 
 def head_norm(spec: AttentionSpec, heads: int) -> RMSNorm | LayerNorm | None:
-    """The norm of queries or keys, of so many heads; None if there is none."""
+    """The norm of the queries or keys of `heads` heads; None if there is none."""
     if spec.head_norm is None:
         return None
     if spec.norm_span == "each":

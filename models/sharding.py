@@ -80,7 +80,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def check_sizes(config: Config, size: int) -> None:
-    """Raise ModelError unless heads, feed-forward blocks and the vocabulary divide over so many devices."""
+    """Raise ModelError unless `size` devices divide the heads, the feed-forward blocks and the vocabulary."""
     divided = {
         "num_key_value_heads": config.num_key_value_heads,
         "intermediate_size": config.intermediate_size,

@@ -2,7 +2,7 @@
 
     python -m tests.mesh_programs llama 1 2 8
 
-JAX fixes the number of devices when it starts, so whoever runs it sets XLA_FLAGS.
+JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS.
 """
 
 import json
@@ -85,7 +85,7 @@ def pass_of(model: models.Model, state: Any) -> Any:
 
 
 def report(family: str, shards: int) -> dict[str, Any]:
-    """What a mesh of so many devices computes, and how."""
+    """What a mesh of `shards` devices computes, and how."""
     model = model_of(family, shards)
     off, full = presets.preset("off"), presets.preset("full-lossy", gains=GAINS)
     full = full._replace(page_policy=PAGES)

@@ -105,7 +105,7 @@ def declared_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and name of everything that the code binds, local variables included.
 
-    The names of imported things, and keywords of calls, are left to whoever declares them.
+    The names of imported things, and keywords of calls, are left to their declarations.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

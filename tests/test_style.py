@@ -23,7 +23,7 @@ EXCUSED_FUNCTIONS = {
 
 
 def tool(name: str) -> str:
-    """The program beside this Python; the test is skipped if it is not installed."""
+    """The program next to this Python; the test is skipped if it is not installed."""
     path = Path(sys.executable).parent / (f"{name}.exe" if os.name == "nt" else name)
     if not path.exists():
         pytest.skip(f"{name} is not installed: pip install -e '.[dev]'")

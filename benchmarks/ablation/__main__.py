@@ -41,7 +41,7 @@ def main() -> None:
         "--engines",
         type=lambda text: [name for name in text.split(",") if name],
         default=["openvino", "openvino-half"],
-        help="of benchmarks.decode, beside the larger shape (openvino,openvino-half)",
+        help="of benchmarks.decode, for the larger shape (openvino,openvino-half)",
     )
     default = os.environ.get("OPENVINO_PYTHON", sys.executable)
     parser.add_argument("--openvino-python", default=default, help="its interpreter ($OPENVINO_PYTHON)")

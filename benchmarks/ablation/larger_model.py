@@ -1,4 +1,4 @@
-"""Speed of the reference model at an imposed kept fraction, beside other engines."""
+"""Speed of the reference model at an imposed kept fraction, and of other engines."""
 
 from dataclasses import replace
 from typing import Any

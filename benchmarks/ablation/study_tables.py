@@ -66,7 +66,7 @@ def curves(rows: Rows) -> Rows:
 
 
 def larger_model(rows: Rows) -> Table:
-    """The reference model beside other engines: `full-lossy` over each."""
+    """The reference model and other engines: `full-lossy` over each."""
     lines = []
     for (context,), group in split([r for r in rows if "milliseconds" in r], "context"):
         ours = of(group, "full-lossy")
@@ -127,7 +127,7 @@ def kv_precision(rows: Rows) -> Table:
 
 
 def guards(rows: Rows) -> Table:
-    """Every arm over the conditions: its cost against dense attention, beside `meso-lossy` there."""
+    """Every arm over the conditions: its cost against dense attention, and `meso-lossy` there."""
     lines = []
     for (limit,), at_limit in split(rows, "limit"):
         for (name,), selected in split(at_limit, "arm"):

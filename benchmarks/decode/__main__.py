@@ -1,4 +1,4 @@
-"""Decoding benchmark: the speed of a decoding step on a CPU, beside other engines and the memory bandwidth.
+"""Decoding benchmark: the speed of a decoding step on a CPU, of other engines, and by the memory bandwidth.
 
     python -m benchmarks.decode [--quick] [--engines ours,transformers,...] [--contexts ...] [--batches ...]
 

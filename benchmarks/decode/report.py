@@ -1,4 +1,4 @@
-"""Tables of the decoding benchmark: tokens per second of each engine, beside the copy floor."""
+"""Tables of the decoding benchmark: tokens per second of each engine, and the copy floor."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "lower": lambda logits, k: entropy.lower_bound(entropy.top_k_summary(logits, k)),
     "midpoint": lambda logits, k: entropy.midpoint(entropy.top_k_summary(logits, k)).entropy,
 }
-# What a step of decoding asks for, beside the entropy alone.
+# What a step of decoding measures, and the entropy alone.
 TIMED: dict[str, Callable[..., Any]] = {
     "with varentropy": lambda logits, k: entropy.entropy_statistics(logits),
     **ESTIMATORS,

@@ -1,4 +1,4 @@
-"""Decode attention to paged keys: dense and by page lists, beside other implementations."""
+"""Decode attention to paged keys: dense and by page lists, and other implementations."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

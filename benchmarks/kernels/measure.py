@@ -1,4 +1,4 @@
-"""Measurements of the kernels: checks against float64, then every part beside its alternatives."""
+"""Measurements of the kernels: checks against float64, then every part and its alternatives."""
 
 import argparse
 import statistics

@@ -1,4 +1,4 @@
-"""Prefill attention to paged keys: dense and by page lists, beside attention to contiguous keys."""
+"""Prefill attention to paged keys: dense and by page lists, and attention to contiguous keys."""
 
 from collections.abc import Iterator
 from functools import partial

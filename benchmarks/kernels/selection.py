@@ -1,4 +1,4 @@
-"""Page selection from summaries, beside the dense attention whose reads it saves."""
+"""Page selection from summaries, and the dense attention whose reads it saves."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Scheduling benchmark: a simulation of the scheduling laws beside their controls, on two traces and more.
+"""Scheduling benchmark: a simulation of the scheduling laws and their controls, on two traces and more.
 
     python -m benchmarks.scheduling [--quick] [--seeds 4] [--document]
 

@@ -1,11 +1,11 @@
-"""Serving benchmark: the server beside other servers and its own offline loop, and its schedules under load.
+"""Serving benchmark: the server, other servers, its own offline loop, and its schedules under load.
 
     python -m benchmarks.serving [--studies throughput,latency,load] [--quick] [--document]
     LLAMACPP_PYTHON=~/peers/bin/python python -m benchmarks.serving      # with llama_cpp.server
 
 `throughput`: 64 requests at a time, every engine on the same prompts and weights, taking turns. `latency`:
-time to the first token of a lone request, beside a bare prefill. `load`: arrivals of a trace with more
-sequences than rows, the entropic schedule beside first come, first served, everything else equal. Prompts are
+time to the first token of a lone request, and of a bare prefill. `load`: arrivals of a trace with more
+sequences than rows, the entropic schedule and first come, first served, everything else equal. Prompts are
 cut from text that the model was not trained on.
 """
 

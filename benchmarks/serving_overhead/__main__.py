@@ -3,7 +3,7 @@
     python -m benchmarks.serving_overhead [--model DIR] [--requests 64] [--tokens 128] [--repeats 5]
 
 Both read the same prompts of random text and draw the same number of tokens. The two take turns; the medians
-of the seconds are printed, and the time to the first token of a lone request beside a bare prefill.
+of the seconds are printed, and the time to the first token of a lone request and of a bare prefill.
 """
 
 import argparse

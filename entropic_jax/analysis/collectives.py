@@ -36,7 +36,7 @@ def read(match: re.Match[str]) -> Collective:
     """The collective of a match of `INSTRUCTION`."""
     arrays = [array_of(array) for array in ARRAY.finditer(match["result"])]
     if match["begins"] and match["operation"] != "all-reduce":
-        # The start of these returns its operands beside its results.
+        # The start of these returns its operands along with its results.
         arrays = arrays[1:2] if len(arrays) < 4 else arrays[len(arrays) // 2 :]
     return Collective(
         match["operation"], tuple(shape for shape, _ in arrays), sum(size for _, size in arrays)

@@ -2,7 +2,7 @@
 
 Entropic time τ counts falls of the model's own entropy, so a damaged model, whose entropy rises and falls as
 often, has as much of it. The information gained about a text that the model did not write falls with every
-damage to the prediction. It is reported beside dτ/dC, never instead of a measure of quality.
+damage to the prediction. It is reported alongside dτ/dC, never instead of a measure of quality.
 """
 
 from collections.abc import Sequence

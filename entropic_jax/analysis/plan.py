@@ -105,7 +105,7 @@ def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
 
 
 class StepNeeds(NamedTuple):
-    """What a decode step needs beside weights, pages and state; bytes are of one chip."""
+    """What a decode step needs besides weights, pages and state; bytes are of one chip."""
 
     temporary_bytes: int
     argument_bytes: int | None  # of all arguments, as compiled

@@ -307,7 +307,7 @@ def writing(
     prompt: int = 256,
     tokens: int = 256,
 ) -> list[Row]:
-    """Free generation: how the entropy is held, and how the text reads beside held-out text.
+    """Free generation: how the entropy is held, and how the text compares with held-out text.
 
     Args:
         workload: model, text and gains.

@@ -173,7 +173,7 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
 
 
 def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> jax.Array:
-    """The weight of every page, float32 `[pages + 1, kv_heads]`, beside its mass.
+    """The weight of every page, float32 `[pages + 1, kv_heads]`, which multiplies its mass.
 
     Args:
         kind: what pages are weighed by; see `Selection`.

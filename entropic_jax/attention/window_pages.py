@@ -39,7 +39,7 @@ class WindowPages:
                 raise ValueError(f"{name} must be at least {low}; got {getattr(self, name)}")
 
     def kept(self, layers: int) -> float:
-        """The fraction of a long context that a model of so many layers reads."""
+        """The fraction of a long context that a model of `layers` layers reads."""
         dense = min(self.dense_layers, layers)
         return (dense + (layers - dense) * self.share) / layers
 

@@ -1,8 +1,8 @@
 """Calibration: the belief temperature T_cal of a model, the set-points of its control laws, and pass costs.
 
 A text is read twice: once to fit T_cal and once to measure statistics under it. The first pass keeps only
-sums, the second a few numbers per token. The result is a small JSON file beside the model; without one, T_cal
-is 1.
+sums, the second a few numbers per token. The result is a small JSON file next to the model; without one,
+T_cal is 1.
 
 Sources: temperature scaling and the expected calibration error, Guo, Pleiss, Sun and Weinberger 2017
 (arXiv 1706.04599); bins of equal mass, Nixon et al. 2019 (arXiv 1904.01685).

@@ -1,4 +1,4 @@
-"""Calibration record: the result of a calibration, and its JSON file beside the model."""
+"""Calibration record: the result of a calibration, and its JSON file next to the model."""
 
 import json
 import math

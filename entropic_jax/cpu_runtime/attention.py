@@ -162,7 +162,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         steps = builder.mul(_number_of_batches(builder, heads, sizes), WORD(parts))
         prefetcher = Prefetcher(builder, block_bytes, steps)
 
-        def fours_from_tile(t, part, quad):
+        def quads_from_tile(t, part, quad):
             """For four keys, the vectors of their elements 0-3, 4-7, 8-11 and 12-15 of a part."""
             elements = []
             for i in range(CHUNK):
@@ -174,10 +174,10 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
                 store(builder, value, block, _block_offset(builder, part, m, quad))
             return fours
 
-        def fours_from_block(t, part, quad):
+        def quads_from_block(t, part, quad):
             return [load(builder, block, _block_offset(builder, part, m, quad)) for m in range(CHUNK)]
 
-        def batch(t, h, size, fours_of):
+        def batch(t, h, size, load_quads):
             number = builder.mul(_batch_number(builder, h, sizes), WORD(parts))
             next_block = builder.add(next_tile, builder.mul(t, WORD(head_dim * ITEMSIZE[dtype])))
 
@@ -190,7 +190,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
                         query_of[g, m] = broadcast_four(builder, query, builder.add(offset, WORD(CHUNK * m)))
                 sums = list(sums)
                 for quad in range(QUADS):
-                    for m, four in enumerate(fours_of(t, part, quad)):
+                    for m, four in enumerate(load_quads(t, part, quad)):
                         for g in range(size):
                             i = g * QUADS + quad
                             sums[i] = multiply_add(builder, four, query_of[g, m], sums[i])
@@ -204,9 +204,9 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
 
         def block_of_keys(t, _):
             first = _for_first_batch(
-                builder, heads, sizes, lambda h, size: batch(t, h, size, fours_from_tile)
+                builder, heads, sizes, lambda h, size: batch(t, h, size, quads_from_tile)
             )
-            _for_batches(builder, first, heads, sizes, lambda h, size: batch(t, h, size, fours_from_block))
+            _for_batches(builder, first, heads, sizes, lambda h, size: batch(t, h, size, quads_from_block))
             return []
 
         loop(builder, builder.and_(begin, WORD(-LANES)), end, LANES, [], block_of_keys)

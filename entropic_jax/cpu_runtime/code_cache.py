@@ -54,7 +54,7 @@ def load_or_compile(name: str, build: KernelBuilder) -> int:
     Args:
         name: the name of the kernel and the symbol of the last function that `build` yields.
         build: the builder; it runs only if the cache does not hold the kernel. The folder of the file that
-            defines it holds all source text, beside that of this package, on which the code depends.
+            defines it holds all source text, besides that of this package, on which the code depends.
 
     Returns:
         The address of that last function.

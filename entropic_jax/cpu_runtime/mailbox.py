@@ -5,7 +5,7 @@ SIZE = 512  # bytes
 # Offsets in bytes, each word in a cache line of its own:
 JOB = 0  # generation << 32 | chunks that nobody has taken yet
 FUNCTION = 64  # address of the task
-ARGUMENT = 128  # what the task is called with, beside the number of a chunk
+ARGUMENT = 128  # what the task is called with, besides the number of a chunk
 DONE = 192  # chunks that are finished
 BUSY = 256  # 1 while a kernel uses the pool
 THREADS = 320  # number of threads, the caller's included; 1 tells the others to end

@@ -157,7 +157,7 @@ def _stored_sums(builder: Any, begin: Any, out: Any, cells: list[Any]) -> list[A
 
 @cache
 def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1) -> Any:
-    """`tiles(rows, *arguments)`: the `tile` of so many rows with these arguments.
+    """`tiles(rows, *arguments)`: the `tile` of `rows` rows with these arguments.
 
     Args:
         dtype: of the weight.

@@ -41,12 +41,12 @@ class Method:
     def __post_init__(self) -> None:
         if self.decode_policy is not None and self.ragged:
             raise ValueError(
-                f"decode_policy must be None beside {self.compression}, whose heads hold different pages; "
+                f"decode_policy must be None with {self.compression}, whose heads hold different pages; "
                 f"got {self.decode_policy} (presets off, micro and macro have none)"
             )
         if self.compression is not None and self.information == "surprisal":
             raise ValueError(
-                "decode_policy must weigh pages by value, mass or mahalanobis beside a compression, since a "
+                "decode_policy must weigh pages by value, mass or mahalanobis with a compression, since a "
                 "compressed page has no surprisal; got 'surprisal'"
             )
 

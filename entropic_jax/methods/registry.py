@@ -68,7 +68,7 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
 
     Raises:
         ValueError: for an unknown name, a budget below 64, or a method that selects the pages of decode steps
-            beside a preset that does so too.
+            with a preset that does so too.
 
     >>> from ..control.presets import preset
     >>> add_method("snapkv", preset("micro")).page_policy.compression.budget
@@ -90,7 +90,7 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
     if entry.decode_policy is not None:
         if decode_policy is not None:
             raise ValueError(
-                f"preset must be off, micro or macro beside {name!r}, which selects the pages of steps; "
+                f"preset must be off, micro or macro with {name!r}, which selects the pages of steps; "
                 f"got one with {decode_policy}"
             )
         decode_policy = entry.decode_policy(**decode_options)

@@ -13,7 +13,7 @@ from .table import LARGEST_INT, Flag, Number, Strings, Table, TokenBiases, Token
 
 DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
 """Who applies a parameter: the sampler, per row; the host side of any generation; the serving engine alone;
-whoever writes the answer."""
+the code that writes the answer."""
 
 _PROBABILITY = Number(float, 0, 1, above_low=True)
 _PENALTY = Number(float, -2, 2)

@@ -1,8 +1,8 @@
 """Lossless speculative decoding: cheap drafts, one dense pass that verifies them, a law for their number.
 
-Randomness is a function of (key, seed, position), so sampling draws the same token at a position whoever
-asks. A drafted token is accepted if and only if it is the token that the verified logits draw there: the text
-is that of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
+Randomness is a function of (key, seed, position), so the same logits draw the same token at a position. A
+drafted token is accepted if and only if it is the token that the verified logits draw there: the text is that
+of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
 
 The life of a pass: drafters continue each row's text (`suffix`, then `pruned`, in a `cascade`), the
 draft-length law decides how many of the drafted tokens to verify (`draft_length`), one forward pass runs over

@@ -11,7 +11,7 @@ from .speculator import Speculator, speculator
 from .suffix import suffix_drafter
 
 UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token,
-UNMEASURED_CONTEXT = 4096  # from so many positions on; nothing is drafted below
+UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted in shorter texts
 LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arithmetic
 
 

@@ -2,8 +2,8 @@
 
     python -m entropic_jax.models.train.evaluate --model DIR --work DIR --out FILE
 
-On held-out packages: bits per byte beside `xz -9e`, bits per byte against the context allowed, recall
-against distance, and samples. Writes one JSON file and, beside it, two plots.
+On held-out packages: bits per byte, also of `xz -9e`, bits per byte against the context allowed, recall
+against distance, and samples. Writes one JSON file and, next to it, two plots.
 """
 
 import os
@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="exported directory")
     parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; the plots go beside it")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; the plots go next to it")
     parser.add_argument("--files", type=int, default=60, help="held-out files, for bits per byte")
     parser.add_argument("--long-files", type=int, default=16, help="files for the effect of context")
     parser.add_argument("--cases", type=int, default=50, help="recall cases of each kind and distance")

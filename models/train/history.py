@@ -1,7 +1,7 @@
 """Training history of an exported model: rounds, each of which continues from the weights of the last.
 
 `models.train` records its command line in `WORK/run.json`. The export adds statistics from the log and stores
-all rounds in `training.json` beside the weights.
+all rounds in `training.json` next to the weights.
 """
 
 import argparse

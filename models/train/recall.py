@@ -16,7 +16,7 @@ from .data import encode_task
 
 DISTANCES = (128, 512, 1024, 2048, 4096, 8000)  # tokens from the end of a fact to its question
 DISTRACTOR_EVERY = 128  # tokens, the kinds taking turns
-ROOM = 384  # tokens of a window beside the distance, at least
+ROOM = 384  # least number of tokens of a window outside the distance
 SPARE = 12  # tokens: pieces encoded together may come to a few more than apart
 
 

@@ -86,8 +86,8 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
 
     Args:
         rng: of facts and places.
-        filler: text of at least so many characters.
-        characters: length of the document, about.
+        filler: text of at least `characters` characters.
+        characters: approximate length of the document.
     """
     kinds = list(KINDS) if rng.random() < 0.3 else [rng.choice(list(KINDS))]
     dense = rng.random() < 0.35

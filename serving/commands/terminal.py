@@ -133,7 +133,7 @@ def show(prompt: str, tokens: Iterable[Token], console: Console, note: str = "")
         prompt: Of which the last lines are shown.
         tokens: Of the continuation, as they come.
         console: To print to.
-        note: Beside the figures of the run.
+        note: Shown next to the figures of the run.
     """
     screen = Screen(console, note)
     reason = None

@@ -14,8 +14,8 @@ from .interface import Grammar
 from .sequence import Sequence
 from .suffix_lookup import continuation
 
-# A match of so many tokens is a better guess than what the grammar forces, as a forced text can be written
-# in other tokens; and one of so many tokens is worth a guess where the grammar forces nothing.
+# A match of LONG_MATCH tokens is a better guess than what the grammar forces, as a forced text can be written
+# in other tokens. One of SHORT_MATCH tokens is worth a guess where the grammar forces nothing.
 LONG_MATCH, SHORT_MATCH = 4, 2
 SEARCHED = 2048  # tokens at the end of a text in which matches are sought
 
@@ -116,7 +116,7 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
 
 
 def _proposal(text: list[int], ahead: Grammar, most: int) -> Iterable[int]:
-    """Tokens that are likely to follow a text, at most so many."""
+    """Up to `most` tokens that are likely to follow a text."""
     length, following = continuation(text, most)
     if length >= LONG_MATCH:
         return following

@@ -9,7 +9,7 @@ from .grammars import Plan
 from .programs import DecodeProgram
 from .sequence import Sequence
 
-LAUNCH_SECONDS = 0.001  # of a launch beside its steps, on the host: what one launch fewer saves
+LAUNCH_SECONDS = 0.001  # of a launch without its steps, on the host: what one launch fewer saves
 DRAFT_SHARE = 0.1  # of a step, that a drafted token costs before it is measured
 RATE = 0.2  # weight of the latest launch in an estimate
 
@@ -34,7 +34,7 @@ class Forecast(NamedTuple):
         return of_plans + steps * (self.free_tokens if speculates else self.free)
 
     def drafts(self, steps: int) -> float:
-        """Tokens drafted in a launch with drafts of so many steps."""
+        """Tokens drafted in a launch of `steps` steps that draft."""
         return sum(self.planned) + steps * self.free_drafts
 
 

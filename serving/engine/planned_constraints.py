@@ -10,7 +10,7 @@ from entropic_jax.sampling.constraints import ANYTHING, NOTHING, Constraints
 
 from .grammars import Plan
 
-SETS_PER_ROW = 4  # room for token sets, beside those of one full plan; at least 2
+SETS_PER_ROW = 4  # room for token sets, besides those of one full plan; at least 2
 
 
 class TokenSets:

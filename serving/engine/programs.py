@@ -87,12 +87,12 @@ class Shapes:
     def planned_tokens(self) -> int:
         """Tokens that the plan of a sequence with a grammar expects, at most.
 
-        0 where sequences may branch, so that each launch has one step beside a sequence with a grammar.
+        0 where sequences may branch, so that a launch with a sequence that has a grammar has one step.
         """
         return 0 if self.plan is not None else self.tokens(True) - 1
 
     def speculator(self, rows: int, costs: PassCosts | None = None) -> Speculator | None:
-        """What drafts the tokens of so many rows, given what passes cost on this machine."""
+        """What drafts the tokens of `rows` rows, by the costs of passes on this machine."""
         return make_speculator(self.speculate, rows, self.num_speculative_tokens, costs)
 
     @property

@@ -162,7 +162,7 @@ class Scheduler:
             free.pop(0)
             self.rounds += 1 / self.sizes.rows
         self.waiting = await_programs
-        # Beside fewer rows, a sequence may need no other program.
+        # When fewer rows are occupied, a sequence may need no further program.
         self.all_await_programs = bool(await_programs) and not self.batch.occupied
 
     def _place(self, sequence: Sequence, row: int) -> bool:

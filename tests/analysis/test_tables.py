@@ -1,4 +1,4 @@
-"""Tables of an ablation: what is quoted from the paper, and what is computed beside it."""
+"""Tables of an ablation: what is quoted from the paper, and what is computed."""
 
 import pytest
 

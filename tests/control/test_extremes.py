@@ -97,6 +97,6 @@ def test_extreme_logits_neither_stop_a_law_nor_spread(name):
     assert (tokens["one-hot"] == 5).all() and (tokens["far apart"] == 7).all()
     assert set(tokens["two are left"].tolist()) <= {0, 1}
     np.testing.assert_allclose(trace.entropy[0, :4], [0, np.log(V), np.log(2), 0], atol=1e-5)
-    # Whoever stands beside a broken row writes what it writes beside a sound one.
+    # The neighbours of a broken row emit what they emit next to a sound one.
     _, beside = run([n if n not in BROKEN else "uniform" for n in names], WAYS[name])
     np.testing.assert_array_equal(beside.token[:, sound], trace.token[:, sound])

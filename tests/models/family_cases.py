@@ -37,7 +37,7 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_h
 
 
 def longrope(pairs: int) -> dict[str, Any]:
-    """The scaling of Phi 3 for so many pairs of a head."""
+    """The scaling of Phi 3 for a head of `pairs` pairs."""
     short, long = [1.0 + 0.1 * i for i in range(pairs)], [2.0 + i for i in range(pairs)]
     return {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long}
 

@@ -1,4 +1,4 @@
-"""Random models of transformers as an oracle, and ours on the paged KV cache beside them."""
+"""Random models of transformers as an oracle, and ours, on the paged KV cache."""
 
 from functools import partial
 from typing import Any

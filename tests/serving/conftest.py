@@ -163,8 +163,8 @@ def served():
 
 
 @pytest.fixture(scope="module")
-def scripted_server(served):
-    """A server over a scripted engine; the tests of a module share it."""
+def scripted_server(served, request):
+    """A server over a scripted engine; the tests of a module share it, and may set its `SERVER_SETTINGS`."""
     from entropic_jax.serving.http.frontend import Frontend
     from entropic_jax.serving.http.settings import Settings
 
@@ -172,20 +172,23 @@ def scripted_server(served):
     from .scripted_engine import ScriptedEngine
 
     engine = ScriptedEngine(served)
-    settings = Settings(port=0, request_timeout=30.0, on_engine_failure="stay")
+    changes = getattr(request.module, "SERVER_SETTINGS", {})
+    settings = Settings(port=0, request_timeout=30.0, on_engine_failure="stay", **changes)
     frontend = Frontend(engine, served, settings)
     with serving(frontend) as running:
         running.engine, running.model = engine, served
+        running.calling, running.tokens = frontend.tool_calling, engine.tokens
         yield running
 
 
 @pytest.fixture
 def live(scripted_server):
-    """The same server, reset to its fastest pace."""
+    """The same server, reset: its fastest pace, its text, its parser of tool calls."""
     engine = scripted_server.engine
     engine.prefill = engine.pace = 0.0
     engine.room, engine.is_ready, engine.failed = 10**6, True, None
-    scripted_server.frontend.draining = False
+    scripted_server.frontend.draining, scripted_server.frontend.tool_calling = False, scripted_server.calling
+    engine.tokens = scripted_server.tokens
     engine.cancelled.clear()
     return scripted_server
 

@@ -56,7 +56,7 @@ def test_openai_async(real):
         return [answer.choices[0].message.content for answer in answers]
 
     said = asyncio.run(run())
-    assert said[0] == said[2] == said[4]  # the same seed, whoever runs beside it
+    assert said[0] == said[2] == said[4]  # the same seed, with any neighbours
 
 
 def test_openai_errors_and_models(client):

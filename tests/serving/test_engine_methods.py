@@ -105,7 +105,7 @@ class Events(MetricsHooks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together"), [("entropyinfer", True), ("dense", False)])
 def test_pages_emptied_serve_others(model, name, together):
-    """Two long prompts do not fit beside one another, unless the first is compressed."""
+    """Two long prompts do not fit next to each other, unless the first is compressed."""
     for engine in engine_of(model, name, num_pages=40, enable_prefix_caching=False):
         engine.scheduler.batch.metrics_hooks = events = Events()
         results = run(

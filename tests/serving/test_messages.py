@@ -17,29 +17,13 @@ from .scripted_engine import SCRIPT, ScriptedEngine
 from .test_tools import BOTH, NO_ARGUMENTS, ROME, calls, scripted
 
 PATH = "/v1/messages"
+SERVER_SETTINGS = {"tool_call_parser": "hermes"}
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"name": "weather", "description": "The weather of a city.", "input_schema": SCHEMA},
     {"name": "clock", "input_schema": {"type": "object", "properties": {}}},
 ]
-
-
-@pytest.fixture(scope="module")
-def scripted_server(served):
-    """A server whose text a test may replace."""
-    engine = ScriptedEngine(served)
-    settings = Settings(port=0, tool_call_parser="hermes", on_engine_failure="stay")
-    with serving(Frontend(engine, served, settings)) as running:
-        running.engine, running.model = engine, served
-        running.calling, running.tokens = running.frontend.tool_calling, engine.tokens
-        yield running
-
-
-@pytest.fixture
-def live(live):
-    live.frontend.tool_calling, live.engine.tokens = live.calling, live.tokens
-    return live
 
 
 def post(live, path=PATH, **body) -> httpx2.Response:

@@ -40,7 +40,7 @@ def test_what_does_not_go_together_is_said(entropic, directory):
         "meso-lossy",
     )
     status, _, errors = entropic(*arguments)
-    assert status == 2 and "error: --method quest: preset must be off, micro or macro beside" in errors
+    assert status == 2 and "error: --method quest: preset must be off, micro or macro with" in errors
     status, _, errors = entropic(*arguments[:-2], "--cache-budget", "3")
     assert status == 2 and "error: --cache-budget must be an integer of at least 64; got 3" in errors
 

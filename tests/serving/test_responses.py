@@ -5,36 +5,16 @@ import json
 import httpx2
 import pytest
 
-from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.response_store import ResponseStore
-from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.tools.formats import HERMES
 
-from .live import refused, serving
-from .scripted_engine import SCRIPT, ScriptedEngine
+from .live import refused
+from .scripted_engine import SCRIPT
 from .test_tools import BOTH, NO_ARGUMENTS, ROME, TOOLS, calls, scripted
 
 PATH = "/v1/responses"
+SERVER_SETTINGS = {"tool_call_parser": "hermes", "api_keys": ("ours", "theirs")}
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in TOOLS]
-
-
-@pytest.fixture(scope="module")
-def scripted_server(served):
-    """A server whose text a test may replace, with keys of two owners."""
-    engine = ScriptedEngine(served)
-    settings = Settings(
-        port=0, tool_call_parser="hermes", on_engine_failure="stay", api_keys=("ours", "theirs")
-    )
-    with serving(Frontend(engine, served, settings)) as running:
-        running.engine, running.model = engine, served
-        running.calling, running.tokens = running.frontend.tool_calling, engine.tokens
-        yield running
-
-
-@pytest.fixture
-def live(live):
-    live.frontend.tool_calling, live.engine.tokens = live.calling, live.tokens
-    return live
 
 
 def send(live, method="POST", path=PATH, key="ours", **fields) -> httpx2.Response:
@@ -209,7 +189,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         (
             {"tools": FUNCTIONS, "text": {"format": {"type": "json_object"}}},
             "tool_choice",
-            "beside text.format; got",
+            "with text.format; got",
         ),
         (
             {"previous_response_id": "resp_x"},

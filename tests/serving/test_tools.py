@@ -357,7 +357,7 @@ BROKEN = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"
         ({"tools": [CLOCK, CLOCK]}, "tools", "different names; got clock twice"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice", "must be none beside"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice", "must be none with"),
         ({"tools": TOOLS, "parallel_tool_calls": 3}, "parallel_tool_calls", "parallel_tool_calls must"),
         ({"messages": BROKEN}, "messages", "arguments are JSON objects; got '{'"),
         (

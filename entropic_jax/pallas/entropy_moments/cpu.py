@@ -15,7 +15,7 @@ from ...cpu_runtime.run_once import run_once
 from .reference import Moments
 
 PIECE = 1024  # logits whose exponentials are summed in float32; pieces are summed in float64
-LOWEST = np.float32(-87)  # smaller exponents count as this: e^−87 vanishes beside the 1 of the largest logit
+LOWEST = np.float32(-87)  # smaller exponents count as this: e^−87 vanishes next to the 1 of the largest logit
 
 
 def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:

@@ -30,7 +30,7 @@ def longest_match(text: jax.Array, last: jax.Array, longest: int) -> tuple[jax.A
 
 @run_once
 def _register(longest: int) -> str:
-    """Register the search for matches of up to so many tokens with XLA; returns its name there."""
+    """Register the search for matches of up to `longest` tokens with XLA; returns its name there."""
     name = f"entropic_longest_match_{longest}"
     register(name, lambda: _compile(name, longest))
     return name

@@ -305,7 +305,7 @@ def select_pages(
     Args:
         q: queries `[rows, kv_heads, group, head_dim]`, already scaled by 1/√head_dim.
         summary: the element-wise bounds and the sum of the keys of every page of the pool.
-        information: float32 `[pool, kv_heads]`, ≥ 0: the weight of a page beside its attention mass.
+        information: float32 `[pool, kv_heads]`, ≥ 0: the weight by which a page's mass is multiplied.
         page_table: int32 `[rows, max_pages]`, the pages of a row in the pool, in order of position.
         context_length: int32 `[rows]`, positions that each row holds.
         dropped_mass_limit: ε, float32 `[rows]`: the share of the weighted attention mass that may stay

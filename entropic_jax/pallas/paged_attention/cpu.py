@@ -270,7 +270,7 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     place_of_piece, tile_of_entry = _piece_readers(shape, page_range, page_of_entry)
     tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
-    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, beside the weights of each head
+    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, without the weights of each head
     weight_bytes = 4 * padded(page_size)
 
     @compiled

@@ -132,7 +132,7 @@ function quiet() {
   $("alert").replaceChildren();
 }
 
-/** Say what went wrong, with the way out beside it. */
+/** Say what went wrong, and what to do about it. */
 function complain(error, names) {
   const box = $("alert"), words = document.createElement("span");
   const refused = error instanceof Refusal ? error : new Refusal("failed", String(error));

@@ -111,7 +111,7 @@ export class Pane {
   }
 }
 
-/** What was measured of one token, beside it. */
+/** What was measured of one token, next to it. */
 export class Card {
   constructor(node) {
     this.node = node;

@@ -92,7 +92,7 @@ Item = Annotated[
 
 
 def chat_messages(items: str | Iterable[Any]) -> list[dict[str, Any]]:
-    """The messages of chat that items stand for; calls and thoughts belong to the message beside them."""
+    """The messages of chat that items stand for; calls and thoughts belong to the message next to them."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []

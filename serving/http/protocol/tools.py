@@ -71,9 +71,7 @@ def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constr
         message = f"tool_choice must name one of tools ({', '.join(names)}); got {choice.function.name}"
         raise conflict("tool_choice", message)
     if constrained and choice != "none":
-        message = (
-            "tool_choice must be none beside response_format or structured_outputs; got a choice of tools"
-        )
+        message = "tool_choice must be none with response_format or structured_outputs; got a choice of tools"
         raise conflict("tool_choice", message)
 
 

@@ -175,7 +175,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         FrontendError: Instead of the ValidationError or FrontendError of chat.
     """
     words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    pattern = re.compile(rf"(^|\bbeside )({words})(?![\w.])")
+    pattern = re.compile(rf"(^|\bwith )({words})(?![\w.])")
 
     def rename(text: str) -> str:
         return pattern.sub(lambda match: match[1] + names[match[2]], text)

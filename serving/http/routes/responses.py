@@ -17,7 +17,7 @@ from ..protocol.responses import (
     ResponsesBody,
     chat_messages,
 )
-from ..response_store import ResponseStore
+from ..response_store import ResponseStore, StoredResponse
 from . import conversation, errors, generation, rendering, unknown_fields
 from .response_message import ResponseMessage
 
@@ -52,9 +52,7 @@ def router(frontend: Frontend) -> APIRouter:
         responses=errors.documented(401, 404),
     )
     async def stored(response_id: str, http: Request) -> Any:
-        if (response := store.get(http.state.owner, response_id)) is None:
-            raise _missing("response_id", response_id, 404)
-        return rendering.answered(response.answer)
+        return rendering.answered(_stored(store, http, "response_id", response_id).answer)
 
     @routes.delete(
         "/v1/responses/{response_id}",
@@ -63,16 +61,19 @@ def router(frontend: Frontend) -> APIRouter:
         responses=errors.documented(401, 404),
     )
     async def forget(response_id: str, http: Request) -> Any:
-        if not store.delete(http.state.owner, response_id):
-            raise _missing("response_id", response_id, 404)
+        _stored(store, http, "response_id", response_id)
+        store.delete(http.state.owner, response_id)
         return rendering.answered({"id": response_id, "object": "response", "deleted": True})
 
     return routes
 
 
-def _missing(param: str, name: str, status: int) -> FrontendError:
-    message = f"{param} must be the id of a stored response that has not expired; got {name[:200]!r}"
-    return FrontendError(status, message, param)
+def _stored(store: ResponseStore, http: Request, param: str, name: str, status: int = 404) -> StoredResponse:
+    """The stored response that `param` of a request names; FrontendError if its owner has none of that id."""
+    if (response := store.get(http.state.owner, name)) is None:
+        message = f"{param} must be the id of a stored response that has not expired; got {name[:200]!r}"
+        raise FrontendError(status, message, param)
+    return response
 
 
 async def _answer(frontend: Frontend, store: ResponseStore, body: ResponsesBody, http: Request) -> Response:
@@ -81,8 +82,7 @@ async def _answer(frontend: Frontend, store: ResponseStore, body: ResponsesBody,
     owner = http.state.owner
     messages = chat_messages(body.input)
     if body.previous_response_id is not None:
-        if (previous := store.get(owner, body.previous_response_id)) is None:
-            raise _missing("previous_response_id", body.previous_response_id, 400)
+        previous = _stored(store, http, "previous_response_id", body.previous_response_id, 400)
         messages = [*previous.messages, *messages]
     if not messages:
         raise FrontendError(400, "input must have an item other than reasoning; got none", "input")
