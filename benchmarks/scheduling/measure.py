@@ -1,12 +1,13 @@
 """Simulations of scheduling policies on every workload, paired by seed."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from entropic_jax.analysis import queueing
-from entropic_jax.analysis.queueing import Entropic, Policy, Predicted, Requests
+from entropic_jax.analysis.queueing import Entropic, Learned, Policy, Predicted, Requests
 from entropic_jax.control.length_prediction import FEATURES, LengthModel, fit_length_model
 
 from .workload import LAWS, draw_requests
@@ -42,12 +43,15 @@ def conditions(quick: bool) -> Iterator[Condition]:
     for law in laws[:1] if quick else LAWS[:3]:
         telling = ("fcfs", *entropic, *predictions[:2], "predicted, shuffled", "oracle")
         yield Condition(law, "constant", TELLING, True, telling)
+    for limits, law in itertools.product(("loose", "constant"), laws):
+        yield Condition(law, limits, 0.0, False, ("fcfs", "shortest stated", "learned", "oracle"))
     for law in laws[:1] if quick else LAWS[:2]:
         admission = (
             "fcfs",
             "entropic, stated cost",
             "constant drop, stated cost",
             "shortest stated",
+            "learned",
             "oracle",
         )
         yield Condition(law, "exact", 0.0, False, admission)
@@ -64,6 +68,8 @@ def policy(name: str, models: dict[str, LengthModel]) -> Policy:
     }
     if base in simple:
         return simple[base]
+    if base == "learned":
+        return Learned()
     if base.startswith("predicted"):
         return Predicted(models[base])
     cost = "stated" if base.endswith("stated cost") else "equal"

@@ -18,6 +18,8 @@ TITLES = {  # limits, telling, preemptive
     ("constant", False, True): "All requests state the same max_tokens; entropy says nothing of the length",
     ("loose", False, True): "max_tokens within a factor of the length; entropy says nothing of the length",
     ("constant", True, True): "The same max_tokens; the mean entropy rises with the logarithm of the length",
+    ("loose", False, False): "Admission alone, max_tokens within a factor of the length",
+    ("constant", False, False): "Admission alone, all requests state the same max_tokens",
     ("exact", False, False): "Admission alone, max_tokens is the length: the server's benchmark",
 }
 
@@ -35,6 +37,10 @@ NOTES = (
     (
         "Shuffled: the policy sees the entropies of another request. Other calibration: fitted to lognormal "
         "lengths, whatever the workload."
+    ),
+    (
+        "Learned: the policy `predicted` of the serving engine, a model of the latest 128 requests; see "
+        "`entropic_jax.analysis.queueing.Learned`."
     ),
     "Predicted: highest Gittins index first, by `entropic_jax.control.length_prediction`, with its guard.",
 )

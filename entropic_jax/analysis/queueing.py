@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ..control.entropy_drop import PRIOR, EntropyPredictor, new_predictor, predicted_drop, update_predictor
-from ..control.length_prediction import FEWEST_ENDED, LengthModel, serving_order
+from ..control.length_prediction import FEWEST_ENDED, LengthModel, fit_recent_lengths, serving_order
 from ..control.scheduling import RowLoad, Scheduling
 
 PRIOR_DROP = float(predicted_drop(new_predictor(1), PRIOR)[0])  # E[ΔH⁺] before the first token, nats
@@ -233,3 +233,37 @@ class Predicted:
                 return np.arange(len(view.rows))
             return serving_order(self.current, features, view.age, view.rows, overdue)
         return np.lexsort((view.rows, -self.model.forecast(features, view.age).gittins_index))
+
+
+class Learned:
+    """The policy `predicted` of the serving engine: highest Gittins index of a model of the latest requests.
+
+    Without preemption, and without calibration. It is first come, first served until 32 of the latest
+    requests have ended, and where what is known of them says little of their lengths.
+
+    Args:
+        longest_wait: steps after which a request comes first.
+    """
+
+    names = ("prompt_tokens", "max_tokens")
+
+    def __init__(self, longest_wait: int = 4096) -> None:
+        self.longest_wait = longest_wait
+        self.fitted_to = (-1, -1)  # the latest arrival, and how many of the recent ones had ended
+        self.model: LengthModel | None = None
+
+    def __call__(self, view: View) -> np.ndarray:
+        """See `Policy`."""
+        known = (int(view.recent[-1]), int(view.recent_ended.sum()))
+        if known != self.fitted_to:
+            features = self.features(view.requests, view.recent)
+            self.model = fit_recent_lengths(features, view.recent_age, view.recent_ended, self.names)
+            self.fitted_to = known
+        if self.model is None:
+            return np.arange(len(view.rows))
+        features, overdue = self.features(view.requests, view.rows), view.wait > self.longest_wait
+        return serving_order(self.model, features, view.age, view.rows, overdue, preemptive=False)
+
+    def features(self, requests: Requests, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """What is known of some requests before they begin, by name, each `[rows]`."""
+        return {name: getattr(requests, name)[rows] for name in self.names}

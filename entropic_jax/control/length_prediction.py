@@ -16,6 +16,7 @@ import numpy as np
 
 FEATURES = ("prompt_tokens", "max_tokens", "recent_length", "mean_entropy")
 NUM_RESIDUALS = 32  # quantiles that stand for the distribution of e
+FEWEST_FITTED = 32  # recent requests that have ended, from which weights are fitted to them
 FEWEST_ENDED = 16  # recent requests that have ended, from which residuals replace those of the calibration
 SMALLEST_VARIANCE = 0.1  # of w·x over the runnable requests, from which the features tell them apart
 LARGEST_LIGHT_TAIL = 1.2  # squared coefficient of variation of exp(e); 1 is that of an exponential law
@@ -160,18 +161,41 @@ def fit_length_model(
     return LengthModel(weights, _quantiles(target - design @ weights), names)
 
 
+def fit_recent_lengths(
+    features: Mapping[str, np.ndarray], age: np.ndarray, ended: np.ndarray, names: tuple[str, ...]
+) -> LengthModel | None:
+    """A length model that knows recent requests alone; None before 32 of them have ended.
+
+    The weights are those of the requests that have ended. An order by features selects them by these, which
+    does not bias a regression on the same features. The residuals are as in `LengthModel.updated`.
+
+    Args:
+        features: of all recent requests, by name, each `[requests]`.
+        age: work done so far, `[requests]`.
+        ended: bool `[requests]`; `age` is then the length.
+        names: features to use.
+    """
+    if ended.sum() < FEWEST_FITTED:
+        return None
+    kept = {name: np.asarray(features[name])[ended] for name in names}
+    model = fit_length_model(kept, np.maximum(np.asarray(age)[ended], 1), names)
+    return model.updated(features, age, ended)
+
+
 def serving_order(
     model: LengthModel,
     features: Mapping[str, np.ndarray],
     age: np.ndarray,
     arrival: np.ndarray,
     overdue: np.ndarray | Any = False,
+    preemptive: bool = True,
 ) -> np.ndarray:
     """The order in which to serve requests: highest Gittins index first, or first come, first served.
 
     The guard: if the features hardly tell the requests apart and the tail of the residuals is no heavier than
     about that of an exponential law, no order gains anything over that of arrival, and time slicing loses
-    much; so it is first come, first served.
+    much; so it is first come, first served. Without preemption, a heavy tail is no reason either: requests
+    that have not begun differ in their features alone.
 
     Args:
         model: of the lengths.
@@ -179,13 +203,15 @@ def serving_order(
         age: tokens generated, `[requests]`.
         arrival: serial number or time of each request, `[requests]`.
         overdue: bool `[requests]`, requests that have waited too long; they come first, by arrival.
+        preemptive: whether the order may take a place from a request that runs.
 
     Returns:
         Indices of the requests, the first to be served first.
     """
     forecast = model.forecast(features, age)
     overdue = np.broadcast_to(overdue, len(arrival))
-    useful = forecast.explained >= SMALLEST_VARIANCE or forecast.tail > LARGEST_LIGHT_TAIL
+    sliced = preemptive and forecast.tail > LARGEST_LIGHT_TAIL
+    useful = sliced or forecast.explained >= SMALLEST_VARIANCE
     index = forecast.gittins_index if useful else np.zeros(len(arrival))
     return np.lexsort((arrival, np.where(overdue, 0.0, -index), ~overdue))
 

@@ -176,8 +176,9 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--scheduling-policy",
-        choices=("fcfs", "priority", "entropic"),
-        help="order of all requests with the same stated priority: arrival (fcfs, also called priority), or "
+        choices=("fcfs", "priority", "predicted", "entropic"),
+        help="order of all requests with the same stated priority: arrival (fcfs, also called priority), "
+        "least work first, predicted from recent requests (predicted), or "
         "expected entropy drop per load (entropic, the scale macro); requests with the preset macro need "
         "entropic (default: entropic with --preset macro, full or full-lossy, else fcfs)",
     )

@@ -27,7 +27,7 @@ from .programs import Shapes
 # sequence's neighbours.
 SELECTION = dataclasses.replace(FINE_PAGES, refresh=1)
 Warmup = Literal["none", "min", "full"]
-Policy = Literal["entropic", "fcfs"]
+Policy = Literal["entropic", "predicted", "fcfs"]
 UTILIZATIONS = Number(float, 0, 1, above_low=True)
 EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
 MOST_ROWS = 4096  # bound on `max_num_seqs`, far beyond what a device serves well
@@ -39,11 +39,11 @@ class EngineOptions:
 
     The order in which requests are served compares them with each other, so the scale macro is a property of
     the engine: `scheduling_policy` "entropic" ranks all requests by their priority π, whatever their preset;
-    "fcfs" serves them in order of arrival. Under both, the `priority` that a request states comes first.
+    "predicted" by predicted work, "fcfs" by arrival. The `priority` that a request states comes first.
 
     Drafts, too, are a property of the engine. If `speculate` names a drafter, tokens are drafted for every
     request that reads all pages; if it follows from `preset`, for those with meso or full. A launch drafts
-    for all of its sequences or for none. An engine refuses macro under "fcfs", and meso without a drafter.
+    for all of its sequences or for none. Only "entropic" accepts macro; meso needs a drafter.
 
     Raises:
         ParameterError: A ValueError, for a field with a value that is not accepted.

@@ -1,4 +1,4 @@
-"""Ranking of sequences, for admission and preemption: by entropic priority, or first come, first served."""
+"""Ranking of sequences, for admission and preemption: by entropic priority, predicted work, or arrival."""
 
 import itertools
 import math
@@ -11,10 +11,14 @@ from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
 from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling
 
 from .sequence import Sequence
+from .work_prediction import WorkPrediction
 
 
 class Ranking:
-    """Orders sequences by the priority their requests state, then by π (`entropic`) or arrival (`fcfs`).
+    """Orders sequences by the priority their requests state, then by policy.
+
+    The policy `entropic` takes the highest π first, `predicted` the least predicted work (`WorkPrediction`),
+    `fcfs` the earliest arrival.
 
     π is that of `control.scheduling.priority` with the gains of `Scheduling`. The cost C of a sequence is the
     work left to compute (`Sequence.remaining_work`), M the memory that it may come to hold, both relative to
@@ -23,13 +27,15 @@ class Ranking:
 
     Waits are counted in rounds, of as many admissions as there are rows. With ageing a sequence waits at most
     B/a + ⌈n/c⌉ rounds, for n waiting sequences and c rows. So that stated priorities starve nobody either, a
-    request counts as one more important for every B/a rounds it waits.
+    request counts as one more important for every B/a rounds it waits. Under `predicted`, those that have
+    waited B/a rounds come first, in order of arrival, which gives the same bound.
     """
 
     def __init__(self, policy: str, prior: AR1) -> None:
-        """`policy` is "entropic" or "fcfs"; `prior` describes H₁ along a sequence without tokens."""
+        """`policy` is "entropic", "predicted" or "fcfs"; `prior` describes H₁ before the first token."""
         self.policy, self.law = policy, Scheduling(width=1)
         self.prior_drop = float(predicted_drop(new_predictor(1), prior)[0])
+        self.work_prediction = WorkPrediction()
         self.longest_wait = 0.0  # rounds that a sequence has waited for its first row, at most
         self.most_waiting = 0  # sequences that have waited at once, at most
 
@@ -52,12 +58,16 @@ class Ranking:
             promotions = sequence.rounds_waited(rounds) * self.law.ageing // self.law.bound
             return sequence.engine_request.priority - promotions
 
+        if self.policy == "predicted":
+            overdue = np.array([s.rounds_waited(rounds) * self.law.ageing >= self.law.bound for s in ordered])
+            ordered = [ordered[place] for place in self.work_prediction.order(ordered, overdue)]
+            return sorted(ordered, key=stated)
         if self.policy == "fcfs":
             return sorted(ordered, key=lambda s: (stated(s), s.arrival_time))
         return sorted(ordered, key=lambda s: (stated(s), -s.priority, s.arrival_time))
 
     def note_first_row(self, sequence: Sequence, rounds: float, num_waiting: int) -> None:
-        """Record how long a sequence has waited for its first row.
+        """Record how long a sequence has waited for its first row, and that it begins.
 
         Args:
             sequence: That gets its first row.
@@ -66,6 +76,8 @@ class Ranking:
         """
         self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
         self.most_waiting = max(self.most_waiting, num_waiting)
+        if self.policy == "predicted":
+            self.work_prediction.note_first_row(sequence)
 
     def longest_allowed(self, rows: int) -> float:
         """Rounds that no sequence may have waited longer than: B/a + ⌈n/c⌉."""

@@ -221,7 +221,7 @@ class RowControllers:
         if preset == "meso":
             return " (the engine drafts no tokens: it was started with neither meso, full nor speculate)"
         if preset == "macro":
-            return " (the engine serves requests in order of arrival: scheduling_policy is fcfs)"
+            return " (the engine does not order requests by entropy: scheduling_policy is not entropic)"
         return ""
 
     def _controller(

@@ -128,6 +128,12 @@ class Sequence:
         return PREFILL_TOKEN_COST * prefill + self.request.max_tokens - len(self.generated)
 
     @property
+    def work_done(self) -> float:
+        """Work so far, in decode steps: prefill counts from the first token on, accepted drafts do not."""
+        prefill = len(self.prompt) - self.cached_tokens if self.generated else 0
+        return PREFILL_TOKEN_COST * prefill + len(self.generated) - self.num_accepted
+
+    @property
     def max_length(self) -> int:
         """Positions that it holds in the end if all tokens are generated that may be."""
         return len(self.prompt) + self.request.max_tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.analysis import queueing
-from entropic_jax.analysis.queueing import Entropic, Predicted, Requests, simulate
+from entropic_jax.analysis.queueing import Entropic, Learned, Predicted, Requests, simulate
 from entropic_jax.control.length_prediction import fit_length_model
 
 
@@ -87,3 +87,25 @@ def test_admission_by_the_stated_cost_does_not_see_entropy():
     again = simulate(drawn, 4, Entropic("stated", constant=True), preemptive=False, entropies=other)
     assert once.latency.tolist() == again.latency.tolist()
     assert once.latency.mean() < 0.9 * mean_latency(drawn, queueing.first_come_first_served, preemptive=False)
+
+
+def stated(lengths: np.ndarray, seed: int) -> Requests:
+    """Requests whose `max_tokens` is within a factor of their length."""
+    factor = np.exp(np.abs(np.random.default_rng(seed).normal(0.7, 1.0, len(lengths))))
+    return requests(lengths, seed)._replace(max_tokens=np.ceil(lengths * factor).astype(int))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_admission_by_learned_lengths_gains_from_stated_limits_and_loses_nothing_without(seed):
+    fcfs = lambda drawn: mean_latency(drawn, queueing.first_come_first_served, preemptive=False)
+    learned = lambda drawn: mean_latency(drawn, Learned(), preemptive=False)
+    informative = stated(heavy(seed, 240), seed)
+    assert learned(informative) < 0.8 * fcfs(informative)
+    for lengths in (np.full(120, 40), np.random.default_rng(seed).integers(20, 60, 120)):
+        light = stated(lengths, seed)
+        assert learned(light) <= 1.05 * fcfs(light)
+    silent = requests(heavy(seed, 240), seed)
+    assert learned(silent) <= 1.05 * fcfs(silent)
+    assert learned(informative._replace(entropy=informative.entropy[::-1])) == learned(
+        informative
+    )  # none is known at admission

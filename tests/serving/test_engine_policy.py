@@ -32,7 +32,9 @@ def test_the_policy_follows_the_preset_unless_it_is_stated(options, policy):
 
 
 def test_a_policy_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="scheduling_policy must be one of None, entropic, fcfs; got 'lifo'"):
+    with pytest.raises(
+        ValueError, match="scheduling_policy must be one of None, entropic, predicted, fcfs; got 'lifo'"
+    ):
         EngineOptions(scheduling_policy="lifo")
 
 
@@ -42,7 +44,8 @@ def row_controllers(pruning: bool = True, entropic_schedule: bool = False) -> Ro
 
 def test_macro_is_refused_where_nothing_would_be_done_for_it():
     with pytest.raises(
-        RequestError, match=r"must be one of off, micro, full, meso-lossy, full-lossy; got 'macro' .*fcfs"
+        RequestError,
+        match=r"must be one of off, micro, full, meso-lossy, full-lossy; got 'macro' .*not entropic",
     ) as error:
         row_controllers().row_gains(Control("macro"))
     assert error.value.param == "preset"

@@ -148,7 +148,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         (("--model", "nowhere"), "--model nowhere"),
         (("nowhere",), "--model nowhere"),
         (("--preset", "paper"), "preset must be one of"),
-        (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is fcfs"),
+        (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is not entropic"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
         (

@@ -32,13 +32,14 @@ def test_every_conclusion_has_its_control_and_the_guard_holds():
     rows = json.loads((RESULTS / "scheduling-simulation.json").read_text())["rows"]
     mean = {}
     for row in rows:
-        key = (row["law"], row["limits"], row["telling"] > 0, row["policy"])
+        key = (row["law"], row["limits"], row["telling"] > 0, row["preemptive"], row["policy"])
         mean.setdefault(key, []).append(row["mean"])
-    for (law, limits, tells, policy), values in mean.items():
-        ratio = float(np.exp(np.mean(np.log(values) - np.log(mean[law, limits, tells, "fcfs"]))))
-        if policy.startswith("predicted") and law in LIGHT:
+    for (law, limits, tells, preemptive, policy), values in mean.items():
+        base = mean[law, limits, tells, preemptive, "fcfs"]
+        ratio = float(np.exp(np.mean(np.log(values) - np.log(base))))
+        if policy.startswith(("predicted", "learned")) and law in LIGHT:
             assert ratio <= 1.05, (law, limits, policy)
         if policy == "entropic":
-            assert (law, limits, tells, "entropic, shuffled") in mean
+            assert (law, limits, tells, preemptive, "entropic, shuffled") in mean
             if not tells and law in LIGHT:
                 assert ratio > 1.2
