@@ -49,7 +49,7 @@ def test_what_does_not_go_together_is_said(entropic, directory):
     ("options", "said"),
     [
         (
-            ("--preset", "micro", "--lowest-temperature", "5"),
+            ("--preset", "micro", "--lowest-temperature", "5", "--highest-temperature", "1.2"),
             "--lowest-temperature must be below --highest-temperature = 1.2; got 5",
         ),
         (
