@@ -31,7 +31,7 @@ class Windows:
 
     def __init__(self, workload: Workload, filler: generator.Filler, distance: int, seed: int) -> None:
         windows = [
-            generator.make_window(np.random.default_rng((9, distance, seed, i)), distance, filler)
+            generator.make_window(np.random.default_rng((9, distance, seed, i)), distance, filler, header="")
             for i in range(CASES)
         ]
         self.length = length = min(LONGEST, *(len(tokens) for tokens, _ in windows))

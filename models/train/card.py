@@ -118,7 +118,7 @@ def recipe(model: Path) -> str:
     rounds = history.rounds(model)
     if not rounds:
         raise ValueError(f"model: {model / history.FILE} is missing; export the model again")
-    tokens = [r["batch_tokens"] * sum(s["steps"] for s in r["stages"]) for r in rounds]
+    tokens = [s["tokens"] for r in rounds for s in r["stages"]]
     commands = "\n".join(f"    {r['command']}" for r in rounds)
     stages = "; ".join(
         f"round {i}: "

@@ -13,6 +13,7 @@ from . import corpus, tasks
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHARACTERS_PER_TOKEN = 2.8  # a little less than measured, so that a generated document fits its window
+START_LENGTH = 4096  # tokens, about those of a document
 
 
 def train_tokenizer(documents: list[corpus.Document], vocabulary: int, sample: int = 60_000_000) -> Tokenizer:
@@ -60,17 +61,22 @@ class Streams(NamedTuple):
     text: list[str]  # some training documents, to fill generated tasks with
 
 
-def prepare(folder: Path, vocabulary: int, tokenizer: Tokenizer | None = None) -> Streams:
+def prepare(
+    folder: Path, vocabulary: int, tokenizer: Tokenizer | None = None, text: Path | None = None
+) -> Streams:
     """Download, deduplicate, train a tokenizer, encode; each step only where `folder` lacks its result.
 
     Args:
         folder: where the corpus is, or is made.
         vocabulary: tokens of a new tokenizer.
         tokenizer: to encode with; None trains one.
+        text: folder of text to train on in place of the packages.
     """
     tokenizer_file, stream_file = folder / "tokenizer.json", folder / "training.npy"
     if not (folder / "filler.json").exists():
-        documents, held_out, packages = corpus.collect(folder / "wheels")
+        documents, held_out, packages = (
+            corpus.collect_text(text) if text else corpus.collect(folder / "wheels")
+        )
         tokenizer = tokenizer or train_tokenizer(documents, vocabulary)
         end = tokenizer.token_to_id(END)
         stream, starts, length = [], [], 0
@@ -91,7 +97,7 @@ def prepare(folder: Path, vocabulary: int, tokenizer: Tokenizer | None = None) -
                 version=p.version,
                 licence=p.licence,
                 bytes=sum(len(d.text.encode()) for d in p.documents),
-                held_out=p.name.lower() in corpus.HELD_OUT_PACKAGES,
+                held_out=corpus.is_held_out(p),
             )
             for p in packages
         ]
@@ -117,9 +123,12 @@ def encode_task(tokenizer: Tokenizer, pieces: list[tasks.Piece]) -> tuple[np.nda
 
 
 def _code_window(streams: Streams, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """`length + 1` tokens of source: every second window starts where a document does."""
+    """`length + 1` tokens of source: of long windows every second one starts where a document does.
+
+    Of short ones fewer do, so that the first lines of files, often a licence, are not read too often.
+    """
     stream = streams.training
-    if rng.random() < 0.5:
+    if rng.random() < min(0.5, length / START_LENGTH):
         start = int(rng.choice(streams.starts[: np.searchsorted(streams.starts, len(stream) - length - 1)]))
     else:
         start = int(rng.integers(0, len(stream) - length - 1))
@@ -132,7 +141,9 @@ def _task_window(streams: Streams, rng: np.random.Generator, length: int) -> tup
     filler = ""
     while len(filler) < num_characters:
         filler += streams.text[rng.integers(len(streams.text))]
-    ids, weights = encode_task(streams.tokenizer, tasks.document(rng, filler, num_characters))
+    ids, weights = encode_task(
+        streams.tokenizer, tasks.document(rng, filler, num_characters - len(tasks.HEADER))
+    )
     tokens, targets = np.zeros(length + 1, np.int32), np.zeros(length, np.float32)
     ids, weights = ids[: length + 1], weights[1 : length + 1]
     tokens[: len(ids)], targets[: len(weights)] = ids, weights

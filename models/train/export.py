@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from . import history
 from .data import BEGIN, END
 from .forward import Params
-from .shape import Shape
+from .shape import Shape, recorded_shape
+from .trainer import unstack
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -30,18 +31,18 @@ GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_
 
 
 def newest(checkpoints: Path) -> tuple[Params, int]:
-    """The parameters of the newest complete checkpoint, as numpy arrays, and its step."""
+    """The averaged parameters of the newest complete checkpoint, as numpy arrays, and its step."""
     options = ocp.CheckpointManagerOptions(create=False)
     handler = ocp.PyTreeCheckpointHandler()
     with ocp.CheckpointManager(checkpoints, item_handlers=handler, options=options) as manager:
         step = manager.latest_step()
         if step is None:
             raise FileNotFoundError(f"checkpoints: no complete checkpoint in {checkpoints}; train one first")
-        saved = manager.item_metadata(step).tree["params"]
-        template = {"params": jax.tree.map(lambda _: 0, saved)}
-        numpy_arrays = {"params": jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)}
+        saved = manager.item_metadata(step).tree["average"]
+        template = {"average": jax.tree.map(lambda _: 0, saved)}
+        numpy_arrays = {"average": jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)}
         restore = ocp.args.PyTreeRestore(template, restore_args=numpy_arrays, partial_restore=True)
-        return manager.restore(step, args=restore)["params"], step
+        return unstack(manager.restore(step, args=restore)["average"]), step
 
 
 def tensors(params: Params) -> dict[str, np.ndarray]:
@@ -180,7 +181,9 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     params, step = newest(work / "checkpoints")
-    export(params, Shape(), Tokenizer.from_file(str(work / "tokenizer.json")), arguments.out, step)
+    export(
+        params, recorded_shape(work), Tokenizer.from_file(str(work / "tokenizer.json")), arguments.out, step
+    )
     (arguments.out / history.FILE).write_text(json.dumps(history.round_history(work, step), indent=1) + "\n")
     size = sum(f.stat().st_size for f in arguments.out.iterdir() if f.suffix in (".json", ".safetensors"))
     print(f"step {step}: wrote {arguments.out}, {size / 1e6:.1f} MB with tokenizer")

@@ -1,30 +1,50 @@
-"""The training loss of a Llama-shaped decoder, arranged so that a step is fast on a CPU too.
+"""The forward pass of a Llama-shaped decoder for training and scoring, fast on a CPU too, with its loss.
 
-The mathematics is that of `models.decoder`; what differs is the order of the work. Matrix products run
-in bfloat16 with float32 accumulation. XLA's CPU backend has a fast path (AMX, AVX-512) for these only
-when both operands lie in memory as `[m, k] @ [k, n]`, so every transpose is made explicit here.
-Attention is a flash attention in chunks of queries whose backward pass works on transposed scores, and
-the cross-entropy computes its own gradient chunk by chunk, so that `[tokens, vocabulary]` never exists.
+The mathematics is that of `models.decoder`; what differs is the order of the work. Matrix products run in
+bfloat16 with float32 accumulation where the processor has matrix units for it (AMX), and in float32
+elsewhere, where XLA's CPU backend takes 1.1 to 1.7 times as long for a product in bfloat16. Its fast path for
+bfloat16 needs both operands in memory as `[m, k] @ [k, n]`, so every transpose is made explicit there.
+Attention is a flash attention, one KV head after another in tiles that stay in the processor's cache, whose
+backward pass works on transposed scores. The cross-entropy computes its own gradient chunk by chunk, so that
+`[tokens, vocabulary]` never exists.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .shape import Shape
+
 Params = dict[str, Any]
-HALF = jnp.bfloat16
+TILE = 128  # queries and keys of a tile of attention
+
+
+def product_dtype(processor: str) -> Any:
+    """The dtype in which products are fastest.
+
+    Args:
+        processor: the text of /proc/cpuinfo.
+    """
+    return jnp.bfloat16 if "amx_bf16" in processor else jnp.float32
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+HALF = product_dtype(_CPUINFO.read_text() if _CPUINFO.exists() else "")
 
 
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x @ y` over the last two axes, bfloat16 in, float32 out."""
+    """`x @ y` over the last two axes in the dtype of products, float32 out."""
     return jnp.matmul(x.astype(HALF), y.astype(HALF), preferred_element_type=jnp.float32)
 
 
 def flip(x: jax.Array) -> jax.Array:
-    """Swap the last two axes *in memory*: the barrier keeps XLA from folding the transpose into a product."""
+    """Swap the last two axes, in bfloat16 *in memory*: a barrier keeps XLA from folding it into a product."""
     swapped = jnp.swapaxes(x.astype(HALF), -1, -2)
+    if jnp.float32 == HALF:
+        return swapped
     return jax.lax.optimization_barrier(swapped.reshape(-1)).reshape(swapped.shape)
 
 
@@ -60,76 +80,87 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return _attention_forward(q, k, v)[0]
 
 
-def _tiles(length: int) -> tuple[int, int, jax.Array]:
-    """Sizes of a tile in queries and keys, and the start of every tile on or below the diagonal."""
-    queries, keys = min(length, 256), min(length, 512)
-    starts = [(i, j) for i in range(0, length, queries) for j in range(0, i + queries, keys)]
-    return queries, keys, jnp.array(starts, jnp.int32)
+def _tiles(length: int) -> tuple[int, jax.Array]:
+    """Queries and keys of a tile, and the start of every tile on or below the diagonal."""
+    tile = min(length, TILE)
+    starts = [(i, j) for i in range(0, length, tile) for j in range(0, i + 1, tile)]
+    return tile, jnp.array(starts, jnp.int32)
 
 
 def _scores(k, q, key_start, query_start, group):
-    """Masked, transposed scores `[n, keys, group * queries]`: reductions over keys then vectorise."""
-    keys = key_start + jnp.arange(k.shape[1])[:, None]
-    queries = jnp.tile(query_start + jnp.arange(q.shape[1] // group), group)[None, :]
+    """Masked, transposed scores `[keys, group * queries]`: reductions over keys then vectorise."""
+    keys = key_start + jnp.arange(k.shape[0])[:, None]
+    queries = jnp.tile(query_start + jnp.arange(q.shape[0] // group), group)[None, :]
     return jnp.where(keys <= queries, dot(k, flip(q)), -1e30)
 
 
 def _attention_forward(q, k, v):
-    n, group, length, dim = q.shape
-    queries, keys, starts = _tiles(length)
-    columns = group * queries
-    q, k, v = (q * dim**-0.5).astype(HALF), k.astype(HALF), v.astype(HALF)
-    # one row of query chunks: [chunk, n, group * queries, dim]
-    q = q.reshape(n, group, -1, queries, dim).transpose(2, 0, 1, 3, 4).reshape(-1, n, columns, dim)
-
-    def tile(carry, start):
-        total, top, out = carry
-        i, chunk = start[0], start[0] // queries
-        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, start[1], keys, 1) for x in (k, v))
-        scores = _scores(k_tile, q[chunk], start[1], i, group)
-        old = top[chunk]
-        new = jnp.maximum(old, scores.max(-2, keepdims=True))
-        weights, scale = jnp.exp(scores - new), jnp.exp(old - new)
-        part = jax.lax.optimization_barrier(dot(flip(v_tile), weights))
-        total = total.at[chunk].set(total[chunk] * scale + weights.sum(-2, keepdims=True))
-        out = out.at[chunk].set(out[chunk] * scale + part)
-        return (total, top.at[chunk].set(new), out), None
-
-    row = jnp.zeros((len(q), n, 1, columns))
-    start = (row, row - 1e30, jnp.zeros((len(q), n, dim, columns)))
-    (total, top, out), _ = jax.lax.scan(tile, start, starts)
-    normaliser = top + jnp.log(total)
-    out = (out / total).reshape(-1, n, dim, group, queries).transpose(1, 3, 0, 4, 2)
-    out = out.reshape(n, group, length, dim)
+    out, normaliser = jax.lax.map(lambda head: _head_forward(*head), (q, k, v))
     return out, (q, k, v, out, normaliser)
 
 
 def _attention_backward(saved, gradient):
-    q, k, v, out, normaliser = saved
-    n, group, length, dim = out.shape
-    queries, keys, starts = _tiles(length)
-    delta = (gradient * out).sum(-1).reshape(n, group, -1, queries)
-    delta = delta.transpose(2, 0, 1, 3).reshape(normaliser.shape)
-    gradient = gradient.astype(HALF).reshape(n, group, -1, queries, dim)
-    gradient = gradient.transpose(2, 0, 1, 3, 4).reshape(q.shape)
+    return jax.lax.map(lambda head: _head_backward(*head), (*saved, gradient))
+
+
+def _head_forward(q, k, v):
+    """Output `[group, time, dim]` and log-normalisers `[chunk, 1, group * queries]` of one KV head."""
+    group, length, dim = q.shape
+    size, starts = _tiles(length)
+    columns = group * size
+    k, v = k.astype(HALF), v.astype(HALF)
+    q = _chunks((q * dim**-0.5).astype(HALF), size)
+
+    def tile(carry, start):
+        total, top, out = carry
+        chunk = start[0] // size
+        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, start[1], size, 0) for x in (k, v))
+        scores = _scores(k_tile, q[chunk], start[1], start[0], group)
+        old = top[chunk]
+        new = jnp.maximum(old, scores.max(0, keepdims=True))
+        weights, scale = jnp.exp(scores - new), jnp.exp(old - new)
+        part = jax.lax.optimization_barrier(dot(flip(v_tile), weights))
+        total = total.at[chunk].set(total[chunk] * scale + weights.sum(0, keepdims=True))
+        out = out.at[chunk].set(out[chunk] * scale + part)
+        return (total, top.at[chunk].set(new), out), None
+
+    row = jnp.zeros((len(q), 1, columns))
+    (total, top, out), _ = jax.lax.scan(tile, (row, row - 1e30, jnp.zeros((len(q), dim, columns))), starts)
+    out = (out / total).reshape(-1, dim, group, size).transpose(2, 0, 3, 1).reshape(group, length, dim)
+    return out, top + jnp.log(total)
+
+
+def _chunks(x, size):
+    """`[group, time, dim]` as chunks of queries, `[chunk, group * size, dim]`."""
+    group, _, dim = x.shape
+    return x.reshape(group, -1, size, dim).transpose(1, 0, 2, 3).reshape(-1, group * size, dim)
+
+
+def _head_backward(q, k, v, out, normaliser, gradient):
+    """Gradients of the queries, keys and values of one KV head."""
+    group, length, dim = out.shape
+    size, starts = _tiles(length)
+    delta = _chunks((gradient * out).sum(-1, keepdims=True), size).swapaxes(1, 2)
+    q, gradient = (_chunks(x.astype(HALF), size) for x in (q * dim**-0.5, gradient))
+    k, v = k.astype(HALF), v.astype(HALF)
 
     def tile(carry, start):
         dq, dk, dv = carry
-        chunk, j = start[0] // queries, start[1]
-        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, j, keys, 1) for x in (k, v))
+        chunk, j = start[0] // size, start[1]
+        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, j, size, 0) for x in (k, v))
         weights = jnp.exp(_scores(k_tile, q[chunk], j, start[0], group) - normaliser[chunk])
         slope = (weights * (dot(v_tile, flip(gradient[chunk])) - delta[chunk])).astype(HALF)
-        dv_tile, dk_tile = (jax.lax.dynamic_slice_in_dim(x, j, keys, 1) for x in (dv, dk))
+        dv_tile, dk_tile = (jax.lax.dynamic_slice_in_dim(x, j, size, 0) for x in (dv, dk))
         dv_tile, dk_tile = dv_tile + dot(weights, gradient[chunk]), dk_tile + dot(slope, q[chunk])
-        dv, dk = (jax.lax.dynamic_update_slice_in_dim(x, y, j, 1) for x, y in ((dv, dv_tile), (dk, dk_tile)))
+        dv, dk = (jax.lax.dynamic_update_slice_in_dim(x, y, j, 0) for x, y in ((dv, dv_tile), (dk, dk_tile)))
         part = jax.lax.optimization_barrier(dot(flip(k_tile), slope))
         return (dq.at[chunk].add(part), dk, dv), None
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    start = (jnp.zeros((len(q), n, dim, group * queries)), zeros, zeros)
+    start = (jnp.zeros((len(q), dim, group * size)), zeros, zeros)
     (dq, dk, dv), _ = jax.lax.scan(tile, start, starts)
-    dq = dq.reshape(-1, n, dim, group, queries).transpose(1, 3, 0, 4, 2)
-    return dq.reshape(n, group, length, dim) * dim**-0.5, dk, dv
+    dq = dq.reshape(-1, dim, group, size).transpose(2, 0, 3, 1).reshape(group, length, dim)
+    return dq * dim**-0.5, dk, dv
 
 
 causal_attention.defvjp(_attention_forward, _attention_backward)
@@ -210,38 +241,45 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def loss(params: Params, tokens: jax.Array, weights: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
+def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
+    """The input of the output projection, `[batch * time, hidden]`.
+
+    Args:
+        params: weights.
+        tokens: `[batch, time]`.
+        shape: of the model.
+    """
+    batch, length = tokens.shape
+    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    frequency = shape.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    per_head = lambda z, count: z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
+    flat = lambda z: z.reshape(batch * kv_heads, length, dim)
+    x = params["embed_tokens"][tokens.reshape(-1)]
+    for w in params["layers"]:
+        y = rms_norm(x, w["input_layernorm"], shape.rms_norm_eps).astype(HALF)
+        q = rotate(per_head(linear(y, w["q_proj"]), heads), cos, sin)
+        k = rotate(per_head(linear(y, w["k_proj"]), kv_heads), cos, sin)
+        v = per_head(linear(y, w["v_proj"]), kv_heads)
+        grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
+        out = causal_attention(grouped, flat(k), flat(v)).reshape(batch, heads, length, dim)
+        x = x + linear(out.transpose(0, 2, 1, 3).reshape(batch * length, heads * dim), w["o_proj"])
+        y = rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps).astype(HALF)
+        x = x + linear(jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"]), w["down_proj"])
+    return rms_norm(x, params["norm"], shape.rms_norm_eps)
+
+
+def loss(params: Params, tokens: jax.Array, weights: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Summed weighted and plain loss of next-token prediction, in nats.
 
     Args:
         params: weights.
         tokens: `[batch, time + 1]`.
         weights: `[batch, time]`, of each target.
-        config: shape of the model.
+        shape: of the model.
     """
-    batch, length = weights.shape
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    group = heads // kv_heads
-    frequency = config.rope_theta ** (-jnp.arange(0, dim, 2) / dim)
-    angle = jnp.arange(length)[:, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    x = params["embed_tokens"][tokens[:, :-1].reshape(-1)]
-    for w in params["layers"]:
-        y = rms_norm(x, w["input_layernorm"], config.rms_norm_eps).astype(HALF)
-        split = lambda z, h: z.reshape(batch, length, h, dim).transpose(0, 2, 1, 3)
-        q, k, v = (
-            split(linear(y, w["q_proj"]), heads),
-            split(linear(y, w["k_proj"]), kv_heads),
-            split(linear(y, w["v_proj"]), kv_heads),
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        flat = lambda z: z.reshape(batch * kv_heads, length, dim)
-        out = causal_attention(q.reshape(batch * kv_heads, group, length, dim), flat(k), flat(v))
-        out = (
-            out.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3).reshape(batch * length, heads * dim)
-        )
-        x = x + linear(out, w["o_proj"])
-        y = rms_norm(x, w["post_attention_layernorm"], config.rms_norm_eps).astype(HALF)
-        x = x + linear(jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"]), w["down_proj"])
-    x = rms_norm(x, params["norm"], config.rms_norm_eps)
-    return cross_entropy(x, params["embed_tokens"], (tokens[:, 1:].reshape(-1), weights.reshape(-1)), 1024)
+    x = hidden(params, tokens[:, :-1], shape)
+    chunk = min(1024, weights.size)
+    targets = (tokens[:, 1:].reshape(-1), weights.reshape(-1))
+    return cross_entropy(x, params["embed_tokens"], targets, chunk)

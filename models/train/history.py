@@ -6,13 +6,21 @@ all rounds in `training.json` next to the weights.
 
 import argparse
 import csv
+import itertools
 import json
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 RUN, FILE = "run.json", "training.json"
-PLACES = ("work", "init", "minutes")  # arguments that say where and how long, not how
+PLACES = (
+    "work",
+    "init",
+    "tokenizer",
+    "text",
+    "minutes",
+    "checkpoint_minutes",
+)  # arguments that say where and how long, not how
 
 
 def rounds(model: Path) -> list[dict[str, Any]]:
@@ -40,6 +48,8 @@ def record_run(work: Path, parser: argparse.ArgumentParser, arguments: argparse.
         [
             "python -m entropic_jax.models.train --work WORK",
             *(["--init BEFORE"] if arguments.init else []),
+            *(["--tokenizer TOKENIZER"] if arguments.tokenizer else []),
+            *(["--text TEXT"] if arguments.text else []),
             *changed_options,
         ]
     )
@@ -53,19 +63,19 @@ def round_history(work: Path, step: int) -> list[dict[str, Any]]:
     rows = [r for r in csv.DictReader((work / "log.csv").open()) if int(r["step"]) <= step]
     if not rows:
         raise ValueError(f"step: {step} is not in {work / 'log.csv'}")
-    batch = int(rows[0]["tokens"]) // int(rows[0]["step"])
-    stages, seconds = [], 0.0
+    seen = [0, *(int(r["tokens"]) for r in rows)]
+    batches = [after - before for before, after in itertools.pairwise(seen)]
+    seconds = sum(batch / float(r["tokens_per_second"]) for r, batch in zip(rows, batches, strict=True))
+    stages = []
     for length in sorted({int(r["length"]) for r in rows}):
-        stage_rows = [r for r in rows if int(r["length"]) == length]
-        speeds = [float(r["tokens_per_second"]) for r in stage_rows]
-        seconds += sum(batch / speed for speed in speeds)
+        chosen = [(r, b) for r, b in zip(rows, batches, strict=True) if int(r["length"]) == length]
+        speeds = [float(r["tokens_per_second"]) for r, _ in chosen]
         stages.append(
-            {"length": length, "steps": len({r["step"] for r in stage_rows}), "speed": round(median(speeds))}
+            {
+                "length": length,
+                "steps": len(chosen),
+                "tokens": sum(batch for _, batch in chosen),
+                "speed": round(median(speeds)),
+            }
         )
-    this_round = {
-        "command": run["command"],
-        "batch_tokens": batch,
-        "stages": stages,
-        "hours": round(seconds / 3600, 2),
-    }
-    return [*run["before"], this_round]
+    return [*run["before"], {"command": run["command"], "stages": stages, "hours": round(seconds / 3600, 2)}]

@@ -5,6 +5,7 @@ questions a set number of tokens below. A question counts as answered if every t
 model's most probable one.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class Filler:
 
 
 def make_window(
-    rng: np.random.Generator, distance: int, filler: Filler
+    rng: np.random.Generator, distance: int, filler: Filler, header: str = tasks.HEADER
 ) -> tuple[np.ndarray, dict[str, Answer]]:
     """Tokens of a window, at most 8193, and the answer to look for of each kind.
 
@@ -78,6 +79,7 @@ def make_window(
         rng: of facts and filler.
         distance: tokens between a fact and its question.
         filler: lines between them.
+        header: first line of the window, which marks it as one of the generated documents.
     """
     length = next(n for n in scoring.LENGTHS if n >= min(distance + ROOM, scoring.LENGTHS[-1]))
     kinds = [str(kind) for kind in rng.permutation(list(tasks.KINDS))]
@@ -87,7 +89,7 @@ def make_window(
     above = np.array([filler.count(fact.statement) for fact in facts])
     below = np.array([sum(map(filler.count, texts)) for texts in questions])
     beside = np.mean([above[i + 1 :].sum() + below[:i].sum() for i in pairs])  # the gap, between a pair
-    room = length - int(above.sum() + below.sum()) - SPARE
+    room = length - int(above.sum() + below.sum()) - SPARE - filler.count(header)
     gap = min(room, max(0, distance - round(float(beside))))
     heads = {fact.question for fact in facts}
 
@@ -102,15 +104,16 @@ def make_window(
             lines.insert(int(rng.integers(len(lines) + 1)), statement)
         return "".join(lines)
 
-    texts = [stretch(room - gap), *(fact.statement for fact in facts), stretch(gap)]
+    texts = [header, stretch(room - gap), *(fact.statement for fact in facts), stretch(gap)]
     texts += [text for three in questions for text in three]
     pieces = [tasks.Piece(text, number) for number, text in enumerate(texts) if text]
     tokens, piece = encode_task(filler.tokenizer, pieces)
-    kept = np.r_[0, max(1, len(tokens) - length) : len(tokens)]  # at most length + 1, of the lead the last
+    head = max(1, int((piece == 0).sum()))  # the first token of a text, and the header
+    kept = np.r_[0:head, max(head, len(tokens) - length - 1 + head) : len(tokens)]  # of the lead the last
     tokens, piece = tokens[kept], piece[kept].astype(int)
     piece_positions = [np.flatnonzero(piece == number) for number in range(len(texts))]
-    question = [len(facts) + 2 + 3 * i for i in pairs]  # numbers of the pieces
-    between = [piece_positions[question[i]][0] - piece_positions[1 + i][-1] - 1 for i in pairs]
+    question = [len(facts) + 3 + 3 * i for i in pairs]  # numbers of the pieces
+    between = [piece_positions[question[i]][0] - piece_positions[2 + i][-1] - 1 for i in pairs]
     return tokens, {kinds[i]: Answer(piece_positions[question[i] + 1], int(between[i])) for i in pairs}
 
 
@@ -129,7 +132,13 @@ def interval(right: int, cases: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def measure_recall(
-    score: scoring.Score, filler: Filler, cases: int, seed: int, advance: scoring.Advance
+    score: scoring.Score,
+    filler: Filler,
+    cases: int,
+    seed: int,
+    advance: scoring.Advance,
+    distances: Sequence[int] | None = None,
+    header: str = tasks.HEADER,
 ) -> dict[str, list[dict[str, float]]]:
     """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met.
 
@@ -139,10 +148,13 @@ def measure_recall(
         cases: per kind and distance.
         seed: of the windows.
         advance: called with the number of windows done, and of all.
+        distances: tokens between facts and questions; None is `DISTANCES`.
+        header: first line of every window.
     """
+    distances = DISTANCES if distances is None else distances
     windows = [
-        make_window(np.random.default_rng((seed, distance, number)), distance, filler)
-        for distance in DISTANCES
+        make_window(np.random.default_rng((seed, distance, number)), distance, filler, header)
+        for distance in distances
         for number in range(cases)
     ]
     scores = score([tokens for tokens, _ in windows], advance)
@@ -153,7 +165,7 @@ def measure_recall(
         right = sum(bool(scores[i].hit[a.positions - 1].all()) for i, a in zip(indices, answers, strict=True))
         low, high = interval(right, cases)
         return {
-            "distance": DISTANCES[first // cases],
+            "distance": distances[first // cases],
             "mean_distance": round(float(np.mean([a.distance for a in answers])), 1),
             "cases": cases,
             "right": right,
@@ -162,4 +174,4 @@ def measure_recall(
             "high": round(high, 4),
         }
 
-    return {kind: [row(kind, i * cases) for i in range(len(DISTANCES))] for kind in tasks.KINDS}
+    return {kind: [row(kind, i * cases) for i in range(len(distances))] for kind in tasks.KINDS}

@@ -1,7 +1,7 @@
 """Scores of token sequences under an exported model: the loss of each token, and whether it was predicted.
 
-A dense causal forward pass built from `forward`, without gradients, over batches of windows of a few fixed
-lengths, so that few compilations serve all sequences.
+The forward pass of training, without gradients, over batches of windows of a few fixed lengths, so that few
+compilations serve all sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,36 +31,6 @@ class Scores(NamedTuple):
     hit: np.ndarray  # bool [time]
 
 
-def hidden(params: forward.Params, tokens: jax.Array, shape: Shape) -> jax.Array:
-    """The input of the output projection, `[batch, time, hidden]`.
-
-    Args:
-        params: weights.
-        tokens: `[batch, time]`.
-        shape: of the model.
-    """
-    batch, length = tokens.shape
-    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    frequency = shape.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    per_head = lambda z, count: z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
-    flat = lambda z: z.reshape(batch * kv_heads, length, dim)
-    x = params["embed_tokens"][tokens.reshape(-1)]
-    for w in params["layers"]:
-        y = forward.rms_norm(x, w["input_layernorm"], shape.rms_norm_eps)
-        q = forward.rotate(per_head(forward.linear(y, w["q_proj"]), heads), cos, sin)
-        k = forward.rotate(per_head(forward.linear(y, w["k_proj"]), kv_heads), cos, sin)
-        v = per_head(forward.linear(y, w["v_proj"]), kv_heads)
-        grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
-        out = forward.causal_attention(grouped, flat(k), flat(v)).reshape(batch, heads, length, dim)
-        x = x + forward.linear(out.transpose(0, 2, 1, 3).reshape(batch * length, heads * dim), w["o_proj"])
-        y = forward.rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps)
-        gate = jax.nn.silu(forward.linear(y, w["gate_proj"]))
-        x = x + forward.linear(gate * forward.linear(y, w["up_proj"]), w["down_proj"])
-    return forward.rms_norm(x, params["norm"], shape.rms_norm_eps).reshape(batch, length, -1)
-
-
 def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Cost in nats and hit of every target, both `[batch, time]`.
 
@@ -78,7 +48,7 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
         target_logits = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
         return top + jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) - target_logits, target_logits >= top
 
-    states = hidden(params, tokens[:, :-1], shape)
+    states = forward.hidden(params, tokens[:, :-1], shape)
     split = (states.reshape(-1, CHUNK, states.shape[-1]), tokens[:, 1:].reshape(-1, CHUNK))
     nats, hit = jax.lax.map(chunk, split)
     return nats.reshape(tokens.shape[0], -1), hit.reshape(tokens.shape[0], -1)
@@ -177,7 +147,8 @@ def sample(
 
     @jax.jit
     def logits(params: forward.Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        return hidden(params, tokens, shape)[:, position] @ params["embed_tokens"].T
+        states = forward.hidden(params, tokens, shape).reshape(*tokens.shape, -1)
+        return states[:, position] @ params["embed_tokens"].T
 
     for position in range(time, time + count):
         scaled = np.array(logits(params, tokens, position - 1), np.float64) / temperature

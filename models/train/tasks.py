@@ -1,7 +1,8 @@
 """Generated documents whose questions have their answers far above, which rewards the use of long context.
 
 A document is real source code with *facts* scattered through it and, later, *questions* that repeat the
-head of a fact and must be completed with its tail. Every fact and question is valid Python.
+head of a fact and must be completed with its tail. Every fact and question is valid Python. The first line
+of a document is `HEADER`, which no other text has, so that a model can tell these documents from source.
 """
 
 import itertools
@@ -25,6 +26,7 @@ spider spring spruce squirrel stable star storm sugar summer sunset swallow temp
 timber tomato topaz trumpet tulip tunnel turtle umbrella valley vanilla velvet village violet violin
 walnut walrus water whale wheat whisper willow window winter wizard wolf yellow zebra zephyr""".split()
 
+HEADER = "# exercise: recall the facts stated above\n"
 ANSWER_WEIGHT, CHANCE_WEIGHT = 4.0, 0.1
 FAR_SHARE = 0.6  # share of documents with the facts near the top and the questions near the end
 
@@ -82,12 +84,12 @@ KINDS: dict[str, Callable[[np.random.Generator], Fact]] = {
 
 
 def document(rng: np.random.Generator, filler: str, characters: int) -> list[Piece]:
-    """Pieces of a document: filler, facts, and questions after them.
+    """Pieces of a document: the header, filler, facts, and questions after them.
 
     Args:
         rng: of facts and places.
         filler: text of at least `characters` characters.
-        characters: approximate length of the document.
+        characters: approximate length of the document after its header.
     """
     kinds = list(KINDS) if rng.random() < 0.3 else [rng.choice(list(KINDS))]
     dense = rng.random() < 0.35
@@ -105,7 +107,7 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
     events.sort(key=lambda event: event[0])
     spent = sum(len(p.text) for _, pieces in events for p in pieces)
     lines = filler[: max(0, characters - spent)].splitlines(keepends=True)
-    result: list[Piece] = []
+    result = [Piece(HEADER, CHANCE_WEIGHT)]
     done = 0
     for place, pieces in events:
         upto = int(place * len(lines))

@@ -6,7 +6,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from entropic_jax.models.train.__main__ import Shape, initialise
+from entropic_jax.models.train.shape import Shape
+from entropic_jax.models.train.trainer import initialise
 
 TINY = Shape(
     vocab_size=320,

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from entropic_jax.models.train import export, forward
+from entropic_jax.models.train.trainer import stack
 from tests.train.model import TINY
 
 
@@ -25,7 +26,7 @@ def test_newest_checkpoint_without_the_state_of_the_optimiser(tmp_path: Path, pa
     with ocp.CheckpointManager(tmp_path) as manager:
         for step, factor in ((1, 2.0), (3, 1.0)):
             scaled = jax.tree.map(lambda x, by=factor: x * np.float32(by), params)
-            saved = {"params": scaled, "state": {"count": np.zeros((), np.int32)}}
+            saved = {"average": stack(scaled), "state": {"count": np.zeros((), np.int32)}}
             manager.save(step, args=ocp.args.StandardSave(saved))
     path, step = export.newest(tmp_path)
     assert step == 3
