@@ -39,7 +39,7 @@ def test_a_batch_depends_on_its_number_alone(streams: data.Streams):
         np.testing.assert_array_equal(a, b)
 
 
-def test_few_short_windows_begin_a_document(streams: data.Streams):
+def test_windows_begin_a_document_as_often_as_their_length_says(streams: data.Streams):
     def begun(length: int) -> float:
         tokens, _ = next(data.batches(streams, 0, 0, 400, length, 0.0))
         return float((tokens[:, 0] == streams.tokenizer.token_to_id(data.BEGIN)).mean())
