@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from statistics import mean, median
 
+from entropic_jax.models.train import data
+from entropic_jax.models.train.shape import Shape
+
 from ..harness.paths import ROOT
 
 RATES = {"muon": (0.01, 0.02), "adamw": (0.01, 0.02, 0.04)}
@@ -16,11 +19,8 @@ def prepare_corpus(corpus: Path) -> None:
     """Make the training corpus that all runs share, if it is not there."""
     if corpus.exists():
         return
-    command = [sys.executable, "-m", "entropic_jax.models.train", "--work", str(corpus)]
-    subprocess.run([*command, "--tokens", "0", "--long-tokens", "0"], check=True, cwd=ROOT)
-    for name in ("checkpoints", "log.csv"):
-        path = corpus / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    corpus.mkdir(parents=True)
+    data.prepare(corpus, Shape().vocab_size)
 
 
 def run(corpus: Path, work: Path, name: str, rate: float, tokens: float) -> dict[str, float | str]:
@@ -38,7 +38,7 @@ def run(corpus: Path, work: Path, name: str, rate: float, tokens: float) -> dict
     """
     shutil.copytree(corpus, work, dirs_exist_ok=True)
     command = [sys.executable, "-m", "entropic_jax.models.train", "--work", str(work), "--optimiser", name]
-    command += ["--learning-rate", str(rate), "--tokens", str(tokens), "--long-tokens", "0"]
+    command += ["--learning-rate", str(rate), "--tokens", str(tokens), "--length", "1024"]
     subprocess.run(command, check=True, cwd=ROOT)
     rows = list(csv.DictReader((work / "log.csv").open()))
     last = rows[-max(1, len(rows) // 10) :]

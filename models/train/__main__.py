@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from . import data, export, forward, history, scoring
-from .schedule import Schedule
+from .schedule import STAGES, Schedule, one_stage
 from .shape import Shape, parse_shape, record_shape
 from .trainer import Trainer, initialise, optimiser, unstack
 
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, help="folder of text to train on in place of the packages")
     parser.add_argument("--shape", default="", help="changes, such as num_hidden_layers=6,hidden_size=128")
     parser.add_argument("--tokens", type=float, default=48e6, help="tokens of the run")
+    parser.add_argument("--length", type=int, help="windows of one length in place of the stages")
     parser.add_argument("--micro-tokens", type=int, default=2048, help="per device, at least one window")
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=0.02)
@@ -200,7 +201,7 @@ def main() -> None:
     file = arguments.init / "tokenizer.json" if arguments.init else arguments.tokenizer
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     streams = data.prepare(work, shape.vocab_size, tokenizer, arguments.text)
-    plan = Schedule(arguments.tokens)
+    plan = Schedule(arguments.tokens, one_stage(arguments.length) if arguments.length else STAGES)
     rule = optimiser(arguments.optimiser, plan.learning_rate(arguments.learning_rate))
     # The last checkpoint before the decay is kept, so that a longer run can continue from it.
     trainer = Trainer(work, shape, rule, params, keep=max(1, plan.decay_from))

@@ -32,6 +32,11 @@ STAGES = (
 )
 
 
+def one_stage(length: int) -> tuple[Stage, ...]:
+    """A run whose windows are all of one length, with the batches and tasks of the longest short stage."""
+    return (STAGES[2]._replace(length=length, share=1.0),)
+
+
 class Schedule:
     """The steps of a run.
 

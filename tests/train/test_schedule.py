@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from entropic_jax.models.train.schedule import STAGES, Schedule
+from entropic_jax.models.train.schedule import STAGES, Schedule, one_stage
 
 SPEED = {256: 3000, 512: 3000, 1024: 2700, 2048: 2300, 8192: 1000}  # tokens a second of two AVX-512 cores
 
@@ -70,3 +70,9 @@ def test_too_few_tokens_are_an_error():
     with pytest.raises(ValueError, match="tokens must be enough for a step of each stage; got 100"):
         Schedule(100)
     assert np.isfinite(Schedule(500e3).steps)
+
+
+def test_a_run_of_one_length_has_no_other_windows():
+    plan = Schedule(1e6, one_stage(1024))
+    assert {plan.stage(step).length for step in range(plan.steps)} == {1024}
+    assert plan.tokens(plan.steps) == pytest.approx(1e6, rel=0.02)
