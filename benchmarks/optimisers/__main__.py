@@ -3,9 +3,9 @@
     python -m benchmarks.optimisers --work DIR --document
 
 Every run is `models.train` from the same first weights over the same tokens, in windows of 1024 and with the
-rate of any run: constant after its warm-up, falling in the last fifth. The score is the loss on the training batches of the last tenth of the run, which no run has seen
-before (one pass over the text), and the seconds are those of the steps alone. All runs are kept in
-`benchmarks/results/optimisers.json`.
+rate of any run: constant after its warm-up, falling in the last fifth. The score is the loss on the training
+batches of the last tenth of the run, which no run has seen before (one pass over the text), and the seconds
+are those of the steps alone. All runs are kept in `benchmarks/results/optimisers.json`.
 """
 
 import argparse
