@@ -60,6 +60,11 @@ def check_speculation(controller: Any, state: State) -> None:
         )
     if state.cache.surprisal is not None:
         raise ValueError("cache must be allocated without surprisals where tokens are drafted")
+    if state.page_policy is not None:
+        raise ValueError(
+            "page_policy must be None where tokens are drafted, since a pass reads every page; "
+            f"got {state.page_policy}"
+        )
 
 
 def draft(

@@ -26,7 +26,7 @@ from tests.serving.test_engine import engine_of, engine_request, model, run  # n
 from tests.serving.test_speculation import NARROW, PLAIN, repetitive, requests, results
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_DRAFTS = dict(num_speculative_tokens=3)  # which compiles less
+SHORT_DRAFTS = dict(num_speculative_tokens=1)  # which compiles less
 LOSSY = "must not be set with the preset full, which has no page selection"
 
 
@@ -102,7 +102,7 @@ def test_docs_and_dashboard_say_what_the_table_says():
     assert shown == {}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_llm_and_server_give_the_same_tokens(directory):
     prompts = ["def add(a, b):\n    return a + b\n" * 2, "ab" * 20, "x = 1\n" * 6]
     settings = [
@@ -201,7 +201,7 @@ def test_full_is_micro_where_nothing_is_drafted(plain):
     assert first == second
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate_command(directory, entropic):
     line = ["generate", "--model", directory, "--prompt", "ab" * 20, "--json", "--max-tokens", "24"]
     line += ["--temperature", "0", "--ignore-eos", "--repetition-penalty", "0.5"]  # which makes it repeat

@@ -280,3 +280,11 @@ def test_what_cannot_be_combined_is_refused(plain):
     m = model()
     with pytest.raises(ValueError, match="state must be started with a speculator"):
         generate(m.decoder, m.params, chain(), plain[1], 1, speculator=speculator(ROWS))
+    drafts = speculator(ROWS)
+    state = plain[1]._replace(text=jnp.zeros((ROWS, CONTEXT), jnp.int32), speculation=drafts.init(ROWS))
+    for changed, message in (
+        (state._replace(page_policy=presets.FINE_PAGES), "page_policy must be None where tokens are drafted"),
+        (state._replace(cache=state.cache._replace(surprisal=jnp.zeros(1))), "allocated without surprisals"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(m.decoder, m.params, chain(), changed, 1, speculator=drafts)
