@@ -4,7 +4,7 @@
 schedules sequences; `full` does all three. `meso` is lossless: its tokens are those of `off`, and those of
 `full` are those of `micro`. `meso-lossy` leaves pages of the KV cache unread instead, which changes the text;
 `full-lossy` is `micro`, `meso-lossy` and `macro`. `paper` is `full-lossy` with the two laws that the paper
-prints as formulas, the temperature law and the priority, as printed. Its T_max is 1.2, since that law heats. Everything else in it is `full-lossy`:
+prints as formulas, the temperature law and the priority, as printed. Everything else in it is `full-lossy`:
 pages, ε, the prior and every limit but T_max, since the printed law heats. The paper prints no formula for ε,
 and its guards (a least number of blocks B_min, an entropy floor H_min, rate limits) are in `meso-lossy` too.
 To change one law alone, use `micro` with `law="paper"` or `macro` with `schedule="paper"`.
