@@ -1,5 +1,7 @@
 """The default device: where a program that is being traced will run."""
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,3 +16,12 @@ def default_device() -> jax.Device:
     settings: Any = jax.config
     device = settings.jax_default_device
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
+def processor() -> str:
+    """The kind of processor and its instructions, as far as the operating system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "\n".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"

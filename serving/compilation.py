@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-import platform
 from pathlib import Path
+
+from entropic_jax.devices import processor
 
 
 def remember_compilations() -> None:
@@ -23,12 +24,3 @@ def cache_folder() -> Path:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "entropic_jax" / f"xla-{hashlib.sha256(processor().encode()).hexdigest()[:12]}"
-
-
-def processor() -> str:
-    """The kind of processor and its instructions, as far as the operating system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "\n".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"

@@ -205,6 +205,14 @@ def load_block(dtype: str) -> Any:
                     target[c] = row[c]
                 for c in range(columns, BLOCK):
                     target[c] = np.float32(0)
+        elif dtype == "int8":
+            for i in range(inputs):
+                target = array(panel + 4 * i * BLOCK, (BLOCK,), np.float32)
+                small = array(weight + i * width, (columns,), np.int8)
+                for c in range(columns):
+                    target[c] = np.float32(small[c])
+                for c in range(columns, BLOCK):
+                    target[c] = np.float32(0)
         else:
             for i in range(inputs):
                 bits = array(panel + 4 * i * BLOCK, (BLOCK,), np.uint32)

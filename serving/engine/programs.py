@@ -14,12 +14,13 @@ import numpy as np
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.cache import Cache
 from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
+from entropic_jax.calibration.stored_costs import known_costs, read_costs, write_costs
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
-from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF
+from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
@@ -137,7 +138,9 @@ class Programs:
         state = device_state.state._replace(cache=no_cache)
         row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
         self.blank = jax.tree.map(jnp.copy, state._replace(**row))
-        self._speculators = {width: shapes.speculator(width) for width in shapes.widths}
+        self._speculators: dict[int, Speculator | None] = dict.fromkeys(shapes.widths)
+        if shapes.speculates:
+            self._use_costs(known_costs(*self._costs_of(device_state.state.cache)))
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
@@ -145,13 +148,13 @@ class Programs:
         self.compiler: ProgramCompiler | None = None  # None: a program is compiled when it first runs
 
     def measure_pass_costs(self, cache: Cache) -> None:
-        """Time passes on this machine, so that drafts are as long as they pay.
+        """Time passes on this machine, unless that was done before, so that drafts are as long as they pay.
 
         Args:
             cache: Of the engine: the passes run on pages of the same kind.
         """
-        context = cache.table.shape[1] * cache.page_size
-        if not self.shapes.speculates or context <= SHORT:
+        context, model = cache.table.shape[1] * cache.page_size, self._costs_of(cache)
+        if not self.shapes.speculates or context <= SHORT or read_costs(*model) is not None:
             return
         costs = measure_pass_costs(
             self.decoder,
@@ -160,8 +163,16 @@ class Programs:
             context=min(context, LONGEST_TIMED),
             page_size=cache.page_size,
             dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
-            pages=WINDOW if self.shapes.speculate in DRAFTS_FROM_PAGES else None,
+            pages=WINDOW,
         )
+        write_costs(costs, *model)
+        self._use_costs(costs)
+
+    def _costs_of(self, cache: Cache) -> tuple[Any, Any, int, Any]:
+        """What the costs of passes depend on: decoder, parameters, page size, dtype of the cache."""
+        return self.decoder, self.params, cache.page_size, cache.layers[0].keys.dtype
+
+    def _use_costs(self, costs: PassCosts) -> None:
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
 
     def _laws(self) -> list[tuple[int, DraftLength]]:

@@ -30,8 +30,8 @@ class Warmup:
     but one program for scored prompts. Those are compiled when a request needs them, which waits for them
     while others run. With "none", nothing is compiled ahead, and all requests wait for a missing program.
 
-    At its end, "full" times verification passes, by which the draft-length law decides. Requests that run
-    meanwhile make them slower.
+    At its end, it times passes, by which the draft-length law decides, unless those of this model were timed
+    on this machine before. Requests that run meanwhile wait longer.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Warmup:
             notify: Called after each program, in any thread, with the exception if it failed.
         """
         self._programs, self._progress, self._notify = programs, progress, notify
-        self._times_passes, self._cache = options.warmup == "full", scheduler.device_state.state.cache
+        self._cache = scheduler.device_state.state.cache
         self._lock = threading.Lock()
         self.ended = threading.Event()
         self.late = 0  # programs compiled when the warm-up ended
@@ -97,8 +97,7 @@ class Warmup:
     def _end(self) -> BaseException | None:
         """End the warm-up; returns the exception that prevents it."""
         try:
-            if self._times_passes:
-                self._programs.measure_pass_costs(self._cache)
+            self._programs.measure_pass_costs(self._cache)
         except BaseException as error:  # for the engine's thread to raise
             return error
         self.late = self._programs.compilations

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import cache, loop, models, sampling
+from entropic_jax.calibration.stored_costs import known_costs
 from entropic_jax.control import presets
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
-from entropic_jax.parameter_tables.speculation_names import check_drafter
+from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
 from entropic_jax.parameter_tables.table import short
 from entropic_jax.speculation import Speculator, make_speculator
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
@@ -208,7 +209,12 @@ class Engine:
     def _speculator(self, rows: int) -> Speculator | None:
         """What drafts tokens for a batch of that number of rows."""
         width = rows if self.preset.width is None else min(rows, self.preset.width)
-        return make_speculator(self.preset.speculate, width)
+        if self.preset.speculate == OFF:
+            return None
+        page_policy, model = self.preset.page_policy, self.model
+        page_size = page_policy.page_size if page_policy else cache.default_page_size()
+        costs = known_costs(model.decoder, model.params, page_size, self.pages)
+        return make_speculator(self.preset.speculate, width, costs=costs)
 
     def _start(
         self, requests: Sequence[Request], prompts: list[list[int]], speculator: Speculator | None

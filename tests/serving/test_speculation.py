@@ -8,11 +8,12 @@ import pytest
 from entropic_jax import LLM, SamplingParams
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
+from entropic_jax.serving.engine import programs
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.serving.options.control_options import Control
-from entropic_jax.speculation import registry
+from entropic_jax.speculation import PassCosts
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,
@@ -109,8 +110,8 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
 
 @pytest.mark.slow
 def test_drafts_from_a_pruned_cache_change_nothing(model, off, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(registry, "UNMEASURED_CONTEXT", 0)
-    monkeypatch.setattr(registry, "UNMEASURED_STEP", (0.01, 0.0))
+    cheap = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
+    monkeypatch.setattr(programs, "known_costs", lambda *_: cheap)
     chosen = requests(12)[1:5]
     expected = results(off, chosen)
     for engine in engine_of(model, **{**SUFFIX, "speculate": "auto"}):

@@ -4,9 +4,11 @@
 contract:
 
 Args:
-    x: `[rows, inputs]`. weights: a tuple of `[inputs, outputs]`, all of one dtype: that of x, or a narrower
-    one. A narrower weight is
-        widened as it is read, and the product is that of the widened weight.
+    x: `[rows, inputs]`.
+    weights: a tuple of `[inputs, outputs]`, all of one dtype: that of x, or a narrower one. A narrower weight
+        is widened as it is read, and the product is that of the widened weight.
+    scales: a tuple of `[outputs]`, float32, by which the columns of the products are multiplied: those of
+        weights of int8. Empty for other weights.
 
 Returns:
     A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Each row of a result depends, bit
@@ -37,12 +39,18 @@ def reads_as_stored(dtype: Any) -> bool:
     return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(dtype)
 
 
-def skinny_matmul(x: jax.Array, *weights: jax.Array, backend: str | None = None) -> tuple[jax.Array, ...]:
+def skinny_matmul(
+    x: jax.Array,
+    *weights: jax.Array,
+    scales: tuple[jax.Array, ...] = (),
+    backend: str | None = None,
+) -> tuple[jax.Array, ...]:
     """Multiply rows by each of the weights.
 
     Args:
         x: `[..., inputs]`.
         weights: each `[inputs, outputs]`, of the dtype of x or a narrower one.
+        scales: float32 `[outputs]` of each weight, which multiply the columns of its product; for int8.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -51,19 +59,19 @@ def skinny_matmul(x: jax.Array, *weights: jax.Array, backend: str | None = None)
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
     if rows <= MAX_ROWS:
-        products = _skinny_matmul(backend, flat, weights)
+        products = _skinny_matmul(backend, flat, weights, scales)
     else:
-        products = reference.skinny_matmul(flat, weights)
+        products = reference.skinny_matmul(flat, weights, scales)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _skinny_matmul(backend, x, weights):
-    return SKINNY_MATMUL(x, weights, backend=backend)
+def _skinny_matmul(backend, x, weights, scales):
+    return SKINNY_MATMUL(x, weights, scales, backend=backend)
 
 
-def _forward(backend, x, weights):
-    return _skinny_matmul(backend, x, weights), (x, weights)
+def _forward(backend, x, weights, scales):
+    return _skinny_matmul(backend, x, weights, scales), (x, weights, scales)
 
 
 def _backward(backend, residuals, gradient):

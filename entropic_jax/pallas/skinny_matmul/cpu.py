@@ -17,7 +17,7 @@ from ...cpu_runtime.run_once import run_once
 
 LONGEST_CHUNK = 4  # blocks of columns
 CHUNKS_PER_THREAD = 4  # at least, where there are as many blocks
-WEIGHT_DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 
 def supports_weight(dtype: Any) -> bool:
@@ -25,8 +25,10 @@ def supports_weight(dtype: Any) -> bool:
     return cpu_runtime.unavailable_reason() is None and jnp.dtype(dtype).name in WEIGHT_DTYPES
 
 
-def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Float32 rows times weights of float32 or bfloat16.
+def skinny_matmul(
+    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...] = ()
+) -> tuple[jax.Array, ...]:
+    """Float32 rows times weights of float32, bfloat16 or int8.
 
     The contract is in the package's docstring.
     """
@@ -41,7 +43,7 @@ def skinny_matmul(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Arr
     columns = tuple(weight.shape[1] for weight in weights)
     name = _register(*dtypes)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
-    return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights))
+    return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
 
 @run_once
@@ -56,6 +58,7 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.instructions import ITEMSIZE
     from ...cpu_runtime.kernel import (
         EXACT,
+        floats,
         njit,
         operand,
         parallel_for,
@@ -70,6 +73,15 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     from .cpu_blocks import multiply_block, multiply_part
 
     full_block, part_of_block, size = multiply_block(dtype), multiply_part(dtype), ITEMSIZE[dtype]
+    scaled = dtype == "int8"  # the scales of the weights' columns are operands behind all weights
+
+    @njit(**EXACT)
+    def scale_columns(frame, w, column, out, rows, width, columns):
+        scale = floats(operand(frame, 1 + words(frame, 15)[12] + w)[0] + 4 * column, (columns,))
+        for r in range(rows):
+            row = floats(out + 4 * r * width, (columns,))
+            for c in range(columns):
+                row[c] *= scale[c]
 
     @njit(**EXACT)
     def num_blocks(frame):
@@ -111,12 +123,16 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
             out = result(frame, w)[0] + 4 * column
             if width - column < BLOCK:
                 part_of_block(x, rows, inputs, weight, width, out, width - column)
+                if scaled:
+                    scale_columns(frame, w, column, out, rows, width, width - column)
                 continue
             # Threads take chunks in turn, from the last one down, so this is the likely next block.
             next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
             next_weight, next_column = locate(frame, next_block)
             following = operand(frame, 1 + next_weight)[0] + size * next_column
             full_block(x, rows, inputs, weight, width, out, following)
+            if scaled:
+                scale_columns(frame, w, column, out, rows, width, BLOCK)
 
     yield f"{name}_chunk", thread_task(chunk)
     chunk_address = symbol_address(f"{name}_chunk")

@@ -29,7 +29,7 @@ def multiply_block(dtype: str) -> Any:
     """
     block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
     lines = block * size // CACHE_LINE
-    half, quarter = lines // 2, max(1, lines // 4)
+    half, quarter = max(1, lines // 2), max(1, lines // 4)
     fewest = (most + 1) // 2  # rows of a tile where there are several
     direct = matmul.tiles(dtype, "weight", lines)
     copy_half, copy_quarter = (matmul.tiles(dtype, "both", count, fewest) for count in (half, quarter))

@@ -1,0 +1,73 @@
+"""Stored pass costs: read back as written, for the same model alone, and a roofline where there are none."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from entropic_jax.calibration import stored_costs
+from entropic_jax.calibration.stored_costs import known_costs, read_costs, write_costs
+from entropic_jax.ledger import default_hardware
+from entropic_jax.speculation import PassCosts
+from entropic_jax.speculation.pass_costs import roofline_pass_costs
+from tests import tiny
+
+COSTS = PassCosts((1, 2, 4), (1e-3, 1.1e-3, 1.5e-3), (1, 2), (1e-6, 2e-6), (5e-4, 1e-7))
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
+    return tiny.model().decoder, tiny.model().params
+
+
+def test_costs_are_read_as_they_were_written(model, monkeypatch):
+    decoder, params = model
+    assert read_costs(decoder, params, 16, jnp.float32) is None
+    write_costs(COSTS, decoder, params, 16, jnp.float32)
+    assert (
+        read_costs(decoder, params, 16, jnp.float32) == COSTS == known_costs(decoder, params, 16, "float32")
+    )
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    for others in ((decoder, params, 32, jnp.float32), (decoder, params, 16, jnp.int8)):
+        assert read_costs(*others) is None
+    assert read_costs(decoder, half, 16, jnp.float32) is None
+    monkeypatch.setenv(stored_costs.VARIABLE, "")
+    assert read_costs(decoder, params, 16, jnp.float32) is None
+    write_costs(COSTS, decoder, params, 16, jnp.float32)  # stores nothing
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"tokens": [1]}', "null"])
+def test_damaged_files_do_not_count(model, content, tmp_path):
+    decoder, params = model
+    write_costs(COSTS, decoder, params, 16, jnp.float32)
+    (file,) = tmp_path.glob("pass-costs-*.json")
+    file.write_text(content)
+    assert read_costs(decoder, params, 16, jnp.float32) is None
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seconds": (1.0, -1.0, 1.0)}, {"widths": ()}, {"draft_step": (float("nan"), 0.0)}]
+)
+def test_costs_out_of_range_do_not_count(model, changed):
+    decoder, params = model
+    write_costs(COSTS._replace(**changed), decoder, params, 16, jnp.float32)
+    assert read_costs(decoder, params, 16, jnp.float32) is None
+
+
+def test_without_a_measurement_a_roofline_counts(model):
+    decoder, params = model
+    shape, hardware = decoder.shape, default_hardware()
+    costs = known_costs(decoder, params, 16, jnp.float32)
+    assert costs.valid()
+    assert costs.seconds[0] == pytest.approx(4 * shape.weights / hardware.bandwidth)
+    assert costs.seconds[-1] == pytest.approx(2 * shape.weights * costs.tokens[-1] / hardware.peak)
+    assert 0 < costs.draft_step[1] < costs.seconds_per_position[0]
+
+
+def test_where_a_batch_is_bound_by_arithmetic_drafts_do_not_pay():
+    decoder = tiny.model().decoder
+    sizes = dict(bytes_per_weight=4, bytes_per_cache=4, kept=0.25)
+    costs = roofline_pass_costs(decoder.shape, default_hardware(), **sizes)
+    single, batch = (costs.law(rows, (1, 2, 4)).pass_costs(jnp.float32(0)).tolist() for rows in (1, 64))
+    assert single[2] == pytest.approx(single[0])
+    assert batch[1] == pytest.approx(2 * batch[0], rel=1e-3)
