@@ -18,15 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..cache import ModelShape
 from ..devices import default_device, processor
-from ..ledger import default_hardware
+from ..ledger import Hardware, default_hardware, weights_read
 from ..pallas.paged_attention.quantised import bytes_per_number
 from ..phases.forward import Decoder
-from ..speculation.pass_costs import PassCosts, roofline_pass_costs
+from ..speculation.pass_costs import PassCosts
 from ..speculation.pruned import WINDOW
 
 LOG = logging.getLogger("entropic_jax.speculation")
 VARIABLE = "ENTROPIC_COST_CACHE"
+LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a roofline is tabulated
 VERSION = 1  # of the file, and of the kernels whose costs it holds
 
 
@@ -121,3 +123,35 @@ def _file(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> Path | N
     )
     name = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
     return (Path(parent) if parent else user_cache) / f"pass-costs-{name}.json"
+
+
+def roofline_pass_costs(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    bytes_per_weight: float,
+    bytes_per_cache: float,
+    kept: float,
+) -> PassCosts:
+    """Pass costs by a roofline, for where none were measured.
+
+        a(T) = max(b_W W(T) / bandwidth, 2 W T / peak)
+        b(n) = layers · max(2 d b_KV · KV heads / bandwidth, 4 d n · heads / peak)
+
+    Args:
+        shape: sizes of the model: W weights, W(T) those that T tokens read together, d = head_dim.
+        hardware: peak FLOP/s and memory bandwidth.
+        bytes_per_weight: b_W.
+        bytes_per_cache: b_KV, per number of K or V.
+        kept: fraction of the cache that a step of the pruned drafter reads.
+    """
+    peak, bandwidth = float(hardware.peak), float(hardware.bandwidth)
+    tokens = tuple(1 << n for n in range(LARGEST.bit_length()))
+    widths = tuple(1 << n for n in range(WIDEST.bit_length()))
+    read = [bytes_per_weight * float(weights_read(shape, t)) / bandwidth for t in tokens]
+    computed = [2 * shape.weights * t / peak for t in tokens]
+    position = 2 * shape.head_dim * bytes_per_cache * shape.kv_heads / bandwidth
+    score = 4 * shape.head_dim * shape.heads / peak
+    slopes = tuple(shape.layers * max(position, score * n) for n in widths)
+    seconds = tuple(max(pair) for pair in zip(read, computed, strict=True))
+    return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]))

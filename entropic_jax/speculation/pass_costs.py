@@ -8,12 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import ModelShape
-from ..ledger import weights_read
-from ..state import Hardware
 from .draft_length import DraftLength
-
-LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a roofline is tabulated
 
 
 class PassCosts(NamedTuple):
@@ -59,37 +54,6 @@ class PassCosts(NamedTuple):
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
         slopes = _interpolate(widths, self.widths, self.seconds_per_position)
         return DraftLength(jnp.asarray(costs), widths=widths, position_costs=jnp.asarray(slopes))
-
-
-def roofline_pass_costs(
-    shape: ModelShape,
-    hardware: Hardware,
-    *,
-    bytes_per_weight: float,
-    bytes_per_cache: float,
-    kept: float,
-) -> PassCosts:
-    """Pass costs by a roofline, for where none were measured.
-
-        a(T) = max(b_W W(T) / bandwidth, 2 W T / peak)
-        b(n) = layers · max(2 d b_KV · KV heads / bandwidth, 4 d n · heads / peak)
-
-    Args:
-        shape: sizes of the model: W weights, W(T) those that T tokens read together, d = head_dim.
-        hardware: peak FLOP/s and memory bandwidth.
-        bytes_per_weight: b_W.
-        bytes_per_cache: b_KV, per number of K or V.
-        kept: fraction of the cache that a step of the pruned drafter reads.
-    """
-    tokens = tuple(1 << n for n in range(LARGEST.bit_length()))
-    widths = tuple(1 << n for n in range(WIDEST.bit_length()))
-    read = [bytes_per_weight * float(weights_read(shape, float(t))) / hardware.bandwidth for t in tokens]
-    computed = [2 * shape.weights * t / hardware.peak for t in tokens]
-    position = 2 * shape.head_dim * bytes_per_cache * shape.kv_heads / hardware.bandwidth
-    score = 4 * shape.head_dim * shape.heads / hardware.peak
-    slopes = tuple(shape.layers * max(position, score * n) for n in widths)
-    seconds = tuple(max(pair) for pair in zip(read, computed, strict=True))
-    return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]))
 
 
 def _interpolate(

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from entropic_jax.calibration import stored_costs
-from entropic_jax.calibration.stored_costs import known_costs, read_costs, write_costs
+from entropic_jax.calibration.stored_costs import known_costs, read_costs, roofline_pass_costs, write_costs
 from entropic_jax.ledger import default_hardware
 from entropic_jax.speculation import PassCosts
-from entropic_jax.speculation.pass_costs import roofline_pass_costs
 from tests import tiny
 
 COSTS = PassCosts((1, 2, 4), (1e-3, 1.1e-3, 1.5e-3), (1, 2), (1e-6, 2e-6), (5e-4, 1e-7))

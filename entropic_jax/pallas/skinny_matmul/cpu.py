@@ -58,7 +58,6 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.instructions import ITEMSIZE
     from ...cpu_runtime.kernel import (
         EXACT,
-        floats,
         njit,
         operand,
         parallel_for,
@@ -73,15 +72,7 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     from .cpu_blocks import multiply_block, multiply_part
 
     full_block, part_of_block, size = multiply_block(dtype), multiply_part(dtype), ITEMSIZE[dtype]
-    scaled = dtype == "int8"  # the scales of the weights' columns are operands behind all weights
-
-    @njit(**EXACT)
-    def scale_columns(frame, w, column, out, rows, width, columns):
-        scale = floats(operand(frame, 1 + words(frame, 15)[12] + w)[0] + 4 * column, (columns,))
-        for r in range(rows):
-            row = floats(out + 4 * r * width, (columns,))
-            for c in range(columns):
-                row[c] *= scale[c]
+    scaled, scale_columns = dtype == "int8", _scale_columns()
 
     @njit(**EXACT)
     def num_blocks(frame):
@@ -123,16 +114,14 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
             out = result(frame, w)[0] + 4 * column
             if width - column < BLOCK:
                 part_of_block(x, rows, inputs, weight, width, out, width - column)
-                if scaled:
-                    scale_columns(frame, w, column, out, rows, width, width - column)
-                continue
-            # Threads take chunks in turn, from the last one down, so this is the likely next block.
-            next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
-            next_weight, next_column = locate(frame, next_block)
-            following = operand(frame, 1 + next_weight)[0] + size * next_column
-            full_block(x, rows, inputs, weight, width, out, following)
+            else:
+                # Threads take chunks in turn, from the last one down, so this is the likely next block.
+                next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
+                next_weight, next_column = locate(frame, next_block)
+                following = operand(frame, 1 + next_weight)[0] + size * next_column
+                full_block(x, rows, inputs, weight, width, out, following)
             if scaled:
-                scale_columns(frame, w, column, out, rows, width, BLOCK)
+                scale_columns(frame, w, column, out, rows, width, min(BLOCK, width - column))
 
     yield f"{name}_chunk", thread_task(chunk)
     chunk_address = symbol_address(f"{name}_chunk")
@@ -144,3 +133,21 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
         parallel_for(chunk_address(), frame, (count + per_chunk - 1) // per_chunk)
 
     yield name, xla_handler(body)
+
+
+def _scale_columns() -> Any:
+    """`scale_columns(frame, w, column, out, rows, width, columns)`: multiplies a block of a result in place.
+
+    The scales of the weights' columns are operands behind all weights.
+    """
+    from ...cpu_runtime.kernel import EXACT, floats, njit, operand, words
+
+    @njit(**EXACT)
+    def scale_columns(frame, w, column, out, rows, width, columns):
+        scale = floats(operand(frame, 1 + words(frame, 15)[12] + w)[0] + 4 * column, (columns,))
+        for r in range(rows):
+            row = floats(out + 4 * r * width, (columns,))
+            for c in range(columns):
+                row[c] *= scale[c]
+
+    return scale_columns
