@@ -11,13 +11,16 @@ import sys
 CORES = os.cpu_count() or 1
 TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
 TUNABLES += ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
+# One device per core. A machine that is busy or asleep may keep one from the other for long: wait.
+FLAGS = (
+    f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1000000"
+)
 if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
     # Fresh pages for every temporary buffer are slow: keep freed memory, in huge pages.
     os.environ["GLIBC_TUNABLES"] = TUNABLES
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
-    )
+    os.environ.setdefault("XLA_FLAGS", FLAGS)
     os.execv(sys.executable, [sys.executable, "-m", "entropic_jax.models.train", *sys.argv[1:]])
 
 import argparse

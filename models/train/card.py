@@ -1,4 +1,4 @@
-"""Write the model card: `python -m entropic_jax.models.train.card --work DIR --model models/embedded`.
+"""Write the card and the notice of a model: `python -m entropic_jax.models.train.card --work W --model DIR`.
 
 Every number on it comes from the evaluation, the training log, the list of packages or the code.
 """
@@ -93,15 +93,16 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
         "## Data",
         paragraph(
             f"""Python files of the packages below as their wheels on PyPI hold them, each of
-            {corpus.SMALLEST_FILE} bytes to {corpus.LARGEST_FILE // 1000} kB, without what looks generated;
-            tabs become four spaces. A file is dropped when more than 40 % of its passages of
-            {corpus.SHINGLE_LINES} lines occur in an earlier file, and the held-out packages come first, so
+            {corpus.SMALLEST_FILE} bytes to {corpus.LARGEST_FILE // 1000} kB, without tests,
+            vendored and generated files; tabs become four spaces. A file is dropped when more than 40 % of its
+            passages of {corpus.SHINGLE_LINES} lines occur in an earlier file, and the held-out packages come first, so
             training text that repeats them is dropped too. {megabytes(training)} MB of candidates left
             {files:,} files and {tokens / 1e6:,.1f} million tokens to train on."""
         ),
         paragraph(
             f"""A part of what the model read is generated: real source with facts scattered through it and
-            questions further down ({kinds}), whose answers weigh {tasks.ANSWER_WEIGHT:g} times as much."""
+            questions further down ({kinds}), whose answers weigh {tasks.ANSWER_WEIGHT:g} times as much. Its
+            first line is `{tasks.HEADER.strip()}`, which no other text has."""
         ),
         table(head, row(False), words=3),
         paragraph(
@@ -111,6 +112,21 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
         table(head, row(True), words=3),
     ]
     return "\n\n".join(parts)
+
+
+def notice(packages: list[dict[str, Any]]) -> str:
+    """The text of `NOTICE`: the packages that were trained on, with their licences."""
+    lines = [
+        f"{p['name']} {p['version']}: {p['licence'] or 'no licence stated'}"
+        for p in packages
+        if not p["held_out"]
+    ]
+    head = paragraph(
+        """The weights in this folder were trained on the Python source of the packages below. Each is used
+        under its own licence, as its metadata on PyPI states it. A text that repeats a passage of one of them
+        is under that licence."""
+    )
+    return f"{head}\n\n" + "\n".join(lines) + "\n"
 
 
 def recipe(model: Path) -> str:
@@ -132,8 +148,7 @@ def recipe(model: Path) -> str:
         f"""{sum(tokens) / 1e6:.1f} million tokens in all, {sum(r["hours"] for r in rounds):.1f} hours of
         steps. {stages[0].upper() + stages[1:]}. The two cores were shared with other work. All other settings
         are the defaults of `models.train`; WORK is a folder of your own, BEFORE the model that the round
-        before exported, whose tokenizer stays. Between the rounds, the generated tasks were given more weight
-        to far answers, and the answer to *variable* was made to spell the names it passes through."""
+        before exported, whose tokenizer stays. What is exported is an average of the late weights."""
     )
     return f"""## Recipe
 
@@ -239,12 +254,14 @@ def card(work: Path, model: Path) -> str:
 
 
 def main() -> None:
-    """Read the command line and write `README.md` and `training.png` into the model's folder."""
+    """Read the command line and write `README.md`, `NOTICE` and `training.png` into the model's folder."""
     parser = argparse.ArgumentParser(prog="python -m entropic_jax.models.train.card", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder that models.train worked in")
     parser.add_argument("--model", type=Path, required=True, help="exported and evaluated directory")
     arguments = parser.parse_args()
     (arguments.model / "README.md").write_text(card(arguments.work, arguments.model))
+    packages = json.loads((arguments.work / "packages.json").read_text())
+    (arguments.model / "NOTICE").write_text(notice(packages))
     if (arguments.work / "log.png").exists():
         shutil.copyfile(arguments.work / "log.png", arguments.model / "training.png")
 

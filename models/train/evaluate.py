@@ -9,14 +9,11 @@ against distance, and samples. Writes one JSON file and, next to it, two plots.
 import os
 import sys
 
-from .__main__ import CORES, TUNABLES
+from .__main__ import FLAGS, TUNABLES
 
 if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = TUNABLES
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        f"--xla_force_host_platform_device_count={CORES} --xla_cpu_multi_thread_eigen=false",
-    )
+    os.environ.setdefault("XLA_FLAGS", FLAGS)
     os.execv(sys.executable, [sys.executable, "-m", "entropic_jax.models.train.evaluate", *sys.argv[1:]])
 
 import argparse
@@ -58,7 +55,17 @@ def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
         tokenizer: to encode with.
         seed: of the order.
     """
-    documents = json.loads((work / "held_out.json").read_text())
+    return encoded(json.loads((work / "held_out.json").read_text()), tokenizer, seed)
+
+
+def encoded(documents: list[dict[str, str]], tokenizer: Tokenizer, seed: int) -> list[File]:
+    """Those documents that have 8 to 64 kB, in a random order.
+
+    Args:
+        documents: `package`, `path` and `text` of each.
+        tokenizer: to encode with.
+        seed: of the order.
+    """
     chosen = [d for d in documents if SMALLEST <= len(d["text"].encode()) <= LARGEST]
     chosen = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
     special = tokenizer.get_added_tokens_decoder()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from entropic_jax.models.train import card, evaluate, history, recall, scoring
+from entropic_jax.models.train import card, corpus, evaluate, history, recall, scoring
 from tests.train.model import TINY
 
 LOG = """step,tokens,length,bits_per_byte,gradient_norm,tokens_per_second
@@ -124,3 +124,13 @@ def test_evaluation_and_card(
     assert "3 files and 1.2 million tokens" in text
     for sample in report["samples"]:
         assert sample["prompt"] in text
+
+
+def test_the_notice_names_every_package_that_was_trained_on(work: Path):
+    packages = json.loads((work / "packages.json").read_text())
+    text = card.notice(packages)
+    assert "big|package 1.0: MIT\n" in text
+    assert "one 1.0" not in text
+    shipped = (Path(card.__file__).parents[1] / "embedded" / "NOTICE").read_text()
+    names = {corpus.project_name(line.split(" ")[0]) for line in shipped.split("\n\n", 1)[1].splitlines()}
+    assert names - {"python"} == {corpus.project_name(r) for r in corpus.TRAINING_PACKAGES}
