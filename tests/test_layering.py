@@ -48,6 +48,7 @@ MOST_ARROWS = {"entropic_jax": 86, "entropic_jax.serving": 38}
 SHARED_BY_BENCHMARKS = ("benchmarks.harness", "benchmarks.baselines")
 BETWEEN_BENCHMARKS = {
     ("benchmarks.kernels", "benchmarks.bandwidth"),
+    ("benchmarks.embedded_model", "benchmarks.sampling"),  # what a loop is
     ("benchmarks.temperature", "benchmarks.sampling"),  # the same tasks and samplers
 }
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -94,10 +94,11 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
         paragraph(
             f"""Python files of the packages below as their wheels on PyPI hold them, each of
             {corpus.SMALLEST_FILE} bytes to {corpus.LARGEST_FILE // 1000} kB, without tests,
-            vendored and generated files; tabs become four spaces. A file is dropped when more than 40 % of its
-            passages of {corpus.SHINGLE_LINES} lines occur in an earlier file, and the held-out packages come
-            first, so training text that repeats them is dropped too. {megabytes(training)} MB of candidates left
-            {files:,} files and {tokens / 1e6:,.1f} million tokens to train on."""
+            vendored and generated files; tabs become four spaces. A file is dropped when more than
+            40 % of its passages of {corpus.SHINGLE_LINES} lines occur in an earlier file, and the
+            held-out packages come first, so training text that repeats them is dropped too.
+            {megabytes(training)} MB of candidates left {files:,} files and
+            {tokens / 1e6:,.1f} million tokens to train on."""
         ),
         paragraph(
             f"""A part of what the model read is generated: real source with facts scattered through it and

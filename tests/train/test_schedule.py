@@ -66,7 +66,7 @@ def test_the_average_reaches_over_the_same_share_of_the_run_at_every_step():
         assert age / plan.tokens(last) == pytest.approx(0.04, abs=0.01)  # mean age of the averaged weights
 
 
-def test_too_few_tokens_are_an_error():
+def test_tokens_for_no_step_are_an_error():
     with pytest.raises(ValueError, match="tokens must be enough for a step of each stage; got 100"):
         Schedule(100)
     assert np.isfinite(Schedule(500e3).steps)
