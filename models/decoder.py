@@ -22,6 +22,7 @@ from .experts import SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer
+from .quantisation import quantise_module
 
 Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
@@ -69,10 +70,13 @@ def causal_lm(config: Config) -> CausalLM:
 
 
 @functools.lru_cache(maxsize=64)
-def structure(config: Config) -> tuple[nnx.GraphDef[CausalLM], Params]:
+def structure(config: Config, quantization: str | None = None) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
     blocks(config)  # an unknown architecture is an error
-    graph, state = nnx.split(nnx.eval_shape(lambda: causal_lm(config)))
+    module = lambda: causal_lm(config)
+    graph, state = nnx.split(
+        nnx.eval_shape(module if quantization is None else lambda: quantise_module(module()))
+    )
     return graph, as_tuples(nnx.to_pure_dict(state))
 
 
@@ -109,11 +113,12 @@ class Decoder:
 
     config: Config
     mesh: Mesh | None = None  # None: of one device
+    quantization: str | None = None  # of the weights, see `quantisation`
 
     @property
     def partition_specs(self) -> Params:
         """The PartitionSpec of every parameter on the mesh."""
-        return sharding.partition_specs(structure(self.config)[1])
+        return sharding.partition_specs(structure(self.config, self.quantization)[1])
 
     @property
     def shape(self) -> ModelShape:
@@ -136,7 +141,7 @@ class Decoder:
 
     def module(self, params: Params) -> CausalLM:
         """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""
-        return nnx.merge(structure(self.config)[0], as_dicts(params))
+        return nnx.merge(structure(self.config, self.quantization)[0], as_dicts(params))
 
     def hidden(
         self,

@@ -63,6 +63,7 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+        self.scale = nnx.data(None)  # of the columns of a quantised kernel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]
@@ -75,13 +76,19 @@ class RowParallelLinear(Linear):
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        product = sum_over_shards(skinny_matmul(x, self.kernel[...])[0])
+        product = sum_over_shards(multiply(x, self)[0])
         return product if self.bias is None else product + self.bias[...]
+
+
+def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
+    """The products of x with the kernels of linear layers, of which all are quantised or none."""
+    scales = tuple(layer.scale[...] for layer in layers if layer.scale is not None)
+    return skinny_matmul(x, *(layer.kernel[...] for layer in layers), scales=scales)
 
 
 def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """The outputs of several linear layers for the same x; one pass over x where it has few rows."""
-    products = skinny_matmul(x, *(layer.kernel[...] for layer in layers))
+    products = multiply(x, *layers)
     return tuple(
         y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
     )
@@ -298,11 +305,13 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
-        kernel = self.lm_head.kernel[...]
         if hidden.dtype == jnp.float32:
-            out = skinny_matmul(hidden, kernel)[0]
+            out = multiply(hidden, self.lm_head)[0]
         else:
+            kernel = self.lm_head.kernel[...].astype(hidden.dtype)
             out = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+            if self.lm_head.scale is not None:
+                out = out * self.lm_head.scale[...]
         if self.lm_head.bias is not None:
             out = out + self.lm_head.bias[...].astype(jnp.float32)
         if self.output.logit_multiplier != 1.0:

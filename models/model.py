@@ -18,6 +18,7 @@ from . import sharding, weights
 from .config import Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
+from .quantisation import check_quantization, quantise
 from .tensor_names import entries
 from .tokenizer import Tokenizer
 
@@ -33,10 +34,11 @@ class Model:
     tokenizer: Tokenizer | None = None  # None where the directory has no tokenizer.json
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json as it is
     mesh: Mesh | None = None  # of the devices that hold the arrays; None: one device
+    quantization: str | None = None  # of the weights; None: not quantised
 
     @property
     def decoder(self) -> Decoder:
-        return Decoder(self.config, self.mesh)
+        return Decoder(self.config, self.mesh, self.quantization)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -70,6 +72,7 @@ def load(
     progress: bool = True,
     as_stored: bool = True,
     mesh: Mesh | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Read a Hugging Face model directory.
 
@@ -82,11 +85,13 @@ def load(
             products widen them as they read: the same numbers, in half of the time.
         mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only
             its part. None puts them on the default device.
+        quantization: "int8" rounds the matrices that are multiplied by rows to 8 bits, with a scale per
+            column; None keeps them.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
     """
-    directory, dtype = Path(path), checked(dtype)
+    directory, dtype, quantization = Path(path), checked(dtype), check_quantization(quantization)
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
@@ -105,7 +110,24 @@ def load(
         task = bar.add_task(f"loading {directory.name}", total=total)
         advance = lambda amount: bar.advance(task, amount)
         params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh)
-    return Model(config, params, tokenizer, generation, mesh)
+    model = Model(config, params, tokenizer, generation, mesh)
+    return model if quantization is None else quantised(model, quantization)
+
+
+def quantised(model: Model, quantization: str = "int8") -> Model:
+    """The model with quantised weights.
+
+    Args:
+        model: not quantised.
+        quantization: "int8".
+
+    Raises:
+        ModelError: for another quantisation, or a model that is quantised already; a ValueError.
+    """
+    if model.quantization is not None:
+        raise ModelError(f"model must not be quantised; its weights are {model.quantization}")
+    shapes = structure(model.config, check_quantization(quantization))[1]
+    return dataclasses.replace(model, params=quantise(model.params, shapes), quantization=quantization)
 
 
 def read_generation(path: Path, config: Config) -> dict[str, Any]:
@@ -141,6 +163,8 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
         path: of the directory, which is made.
         dtype: of the weights on disk, by default that of the parameters.
     """
+    if model.quantization is not None:
+        raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
     directory = Path(path)
     dtype = checked(jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype)
     directory.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from ..pallas.paged_attention.quantised import bytes_per_number
 from ..phases.forward import Decoder
 from ..speculation.pass_costs import PassCosts
 from ..speculation.pruned import WINDOW
+from ..speculation.registry import UNMEASURED_CONTEXT
 
 LOG = logging.getLogger("entropic_jax.speculation")
 VARIABLE = "ENTROPIC_COST_CACHE"
@@ -154,4 +155,5 @@ def roofline_pass_costs(
     score = 4 * shape.head_dim * shape.heads / peak
     slopes = tuple(shape.layers * max(position, score * n) for n in widths)
     seconds = tuple(max(pair) for pair in zip(read, computed, strict=True))
-    return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]))
+    # What a step costs beyond its bytes is unknown, so that drafts pay for certain in a long context only.
+    return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]), UNMEASURED_CONTEXT)

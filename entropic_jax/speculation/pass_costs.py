@@ -21,6 +21,7 @@ class PassCosts(NamedTuple):
 
     draft_step: tuple[float, float] | None = None  # of one row's step of the pruned drafter: seconds without
     # context, and added by each cached position; None where it was not measured
+    shortest_context: int = 0  # cached positions of a row, below which nothing is drafted from few pages
 
     def valid(self) -> bool:
         """Whether these are costs: finite, not negative, and as many as there are sizes."""

@@ -44,7 +44,7 @@ def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | 
     if name not in DRAFTS_FROM_PAGES:
         return suffix
     step = UNMEASURED_STEP if costs is None else costs.draft_step_costs(rows)
-    shortest = UNMEASURED_CONTEXT if costs is None else 0
+    shortest = UNMEASURED_CONTEXT if costs is None else costs.shortest_context
     pruned = pruned_drafter(k, law=law, step_costs=step, shortest_context=shortest)
     return Cascade((suffix, pruned), law) if name == AUTO else pruned
 

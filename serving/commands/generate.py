@@ -127,6 +127,7 @@ def _load(options: argparse.Namespace) -> "Generator":
             options.kv_cache_dtype,
             options.speculate,
             options.tensor_parallel_size,
+            options.quantization,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

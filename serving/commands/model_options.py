@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from entropic_jax.parameter_tables.table import ParameterError
 
-from ..options.model import EMBEDDED, default_dtype
+from ..options.model import EMBEDDED, QUANTIZATIONS, default_dtype
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -14,12 +14,22 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declare `--model` and `--dtype`."""
+    """Declare `--model`, `--dtype` and `--quantization`."""
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="data type of the weights (default: what suits the device)",
+    )
+    add_quantization(parser)
+
+
+def add_quantization(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Declare `--quantization`."""
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the weights to 8 bits, with a scale per column (default: as they are)",
     )
 
 
@@ -50,7 +60,9 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
 
     remember_compilations()
     try:
-        model = models.load(options.model, options.dtype or default_dtype())
+        model = models.load(
+            options.model, options.dtype or default_dtype(), quantization=options.quantization
+        )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model {options.model}: {error}") from error
     if model.tokenizer is None:

@@ -48,6 +48,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="data type of the weights (default: what suits the device)",
     )
+    model_options.add_quantization(group)
     group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
     group.add_argument(
@@ -315,6 +316,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
     control_options.build(settings.control._replace(preset="off", gains=()), None, None)  # says what is wrong
     chosen: dict[str, Any] = {
         "dtype": None if options.dtype == "auto" else options.dtype,
+        "quantization": options.quantization,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": options.max_model_len,

@@ -385,5 +385,5 @@ def start(
     """
     options = EngineOptions() if options is None else options
     mesh = parallelism.mesh_of(options.tensor_parallel_size, options.mesh)
-    model = models.load(path, options.dtype or default_dtype(), mesh=mesh)
+    model = models.load(path, options.dtype or default_dtype(), mesh=mesh, quantization=options.quantization)
     return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress, control)

@@ -21,6 +21,7 @@ from .. import memory
 from ..options import control_options, parallelism, speculation_options
 from ..options.control_options import BUDGETS, METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
+from ..options.model import QUANTIZATIONS
 from .programs import Shapes
 
 # Page lists are made at every step: lists kept for several steps would be renewed at steps that depend on the
@@ -50,6 +51,7 @@ class EngineOptions:
     """
 
     dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto
+    quantization: str | None = None  # of the weights: "int8"; None keeps their dtype
     kv_cache_dtype: KvCacheDtype = "auto"
     max_num_seqs: int = 64  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
@@ -110,6 +112,7 @@ class EngineOptions:
             "warmup": get_args(Warmup),
             "scheduling_policy": (None, *get_args(Policy)),
             "kv_cache_dtype": get_args(KvCacheDtype),
+            "quantization": (None, *QUANTIZATIONS),
         }
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:

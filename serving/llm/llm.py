@@ -93,7 +93,7 @@ class LLM:
                 "dslider". The texts of "meso" and "full" are those of "off" and "micro".
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
-            **options: Any field of `EngineOptions` (`dtype`, `max_model_len`, `max_num_seqs`,
+            **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`, `max_num_seqs`,
                 `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`, `budgets`, …), or any
                 gain of the controllers (`law`, `target_entropy`, `lowest_temperature`, …).
 

@@ -46,6 +46,7 @@ def load(
     kv_cache_dtype: "KvCacheDtype" = "auto",
     speculate: str | None = None,
     tensor_parallel_size: int = 1,
+    quantization: str | None = None,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -58,6 +59,7 @@ def load(
         kv_cache_dtype: Of the KV cache.
         speculate: Name of the drafter of speculative decoding, "off" for none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
+        quantization: Of the weights: "int8"; None keeps their dtype.
     """
     from entropic_jax import models
 
@@ -69,9 +71,11 @@ def load(
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
-        return search_engine.make_engine(control, calibration, models.load(path, dtype), kv_cache_dtype)
+        model = models.load(path, dtype, quantization=quantization)
+        return search_engine.make_engine(control, calibration, model, kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, engine.MOST_ROWS)
-    model = models.load(path, dtype, mesh=parallelism.mesh_of(tensor_parallel_size))
+    mesh = parallelism.mesh_of(tensor_parallel_size)
+    model = models.load(path, dtype, mesh=mesh, quantization=quantization)
     preset = preset._replace(speculate=drafter_of(control.preset, speculate))
     return engine.Engine(model, preset, belief, kv_cache_dtype)

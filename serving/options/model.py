@@ -4,6 +4,8 @@ from pathlib import Path
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
+QUANTIZATIONS = ("int8",)
+"""What `--quantization` accepts: those of `models.quantisation`, which takes long to import."""
 
 
 def default_dtype() -> str:

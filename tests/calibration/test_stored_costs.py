@@ -61,6 +61,7 @@ def test_without_a_measurement_a_roofline_counts(model):
     assert costs.seconds[0] == pytest.approx(4 * shape.weights / hardware.bandwidth)
     assert costs.seconds[-1] == pytest.approx(2 * shape.weights * costs.tokens[-1] / hardware.peak)
     assert 0 < costs.draft_step[1] < costs.seconds_per_position[0]
+    assert costs.shortest_context > COSTS.shortest_context == 0
 
 
 def test_where_a_batch_is_bound_by_arithmetic_drafts_do_not_pay():

@@ -43,6 +43,22 @@ def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
             np.testing.assert_array_equal(part, all_[rows])
 
 
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
+@pytest.mark.parametrize("columns", [COLUMNS, (8, 64, 100)])
+def test_products_with_weights_of_int8_are_scaled_by_column(columns, backend):
+    rng = np.random.default_rng(3)
+    weights = tuple(jnp.asarray(rng.integers(-127, 128, (INPUTS, n)), jnp.int8) for n in columns)
+    scales = tuple(jnp.asarray(rng.uniform(0.001, 0.01, n), jnp.float32) for n in columns)
+    x = jnp.asarray(rng.standard_normal((MAX_ROWS, INPUTS)), jnp.float32)
+    together = skinny_matmul(x, *weights, scales=scales, backend=backend)
+    for y, weight, scale in zip(together, weights, scales, strict=True):
+        exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64) * np.asarray(scale, np.float64)
+        np.testing.assert_allclose(y, exact, rtol=0, atol=1e-4)
+    for rows in (slice(0, 1), slice(5, 8), slice(3, 18)) if backend == "cpu" else ():
+        for part, all_ in zip(skinny_matmul(x[rows], *weights, scales=scales), together, strict=True):
+            np.testing.assert_array_equal(part, all_[rows])
+
+
 @ON_CPU
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_tiles_or_panels(kind):
