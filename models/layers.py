@@ -63,7 +63,7 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
-        self.scale = nnx.data(None)  # of the columns of a quantised kernel
+        self.scale: nnx.Param | None = nnx.data(None)  # of the columns of a quantised kernel
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]

@@ -6,7 +6,7 @@ Embeddings, norms, biases, routers and experts keep their dtype, and so do activ
 Products of a few rows read a quarter of the bytes of float32 (`pallas.skinny_matmul`).
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,10 @@ def check_quantization(quantization: str | None) -> str | None:
     return quantization
 
 
-def quantise_module(module: nnx.Module) -> nnx.Module:
+AnyModule = TypeVar("AnyModule", bound=nnx.Module)
+
+
+def quantise_module(module: AnyModule) -> AnyModule:
     """The module with the parameters of quantised matrices: a kernel of int8, and its scale."""
     for path, part in list(nnx.iter_modules(module)):
         if isinstance(part, Linear) and not isinstance(part, Router) and path[-1] not in KEPT:

@@ -1,7 +1,6 @@
 """Options of an engine, and the sizes that follow from them for a model and a device."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -396,8 +395,3 @@ def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
     lengths = _steps_up(min(16, chunk), chunk, 2)
     many = {(max(1, min(16, budget // length)), length) for length in lengths}
     return tuple(sorted({(1, length) for length in lengths} | many))
-
-
-def cores() -> int:
-    """Number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

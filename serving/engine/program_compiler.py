@@ -1,5 +1,6 @@
 """Background compiler: compiles the engine's programs in threads while others run, in order of need."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -97,3 +98,8 @@ class ProgramCompiler:
             self._ended.add(key)
             self._changed.notify_all()
         self._notify(failure)
+
+
+def cores() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,8 +15,8 @@ from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
 
 from .device_state import save_row
 from .launch_planner import empty_chunk
-from .options import EngineOptions, cores
-from .program_compiler import ProgramCompiler
+from .options import EngineOptions
+from .program_compiler import ProgramCompiler, cores
 from .programs import DecodeProgram, Programs, Shapes
 from .scheduler import Scheduler
 
