@@ -32,18 +32,18 @@ def product_dtype(processor: str) -> Any:
 
 
 _CPUINFO = Path("/proc/cpuinfo")
-HALF = product_dtype(_CPUINFO.read_text() if _CPUINFO.exists() else "")
+PRODUCT_DTYPE = product_dtype(_CPUINFO.read_text() if _CPUINFO.exists() else "")
 
 
 def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x @ y` over the last two axes in the dtype of products, float32 out."""
-    return jnp.matmul(x.astype(HALF), y.astype(HALF), preferred_element_type=jnp.float32)
+    return jnp.matmul(x.astype(PRODUCT_DTYPE), y.astype(PRODUCT_DTYPE), preferred_element_type=jnp.float32)
 
 
 def flip(x: jax.Array) -> jax.Array:
     """Swap the last two axes, in bfloat16 *in memory*: a barrier keeps XLA from folding it into a product."""
-    swapped = jnp.swapaxes(x.astype(HALF), -1, -2)
-    if jnp.float32 == HALF:
+    swapped = jnp.swapaxes(x.astype(PRODUCT_DTYPE), -1, -2)
+    if jnp.float32 == PRODUCT_DTYPE:
         return swapped
     return jax.lax.optimization_barrier(swapped.reshape(-1)).reshape(swapped.shape)
 
@@ -55,13 +55,13 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _linear_forward(x: jax.Array, weight: jax.Array):
-    x, weight = x.astype(HALF), weight.astype(HALF)
+    x, weight = x.astype(PRODUCT_DTYPE), weight.astype(PRODUCT_DTYPE)
     return dot(x, weight), (x, weight)
 
 
 def _linear_backward(saved, gradient):
     x, weight = saved
-    gradient = gradient.astype(HALF)
+    gradient = gradient.astype(PRODUCT_DTYPE)
     return dot(gradient, flip(weight)), dot(flip(x), gradient)
 
 
@@ -108,8 +108,8 @@ def _head_forward(q, k, v):
     group, length, dim = q.shape
     size, starts = _tiles(length)
     columns = group * size
-    k, v = k.astype(HALF), v.astype(HALF)
-    q = _chunks((q * dim**-0.5).astype(HALF), size)
+    k, v = k.astype(PRODUCT_DTYPE), v.astype(PRODUCT_DTYPE)
+    q = _chunks((q * dim**-0.5).astype(PRODUCT_DTYPE), size)
 
     def tile(carry, start):
         total, top, out = carry
@@ -141,15 +141,15 @@ def _head_backward(q, k, v, out, normaliser, gradient):
     group, length, dim = out.shape
     size, starts = _tiles(length)
     delta = _chunks((gradient * out).sum(-1, keepdims=True), size).swapaxes(1, 2)
-    q, gradient = (_chunks(x.astype(HALF), size) for x in (q * dim**-0.5, gradient))
-    k, v = k.astype(HALF), v.astype(HALF)
+    q, gradient = (_chunks(x.astype(PRODUCT_DTYPE), size) for x in (q * dim**-0.5, gradient))
+    k, v = k.astype(PRODUCT_DTYPE), v.astype(PRODUCT_DTYPE)
 
     def tile(carry, start):
         dq, dk, dv = carry
         chunk, j = start[0] // size, start[1]
         k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, j, size, 0) for x in (k, v))
         weights = jnp.exp(_scores(k_tile, q[chunk], j, start[0], group) - normaliser[chunk])
-        slope = (weights * (dot(v_tile, flip(gradient[chunk])) - delta[chunk])).astype(HALF)
+        slope = (weights * (dot(v_tile, flip(gradient[chunk])) - delta[chunk])).astype(PRODUCT_DTYPE)
         dv_tile, dk_tile = (jax.lax.dynamic_slice_in_dim(x, j, size, 0) for x in (dv, dk))
         dv_tile, dk_tile = dv_tile + dot(weights, gradient[chunk]), dk_tile + dot(slope, q[chunk])
         dv, dk = (jax.lax.dynamic_update_slice_in_dim(x, y, j, 0) for x, y in ((dv, dv_tile), (dk, dk_tile)))
@@ -183,22 +183,22 @@ def cross_entropy(
 
 def _cross_entropy_forward(hidden, embedding, targets_weights, chunk):
     targets, weights = targets_weights
-    embedding = embedding.astype(HALF)
+    embedding = embedding.astype(PRODUCT_DTYPE)
     head = flip(embedding)
     count = hidden.shape[0] // chunk
 
     def chunk_loss(carry, xs):
         d_embedding, loss, plain = carry
         h, target, weight = xs
-        h = h.astype(HALF)
+        h = h.astype(PRODUCT_DTYPE)
         logits = dot(h, head)
         top = logits.max(-1, keepdims=True)
         p = jnp.exp(logits - top)
         total = p.sum(-1, keepdims=True)
         hit = jnp.arange(logits.shape[-1])[None, :] == target[:, None]
         nll = (top + jnp.log(total))[:, 0] - jnp.take_along_axis(logits, target[:, None], -1)[:, 0]
-        slope = ((p / total - hit) * weight[:, None]).astype(HALF)
-        d_hidden = dot(slope, embedding).astype(HALF)
+        slope = ((p / total - hit) * weight[:, None]).astype(PRODUCT_DTYPE)
+        d_hidden = dot(slope, embedding).astype(PRODUCT_DTYPE)
         d_embedding = d_embedding + dot(flip(slope), h)
         return (d_embedding, loss + (nll * weight).sum(), plain + nll.sum()), d_hidden
 
@@ -258,14 +258,14 @@ def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
     flat = lambda z: z.reshape(batch * kv_heads, length, dim)
     x = params["embed_tokens"][tokens.reshape(-1)]
     for w in params["layers"]:
-        y = rms_norm(x, w["input_layernorm"], shape.rms_norm_eps).astype(HALF)
+        y = rms_norm(x, w["input_layernorm"], shape.rms_norm_eps).astype(PRODUCT_DTYPE)
         q = rotate(per_head(linear(y, w["q_proj"]), heads), cos, sin)
         k = rotate(per_head(linear(y, w["k_proj"]), kv_heads), cos, sin)
         v = per_head(linear(y, w["v_proj"]), kv_heads)
         grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
         out = causal_attention(grouped, flat(k), flat(v)).reshape(batch, heads, length, dim)
         x = x + linear(out.transpose(0, 2, 1, 3).reshape(batch * length, heads * dim), w["o_proj"])
-        y = rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps).astype(HALF)
+        y = rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps).astype(PRODUCT_DTYPE)
         x = x + linear(jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"]), w["down_proj"])
     return rms_norm(x, params["norm"], shape.rms_norm_eps)
 

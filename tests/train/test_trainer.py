@@ -69,7 +69,7 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("products", ["float32", "bfloat16"])
 def test_attention_in_tiles_has_the_gradients_of_attention(products: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forward, "HALF", jnp.dtype(products).type)
+    monkeypatch.setattr(forward, "PRODUCT_DTYPE", jnp.dtype(products).type)
     monkeypatch.setattr(forward, "TILE", 16)
     rng = np.random.default_rng(0)
     q, k, v, slope = (
