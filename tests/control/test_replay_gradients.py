@@ -102,6 +102,25 @@ def test_the_gain_of_pruning_through_the_soft_relaxation():
     assert abs(slopes_found["dropped_mass_limit"]) > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["cpu", "xla"])
+def test_forward_mode_has_the_slopes_of_reverse_mode(kernels, monkeypatch):
+    monkeypatch.setenv("ENTROPIC_KERNELS", kernels)
+
+    def loss(gains):
+        law = chain(Normalised(gains[0], highest_temperature=2.0), FixedPruning(gains[1]))
+        _, trace = run(law, SOFT)
+        return jnp.stack([trace.surprisal.mean(), trace.tempered_entropy.mean(), trace.kept_fraction.mean()])
+
+    gains = jnp.array([2.5, 0.4])
+    forward, reverse = jax.jit(jax.jacfwd(loss))(gains), jax.jit(jax.jacrev(loss))(gains)
+    np.testing.assert_allclose(forward, reverse, rtol=1e-3, atol=1e-5)
+    assert (np.abs(forward[[0, 1, 2], [1, 0, 1]]) > 1e-4).all(), "through attention, temperature and pages"
+    value, tangent = jax.jit(lambda x: jax.jvp(loss, (x,), (jnp.ones(2),)))(gains)
+    np.testing.assert_allclose(value, jax.jit(loss)(gains), rtol=1e-5)
+    np.testing.assert_allclose(tangent, forward.sum(1), rtol=1e-3, atol=1e-5)
+
+
 def test_the_hard_choice_of_pages_has_gradient_zero():
     loss = lambda drop: run(FixedPruning(drop), HARD)[1].surprisal.mean()
     assert jax.grad(loss)(jnp.float32(0.4)) == 0

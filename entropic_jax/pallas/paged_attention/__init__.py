@@ -16,13 +16,13 @@ step function and has none.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...devices import default_device
+from ..derivatives import with_derivatives_of
 from ..dispatch import Operation, for_platform, interpreted
 from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference, write_reference
 from .prefill_reference import prefill_partial
@@ -94,20 +94,11 @@ SELECT_PAGES = Operation(
 def _differentiable(operation: Operation, gathered: Callable) -> Any:
     """The operation with the derivatives of its reference, in q, keys and values."""
 
-    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    def call(backend, soft_cap, q, keys, values, *positions):
+    def call(settings, q, keys, values, *positions):
+        backend, soft_cap = settings
         return operation(q, keys, values, *positions, backend=backend, soft_cap=soft_cap)
 
-    def forward(backend, soft_cap, q, keys, values, *positions):
-        return call(backend, soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-    def backward(backend, soft_cap, residuals, gradient):
-        q, keys, values, positions = residuals
-        _, pull = jax.vjp(lambda *x: gathered(*x, *positions, soft_cap=soft_cap), q, keys, values)
-        return (*pull(gradient), *(None for _ in positions))
-
-    call.defvjp(forward, backward)
-    return call
+    return with_derivatives_of(lambda settings, *x: gathered(*x, soft_cap=settings[1]), call)
 
 
 def _prefill_gathered(*operands: Any, soft_cap: float | None) -> jax.Array:
@@ -161,7 +152,7 @@ def decode(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, context_length)
-    return _decode(backend, soft_cap, q, keys, values, *positions)
+    return _decode((backend, soft_cap), q, keys, values, *positions)
 
 
 def decode_by_page(
@@ -251,7 +242,7 @@ def prefill(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
-    return _prefill(backend, soft_cap, q, keys, values, *positions)
+    return _prefill((backend, soft_cap), q, keys, values, *positions)
 
 
 def verify(
@@ -285,7 +276,7 @@ def verify(
     """
     page_lists.check(page_table, page_list, num_pages)
     positions = (page_table, page_list, num_pages, window_start, query_start, context_length)
-    return _verify(backend, soft_cap, q, keys, values, *positions)
+    return _verify((backend, soft_cap), q, keys, values, *positions)
 
 
 def select_pages(
@@ -364,24 +355,7 @@ def write(
     return _write(backend, tuple(tiles), tuple(summaries), k, v, page, slot)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _write(backend, tiles, summaries, k, v, page, slot):
-    return WRITE(tiles, summaries, k, v, page, slot, backend=backend)
-
-
-def _write_forward(backend, tiles, summaries, k, v, page, slot):
-    residuals = (tiles, summaries, k, v, page, slot)
-    return _write(backend, *residuals), residuals
-
-
-def _write_backward(backend, residuals, gradient):
-    *operands, page, slot = residuals
-
-    def write_to(tiles, summaries, k, v):
-        return write_reference.write(tiles, summaries, k, v, page, slot)
-
-    _, pull = jax.vjp(write_to, *operands)
-    return (*pull(gradient), None, None)
-
-
-_write.defvjp(_write_forward, _write_backward)
+_write = with_derivatives_of(
+    lambda _, *operands: write_reference.write(*operands),
+    lambda backend, *operands: WRITE(*operands, backend=backend),
+)

@@ -1,11 +1,11 @@
 """Prefill attention in plain JAX: many queries per row, to all pages or to listed pages."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..derivatives import with_derivatives_of
 from . import quantised
 from .quantised import gather
 from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode, prefill_gathered
@@ -108,25 +108,16 @@ def prefill_partial(
     return _prefill_partial(soft_cap, q, keys, values, page_table, window_start, query_start, context_length)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _prefill_partial(soft_cap, q, keys, values, page_table, *positions):
+def _partial_gathered(soft_cap, q, keys, values, page_table, *positions):
+    return prefill_gathered(q, keys, values, page_table, None, None, *positions, soft_cap=soft_cap)
+
+
+def _partial_of_all(soft_cap, q, keys, values, page_table, *positions):
     window_start, query_start, context_length = positions
     return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap)
 
 
-def _prefill_partial_forward(soft_cap, q, keys, values, *positions):
-    return _prefill_partial(soft_cap, q, keys, values, *positions), (q, keys, values, positions)
-
-
-def _prefill_partial_backward(soft_cap, residuals, gradient):
-    q, keys, values, (page_table, *positions) = residuals
-    places = (page_table, None, None, *positions)
-    gathered = lambda *x: prefill_gathered(*x, *places, soft_cap=soft_cap)
-    _, pull = jax.vjp(gathered, q, keys, values)
-    return (*pull(gradient), None, *(None for _ in positions))
-
-
-_prefill_partial.defvjp(_prefill_partial_forward, _prefill_partial_backward)
+_prefill_partial = with_derivatives_of(_partial_gathered, _partial_of_all)
 
 
 def verify(

@@ -20,11 +20,11 @@ Raises:
 With more than `MAX_ROWS` rows arithmetic costs more than reading the weights, and the plain product is used.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 
+from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
 
@@ -65,17 +65,7 @@ def skinny_matmul(
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _skinny_matmul(backend, x, weights, scales):
-    return SKINNY_MATMUL(x, weights, scales, backend=backend)
-
-
-def _forward(backend, x, weights, scales):
-    return _skinny_matmul(backend, x, weights, scales), (x, weights, scales)
-
-
-def _backward(backend, residuals, gradient):
-    return jax.vjp(reference.skinny_matmul, *residuals)[1](gradient)
-
-
-_skinny_matmul.defvjp(_forward, _backward)
+_skinny_matmul = with_derivatives_of(
+    lambda _, *operands: reference.skinny_matmul(*operands),
+    lambda backend, *operands: SKINNY_MATMUL(*operands, backend=backend),
+)

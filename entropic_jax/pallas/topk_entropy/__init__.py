@@ -21,12 +21,10 @@ the logits never reach memory.
 A back end that cannot serve a case raises NotImplementedError with the reason.
 """
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from ..derivatives import with_derivatives_of
 from ..dispatch import Operation, for_platform, interpreted
 from . import reference
 from .reference import Head, Moments, TopkEntropy
@@ -84,7 +82,7 @@ def topk_entropy(
     """
     rows, vocabulary = logits.shape
     _check(k, vocabulary)
-    return _topk_entropy(k, backend, logits, *(_per_row(x, rows) for x in (temperature, calibration)))
+    return _topk_entropy((k, backend), logits, *(_per_row(x, rows) for x in (temperature, calibration)))
 
 
 def project(
@@ -108,7 +106,7 @@ def project(
     """
     _check(k, weight.shape[1])
     at = (_per_row(x, hidden.shape[0]) for x in (temperature, calibration))
-    return _project(k, backend, hidden, weight, *at)
+    return _project((k, backend), hidden, weight, *at)
 
 
 def _check(k: int, vocabulary: int) -> None:
@@ -120,35 +118,23 @@ def _per_row(temperature: jax.Array | float, rows: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _topk_entropy(k: int, backend: str | None, logits: Any, *at: Any) -> TopkEntropy:
+def _reference_of(settings, logits, *at):
+    return reference.topk_entropy(logits, settings[0], *at)
+
+
+def _call(settings, logits, *at):
+    k, backend = settings
     return TOPK_ENTROPY(logits, k, *at, backend=backend)
 
 
-def _forward(k, backend, *operands):
-    return _topk_entropy(k, backend, *operands), operands
+def _project_reference_of(settings, hidden, weight, *at):
+    return reference.project(hidden, weight, settings[0], *at)
 
 
-def _backward(k, backend, operands, gradient):
-    _, pull = jax.vjp(lambda logits, *at: reference.topk_entropy(logits, k, *at), *operands)
-    return pull(gradient)
-
-
-_topk_entropy.defvjp(_forward, _backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _project(k: int, backend: str | None, hidden: Any, weight: Any, *at: Any) -> TopkEntropy:
+def _project_call(settings, hidden, weight, *at):
+    k, backend = settings
     return PROJECT(hidden, weight, k, *at, backend=backend)
 
 
-def _forward_project(k, backend, *operands):
-    return _project(k, backend, *operands), operands
-
-
-def _backward_project(k, backend, operands, gradient):
-    _, pull = jax.vjp(lambda hidden, weight, *at: reference.project(hidden, weight, k, *at), *operands)
-    return pull(gradient)
-
-
-_project.defvjp(_forward_project, _backward_project)
+_topk_entropy = with_derivatives_of(_reference_of, _call)
+_project = with_derivatives_of(_project_reference_of, _project_call)
