@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from entropic_jax.devices import default_device
 from entropic_jax.mesh import first_of_shard, gather_last_axis, sum_over_shards, tensor_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
@@ -22,6 +23,8 @@ from .block_spec import AttentionSpec, BlockSpec, MLPSpec, OutputSpec
 from .config import Config
 from .norms import LayerNorm, RMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
+
+MOST_SLICES = 32  # tokens whose embeddings are read by one slice each
 
 
 class Attend(Protocol):
@@ -103,13 +106,23 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         weight = self.weight[...]
         if tensor_shards() == 1:
-            return jnp.take(weight, tokens, axis=0, mode="clip")
+            return look_up(weight, tokens)
         rows = weight.shape[0]
         last = rows * tensor_shards() - 1
         local = jnp.clip(tokens, 0, last) - first_of_shard(rows)
         held = (local >= 0) & (local < rows)
         vectors = jnp.take(weight, local, axis=0, mode="clip")
         return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), weight.dtype)))
+
+
+def look_up(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows of a table for tokens; those outside of it have the nearest row."""
+    if tokens.size > MOST_SLICES or default_device().platform != "cpu":
+        return jnp.take(weight, tokens, axis=0, mode="clip")
+    # XLA's CPU backend divides a gather among threads, and waking them takes longer than the gather.
+    row = lambda token: jax.lax.dynamic_index_in_dim(weight, token, 0, keepdims=False)
+    vectors = jax.lax.map(row, jnp.clip(tokens.reshape(-1), 0, weight.shape[0] - 1))
+    return vectors.reshape(*tokens.shape, weight.shape[1])
 
 
 class MLP(nnx.Module):

@@ -16,6 +16,7 @@ from ..attention.attend import TokenSpan, attend_to
 from ..attention.window_pages import WindowPages
 from ..cache import Cache, allocate, grant
 from ..entropy import entropy_statistics
+from ..pallas.gumbel_argmax import gumbel_argmax
 from ..phases.forward import Decoder
 from ..sampling import parameters, sample
 from ..speculation.pass_costs import PassCosts
@@ -145,9 +146,11 @@ def _pass(
 
 def _next_tokens(logits: jax.Array, sampled: bool) -> jax.Array:
     """The likeliest tokens int32 `[rows, n]`, or those of a draft: sampled, with the entropy measured."""
-    if not sampled:
-        return logits.argmax(-1).astype(jnp.int32)
     rows, flat = logits.shape[0], logits.reshape(-1, logits.shape[-1])
+    if not sampled:
+        # A kernel, because XLA takes as long for the maximum of a row as for a layer of a small model.
+        keys, noisy = jnp.zeros((len(flat), 2), jnp.uint32), jnp.zeros(len(flat), bool)
+        return gumbel_argmax(flat, keys, noisy).reshape(logits.shape[:-1])
     warm, seed = parameters(rows, temperature=1.0), jnp.arange(rows, dtype=jnp.int32)
     token = sample(flat, warm, warm.temperature, jax.random.key(0), seed, seed)
     measured = entropy_statistics(flat).entropy >= 0
