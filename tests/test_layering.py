@@ -56,7 +56,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # checkers. `entropic_jax.LLM` runs the serving engine.
 LAZY_EXPORTS = {"entropic_jax": ("entropic_jax.serving.llm",)}
 # A model does not know that it is controlled.
-A_MODEL_KNOWS = ("entropic_jax.attention", "entropic_jax.cache", "entropic_jax.mesh", "entropic_jax.pallas")
+A_MODEL_KNOWS = tuple(f"entropic_jax.{name}" for name in ("attention", "cache", "devices", "mesh", "pallas"))
 
 
 def layer(module: str) -> str | None:

@@ -23,7 +23,7 @@ from ..speculation.pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed
 LARGEST_WIDTH = 16  # tokens of a row; a larger pass has more rows
-TOKENS_OF_LAUNCH = 64  # tokens; enough passes that dispatching them counts little
+TOKENS_OF_LAUNCH = 512  # enough passes that dispatching them, and a cold first pass, count little
 MOST_PASSES, FEWEST_PASSES = 32, 4  # of a launch
 
 
