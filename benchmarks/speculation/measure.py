@@ -17,6 +17,7 @@ from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Draft, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.speculation.pruned import WINDOW
+from entropic_jax.state import RUNNING
 
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
@@ -99,10 +100,8 @@ def pass_seconds(model: models.Model, prompt: list[int], repeat: int) -> dict[in
     return {width: float(np.median(values)) for width, values in seconds.items()}
 
 
-def decode_text(
-    model: models.Model, prompt: list[int], tokens: int, temperature: float, speculator: Any
-) -> dict[str, Any]:
-    """One text: tokens, seconds without the prompt, passes, tokens drafted and accepted.
+class Continuation:
+    """A text that grows by launches: tokens, seconds without the prompt, passes, tokens drafted and accepted.
 
     Args:
         model: that continues the prompt.
@@ -111,21 +110,60 @@ def decode_text(
         temperature: of the sampling.
         speculator: or None.
     """
-    state = begin(model, prompt, tokens, temperature, speculator)
-    jax.block_until_ready(state.cache)
-    text: list[int] = []
-    seconds, drafted, accepted, passes = 0.0, 0, 0, 0
-    while len(text) < tokens:
-        state, trace, taken = launch(model, state, speculator, LAUNCH)
-        if not trace.emitted.any():
-            break
-        seconds += taken
-        text += trace.token[trace.emitted[:, 0], 0].tolist()
-        drafted += int(trace.num_drafted.sum())
-        accepted += int(trace.from_draft.sum())
-        passes += int((trace.emitted & ~trace.from_draft).sum())
-    counts = {"drafted": drafted, "accepted": accepted, "passes": passes}
-    return {"text": text, "seconds": seconds, **counts}
+
+    def __init__(
+        self, model: models.Model, prompt: list[int], tokens: int, temperature: float, speculator: Any
+    ) -> None:
+        self.model, self.speculator = model, speculator
+        self.state = begin(model, prompt, tokens, temperature, speculator)
+        jax.block_until_ready(self.state.cache)
+        self.ended = False
+        self.text: list[int] = []
+        self.seconds, self.drafted, self.accepted, self.passes = 0.0, 0, 0, 0
+
+    def advance(self) -> None:
+        """Run a launch, unless the text has ended."""
+        if self.ended:
+            return
+        self.state, trace, taken = launch(self.model, self.state, self.speculator, LAUNCH)
+        self.seconds += taken
+        self.text += trace.token[trace.emitted[:, 0], 0].tolist()
+        self.drafted += int(trace.num_drafted.sum())
+        self.accepted += int(trace.from_draft.sum())
+        self.passes += int((trace.emitted & ~trace.from_draft).sum())
+        self.ended = bool(self.state.status[0] != RUNNING)
+
+    def result(self) -> dict[str, Any]:
+        """What was measured, and the text."""
+        counts = {"drafted": self.drafted, "accepted": self.accepted, "passes": self.passes}
+        return {"text": self.text, "seconds": self.seconds, **counts}
+
+
+def decode_texts(
+    model: models.Model,
+    prompt: list[int],
+    tokens: int,
+    temperature: float,
+    speculators: dict[str, Any],
+    first: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """One text by each arm, launch by launch in turn, so that a change of the machine's speed meets all.
+
+    Args:
+        model: that continues the prompt.
+        prompt: token ids.
+        tokens: to generate.
+        temperature: of the sampling.
+        speculators: by the name of the arm.
+        first: number of the arm that begins.
+    """
+    names = list(speculators)
+    names = names[first % len(names) :] + names[: first % len(names)]
+    texts = {n: Continuation(model, prompt, tokens, temperature, speculators[n]) for n in names}
+    while not all(text.ended for text in texts.values()):
+        for text in texts.values():
+            text.advance()
+    return {name: texts[name].result() for name in speculators}
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -154,19 +192,23 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
             texts = prompts(text, tokenizer, context, options.prompts)
-            for arm in arms(costs).values():  # compile
-                decode_text(model, texts[0], 4, temperature, arm)
+            decode_texts(model, texts[0], 4, temperature, arms(costs))  # compile
             for number, prompt in enumerate(texts):
                 entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
                 results["rates"].append(
-                    entry | compare(model, prompt, options.tokens, temperature, arms(costs))
+                    entry | compare(model, prompt, options.tokens, temperature, arms(costs), number)
                 )
                 progress.advance(task)
     return results
 
 
 def compare(
-    model: models.Model, prompt: list[int], tokens: int, temperature: float, speculators: dict[str, Any]
+    model: models.Model,
+    prompt: list[int],
+    tokens: int,
+    temperature: float,
+    speculators: dict[str, Any],
+    first: int = 0,
 ) -> dict[str, Any]:
     """One prompt, continued by every arm in turn: their measurements, and whether the text loops.
 
@@ -176,8 +218,9 @@ def compare(
         tokens: to generate.
         temperature: of the sampling.
         speculators: by the name of the arm; that of "off" is None.
+        first: number of the arm that begins.
     """
-    results = {name: decode_text(model, prompt, tokens, temperature, s) for name, s in speculators.items()}
+    results = decode_texts(model, prompt, tokens, temperature, speculators, first)
     plain = results["off"]["text"]
     for result in results.values():
         text = result.pop("text")
