@@ -72,7 +72,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     """Where it was measured, and what the columns mean."""
     machine = f"{results['cpu']}, {results['threads']} threads, jax {results['jax']}"
     ratio = (
-        "All arms decode the same prompt with the same seed, launch by launch in turn. Prompts are not timed. "
+        "All arms decode the same prompt and seed, launch by launch in turn. Prompts are not timed. "
         "A text that differs from `off` is compared up to its first tie."
     )
     texts = (
