@@ -146,9 +146,12 @@ class Programs:
         self.compilations = 0
         self.compile_seconds = 0.0
         self.compiler: ProgramCompiler | None = None  # None: a program is compiled when it first runs
+        self.launches = 0
 
     def measure_pass_costs(self, cache: Cache) -> None:
         """Time passes on this machine, unless that was done before, so that drafts are as long as they pay.
+
+        What was measured while requests ran is used, but not stored.
 
         Args:
             cache: Of the engine: the passes run on pages of the same kind.
@@ -156,6 +159,7 @@ class Programs:
         context, model = cache.table.shape[1] * cache.page_size, self._costs_of(cache)
         if not self.shapes.speculates or context <= SHORT or read_costs(*model) is not None:
             return
+        launches = self.launches
         costs = measure_pass_costs(
             self.decoder,
             self.params,
@@ -165,7 +169,8 @@ class Programs:
             dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
             pages=WINDOW,
         )
-        write_costs(costs, *model)
+        if self.launches == launches:  # requests that run meanwhile make passes look slow
+            write_costs(costs, *model)
         self._use_costs(costs)
 
     def _costs_of(self, cache: Cache) -> tuple[Any, Any, int, Any]:
@@ -194,6 +199,7 @@ class Programs:
             chunk: Tokens, and the slots they belong to.
             scored: Whether to compute the log-probability of the token that follows each position.
         """
+        self.launches += 1
         key = ("prefill", *chunk.tokens.shape, scored)
         return self._program(key, self.params, device_state, chunk)(self.params, device_state, chunk)
 
@@ -218,6 +224,7 @@ class Programs:
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             program: Its static arguments.
         """
+        self.launches += 1
         arguments = self.decode_arguments(device_state, steps, constraints, forced, program)
         return self._program(("decode", *program), *arguments)(*arguments)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import LLM, SamplingParams
+from entropic_jax.calibration import stored_costs
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine import programs
@@ -40,6 +41,26 @@ def off(model):  # noqa: F811
 @pytest.fixture(scope="module")
 def suffix(model):  # noqa: F811
     yield from engine_of(model, **SUFFIX)
+
+
+def test_costs_measured_beside_requests_are_not_stored(suffix, tmp_path, monkeypatch):
+    monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
+    costs = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.1, 0.0))
+    compiled, cache = suffix.programs, suffix.scheduler.device_state.state.cache
+    before = compiled._speculators
+
+    def measure(*_, **__):
+        compiled.launches += busy
+        return costs
+
+    monkeypatch.setattr(programs, "measure_pass_costs", measure)
+    for busy, stored in ((1, 0), (0, 1), (1, 1)):
+        compiled._speculators = before
+        compiled.measure_pass_costs(cache)
+        assert len(list(tmp_path.iterdir())) == stored
+        # What was stored is not measured again.
+        assert (compiled._speculators is before) == (busy == stored == 1)
+    compiled._speculators = before
 
 
 def repetitive(length: int, seed: int = 0) -> tuple[int, ...]:
