@@ -87,9 +87,9 @@ def test_requests_run_with_the_first_programs(held):
 def test_a_request_that_waits_for_its_program_holds_up_no_other(held):
     engine, compiler = held
     compiler.allow(lambda key: key in engine.warmup.first)
-    pruned = engine.submit(engine_request("pruned", prompt(20), Control("full")))
-    cancelled = engine.submit(engine_request("cancelled", prompt(20), Control("full")))
-    late = engine.submit(engine_request("late", prompt(20), Control("full"), timeout=0.3))
+    pruned = engine.submit(engine_request("pruned", prompt(20), Control("full-lossy")))
+    cancelled = engine.submit(engine_request("cancelled", prompt(20), Control("full-lossy")))
+    late = engine.submit(engine_request("late", prompt(20), Control("full-lossy"), timeout=0.3))
     for number in range(2):
         _, last = collect(engine.submit(engine_request(f"plain {number}", prompt(9, number))))
         assert last.finish_reason == "length"

@@ -22,6 +22,7 @@ BEYOND_SCHEMA = re.compile(
     r"|messages must answer every tool_use\b"
     r"|[\w.]+ must be (below|above|at most) \w+ = "
     r"|[\w.]+ must not be set with the (law|preset) "
+    r"|[\w.]+ needs the preset \w+; "
     r"|(allowed_token_ids|bad_words) must leave a token\b"
 )
 
