@@ -1,5 +1,6 @@
-"""The default device: where a program that is being traced will run."""
+"""The default device, where a program that is being traced will run, and the machine that traces it."""
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ def default_device() -> jax.Device:
     settings: Any = jax.config
     device = settings.jax_default_device
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
+def user_cache() -> Path:
+    """The folder where this package keeps what it can make again: below XDG_CACHE_HOME, or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "entropic_jax"
 
 
 def processor() -> str:

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from entropic_jax.devices import processor
+from entropic_jax.devices import processor, user_cache
 
 
 def remember_compilations() -> None:
@@ -22,5 +22,4 @@ def cache_folder() -> Path:
     Programs for the CPU use the instructions of the one they were compiled on, and a home folder may be
     shared between machines.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "entropic_jax" / f"xla-{hashlib.sha256(processor().encode()).hexdigest()[:12]}"
+    return user_cache() / f"xla-{hashlib.sha256(processor().encode()).hexdigest()[:12]}"

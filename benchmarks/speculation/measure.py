@@ -139,33 +139,6 @@ class Continuation:
         return {"text": self.text, "seconds": self.seconds, **counts}
 
 
-def decode_texts(
-    model: models.Model,
-    prompt: list[int],
-    tokens: int,
-    temperature: float,
-    speculators: dict[str, Any],
-    first: int = 0,
-) -> dict[str, dict[str, Any]]:
-    """One text by each arm, launch by launch in turn, so that a change of the machine's speed meets all.
-
-    Args:
-        model: that continues the prompt.
-        prompt: token ids.
-        tokens: to generate.
-        temperature: of the sampling.
-        speculators: by the name of the arm.
-        first: number of the arm that begins.
-    """
-    names = list(speculators)
-    names = names[first % len(names) :] + names[: first % len(names)]
-    texts = {n: Continuation(model, prompt, tokens, temperature, speculators[n]) for n in names}
-    while not all(text.ended for text in texts.values()):
-        for text in texts.values():
-            text.advance()
-    return {name: texts[name].result() for name in speculators}
-
-
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     pin_to_cores(options.threads)
@@ -192,7 +165,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
             texts = prompts(text, tokenizer, context, options.prompts)
-            decode_texts(model, texts[0], 4, temperature, arms(costs))  # compile
+            compare(model, texts[0], 4, temperature, arms(costs), 0)  # compile
             for number, prompt in enumerate(texts):
                 entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
                 results["rates"].append(
@@ -208,9 +181,11 @@ def compare(
     tokens: int,
     temperature: float,
     speculators: dict[str, Any],
-    first: int = 0,
+    first: int,
 ) -> dict[str, Any]:
-    """One prompt, continued by every arm in turn: their measurements, and whether the text loops.
+    """One prompt, continued by every arm: their measurements, and whether the text loops.
+
+    The arms take turns launch by launch, so that a change of the machine's speed meets all.
 
     Args:
         model: that continues the prompt.
@@ -220,7 +195,13 @@ def compare(
         speculators: by the name of the arm; that of "off" is None.
         first: number of the arm that begins.
     """
-    results = decode_texts(model, prompt, tokens, temperature, speculators, first)
+    names = list(speculators)
+    names = names[first % len(names) :] + names[: first % len(names)]
+    texts = {n: Continuation(model, prompt, tokens, temperature, speculators[n]) for n in names}
+    while not all(text.ended for text in texts.values()):
+        for text in texts.values():
+            text.advance()
+    results = {name: texts[name].result() for name in speculators}
     plain = results["off"]["text"]
     for result in results.values():
         text = result.pop("text")

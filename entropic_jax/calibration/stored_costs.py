@@ -13,16 +13,16 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..cache import ModelShape
-from ..devices import default_device, processor
+from ..devices import default_device, processor, user_cache
 from ..ledger import Hardware, default_hardware, weights_read
 from ..pallas.paged_attention.quantised import bytes_per_number
-from ..phases.forward import Decoder
+from ..phases.forward import Decoder, narrowest
 from ..speculation.pass_costs import PassCosts
 from ..speculation.pruned import WINDOW
 from ..speculation.registry import UNMEASURED_CONTEXT
@@ -33,40 +33,35 @@ LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a ro
 VERSION = 1  # of the file, and of the kernels whose costs it holds
 
 
-def known_costs(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> PassCosts:
-    """Costs of a model's passes: those stored for this machine, else those of a roofline.
+class TimedModel(NamedTuple):
+    """What the costs of passes depend on, apart from the machine."""
 
-    Args:
-        decoder: the model's pure functions.
-        params: its parameters.
-        page_size: positions per page.
-        dtype: of keys and values.
-    """
-    costs = read_costs(decoder, params, page_size, dtype)
+    decoder: Decoder  # the model's pure functions
+    params: Any  # its parameters
+    page_size: int  # positions per page
+    dtype: Any  # of keys and values
+
+
+def known_costs(model: TimedModel) -> PassCosts:
+    """Costs of a model's passes: those stored for this machine, else those of a roofline."""
+    costs = read_costs(model)
     if costs is not None:
         LOG.info("draft lengths follow pass costs that were measured on this machine")
         return costs
     LOG.info("draft lengths follow a roofline: the pass costs of this model were not measured here yet")
-    itemsize = min(x.dtype.itemsize for x in jax.tree.leaves(params))
+    shape = model.decoder.shape
     return roofline_pass_costs(
-        decoder.shape,
+        shape,
         default_hardware(),
-        bytes_per_weight=itemsize,
-        bytes_per_cache=bytes_per_number(dtype, decoder.shape.head_dim),
-        kept=WINDOW.kept(decoder.shape.layers),
+        bytes_per_weight=narrowest(model.params),
+        bytes_per_cache=bytes_per_number(model.dtype, shape.head_dim),
+        kept=WINDOW.kept(shape.layers),
     )
 
 
-def read_costs(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> PassCosts | None:
-    """The stored costs; None if there are none. The arguments are those of `known_costs`.
-
-    Args:
-        decoder: the model's pure functions.
-        params: its parameters.
-        page_size: positions per page.
-        dtype: of keys and values.
-    """
-    file = _file(decoder, params, page_size, dtype)
+def read_costs(model: TimedModel) -> PassCosts | None:
+    """The stored costs of a model's passes; None if there are none."""
+    file = _file(model)
     try:
         stored = json.loads(file.read_text("utf-8")) if file else None
         if stored is None:
@@ -77,17 +72,9 @@ def read_costs(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> Pas
         return None
 
 
-def write_costs(costs: PassCosts, decoder: Decoder, params: Any, page_size: int, dtype: Any) -> None:
-    """Stores costs. A folder that cannot be written to is not an error.
-
-    Args:
-        costs: as measured.
-        decoder: the model's pure functions.
-        params: its parameters.
-        page_size: positions per page.
-        dtype: of keys and values.
-    """
-    file = _file(decoder, params, page_size, dtype)
+def write_costs(costs: PassCosts, model: TimedModel) -> None:
+    """Stores the measured costs of a model's passes. A folder that cannot be written to is not an error."""
+    file = _file(model)
     if file is None:
         return
     try:
@@ -103,12 +90,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _file(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> Path | None:
+def _file(model: TimedModel) -> Path | None:
     """The file of a model on this machine: another machine, model, dtype or page size has another."""
     parent = os.environ.get(VARIABLE)
     if parent == "":
         return None
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "entropic_jax"
     device = default_device()
     described = (
         VERSION,
@@ -116,14 +102,14 @@ def _file(decoder: Decoder, params: Any, page_size: int, dtype: Any) -> Path | N
         processor() if device.platform == "cpu" else device.device_kind,
         os.cpu_count(),
         jax.__version__,
-        decoder,
-        sorted({str(x.dtype) for x in jax.tree.leaves(params)}),
-        page_size,
-        jnp.dtype(dtype).name,
+        model.decoder,
+        sorted({str(x.dtype) for x in jax.tree.leaves(model.params)}),
+        model.page_size,
+        jnp.dtype(model.dtype).name,
         WINDOW,
     )
     name = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
-    return (Path(parent) if parent else user_cache) / f"pass-costs-{name}.json"
+    return (Path(parent) if parent else user_cache()) / f"pass-costs-{name}.json"
 
 
 def roofline_pass_costs(
@@ -155,5 +141,6 @@ def roofline_pass_costs(
     score = 4 * shape.head_dim * shape.heads / peak
     slopes = tuple(shape.layers * max(position, score * n) for n in widths)
     seconds = tuple(max(pair) for pair in zip(read, computed, strict=True))
-    # What a step costs beyond its bytes is unknown, so that drafts pay for certain in a long context only.
+    # What a draft step costs beyond its bytes is unknown, so nothing is drafted from few pages while contexts
+    # are short.
     return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]), UNMEASURED_CONTEXT)

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..devices import user_cache
 from .run_once import run_once
 
 LOG = logging.getLogger("entropic_jax.kernels")
@@ -151,7 +152,6 @@ def cache_folder(package: Path) -> Path | None:
     parent = os.environ.get(VARIABLE)
     if parent == "":
         return None
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     sources = sorted({*Path(__file__).resolve().parent.glob("*.py"), *package.glob("*.py")})
     state = hashlib.sha256()
     for part in (
@@ -162,7 +162,7 @@ def cache_folder(package: Path) -> Path | None:
         *(source.read_text("utf-8") for source in sources),
     ):
         state.update(part.encode() + b"\0")
-    return (Path(parent) if parent else user_cache / "entropic_jax") / f"kernels-{state.hexdigest()[:16]}"
+    return (Path(parent) if parent else user_cache()) / f"kernels-{state.hexdigest()[:16]}"
 
 
 def _file(package: Path, name: str) -> Path | None:

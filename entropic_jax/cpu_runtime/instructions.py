@@ -19,6 +19,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of an element, by d
 CACHE_LINE = 64  # bytes
 FOUR = ir.VectorType(FLOAT, 4)
 INTEGERS = ir.VectorType(NARROW, LANES)
+LANE_NUMBERS = ir.Constant(INTEGERS, list(range(LANES)))
 # Minimax coefficients of 2ᶠ on [−½, ½], ascending: relative error 9e-8.
 POWER_OF_TWO = (1, 0.693147004, 0.240222424, 0.0555073358, 0.00967151299, 0.00132647273)
 # (ln(1 + f) − f + f²/2) / f³ on [√½ − 1, √2 − 1], ascending: relative error of the logarithm 8e-10.
@@ -91,12 +92,11 @@ def load_widened(builder: Any, address: Any, offset: Any, dtype: str) -> Any:
     address = _element_address(builder, address, offset, dtype)
     if dtype == "float32":
         return builder.load(builder.inttoptr(address, VECTOR.as_pointer()), align=4)
-    words = ir.VectorType(NARROW, LANES)
     narrow = ir.VectorType(ir.IntType(8 * ITEMSIZE[dtype]), LANES)
     bits = builder.load(builder.inttoptr(address, narrow.as_pointer()), align=ITEMSIZE[dtype])
     if dtype == "int8":
-        return builder.sitofp(builder.sext(bits, words), VECTOR)
-    return builder.bitcast(builder.shl(builder.zext(bits, words), ir.Constant(words, [16] * LANES)), VECTOR)
+        return builder.sitofp(builder.sext(bits, INTEGERS), VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(bits, INTEGERS), integers(16)), VECTOR)
 
 
 def store(builder: Any, value: Any, address: Any, offset: Any) -> None:
@@ -261,22 +261,13 @@ def lanes_between(builder: Any, offset: Any, begin: Any, end: Any) -> Any:
         begin: the first number that counts.
         end: behind the last number that counts.
     """
-    words = ir.VectorType(NARROW, LANES)
-
-    def spread(value):
-        first_lane = builder.insert_element(
-            ir.Constant(words, ir.Undefined), builder.trunc(value, NARROW), NARROW(0)
-        )
-        return permute(builder, [first_lane], [0] * LANES)
-
-    number = ir.Constant(words, list(range(LANES)))
-    after_begin = builder.icmp_signed(">=", number, spread(builder.sub(begin, offset)))
-    return builder.and_(after_begin, builder.icmp_signed("<", number, spread(builder.sub(end, offset))))
+    spread = lambda value: splat(builder, builder.trunc(builder.sub(value, offset), NARROW))
+    after_begin = builder.icmp_signed(">=", LANE_NUMBERS, spread(begin))
+    return builder.and_(after_begin, builder.icmp_signed("<", LANE_NUMBERS, spread(end)))
 
 
 def exponential(builder: Any, x: Any) -> Any:
     """The exponential of a vector of numbers up to 80, at least 2^`LOWEST_EXPONENT`; NaN of NaN."""
-    words = ir.VectorType(NARROW, LANES)
     x = larger(builder, constant(LOWEST_EXPONENT * np.log(2)), x)
     # eˣ = 2ⁿ · 2ᶠ. Adding 1.5 · 2²³ + 127 rounds to an integer, whose low bits are the exponent of 2ⁿ.
     bias = constant(1.5 * 2**23 + 127)
@@ -286,7 +277,7 @@ def exponential(builder: Any, x: Any) -> Any:
     value = constant(POWER_OF_TWO[-1])
     for coefficient in POWER_OF_TWO[-2::-1]:
         value = multiply_add(builder, value, fraction, constant(coefficient))
-    bits = builder.shl(builder.bitcast(biased, words), ir.Constant(words, [23] * LANES))
+    bits = builder.shl(builder.bitcast(biased, INTEGERS), integers(23))
     return builder.fmul(value, builder.bitcast(bits, VECTOR))
 
 
@@ -311,22 +302,6 @@ def rotate_left(builder: Any, value: Any, bits: int) -> Any:
     """
     rotate = _declared(builder, f"llvm.fshl.v{LANES}i32", ir.FunctionType(INTEGERS, [INTEGERS] * 3))
     return builder.call(rotate, [value, value, integers(bits)])
-
-
-def widen_unsigned(builder: Any, value: Any) -> Any:
-    """A vector of unsigned integers of 32 bits as float32."""
-    return builder.uitofp(value, VECTOR)
-
-
-def smaller(builder: Any, x: Any, y: Any) -> Any:
-    """The smaller of each pair of lanes; y where x or y is NaN.
-
-    Args:
-        builder: of the function.
-        x: vector.
-        y: vector.
-    """
-    return builder.select(builder.fcmp_ordered("<", x, y), x, y)
 
 
 def logarithm(builder: Any, x: Any) -> Any:

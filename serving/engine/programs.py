@@ -13,8 +13,8 @@ import numpy as np
 
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.cache import Cache
-from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
-from entropic_jax.calibration.stored_costs import known_costs, read_costs, write_costs
+from entropic_jax.calibration.pass_costs import measure_pass_costs
+from entropic_jax.calibration.stored_costs import TimedModel, known_costs, read_costs, write_costs
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
@@ -43,6 +43,7 @@ from .program_compiler import ProgramCompiler
 
 # Steps of a launch without drafts for each of one with them, whose steps may emit several tokens.
 SPECULATIVE_SHARE = 4
+SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 LONGEST_TIMED = 4096  # positions of the context at which passes are timed
 
 
@@ -140,7 +141,7 @@ class Programs:
         self.blank = jax.tree.map(jnp.copy, state._replace(**row))
         self._speculators: dict[int, Speculator | None] = dict.fromkeys(shapes.widths)
         if shapes.speculates:
-            self._use_costs(known_costs(*self._costs_of(device_state.state.cache)))
+            self._use_costs(known_costs(self._timed_model(device_state.state.cache)))
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
@@ -156,8 +157,8 @@ class Programs:
         Args:
             cache: Of the engine: the passes run on pages of the same kind.
         """
-        context, model = cache.table.shape[1] * cache.page_size, self._costs_of(cache)
-        if not self.shapes.speculates or context <= SHORT or read_costs(*model) is not None:
+        context, model = cache.table.shape[1] * cache.page_size, self._timed_model(cache)
+        if not self.shapes.speculates or context < SHORTEST_TIMED or read_costs(model) is not None:
             return
         launches = self.launches
         costs = measure_pass_costs(
@@ -170,12 +171,11 @@ class Programs:
             pages=WINDOW,
         )
         if self.launches == launches:  # requests that run meanwhile make passes look slow
-            write_costs(costs, *model)
+            write_costs(costs, model)
         self._use_costs(costs)
 
-    def _costs_of(self, cache: Cache) -> tuple[Any, Any, int, Any]:
-        """What the costs of passes depend on: decoder, parameters, page size, dtype of the cache."""
-        return self.decoder, self.params, cache.page_size, cache.layers[0].keys.dtype
+    def _timed_model(self, cache: Cache) -> TimedModel:
+        return TimedModel(self.decoder, self.params, cache.page_size, cache.layers[0].keys.dtype)
 
     def _use_costs(self, costs: PassCosts) -> None:
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}

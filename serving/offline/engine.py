@@ -1,6 +1,7 @@
 """Offline generation: batches of requests through the decode loop, without the serving engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import cache, loop, models, sampling
-from entropic_jax.calibration.stored_costs import known_costs
+from entropic_jax.calibration.stored_costs import TimedModel, known_costs
 from entropic_jax.control import presets
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression
@@ -16,7 +17,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
 from entropic_jax.parameter_tables.table import short
-from entropic_jax.speculation import Speculator, make_speculator
+from entropic_jax.speculation import PassCosts, Speculator, make_speculator
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
 from .. import chat_template, memory
@@ -211,10 +212,13 @@ class Engine:
         width = rows if self.preset.width is None else min(rows, self.preset.width)
         if self.preset.speculate == OFF:
             return None
+        return make_speculator(self.preset.speculate, width, costs=self._pass_costs)
+
+    @cached_property
+    def _pass_costs(self) -> PassCosts:
         page_policy, model = self.preset.page_policy, self.model
         page_size = page_policy.page_size if page_policy else cache.default_page_size()
-        costs = known_costs(model.decoder, model.params, page_size, self.pages)
-        return make_speculator(self.preset.speculate, width, costs=costs)
+        return known_costs(TimedModel(model.decoder, model.params, page_size, self.pages))
 
     def _start(
         self, requests: Sequence[Request], prompts: list[list[int]], speculator: Speculator | None

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from entropic_jax.calibration import stored_costs
-from entropic_jax.calibration.stored_costs import known_costs, read_costs, roofline_pass_costs, write_costs
+from entropic_jax.calibration.stored_costs import (
+    TimedModel,
+    known_costs,
+    read_costs,
+    roofline_pass_costs,
+    write_costs,
+)
 from entropic_jax.ledger import default_hardware
 from entropic_jax.speculation import PassCosts
 from tests import tiny
@@ -16,47 +22,40 @@ COSTS = PassCosts((1, 2, 4), (1e-3, 1.1e-3, 1.5e-3), (1, 2), (1e-6, 2e-6), (5e-4
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
-    return tiny.model().decoder, tiny.model().params
+    return TimedModel(tiny.model().decoder, tiny.model().params, 16, jnp.float32)
 
 
 def test_costs_are_read_as_they_were_written(model, monkeypatch):
-    decoder, params = model
-    assert read_costs(decoder, params, 16, jnp.float32) is None
-    write_costs(COSTS, decoder, params, 16, jnp.float32)
-    assert (
-        read_costs(decoder, params, 16, jnp.float32) == COSTS == known_costs(decoder, params, 16, "float32")
-    )
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    for others in ((decoder, params, 32, jnp.float32), (decoder, params, 16, jnp.int8)):
-        assert read_costs(*others) is None
-    assert read_costs(decoder, half, 16, jnp.float32) is None
+    assert read_costs(model) is None
+    write_costs(COSTS, model)
+    assert read_costs(model) == COSTS == known_costs(model._replace(dtype="float32"))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    for other in (dict(page_size=32), dict(dtype=jnp.int8), dict(params=half)):
+        assert read_costs(model._replace(**other)) is None
     monkeypatch.setenv(stored_costs.VARIABLE, "")
-    assert read_costs(decoder, params, 16, jnp.float32) is None
-    write_costs(COSTS, decoder, params, 16, jnp.float32)  # stores nothing
+    assert read_costs(model) is None
+    write_costs(COSTS, model)  # stores nothing
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"tokens": [1]}', "null"])
 def test_damaged_files_do_not_count(model, content, tmp_path):
-    decoder, params = model
-    write_costs(COSTS, decoder, params, 16, jnp.float32)
+    write_costs(COSTS, model)
     (file,) = tmp_path.glob("pass-costs-*.json")
     file.write_text(content)
-    assert read_costs(decoder, params, 16, jnp.float32) is None
+    assert read_costs(model) is None
 
 
 @pytest.mark.parametrize(
     "changed", [{"seconds": (1.0, -1.0, 1.0)}, {"widths": ()}, {"draft_step": (float("nan"), 0.0)}]
 )
 def test_costs_out_of_range_do_not_count(model, changed):
-    decoder, params = model
-    write_costs(COSTS._replace(**changed), decoder, params, 16, jnp.float32)
-    assert read_costs(decoder, params, 16, jnp.float32) is None
+    write_costs(COSTS._replace(**changed), model)
+    assert read_costs(model) is None
 
 
 def test_without_a_measurement_a_roofline_counts(model):
-    decoder, params = model
-    shape, hardware = decoder.shape, default_hardware()
-    costs = known_costs(decoder, params, 16, jnp.float32)
+    shape, hardware = model.decoder.shape, default_hardware()
+    costs = known_costs(model)
     assert costs.valid()
     assert costs.seconds[0] == pytest.approx(4 * shape.weights / hardware.bandwidth)
     assert costs.seconds[-1] == pytest.approx(2 * shape.weights * costs.tokens[-1] / hardware.peak)

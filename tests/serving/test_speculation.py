@@ -54,6 +54,10 @@ def test_costs_measured_beside_requests_are_not_stored(suffix, tmp_path, monkeyp
         return costs
 
     monkeypatch.setattr(programs, "measure_pass_costs", measure)
+    busy = 0
+    compiled.measure_pass_costs(cache)
+    assert not list(tmp_path.iterdir()), "contexts this short are not timed"
+    monkeypatch.setattr(programs, "SHORTEST_TIMED", cache.table.shape[1] * cache.page_size)
     for busy, stored in ((1, 0), (0, 1), (1, 1)):
         compiled._speculators = before
         compiled.measure_pass_costs(cache)
@@ -132,7 +136,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
 @pytest.mark.slow
 def test_drafts_from_a_pruned_cache_change_nothing(model, off, monkeypatch):  # noqa: F811
     cheap = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
-    monkeypatch.setattr(programs, "known_costs", lambda *_: cheap)
+    monkeypatch.setattr(programs, "known_costs", lambda _: cheap)
     chosen = requests(12)[1:5]
     expected = results(off, chosen)
     for engine in engine_of(model, **{**SUFFIX, "speculate": "auto"}):

@@ -78,6 +78,7 @@ def _row_argmax(noisy: bool) -> Any:
 
     from ...cpu_runtime.instructions import (
         INTEGERS,
+        LANE_NUMBERS,
         LANES,
         NARROW,
         WORD,
@@ -89,8 +90,6 @@ def _row_argmax(noisy: bool) -> Any:
         splat,
     )
 
-    numbers = ir.Constant(INTEGERS, list(range(LANES)))
-
     def emit(builder, values):
         logits, vocabulary, *key, target = values
         words = [splat(builder, builder.trunc(word, NARROW)) for word in key]
@@ -100,7 +99,7 @@ def _row_argmax(noisy: bool) -> Any:
             last = builder.sub(vocabulary, WORD(LANES))
             start = builder.select(builder.icmp_signed("<", start, last), start, last)
             largest, index = carried
-            number = builder.add(splat(builder, builder.trunc(start, NARROW)), numbers)
+            number = builder.add(splat(builder, builder.trunc(start, NARROW)), LANE_NUMBERS)
             value = load(builder, logits, start)
             if noisy:
                 value = builder.fadd(value, _noise(builder, words, number))
@@ -125,14 +124,7 @@ def _row_argmax(noisy: bool) -> Any:
 
 def _noise(builder: Any, key: list[Any], number: Any) -> Any:
     """Gumbel noise for the tokens of these numbers, as `reference.gumbel` of the bits of Threefry."""
-    from ...cpu_runtime.instructions import (
-        constant,
-        integers,
-        logarithm,
-        rotate_left,
-        smaller,
-        widen_unsigned,
-    )
+    from ...cpu_runtime.instructions import VECTOR, constant, integers, logarithm, rotate_left
 
     words = [*key, builder.xor(builder.xor(key[0], key[1]), integers(int(PARITY)))]
     x, y = words[0], builder.add(number, words[1])
@@ -142,9 +134,10 @@ def _noise(builder: Any, key: list[Any], number: Any) -> Any:
             y = builder.xor(x, rotate_left(builder, y, bits))
         x = builder.add(x, words[(group + 1) % 3])
         y = builder.add(builder.add(y, words[(group + 2) % 3]), integers(group + 1))
-    uniform = widen_unsigned(builder, builder.xor(x, y))
+    uniform = builder.uitofp(builder.xor(x, y), VECTOR)
     uniform = builder.fmul(builder.fadd(uniform, constant(0.5)), constant(2.0**-32))
-    uniform = smaller(builder, uniform, constant(1 - 2.0**-24))
+    highest = constant(1 - 2.0**-24)
+    uniform = builder.select(builder.fcmp_ordered("<", uniform, highest), uniform, highest)
     unit = constant(1.0)
     rest = builder.fsub(unit, uniform)
     # 1 − u is rounded; what it lost is added to the logarithm, since small u are the large noise.
