@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .interface import PrefixCacheReset
 from .prefix_cache import PageHash, PrefixCache
 from .state_updates import StateUpdates
 
@@ -136,6 +137,14 @@ class BlockManager:
                 self.acquired[row].append(hashes[index])
                 self.cached[row] += 1
         self.offered[row] = max(self.offered[row], len(hashes))
+
+    def reset_prefix_cache(self, updates: StateUpdates) -> PrefixCacheReset:
+        """Evict every cached page that no row uses; `updates` is where they are released."""
+        if self.prefix_cache is None:
+            return PrefixCacheReset(0, 0)
+        released = self.prefix_cache.evict(len(self.prefix_cache))
+        updates.released_pages += released
+        return PrefixCacheReset(len(released), len(self.prefix_cache))
 
     def shrink(self, row: int, pages: int) -> None:
         """Record that a row, which shares no page, holds only that number of pages after compression."""

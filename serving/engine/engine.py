@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,16 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 from entropic_jax.parameter_tables.speculation_names import OFF
 
-from ..memory import gibibytes, page_bytes
 from ..options import parallelism, samplers
 from ..options.control_options import SAMPLERS, Control, calibration_of
 from ..options.kv_cache import pages_of
 from ..options.model import default_dtype
 from ..transcript import Transcript
 from .block_manager import BlockManager
+from .description import cache_size, describe
 from .detokenizer import detokenizer_factory
 from .initial_state import initial_device_state
-from .interface import EngineRequest, QueueFullError
+from .interface import EngineRequest, PrefixCacheReset, QueueFullError
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions, Sizes, may_prune, sizes
 from .output_stream import QueuedOutputStream, wake
@@ -90,7 +91,7 @@ class LLMEngine:
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.method = self.sizes.shapes.method
-        log.info("KV cache", extra=self._cache_size(itemsize, cache_dtype))
+        log.info("KV cache", extra=cache_size(model, self.sizes, cache_dtype))
         self.row_controllers = self._row_controllers(calibration)
         if control is not None:
             self.row_controllers.row_gains(control)  # refused now rather than at each request
@@ -114,17 +115,6 @@ class LLMEngine:
         self.warmup = Warmup(self.programs, self.scheduler, self.options, progress, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    def _cache_size(self, itemsize: float, dtype: Any) -> dict[str, Any]:
-        """What was chosen for the page pool, for the log."""
-        sizes = self.sizes
-        of_page = page_bytes(self.model.decoder.shape, sizes.page_size, itemsize)
-        return {
-            "pages": sizes.pages,
-            "tokens": sizes.pages * sizes.page_size,
-            "gibibytes": gibibytes(sizes.pages * of_page),
-            "dtype": str(dtype),
-        }
 
     def _row_controllers(self, calibration: Any) -> RowControllers:
         options, sampler, sampler_law = self.options, None, None
@@ -238,6 +228,19 @@ class LLMEngine:
             "sequences": [s.describe(timestamp) for s in sequences],
         }
 
+    def describe(self) -> Mapping[str, Any]:
+        """The configuration of the engine, see `Engine.describe`."""
+        return describe(self.model, self.options, self.sizes)
+
+    def reset_prefix_cache(self) -> Future[PrefixCacheReset]:
+        """Drop the cached prefixes that no sequence uses, see `Engine.reset_prefix_cache`."""
+        reset: Future[PrefixCacheReset] = Future()
+        with self._lock:
+            if not self._open:
+                raise RuntimeError("the engine has stopped")
+            self._inbox.put(reset)
+        return reset
+
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         """Accept no more requests and end those in flight, see `Engine.close`."""
         self._open = False
@@ -311,6 +314,8 @@ class LLMEngine:
                 self.scheduler.waiting.append(item)
                 if item.engine_request.timeout is not None:
                     self._with_timeout[item] = None
+            elif isinstance(item, Future):
+                self.scheduler.reset_prefix_cache(item)
             elif item is not None and item in self._live:
                 self.scheduler.end(self._live[item], "abort")
         self._end_timed_out()
@@ -350,6 +355,8 @@ class LLMEngine:
                 break
             if isinstance(item, Sequence):
                 self._live[item.output_stream] = item
+            elif isinstance(item, Future):
+                item.cancel()
         for sequence in list(self._live.values()):
             if not sequence.ended:
                 tokens = sequence.transcript.finish(reason, error)

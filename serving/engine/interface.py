@@ -1,6 +1,7 @@
 """Interface between a front end and the engine: requests go in, deltas come out until one finishes."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +96,13 @@ class Delta(NamedTuple):
     param: str | None = None  # with "error": the field of the request that is at fault, if it is one
 
 
+class PrefixCacheReset(NamedTuple):
+    """The result of emptying the prefix cache."""
+
+    released_pages: int  # given back to the pool
+    pages_in_use: int  # that running sequences hold, and that stay cached
+
+
 class OutputStream(Protocol):
     """The output of one request as it is generated."""
 
@@ -135,6 +143,15 @@ class Engine(Protocol):
         each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the
         scheduler's π), `entropy`, `entropic_time` and `waited` (seconds). `presets` are the names
         that requests may state.
+        """
+
+    def describe(self) -> Mapping[str, Any]:
+        """The configuration of the engine and its model, as JSON can hold it; no part of it is secret."""
+
+    def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
+        """Drop the cached prefixes that no running sequence uses, between two steps of the engine.
+
+        Raises RuntimeError where the engine has stopped.
         """
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:

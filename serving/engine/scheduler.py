@@ -20,6 +20,7 @@ a launch while the device works on the next.
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from entropic_jax.phases.prefill import PrefillOutput
@@ -28,6 +29,7 @@ from . import grammars
 from .block_manager import BlockManager
 from .device_state import DecodeOutput, DeviceState
 from .grammars import Plan
+from .interface import PrefixCacheReset
 from .kv_compression import KVCompression
 from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk, has_penalties
 from .metrics_hooks import MetricsHooks
@@ -140,6 +142,11 @@ class Scheduler:
         if self.updates:
             for batch in self.updates.batches():
                 self.device_state = self.programs.apply(self.device_state, batch)
+
+    def reset_prefix_cache(self, reset: Future[PrefixCacheReset]) -> None:
+        """Drop the cached prefixes that no sequence uses; the result says how many pages that were."""
+        if reset.set_running_or_notify_cancel():
+            reset.set_result(self.block_manager.reset_prefix_cache(self.updates))
 
     # Admit.
 

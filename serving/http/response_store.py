@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pydantic_core
 
-MOST = 4096  # responses
-
 
 class StoredResponse(NamedTuple):
     """A response and the conversation up to its end."""
@@ -23,15 +21,18 @@ class StoredResponse(NamedTuple):
 class ResponseStore:
     """Responses by id, from the oldest to the newest; the oldest are dropped when there is no room."""
 
-    def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most: int, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """An empty store.
 
         Args:
+            most: Responses kept.
             max_bytes: Size of all responses and conversations as JSON.
             seconds: Life of a response.
             clock: Returns seconds.
         """
-        self.max_bytes, self.seconds, self.clock = max_bytes, seconds, clock
+        self.most, self.max_bytes, self.seconds, self.clock = most, max_bytes, seconds, clock
         self.size = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
@@ -74,6 +75,6 @@ class ResponseStore:
         current = self.clock()
         while self._responses:
             oldest = next(iter(self._responses.values()))
-            if oldest.expires > current and self.size <= self.max_bytes and len(self) <= MOST:
+            if oldest.expires > current and self.size <= self.max_bytes and len(self) <= self.most:
                 return
             self.size -= self._responses.popitem(last=False)[1].size

@@ -17,7 +17,8 @@ class Limits(NamedTuple):
     connections: int = 2048  # open at once
     head: float = 20.0  # seconds that the headers of a request may take
     tokenize: int = 2**20  # characters or tokens of a text at /tokenize and /detokenize
-    stored_responses: int = 64 * 2**20  # bytes of all stored responses
+    stored_responses: int = 4096  # responses of /v1/responses
+    stored_response_bytes: int = 64 * 2**20  # of all stored responses
     stored_response_seconds: float = 3600.0  # that a stored response lives
 
 

@@ -3,11 +3,18 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from entropic_jax.parameter_tables.control_gains import GAINS, check_order
 from entropic_jax.parameter_tables.table import AUTO
-from entropic_jax.serving.engine.interface import Delta, EngineRequest, PromptToken, QueueFullError
+from entropic_jax.serving.engine.interface import (
+    Delta,
+    EngineRequest,
+    PrefixCacheReset,
+    PromptToken,
+    QueueFullError,
+)
 from entropic_jax.serving.http.served_model import ServedModel
 from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.transcript import Alternative, Transcript, Usage
@@ -180,6 +187,16 @@ class ScriptedEngine:
             "discarded": 80,
             "sequences": [],
         }
+
+    def describe(self) -> dict[str, Any]:
+        return {"versions": {}, "devices": [], "kv_cache": {"pages": 4}}
+
+    def reset_prefix_cache(self) -> Future[PrefixCacheReset]:
+        if self.failed is not None:
+            raise RuntimeError(self.failed)
+        reset: Future[PrefixCacheReset] = Future()
+        reset.set_result(PrefixCacheReset(3, 1))
+        return reset
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         self.closed = drain

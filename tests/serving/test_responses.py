@@ -144,12 +144,12 @@ def test_a_stored_response_is_followed_read_and_forgotten(live, stream):
 
 def test_the_store_is_bounded_and_responses_expire():
     current = 0.0
-    store = ResponseStore(max_bytes=100, seconds=10, clock=lambda: current)
+    store = ResponseStore(most=3, max_bytes=100, seconds=10, clock=lambda: current)
     assert store.put(b"us", {"id": "a"}, []) and not store.put(b"us", {"id": "b", "x": "y" * 100}, [])
     for number in range(10):
         store.put(None, {"id": str(number)}, [{"role": "user"}])
     assert store.get(b"us", "a") is None and store.get(None, "9") and 0 < store.size <= 100
-    assert store.get(b"us", "9") is None
+    assert store.get(b"us", "9") is None and len(store) <= 3
     current = 10.0
     assert store.get(None, "9") is None and (store.size, len(store)) == (0, 0)
 

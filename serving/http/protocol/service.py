@@ -1,6 +1,6 @@
 """Response bodies of the service routes, and the body of every error."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from .fields import Answer
 
@@ -49,6 +49,25 @@ class Health(Answer):
     """Whether the server is alive, or ready."""
 
     status: str
+
+
+class ServerInfo(Answer):
+    """Configuration of the server: `engine` holds versions, devices, options and sizes. It holds no secret."""
+
+    version: str
+    started: int
+    uptime_seconds: int
+    model: dict[str, Any]
+    control: dict[str, Any]
+    server: dict[str, Any]
+    engine: dict[str, Any]
+
+
+class PrefixCacheCounts(Answer):
+    """Pages that left the prefix cache, and pages that stay because running sequences hold them."""
+
+    released_pages: int
+    pages_in_use: int
 
 
 class EngineState(Answer):

@@ -9,7 +9,18 @@ from ... import version
 from .. import tracing
 from ..frontend import Frontend
 from ..host_names import accepted_hosts
-from . import chat, completions, dashboard, errors, messages, openapi, responses, service, tokens
+from . import (
+    administration,
+    chat,
+    completions,
+    dashboard,
+    errors,
+    messages,
+    openapi,
+    responses,
+    service,
+    tokens,
+)
 from .gate import Gate
 
 
@@ -27,7 +38,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         telemetry=tracing.of_requests(tracer_provider),
     )
     errors.install(app)
-    for module in (completions, chat, messages, responses, tokens, service):
+    for module in (completions, chat, messages, responses, tokens, service, administration):
         app.include_router(module.router(frontend))
     dashboard.install(app)
     openapi.install(app, frontend)

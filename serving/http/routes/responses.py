@@ -34,7 +34,9 @@ def router(frontend: Frontend) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["generation"])
     limits = frontend.settings.limits
-    store = ResponseStore(limits.stored_responses, limits.stored_response_seconds)
+    store = ResponseStore(
+        limits.stored_responses, limits.stored_response_bytes, limits.stored_response_seconds
+    )
 
     @routes.post(
         "/v1/responses",

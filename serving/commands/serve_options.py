@@ -1,0 +1,240 @@
+"""Options of `entropic serve`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import get_args
+
+from entropic_jax.parameter_tables.table import Number
+
+from ..http.settings import Limits, OnEngineFailure, Settings
+from ..options import control_options, kv_cache, parallelism, speculation_options
+from ..options.model import EMBEDDED
+from ..options.option_types import number, positive
+from . import model_options
+
+PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `entropic serve`."""
+    parser.add_argument("path", nargs="?", type=Path, metavar="MODEL", help="the same as --model MODEL")
+    _model(parser.add_argument_group("model"))
+    _http(parser.add_argument_group("server"))
+    _engine(parser.add_argument_group("engine"))
+    _limits(parser.add_argument_group("limits"))
+    control_options.add_arguments(parser)
+
+
+def _model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names of the API (default: the directory's)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="data type of the weights (default: what suits the device)",
+    )
+    model_options.add_quantization(group)
+    group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="FOLDER",
+        help="sampling defaults: auto for the model's generation_config.json, vllm for none, or a folder "
+        "with another one (default: auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        default="{}",
+        metavar="JSON",
+        help='sampling parameters that take precedence over it, as {"temperature": 0.6}',
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "mistral", "llama3_json", "json"),
+        help="format of tool calls (default: that of the chat template)",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="ignored, for compatibility with vLLM: tool_choice auto is always on",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=("think", "none"),
+        help="whether <think> … </think> becomes reasoning_content (default: if the chat template has it)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="INT",
+        help="ignored, for compatibility with vLLM: each request has its own",
+    )
+
+
+def _http(group: argparse._ArgumentGroup) -> None:
+    default = Settings()
+    group.add_argument(
+        "--host", default=default.host, help="address to listen on (default: this machine only)"
+    )
+    group.add_argument(
+        "--port", type=number(PORT), default=default.port, help="0 takes a free one (default: 8000)"
+    )
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead of a port")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate, to speak HTTPS")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its key, if that is another file")
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help="accepted keys (default: ENTROPIC_API_KEY, else no key is needed)",
+    )
+    group.add_argument(
+        "--root-path", default="", metavar="PATH", help="path under which a proxy serves this server"
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=(),
+        metavar="JSON",
+        help="other sites whose pages may call the server (default: none)",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="accepted names in the header Host, next to this machine's, * for any (default: on a loopback "
+        "address this machine's only, else any)",
+    )
+    group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")
+    group.add_argument(
+        "--log-format", choices=("json", "text"), help="default: text on a terminal, else json"
+    )
+    group.add_argument(
+        "--uvicorn-log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="log level (default: info)",
+    )
+    group.add_argument(
+        "--metrics-prefix", default="vllm", metavar="NAME", help="of vLLM's metrics (default: vllm)"
+    )
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
+    group.add_argument(
+        "--shutdown-timeout",
+        type=number(SECONDS),
+        default=default.drain,
+        metavar="SECONDS",
+        help="seconds that running requests get after SIGTERM (default: 30)",
+    )
+    group.add_argument(
+        "--on-engine-failure",
+        choices=get_args(OnEngineFailure),
+        default=default.on_engine_failure,
+        help="exit with status 1, restart the server (once it has run for a minute), or stay and answer 503 "
+        "(default: exit)",
+    )
+
+
+def _engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-num-seqs", type=positive, metavar="INT", help="sequences that run at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
+    )
+    parallelism.add_arguments(group)
+    group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
+    kv_cache.add_argument(group)
+    group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=number(Number(float, 0, 1, above_low=True)),
+        metavar="FLOAT",
+        help="share of the device's memory that may be in use, from which the size of the KV cache follows "
+        "unless it is set (default: 0.9; on a CPU, the KV cache has 1 GiB)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV cache of common prefixes (default: on)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority", "predicted", "entropic"),
+        help="order of all requests with the same stated priority: arrival (fcfs, also called priority), "
+        "least work first, predicted from recent requests (predicted), or "
+        "expected entropy drop per load (entropic, the scale macro); requests with the preset macro need "
+        "entropic (default: entropic with --preset macro, full or full-lossy, else fcfs)",
+    )
+    group.add_argument(
+        "--warmup",
+        choices=("none", "min", "full"),
+        default="min",
+        help="programs compiled before the server is ready (default: min)",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="an answer does not depend on other requests, bit for bit; slower",
+    )
+    speculation_options.add_speculate(group)
+    speculation_options.add_config(group)
+
+
+def _limits(group: argparse._ArgumentGroup) -> None:
+    default, settings = Limits(), Settings()
+    group.add_argument(
+        "--max-queue",
+        type=positive,
+        default=1024,
+        metavar="INT",
+        help="sequences that may wait (default: 1024)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=number(SECONDS),
+        default=settings.request_timeout,
+        metavar="SECONDS",
+        help="after which a request is ended, 0 for never (default: 600)",
+    )
+    for name, text in (
+        ("body", "bytes of a body"),
+        ("sequences", "texts of a request, over all its prompts"),
+        ("stops", "stop strings of a request"),
+        ("grammar", "characters of a schema or grammar"),
+        ("connections", "connections that may be open"),
+        ("tokenize", "characters or tokens of a text for the paths /tokenize and /detokenize"),
+        ("stored_responses", "responses of /v1/responses kept in memory; the oldest are dropped"),
+        ("stored_response_bytes", "bytes of all stored responses and their conversations"),
+    ):
+        value = getattr(default, name)
+        group.add_argument(
+            f"--max-{name.replace('_', '-')}",
+            type=positive,
+            default=value,
+            metavar="INT",
+            help=f"{text} (default: {value})",
+        )
+    group.add_argument(
+        "--stored-response-ttl",
+        type=number(Number(float, 0, 1e9, above_low=True)),
+        default=default.stored_response_seconds,
+        metavar="SECONDS",
+        help="after which a stored response is forgotten (default: 3600)",
+    )
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = text.split(",")
+    if isinstance(origins, list) and all(isinstance(origin, str) and origin for origin in origins):
+        return tuple(origins)
+    raise argparse.ArgumentTypeError(f'must be a JSON list, as ["https://example.org"]; got {text}')

@@ -1,0 +1,89 @@
+"""Configuration of an engine as JSON can hold it: versions, devices, model, options, sizes."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from entropic_jax import models
+from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+
+from ..memory import gibibytes, page_bytes
+from ..options.kv_cache import pages_of
+from .installation import devices, versions
+from .options import EngineOptions, Sizes
+
+
+def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mapping[str, Any]:
+    """The configuration of an engine, see `Engine.describe`.
+
+    Args:
+        model: That it runs.
+        options: As its user set them; null is what suits the model and the device.
+        sizes: What followed from them.
+    """
+    plain = dataclasses.replace(options, mesh=None)  # a mesh is no plain value; its devices are listed
+    shapes = sizes.shapes
+    return {
+        "versions": versions(),
+        "process_id": os.getpid(),
+        "backend": jax.default_backend(),
+        "devices": devices(),
+        "model": _model(model),
+        "options": {**dataclasses.asdict(plain), "mesh": _mesh(model), "scheduling_policy": options.policy},
+        "kv_cache": {
+            **cache_size(model, sizes, pages_of(options.kv_cache_dtype, model.params)),
+            "page_size": sizes.page_size,
+        },
+        "batch": {
+            "max_num_seqs": sizes.rows,
+            "max_model_len": min(sizes.context, sizes.longest),
+            "decode_rows": shapes.widths,
+            "prefill_chunks": shapes.chunks,
+            "steps_of_a_launch": shapes.capacity,
+            "speculate": shapes.speculate,
+            "branches": shapes.branches,
+        },
+    }
+
+
+def cache_size(model: models.Model, sizes: Sizes, dtype: Any) -> dict[str, Any]:
+    """What was chosen for the page pool.
+
+    Args:
+        model: Whose keys and values it holds.
+        sizes: Of the engine.
+        dtype: Of the pages.
+    """
+    shape = model.decoder.shape
+    of_page = page_bytes(shape, sizes.page_size, bytes_per_number(dtype, shape.head_dim))
+    return {
+        "pages": sizes.pages,
+        "tokens": sizes.pages * sizes.page_size,
+        "gibibytes": gibibytes(sizes.pages * of_page),
+        "dtype": str(dtype),
+    }
+
+
+def _model(model: models.Model) -> dict[str, Any]:
+    config, shape = model.config, model.decoder.shape
+    leaves = jax.tree.leaves(model.params)
+    return {
+        "architecture": config.architecture,
+        "dtype": str(leaves[0].dtype),
+        "quantization": model.quantization,
+        "layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocabulary": shape.vocabulary,
+        "parameters": sum(leaf.size for leaf in leaves),
+        "bytes": sum(leaf.nbytes for leaf in leaves),
+    }
+
+
+def _mesh(model: models.Model) -> dict[str, int] | None:
+    return None if model.mesh is None else dict(model.mesh.shape)

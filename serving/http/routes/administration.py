@@ -1,0 +1,83 @@
+"""`/server_info` and `/reset_prefix_cache`."""
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from ... import version
+from ..frontend import RETRY, Frontend, FrontendError
+from ..protocol.service import PrefixCacheCounts, ServerInfo
+from ..settings import Settings
+from .errors import documented
+from .rendering import answered
+
+SECRET = ("api_keys", "ssl_certfile", "ssl_keyfile")  # settings of which only the presence is told
+
+
+def router(frontend: Frontend) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["administration"])
+
+    @routes.get(
+        "/server_info",
+        summary="Configuration, versions and devices of the server",
+        response_model=ServerInfo,
+        responses=documented(401),
+    )
+    async def server_info() -> Any:
+        return answered(_server_info(frontend))
+
+    @routes.post(
+        "/reset_prefix_cache",
+        summary="Drop the cached prefixes that no running sequence uses",
+        response_model=PrefixCacheCounts,
+        responses=documented(401, 503),
+    )
+    async def reset_prefix_cache() -> Any:
+        try:
+            reset = await asyncio.wrap_future(frontend.engine.reset_prefix_cache())
+        except (RuntimeError, asyncio.CancelledError) as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            message = f"the engine is not able: {str(error) or 'it has stopped'}"
+            raise FrontendError(503, message, retry_after=RETRY) from None
+        return answered(reset._asdict())
+
+    return routes
+
+
+def _server_info(frontend: Frontend) -> dict[str, Any]:
+    model, control = frontend.model, frontend.settings.control
+    return {
+        "version": version(),
+        "started": frontend.started,
+        "uptime_seconds": int(time.time()) - frontend.started,
+        "model": {
+            "names": model.names,
+            "path": model.path,
+            "max_model_len": model.context,
+            "vocabulary": model.vocabulary,
+            "stop_tokens": model.stop_tokens,
+            "sampling_defaults": dict(model.defaults),
+        },
+        "control": {
+            "preset": control.preset,
+            "gains": dict(control.gains),
+            "method": control.method,
+            "budgets": dict(control.budgets),
+        },
+        "server": _without_secrets(frontend.settings),
+        "engine": frontend.engine.describe(),
+    }
+
+
+def _without_secrets(settings: Settings) -> dict[str, Any]:
+    fields = {name: value for name, value in settings._asdict().items() if name not in (*SECRET, "control")}
+    return {
+        **fields,
+        "limits": settings.limits._asdict(),
+        "requires_api_key": bool(settings.api_keys),
+        "https": settings.ssl_certfile is not None,
+    }

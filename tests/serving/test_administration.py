@@ -1,0 +1,69 @@
+"""/server_info and /reset_prefix_cache, over a scripted engine and over a real one."""
+
+import httpx2
+import pytest
+
+from entropic_jax.serving.cli import parser
+from entropic_jax.serving.commands import serve
+from entropic_jax.serving.engine import engine
+from entropic_jax.serving.engine.interface import EngineRequest, PrefixCacheReset
+from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.request import Request
+
+from .live import refused
+
+KEY = "a-key-that-nobody-may-see"
+SERVER_SETTINGS = {"api_keys": (KEY,)}
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+def test_the_configuration_is_told_without_secrets(live):
+    refused(httpx2.get(f"{live.url}/server_info"), 401)
+    answer = httpx2.get(f"{live.url}/server_info", headers=HEADERS)
+    info = answer.json()
+    assert KEY not in answer.text
+    assert info["model"]["names"] == ["embedded", "default"] and info["model"]["max_model_len"] == 256
+    assert info["server"]["requires_api_key"] is True and info["server"]["limits"]["stops"] == 16
+    assert info["control"]["preset"] == "off" and info["engine"] == live.engine.describe()
+
+
+def test_the_prefix_cache_is_reset(live):
+    refused(httpx2.post(f"{live.url}/reset_prefix_cache"), 401)
+    answer = httpx2.post(f"{live.url}/reset_prefix_cache", headers=HEADERS)
+    assert answer.json() == {"released_pages": 3, "pages_in_use": 1}
+    live.engine.failed = "the engine broke"
+    answer = httpx2.post(f"{live.url}/reset_prefix_cache", headers=HEADERS)
+    assert "the engine broke" in refused(answer, 503)["message"]
+
+
+def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):
+    options = EngineOptions(max_num_seqs=1, block_size=16, num_pages=8, warmup="none", pruning=False)
+    running = engine.start(directory, options)
+    try:
+        info = running.describe()
+        assert info["versions"]["jax"] and info["devices"][0]["platform"] == "cpu"
+        assert info["model"]["layers"] == 2 and info["kv_cache"]["pages"] == 8
+        assert info["options"]["block_size"] == 16 and info["batch"]["max_num_seqs"] == 1
+        request = EngineRequest(id="1", request=Request(prompt=tuple(range(2, 50)), max_tokens=2))
+        cached = lambda: [list(running.submit(request))[0].cached_tokens for _ in range(2)]
+        assert cached() == [0, 32]
+        reset = running.reset_prefix_cache().result(30)
+        assert reset == PrefixCacheReset(released_pages=3, pages_in_use=0)
+        assert cached() == [0, 32] and running.snapshot()["pages_free"] == 8 - 3
+    finally:
+        running.close()
+    with pytest.raises(RuntimeError, match="the engine has stopped"):
+        running.reset_prefix_cache()
+
+
+def test_the_limits_of_stored_responses_are_flags():
+    flags = "--max-stored-responses 7 --max-stored-response-bytes 1000 --stored-response-ttl 2.5".split()
+    limits = serve.settings_of(parser().parse_args(["serve", *flags])).limits
+    assert (limits.stored_responses, limits.stored_response_bytes) == (7, 1000)
+    assert limits.stored_response_seconds == 2.5
+
+
+def test_a_life_of_no_time_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--stored-response-ttl", "0"])
+    assert "--stored-response-ttl: must be a number above 0" in capsys.readouterr().err
