@@ -52,7 +52,7 @@ class Health(Answer):
 
 
 class ServerInfo(Answer):
-    """Configuration of the server: `engine` holds versions, devices, options and sizes. It holds no secret."""
+    """Configuration of the server, without secrets; `engine` holds versions, devices, options and sizes."""
 
     version: str
     started: int

@@ -13,7 +13,7 @@ from ..settings import Settings
 from .errors import documented
 from .rendering import answered
 
-SECRET = ("api_keys", "ssl_certfile", "ssl_keyfile")  # settings of which only the presence is told
+SECRET = ("api_keys", "ssl_certfile", "ssl_keyfile")  # settings of which only the presence is shown
 
 
 def router(frontend: Frontend) -> APIRouter:
