@@ -1,19 +1,24 @@
-"""Configuration of an engine as JSON can hold it: versions, devices, model, options, sizes."""
+"""Configuration and state of an engine, as JSON can hold them."""
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
 
 from entropic_jax import models
+from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
 from ..memory import gibibytes, page_bytes
 from ..options.kv_cache import pages_of
 from .installation import devices, versions
 from .options import EngineOptions, Sizes
+from .scheduler import Scheduler
+from .sequence import DECODE, PREFILL, WAITING, Sequence
 
 
 def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mapping[str, Any]:
@@ -46,6 +51,45 @@ def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mappi
             "speculate": shapes.speculate,
             "branches": shapes.branches,
         },
+    }
+
+
+def snapshot(
+    scheduler: Scheduler, live: Many[Sequence], queued: int, presets: Many[str], compilations: int
+) -> Mapping[str, Any]:
+    """The state of an engine, see `Engine.snapshot`.
+
+    Args:
+        scheduler: Of the engine.
+        live: Sequences that have not been forgotten.
+        queued: Requests that have not had a row.
+        presets: Names that requests may state.
+        compilations: Programs compiled after the warm-up.
+    """
+    timestamp, sizes = time.perf_counter(), scheduler.sizes
+    sequences = [s for s in live if not s.ended]
+    block_manager, ranking = scheduler.block_manager, scheduler.ranking
+    prefix_cache = block_manager.prefix_cache
+    return {
+        "running": sum(s.stage in (PREFILL, DECODE) for s in sequences),
+        "waiting": queued + sum(s.stage == WAITING and s.preemptions > 0 for s in sequences),
+        "rows": sizes.rows,
+        "kv_usage": block_manager.usage,
+        "pages": sizes.pages,
+        "pages_free": block_manager.num_free_pages,
+        "page_size": sizes.page_size,
+        "scheduling_policy": ranking.policy,
+        "presets": presets,
+        "preemptions": scheduler.preemptions,
+        "longest_wait": ranking.longest_wait,
+        "longest_wait_allowed": ranking.longest_allowed(sizes.rows),
+        **dict(zip(SearchCounts._fields, scheduler.collector.tally.tolist(), strict=True)),
+        **scheduler.collector.draft_counts._asdict(),
+        "prefix_queries": 0 if prefix_cache is None else prefix_cache.queries,
+        "prefix_hits": 0 if prefix_cache is None else prefix_cache.hits,
+        "prefix_pages": 0 if prefix_cache is None else len(prefix_cache),
+        "compilations": compilations,
+        "sequences": [s.describe(timestamp) for s in sequences],
     }
 
 

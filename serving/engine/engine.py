@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from entropic_jax import models
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
-from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 from entropic_jax.parameter_tables.speculation_names import OFF
@@ -30,11 +30,12 @@ from ..options.control_options import SAMPLERS, Control, calibration_of
 from ..options.kv_cache import pages_of
 from ..options.model import default_dtype
 from ..transcript import Transcript
+from . import description
 from .block_manager import BlockManager
-from .description import cache_size, describe
 from .detokenizer import detokenizer_factory
+from .embedding import Embedder
 from .initial_state import initial_device_state
-from .interface import EngineRequest, PrefixCacheReset, QueueFullError
+from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions, Sizes, may_prune, sizes
 from .output_stream import QueuedOutputStream, wake
@@ -44,7 +45,7 @@ from .programs import Programs
 from .request_check import check_prompt, check_request
 from .row_controllers import RowControllers, num_gains
 from .scheduler import Scheduler
-from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence
+from .sequence import ENDED, Sequence
 from .state_updates import StateUpdates
 from .token_rules import token_rules
 from .warmup import Warmup
@@ -91,7 +92,7 @@ class LLMEngine:
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize)
         self.method = self.sizes.shapes.method
-        log.info("KV cache", extra=cache_size(model, self.sizes, cache_dtype))
+        log.info("KV cache", extra=description.cache_size(model, self.sizes, cache_dtype))
         self.row_controllers = self._row_controllers(calibration)
         if control is not None:
             self.row_controllers.row_gains(control)  # refused now rather than at each request
@@ -102,6 +103,7 @@ class LLMEngine:
         prior = self.row_controllers.prior
         self.programs = Programs(model.decoder, model.params, device_state, prior, self.sizes.shapes)
         self.scheduler = self._scheduler(device_state, metrics_hooks or MetricsHooks())
+        self._embedder = Embedder(model, self.context)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
@@ -201,36 +203,27 @@ class LLMEngine:
 
     def snapshot(self) -> Mapping[str, Any]:
         """The state of the engine, see `Engine.snapshot`."""
-        scheduler, timestamp = self.scheduler, time.perf_counter()
-        sequences = [s for s in list(self._live.values()) if not s.ended]
-        running = [s for s in sequences if s.stage in (PREFILL, DECODE)]
-        block_manager, ranking = scheduler.block_manager, scheduler.ranking
-        prefix_cache = block_manager.prefix_cache
-        return {
-            "running": len(running),
-            "waiting": self._queued + sum(s.stage == WAITING and s.preemptions > 0 for s in sequences),
-            "rows": self.sizes.rows,
-            "kv_usage": block_manager.usage,
-            "pages": self.sizes.pages,
-            "pages_free": block_manager.num_free_pages,
-            "page_size": self.sizes.page_size,
-            "scheduling_policy": ranking.policy,
-            "presets": self.row_controllers.accepted,
-            "preemptions": scheduler.preemptions,
-            "longest_wait": ranking.longest_wait,
-            "longest_wait_allowed": ranking.longest_allowed(self.sizes.rows),
-            **dict(zip(SearchCounts._fields, scheduler.collector.tally.tolist(), strict=True)),
-            **scheduler.collector.draft_counts._asdict(),
-            "prefix_queries": 0 if prefix_cache is None else prefix_cache.queries,
-            "prefix_hits": 0 if prefix_cache is None else prefix_cache.hits,
-            "prefix_pages": 0 if prefix_cache is None else len(prefix_cache),
-            "compilations": self.compilations,
-            "sequences": [s.describe(timestamp) for s in sequences],
-        }
+        live, presets = list(self._live.values()), self.row_controllers.accepted
+        return description.snapshot(self.scheduler, live, self._queued, presets, self.compilations)
+
+    @property
+    def embedding_limits(self) -> EmbeddingLimits:
+        """The longest text that `embed` accepts, and the size of an embedding."""
+        return self._embedder.limits
+
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> np.ndarray | None:
+        """Pooled hidden states of texts, see `Engine.embed`.
+
+        Args:
+            texts: Token ids of each text.
+            pooling: "mean" or "last".
+            stop: Ends the work when it is set.
+        """
+        return self._embedder.embed(texts, pooling, stop)
 
     def describe(self) -> Mapping[str, Any]:
         """The configuration of the engine, see `Engine.describe`."""
-        return describe(self.model, self.options, self.sizes)
+        return description.describe(self.model, self.options, self.sizes)
 
     def reset_prefix_cache(self) -> Future[PrefixCacheReset]:
         """Drop the cached prefixes that no sequence uses, see `Engine.reset_prefix_cache`."""

@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from threading import Event
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,6 +97,16 @@ class Delta(NamedTuple):
     param: str | None = None  # with "error": the field of the request that is at fault, if it is one
 
 
+Pooling = Literal["mean", "last"]  # of the hidden states of a text: over its tokens, or of the last one
+
+
+class EmbeddingLimits(NamedTuple):
+    """What `Engine.embed` accepts and returns."""
+
+    tokens: int  # of a text, at most
+    dimensions: int  # of an embedding
+
+
 class PrefixCacheReset(NamedTuple):
     """The result of emptying the prefix cache."""
 
@@ -152,6 +163,24 @@ class Engine(Protocol):
         """Drop the cached prefixes that no running sequence uses, between two steps of the engine.
 
         Raises RuntimeError where the engine has stopped.
+        """
+
+    @property
+    def embedding_limits(self) -> EmbeddingLimits:
+        """The longest text that `embed` accepts, and the size of an embedding."""
+
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: Event) -> np.ndarray | None:
+        """Pooled hidden states after the last norm, float32 `[texts, dimensions]`; not normalised.
+
+        It blocks its thread while requests go on. Programs are compiled when they are first needed.
+
+        Args:
+            texts: Token ids of each text.
+            pooling: "mean" or "last".
+            stop: Ends the work between two launches when it is set; the result is None.
+
+        Raises:
+            RequestError: The engine cannot embed.
         """
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:

@@ -80,7 +80,7 @@ class Frontend:
     @property
     def busy(self) -> bool:
         """Whether requests are in flight."""
-        return bool(self.output_streams)
+        return bool(self.output_streams) or self.pools.embeddings.pending > 0
 
     def check_model(self, name: str | None) -> str:
         """The name under which the model answers; FrontendError for one that is not served."""

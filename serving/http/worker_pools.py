@@ -1,4 +1,4 @@
-"""Bounded thread pools for the host's work on requests: short texts, long texts, grammars.
+"""Bounded thread pools for the host's work on requests: short texts, long texts, grammars, embeddings.
 
 Each kind has threads of its own, so that a short prompt never waits behind long texts or hard grammars. A
 pool whose queue is full refuses.
@@ -74,6 +74,7 @@ class WorkerPools(NamedTuple):
     short_texts: WorkerPool
     long_texts: WorkerPool
     grammars: WorkerPool
+    embeddings: WorkerPool
 
     def for_text(self, size: int) -> WorkerPool:
         """The pool for the text of a body of that size in bytes."""
@@ -96,6 +97,7 @@ def worker_pools() -> WorkerPools:
         short_texts=WorkerPool("short text", threads=2, queue=1024),
         long_texts=WorkerPool("long text", threads=1, queue=16, nice=NICE),
         grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
+        embeddings=WorkerPool("embedding", threads=2, queue=64, nice=NICE),
     )
 
 

@@ -4,12 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
+from threading import Event
 from typing import Any
+
+import numpy as np
 
 from entropic_jax.parameter_tables.control_gains import GAINS, check_order
 from entropic_jax.parameter_tables.table import AUTO
 from entropic_jax.serving.engine.interface import (
     Delta,
+    EmbeddingLimits,
     EngineRequest,
     PrefixCacheReset,
     PromptToken,
@@ -147,6 +151,8 @@ class ScriptedEngine:
         self.engine_requests: list[EngineRequest] = []
         self.cancelled: list[str] = []
         self.closed: float | None = None
+        self.embedded: list[tuple[list[list[int]], str]] = []
+        self.embed_seconds, self.stopped = 0.0, 0
 
     def script(self, seed: int) -> Sequence[int]:
         """The tokens for a seed: the script from another start, and the end of the text."""
@@ -197,6 +203,18 @@ class ScriptedEngine:
         reset: Future[PrefixCacheReset] = Future()
         reset.set_result(PrefixCacheReset(3, 1))
         return reset
+
+    embedding_limits = EmbeddingLimits(100, 8)
+
+    def embed(self, texts: list[list[int]], pooling: str, stop: Event) -> np.ndarray | None:
+        """Component k counts the tokens that are k modulo 8; "last" counts only the last token."""
+        self.embedded.append((texts, pooling))
+        if self.embed_seconds and stop.wait(self.embed_seconds):
+            self.stopped += 1
+            return None
+        counted = texts if pooling == "mean" else [text[-1:] for text in texts]
+        counts = [np.bincount(np.array(text) % 8, minlength=8) for text in counted]
+        return np.array(counts, np.float32)
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         self.closed = drain

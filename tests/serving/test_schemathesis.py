@@ -18,6 +18,8 @@ BEYOND_SCHEMA = re.compile(
     r"|tools must (have different names|be a JSON schema|be a grammar)\b"
     r"|messages must have tool_calls whose arguments are JSON objects;"
     r"|(prompt|input|messages) must (have between|have an item|ask for at most|have at most)\b"
+    r"|(text_1|text_2|query|documents) must have (between|at most|1 text)\b|documents and query must have\b"
+    r"|text_2 and text_1 must have\b"
     r"|previous_response_id must be\b"
     r"|messages must answer every tool_use\b"
     r"|[\w.]+ must be (below|above|at most) \w+ = "

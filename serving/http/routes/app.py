@@ -14,10 +14,12 @@ from . import (
     chat,
     completions,
     dashboard,
+    embeddings,
     errors,
     messages,
     openapi,
     responses,
+    scores,
     service,
     tokens,
 )
@@ -38,7 +40,8 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         telemetry=tracing.of_requests(tracer_provider),
     )
     errors.install(app)
-    for module in (completions, chat, messages, responses, tokens, service, administration):
+    generating = (completions, chat, messages, responses)
+    for module in (*generating, embeddings, scores, tokens, service, administration):
         app.include_router(module.router(frontend))
     dashboard.install(app)
     openapi.install(app, frontend)

@@ -37,10 +37,12 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
     translated = ("MessagesBody", "ResponsesBody")
-    for name in ("CompletionBody", "DetokenizeBody", "ChatBody", *translated):
-        for field in ("prompt", "tokens", "stop_token_ids", "allowed_token_ids"):
+    for name in ("CompletionBody", "DetokenizeBody", "ChatBody", "EmbeddingsBody", *translated):
+        for field in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"):
             if field in schemas[name]["properties"]:
                 _tokens(schemas[name]["properties"][field], last)
+    size = frontend.engine.embedding_limits.dimensions
+    schemas["EmbeddingsBody"]["properties"]["dimensions"]["anyOf"][0]["maximum"] = size
     longest = frontend.settings.limits.tokenize
     schemas["TokenizeBody"]["properties"]["prompt"]["maxLength"] = longest
     schemas["DetokenizeBody"]["properties"]["tokens"]["maxItems"] = longest

@@ -1,0 +1,108 @@
+"""Texts to token ids, and those to embeddings, for the routes that embed or compare texts."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from starlette.requests import Request as HttpRequest
+
+from ...engine.interface import Pooling
+from ...request import RequestError
+from ..frontend import Frontend, FrontendError, refusals
+from ..protocol.embeddings import PooledBody
+from . import generation
+from .preparation import size_of
+
+
+def token_lists(
+    frontend: Frontend,
+    body: PooledBody,
+    name: str,
+    texts: Sequence[str | Sequence[int]],
+    longest: int,
+    special: bool = True,
+) -> list[list[int]]:
+    """The token ids of each text. RequestError for one that is too long, and for too many of them.
+
+    Args:
+        frontend: Whose model and limits hold.
+        body: Says how many tokens to keep of each text.
+        name: Of the field that holds the texts.
+        texts: Texts, or token ids.
+        longest: Tokens of a text, at most.
+        special: Add the special tokens that the model expects around a text.
+    """
+    model, most = frontend.model, frontend.settings.limits.sequences
+    if len(texts) > most:
+        raise RequestError(f"{name} must have at most {most} texts; got {len(texts)}", name)
+    token_ids = []
+    for text in texts:
+        if isinstance(text, str) and body.truncate_prompt_tokens is None:
+            model.check_length(text)
+        tokens = model.encode(text, special, name) or (model.beginning() if special else [])
+        tokens = tokens[-(body.truncate_prompt_tokens or 0) :]
+        if not 0 < len(tokens) <= longest:
+            raise RequestError(f"{name} must have between 1 and {longest} tokens; got {len(tokens)}", name)
+        token_ids.append(tokens)
+    return token_ids
+
+
+async def embedded(
+    frontend: Frontend, http: HttpRequest, texts: list[list[int]], pooling: Pooling
+) -> np.ndarray | None:
+    """Pooled hidden states of texts, float32 `[texts, dimensions]`; None if the client has disconnected.
+
+    Args:
+        frontend: Whose engine embeds.
+        http: The request, whose client may leave.
+        texts: Token ids of each text.
+        pooling: Of the hidden states.
+
+    Raises:
+        FrontendError: The request took too long (408), or the result is not finite (500).
+    """
+    frontend.check_able()
+    if (failure := frontend.engine.failure()) is not None:
+        raise FrontendError(503, f"the engine has failed: {failure}")
+    stop, seconds = threading.Event(), frontend.settings.request_timeout
+    work = frontend.run_in(frontend.pools.embeddings, frontend.engine.embed, texts, pooling, stop)
+    try:
+        with refusals():
+            async with asyncio.timeout(seconds):
+                vectors = await generation.unless_gone(http, work)
+    except TimeoutError:
+        raise FrontendError(408, f"the request took longer than its timeout of {seconds:g} s") from None
+    finally:
+        stop.set()
+    if vectors is not None and not np.isfinite(vectors).all():
+        raise FrontendError(500, "the model computed hidden states that are not finite")
+    if vectors is not None:
+        frontend.metrics.prompt_tokens.inc(sum(map(len, texts)))
+    return vectors
+
+
+async def tokens_of(
+    frontend: Frontend,
+    http: HttpRequest,
+    body: PooledBody,
+    name: str,
+    texts: Sequence[str | Sequence[int]],
+    longest: int,
+    special: bool = True,
+) -> list[list[int]]:
+    """`token_lists` in a thread. FrontendError where that raises RequestError.
+
+    Args:
+        frontend, body, name, texts, longest, special: As for `token_lists`.
+        http: The request, whose size decides which threads work on it.
+    """
+    pool = frontend.pools.for_text(size_of(http))
+    with refusals():
+        return await frontend.run_in(pool, token_lists, frontend, body, name, texts, longest, special)
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """The vectors float32 `[n, dimensions]` scaled to length 1; zeros stay zeros."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(norms > 0, norms, 1)
