@@ -38,6 +38,7 @@ class ModelShape(NamedTuple):
     weights: int = 0  # in one token's step; of experts, those that one token chooses
     expert_weights: int = 0  # of all experts of all layers together
     expert_share: float = 0.0  # the share of the experts that one token chooses
+    drafters: tuple["ModelShape", ...] = ()  # models whose layers follow in the same pages
 
 
 class Layer(NamedTuple):
@@ -121,10 +122,10 @@ def allocate(
     pages = rows * per_row if pages is None else pages
     if pages < 1:
         raise ValueError(f"pages must be at least 1; got {pages}")
-    tile = (pages + 1, shape.kv_heads, page_size, shape.head_dim)
-    summary = (pages + 1, shape.kv_heads, shape.head_dim)
 
-    def layer() -> Layer:
+    def layer(model: ModelShape) -> Layer:
+        tile = (pages + 1, model.kv_heads, page_size, model.head_dim)
+        summary = (pages + 1, model.kv_heads, model.head_dim)
         return Layer(
             quantised.zeros(tile, dtype),
             quantised.zeros(tile, dtype),
@@ -137,7 +138,7 @@ def allocate(
         )
 
     return Cache(
-        tuple(layer() for _ in range(shape.layers)),
+        tuple(layer(model) for model in (shape, *shape.drafters) for _ in range(model.layers)),
         jnp.full((rows, per_row), pages, jnp.int32),
         jnp.zeros(rows, jnp.int32),
         jnp.arange(pages, dtype=jnp.int32),

@@ -14,14 +14,15 @@ UNKNOWN = 8 * GIB  # taken for the memory of an accelerator that does not tell
 
 
 def page_bytes(shape: Any, page_size: int, itemsize: float) -> int:
-    """Bytes of the keys and values in a page, over all layers.
+    """Bytes of the keys and values in a page, over all layers, those of a draft model included.
 
     Args:
         shape: The model's `ModelShape`.
         page_size: Positions of a page.
         itemsize: Bytes of a number.
     """
-    return int(2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize) * page_size
+    models = (shape, *shape.drafters)
+    return sum(int(2 * m.layers * m.kv_heads * m.head_dim * itemsize) for m in models) * page_size
 
 
 def pooled_devices(mesh: Any) -> int:

@@ -19,6 +19,7 @@ from ..entropy import entropy_statistics
 from ..pallas.gumbel_argmax import gumbel_argmax
 from ..phases.forward import Decoder
 from ..sampling import parameters, sample
+from ..speculation.drafting_decoder import DraftingDecoder
 from ..speculation.pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed
@@ -62,7 +63,8 @@ def measure_pass_costs(
         page_size: positions per page, by default that of the device.
         dtype: of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
-        pages: those that the pruned drafter reads; None does not time its steps.
+        pages: those that the pruned drafter reads; None does not time its steps. With a draft model, its
+            steps are timed instead.
 
     Raises:
         ValueError: for an argument out of range.
@@ -77,8 +79,12 @@ def measure_pass_costs(
     short = [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes]
     long = [PassShape(1, width, context) for width in widths]
     run = lambda shape: _pass(decoder, params, shape, page_size, dtype)
-    ends = (SHORT, context) if pages is not None else ()
-    drafts = [_pass(decoder, params, PassShape(1, 1, length), page_size, dtype, pages) for length in ends]
+    ends, drafting = (SHORT, context) if pages is not None else (), (decoder, params)
+    if isinstance(decoder, DraftingDecoder):
+        drafting, pages = (decoder.draft_model, params.draft), None
+    drafts = [
+        _pass(*drafting, PassShape(1, 1, length), page_size, dtype, pages, drafts=True) for length in ends
+    ]
     seconds = _least_seconds([*(run(shape) for shape in (*short, *long)), *drafts], repeat)
     products, attention = seconds[: len(sizes)], seconds[len(sizes) : len(sizes) + len(widths)]
     slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
@@ -86,7 +92,7 @@ def measure_pass_costs(
     base = _ascending(np.subtract(products, reading))
     draft_step = None
     if drafts:
-        # Such a step reads a part of what a pass reads.
+        # Such a step reads no more than a pass.
         slope = min(max(0.0, (seconds[-1] - seconds[-2]) / (context - SHORT)), float(slopes[0]))
         draft_step = max(0.0, seconds[-2] - slope * SHORT), slope
     return PassCosts(tuple(sizes), tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()), draft_step)
@@ -104,13 +110,15 @@ def _pass(
     page_size: int | None,
     dtype: Any,
     pages: WindowPages | None = None,
+    drafts: bool = False,
 ) -> Callable[[], int]:
     """A function that runs a launch of passes of one shape, waits for it, and returns their number.
 
     Args:
         decoder, params, page_size, dtype: as for `measure_pass_costs`.
         shape: of the passes.
-        pages: read by steps of the pruned drafter, which also sample and measure; None for plain passes.
+        pages: read by steps of the pruned drafter; None for all.
+        drafts: whether the passes are steps of a drafter, which also sample and measure.
     """
     rows, width, length = shape
     cache = allocate(decoder.shape, rows, length + width, page_size=page_size, dtype=dtype)
@@ -127,7 +135,7 @@ def _pass(
                 params, tokens, position, layers, attend_to(current, span, reader)
             )
             # The next pass depends on the logits of this one, so that none is left out.
-            return layers, jnp.minimum(_next_tokens(decoder.logits(params, hidden), pages is not None), 1)
+            return layers, jnp.minimum(_next_tokens(decoder.logits(params, hidden), drafts), 1)
 
         start = cache.layers, jnp.zeros((rows, width), jnp.int32)
         layers, tokens = jax.lax.fori_loop(0, shape.passes, body, start)

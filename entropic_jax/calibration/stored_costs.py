@@ -130,7 +130,8 @@ def roofline_pass_costs(
         hardware: peak FLOP/s and memory bandwidth.
         bytes_per_weight: b_W.
         bytes_per_cache: b_KV, per number of K or V.
-        kept: fraction of the cache that a step of the pruned drafter reads.
+        kept: fraction of the cache that a step of the pruned drafter reads. A draft model reads all of its
+            own.
     """
     peak, bandwidth = float(hardware.peak), float(hardware.bandwidth)
     tokens = tuple(1 << n for n in range(LARGEST.bit_length()))
@@ -141,6 +142,15 @@ def roofline_pass_costs(
     score = 4 * shape.head_dim * shape.heads / peak
     slopes = tuple(shape.layers * max(position, score * n) for n in widths)
     seconds = tuple(max(pair) for pair in zip(read, computed, strict=True))
+    if shape.drafters:
+        draft = roofline_pass_costs(
+            shape.drafters[0],
+            hardware,
+            bytes_per_weight=bytes_per_weight,
+            bytes_per_cache=bytes_per_cache,
+            kept=1.0,
+        )
+        return PassCosts(tokens, seconds, widths, slopes, draft.draft_step)
     # What a draft step costs beyond its bytes is unknown, so nothing is drafted from few pages while contexts
     # are short.
     return PassCosts(tokens, seconds, widths, slopes, (seconds[0], kept * slopes[0]), UNMEASURED_CONTEXT)

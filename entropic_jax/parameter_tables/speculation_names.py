@@ -4,11 +4,13 @@ The command line, `LLM`, the engine and the documentation read them. Imports nei
 """
 
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .control_gains import DRAFTS, SCALES
-from .table import Choice, Number, ParameterError, short
+from .table import Number, ParameterError, short
 
 Speculate = Literal["off", "auto", "suffix", "pruned"]
 DRAFTERS = get_args(Speculate)
@@ -21,9 +23,22 @@ DRAFTED = Number(int, 1, 15)
 """Tokens drafted for a row in a pass, at most."""
 DEFAULT_DRAFTED = 15
 
+VLLM_DRAFT_MODEL = "draft_model"
+"""vLLM's method of a `speculative_config` with the key `model`."""
 VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix", "pruned": "pruned", "auto": "auto"}
 """The drafter for each method of `speculative_config`: vLLM's `suffix` and `ngram`, and the names of ours."""
-CONFIG_KEYS = ("method", "num_speculative_tokens")
+CONFIG_KEYS = ("method", "model", "num_speculative_tokens")
+
+
+def is_draft_model(speculate: Any) -> bool:
+    """Whether a value of `speculate` is the directory of a model that drafts.
+
+    >>> is_draft_model("suffix"), is_draft_model("/")
+    (False, True)
+    """
+    if not isinstance(speculate, str | os.PathLike) or speculate in DRAFTERS:
+        return False
+    return Path(speculate).is_dir()
 
 
 def drafter_of(preset: str, speculate: str | None = None) -> str:
@@ -31,7 +46,7 @@ def drafter_of(preset: str, speculate: str | None = None) -> str:
 
     Args:
         preset: name of the preset, or of a sampler.
-        speculate: one of `DRAFTERS`, or None where none is stated.
+        speculate: one of `DRAFTERS` or a directory, or None where none is stated.
 
     >>> drafter_of("meso"), drafter_of("meso", "off"), drafter_of("off", "suffix")
     ('auto', 'off', 'suffix')
@@ -45,10 +60,15 @@ def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:
     """Raise ParameterError unless there is such a drafter, and it may draft that number of tokens.
 
     Args:
-        speculate: one of `DRAFTERS`.
+        speculate: one of `DRAFTERS`, or the directory of a model that drafts.
         num_speculative_tokens: k, None for the default; must be None where nothing is drafted.
     """
-    Choice(DRAFTERS).check("speculate", speculate)
+    if not is_draft_model(speculate) and speculate not in DRAFTERS:
+        raise ParameterError(
+            f"speculate must be one of {', '.join(DRAFTERS)}, or the directory of a model; "
+            f"got {short(speculate)}",
+            "speculate",
+        )
     name = "num_speculative_tokens"
     if num_speculative_tokens is None:
         return
@@ -60,7 +80,7 @@ def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:
 
 
 def read_config(config: Any) -> tuple[str, int | None]:
-    """The drafter and k that vLLM's `speculative_config` describes.
+    """The drafter, or the directory of the draft model, and k that vLLM's `speculative_config` describes.
 
     Args:
         config: a mapping with the keys of `CONFIG_KEYS`, or the text of one in JSON.
@@ -81,16 +101,23 @@ def read_config(config: Any) -> tuple[str, int | None]:
         raise ParameterError(f"{name} must be a mapping with the key method; got {short(config)}", name)
     for key in config:
         if key not in CONFIG_KEYS:
-            message = f"{name} must have no keys but {' and '.join(CONFIG_KEYS)}; got {short(key)}"
+            message = f"{name} must have no keys but {', '.join(CONFIG_KEYS)}; got {short(key)}"
             raise ParameterError(message, name)
     method, number = config.get("method"), config.get("num_speculative_tokens")
-    if method not in VLLM_METHODS:
+    directory = config.get("model")
+    if directory is not None and method in (None, VLLM_DRAFT_MODEL):
+        if not is_draft_model(directory):
+            message = f"{name} must have the directory of a model as model; got {short(directory)}"
+            raise ParameterError(message, name)
+    elif method not in VLLM_METHODS:
         *methods, last = VLLM_METHODS
-        message = f"{name} must have the method {', '.join(methods)} or {last}; got {short(method)}"
+        message = f"{name} must have the method {', '.join(methods)} or {last}, or a model; got {short(method)}"
         raise ParameterError(message, name)
+    elif directory is not None:
+        raise ParameterError(f"{name} must have no model with the method {method}; got {short(directory)}", name)
     if number is not None:
         try:
             DRAFTED.check("num_speculative_tokens", number)
         except ParameterError as error:
             raise ParameterError(f"{name}: {error}", name) from None
-    return VLLM_METHODS[method], number
+    return str(directory) if directory is not None else VLLM_METHODS[method], number

@@ -4,7 +4,8 @@ Randomness is a function of (key, seed, position), so the same logits draw the s
 drafted token is accepted if and only if it is the token that the verified logits draw there: the text is that
 of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
 
-The life of a pass: drafters continue each row's text (`suffix`, then `pruned`, in a `cascade`), the
+The life of a pass: drafters continue each row's text (`suffix`, then `pruned` or a second model, in a
+`cascade`), the
 draft-length law decides how many of the drafted tokens to verify (`draft_length`), one forward pass runs over
 all of them, and emission is repeated position by position, up to the first token that differs
 (`verification`).
@@ -13,6 +14,8 @@ all of them, and emission is repeated position by position, up to the first toke
 from .cascade import Cascade
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
+from .drafting_decoder import DraftingDecoder, DraftingParams
+from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
 from .pruned import PrunedDrafter, pruned_drafter
 from .registry import make_speculator
@@ -25,6 +28,9 @@ __all__ = [
     "Draft",
     "DraftLength",
     "Drafter",
+    "DraftingDecoder",
+    "DraftingParams",
+    "ModelDrafter",
     "PassCosts",
     "PassPlan",
     "PrunedDrafter",
@@ -33,6 +39,7 @@ __all__ = [
     "check_speculation",
     "draft",
     "make_speculator",
+    "model_drafter",
     "pruned_drafter",
     "speculator",
     "suffix_drafter",

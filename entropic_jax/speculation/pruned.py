@@ -1,17 +1,4 @@
-"""Pruned drafter: the model itself on few pages of the KV cache.
-
-Drafting is plain decoding on a copy of the control state: the same noise, penalties and control, but only
-some pages are read. The entropy of the draft's own distribution predicts whether the dense pass will accept
-its token, and ends the draft where it is high.
-
-With the costs of a pass, drafts are as long as they pay. λ is the best rate of accepted tokens, at the mean
-probability P that one is accepted:
-
-    λ = max over n of rows · Σ_{i ≤ n} Pⁱ / (n c_draft + c_verify(n + 1))
-
-One more token is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_verify) / rows. Nothing is drafted
-where n = 0 is best.
-"""
+"""Pruned drafter: the model itself on few pages of the KV cache."""
 
 from typing import Annotated, Any
 
@@ -21,13 +8,8 @@ import jax.numpy as jnp
 from ..attention.window_pages import WindowPages
 from ..control.controller import STATIC, pytree
 from ..phases.batch import Batch
-from ..phases.emission import emit
-from ..phases.forward import Forward, decode_cost, forward, over_shards
-from ..sampling import record
-from ..state import RUNNING, State
-from .draft_length import DraftLength, correct
-from .drafter import ControlledModel, Draft
-from .verification import CHANGED
+from .autoregressive import AutoregressiveDrafter
+from .draft_length import DraftLength
 
 WINDOW = WindowPages()
 # P(accepted) by the draft's entropy, nats, and its mean, of the embedded model with `WINDOW` on held-out code
@@ -36,108 +18,17 @@ ENTROPY_EDGES, ACCEPTANCE, MEAN_ACCEPTANCE = (0.3, 1.5, 2.7), (0.998, 0.97, 0.93
 
 
 @pytree
-class PrunedDrafter:
+class PrunedDrafter(AutoregressiveDrafter):
     """Drafts with the model on the pages of a window; costs a step of the model per token."""
 
-    acceptance: jax.Array  # float32 [bins], P(accepted) by the draft's own entropy
-    entropy_edges: jax.Array  # float32 [bins − 1], nats, ascending
     mean_acceptance: jax.Array | float = MEAN_ACCEPTANCE  # P: of a token before it is drafted
-    law: DraftLength | None = None  # what passes cost; None drafts as if they cost nothing
-    step_costs: jax.Array | tuple[float, float] = (0.5, 0.0)  # of a draft step, and per position of the rows
-    stop_below: jax.Array | float = 0.6  # P(all accepted so far) that ends a draft where costs are unknown
     shortest_context: jax.Array | int = 2048  # positions, below which nothing is drafted
     pages: Annotated[WindowPages, STATIC] = WINDOW
-    most_tokens: Annotated[int, STATIC] = 7  # k, the tokens drafted at most
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
-        """See `Drafter`."""
-        state, k = batch.state, self.most_tokens
-        rows, shift = state.token.shape[0], state.speculation[:, 0]
-        most = jnp.minimum(most, k)
-        going = batch.active & (most > 0) & (state.length >= self.shortest_context)
-        least = self.least_reach(going, state.length, shift)
-        going &= least[0] <= 1
-        drafted = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
-
-        def body(carry: Any) -> Any:
-            number, going, reach, layers, changed, drafted = carry
-            scratch = state._replace(**changed, cache=state.cache._replace(layers=layers))
-            after, token, entropy, emitted = self._step(model, Batch(scratch, going))
-            chance = self.probability(entropy)
-            drafted = drafted._replace(
-                tokens=drafted.tokens.at[:, number].set(token),
-                num_tokens=drafted.num_tokens + emitted.astype(jnp.int32),
-                acceptance=drafted.acceptance.at[:, number].set(chance),
-            )
-            reach = jnp.where(emitted, reach * correct(chance, shift), reach)
-            going = emitted & (after.status == RUNNING) & (number + 1 < most)
-            going &= reach >= least[jnp.minimum(number + 1, k - 1)]
-            changed = {name: getattr(after, name) for name in CHANGED}
-            return number + 1, going, reach, after.cache.layers, changed, drafted
-
-        changed = {name: getattr(state, name) for name in CHANGED}
-        carry = jnp.int32(0), going, jnp.ones(rows), state.cache.layers, changed, drafted
-        *_, layers, changed, drafted = jax.lax.while_loop(lambda c: c[1].any(), body, carry)
-        spent: Any = changed["ledger"]
-        ledger = state.ledger._replace(flops=spent.flops, bytes_read=spent.bytes_read, seconds=spent.seconds)
-        state = state._replace(cache=state.cache._replace(layers=layers), ledger=ledger)
-        return batch._replace(state=state), drafted
-
-    def expected_rate(self, batch: Batch) -> jax.Array:
-        """λ, accepted tokens of all rows per unit of the law's time; inf without costs. float32 `[]`."""
-        if self.law is None:
-            return jnp.float32(jnp.inf)
+    def reader(self, batch: Batch) -> Any:
+        """See `AutoregressiveDrafter`."""
         state = batch.state
-        drafts = batch.active & (state.length >= self.shortest_context)
-        return jnp.max(self._rates(drafts, state.length, state.speculation[:, 0])[0])
-
-    def least_reach(self, going: jax.Array, length: jax.Array, shift: jax.Array) -> jax.Array:
-        """P(all accepted so far) from which the next token is drafted, after 0, 1, … of them; float32 `[k]`.
-
-        Args:
-            going: bool `[rows]`, the rows that draft.
-            length: int32 `[rows]`, cached positions.
-            shift: float32 `[rows]`, correction of the log-odds of acceptance.
-        """
-        if self.law is None:
-            return jnp.full(self.most_tokens, self.stop_below)
-        rates, mean, step, verify = self._rates(going, length, shift)
-        rows = jnp.maximum(going.sum(dtype=jnp.float32), 1.0)
-        marginal = jnp.max(rates) * (step + jnp.diff(verify)) / (rows * mean)
-        return jnp.where(jnp.argmax(rates) == 0, jnp.inf, marginal)
-
-    def _rates(
-        self, going: jax.Array, length: jax.Array, shift: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The rate of n = 0 … k drafted tokens, with P, c_draft and c_verify(n + 1)."""
-        assert self.law is not None
-        rows, positions = going.sum(dtype=jnp.float32), jnp.where(going, length, 0).sum(dtype=jnp.float32)
-        mean_shift = jnp.where(going, shift, 0.0).sum() / jnp.maximum(rows, 1.0)
-        mean = correct(jnp.asarray(self.mean_acceptance), mean_shift)
-        number = jnp.arange(self.most_tokens + 1, dtype=jnp.float32)
-        costs = self.law.pass_costs(positions)
-        verify = jnp.interp(number + 1, jnp.asarray(self.law.widths, jnp.float32), costs)
-        step = self.step_costs[0] + self.step_costs[1] * positions
-        rates = rows * jnp.cumsum(mean**number) / (number * step + verify)
-        return rates, mean, jnp.asarray(step), verify
-
-    def probability(self, entropy: jax.Array) -> jax.Array:
-        """P(accepted) of tokens drawn at these entropies of the draft, nats `[rows]`."""
-        edges = jnp.asarray(self.entropy_edges)
-        return jnp.asarray(self.acceptance)[jnp.searchsorted(edges, entropy)]
-
-    def _step(self, model: ControlledModel, batch: Batch) -> tuple[State, jax.Array, jax.Array, jax.Array]:
-        """One step on few pages: the state, the token, its entropy, and which rows emitted one."""
-        state, count = batch.state, batch.active.astype(jnp.int32)
-        reader = self.pages.reader(state.cache, jnp.where(batch.active, state.length + 1, 0))
-        decoder, params = model.decoder, model.params
-        hidden, state = forward(decoder, params, state, state.token[:, None], count, reader)
-        logits = decoder.logits(params, hidden[:, 0])
-        read, output = batch._replace(state=state), Forward(logits, over_shards(reader.total()), None)
-        cost = decode_cost(decoder, params, read, output)
-        after, trace = emit(model.controller, read, output, cost, None, None)
-        history = record(after.history, trace.token, trace.emitted)
-        return after._replace(history=history), trace.token, trace.entropy, trace.emitted
+        return self.pages.reader(state.cache, jnp.where(batch.active, state.length + 1, 0))
 
 
 def pruned_drafter(

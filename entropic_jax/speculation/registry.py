@@ -2,16 +2,25 @@
 
 from typing import Any
 
-from ..parameter_tables.speculation_names import AUTO, DEFAULT_DRAFTED, DRAFTS_FROM_PAGES, OFF, check_drafter
+from ..parameter_tables.speculation_names import (
+    AUTO,
+    DEFAULT_DRAFTED,
+    DRAFTS_FROM_PAGES,
+    OFF,
+    check_drafter,
+    is_draft_model,
+)
 from .cascade import Cascade
 from .draft_length import DraftLength, draft_length
+from .model_drafter import model_drafter
 from .pass_costs import PassCosts
 from .pruned import pruned_drafter
 from .speculator import Speculator, speculator
 from .suffix import suffix_drafter
 
-UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token,
-UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted in shorter texts
+UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token
+UNMEASURED_MODEL_STEP = 0.25, 0.0  # the same of a step of a draft model
+UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted from few pages in shorter texts
 LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arithmetic
 
 
@@ -21,7 +30,8 @@ def make_speculator(
     """The speculator of a batch; None for the name "off".
 
     Args:
-        name: of the drafter, one of `speculation_names.DRAFTERS`.
+        name: of the drafter, one of `speculation_names.DRAFTERS`, or the directory of a draft model. The
+            passes must then be those of a `DraftingDecoder`.
         rows: of the batch.
         num_tokens: k, the tokens drafted for a row at most; None for the default.
         costs: of a pass, as measured; None for those of `draft_length`.
@@ -41,6 +51,9 @@ def make_speculator(
 def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None) -> Any:
     """The drafter of a name. Measured costs or not, it is a pytree of one structure."""
     suffix = suffix_drafter(k)
+    if is_draft_model(name):
+        step = UNMEASURED_MODEL_STEP if costs is None else costs.draft_step_costs(rows)
+        return Cascade((suffix, model_drafter(k, law, step)), law)
     if name not in DRAFTS_FROM_PAGES:
         return suffix
     step = UNMEASURED_STEP if costs is None else costs.draft_step_costs(rows)

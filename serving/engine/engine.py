@@ -25,7 +25,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 from entropic_jax.parameter_tables.speculation_names import OFF
 
-from ..options import parallelism, samplers
+from ..options import draft_model, parallelism, samplers
 from ..options.control_options import SAMPLERS, Control, calibration_of
 from ..options.kv_cache import pages_of
 from ..options.model import default_dtype
@@ -385,5 +385,7 @@ def start(
     """
     options = EngineOptions() if options is None else options
     mesh = parallelism.mesh_of(options.tensor_parallel_size, options.mesh)
-    model = models.load(path, options.dtype or default_dtype(), mesh=mesh, quantization=options.quantization)
+    dtype = options.dtype or default_dtype()
+    model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
+    model = draft_model.load(model, options.speculate, dtype, options.quantization)
     return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress, control)

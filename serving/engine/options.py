@@ -13,7 +13,7 @@ from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MACRO, SCALES
-from entropic_jax.parameter_tables.speculation_names import drafter_of
+from entropic_jax.parameter_tables.speculation_names import drafter_of, is_draft_model
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 
 from .. import memory
@@ -63,7 +63,8 @@ class EngineOptions:
     scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
     max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
-    pruning: bool | None = None  # whether a request may leave pages unread; None: unless `preset` drafts
+    pruning: bool | None = None  # whether a request may leave pages unread; None: unless `preset` drafts or
+    # a model does
     law: str = "normalised"  # temperature law of requests with the preset micro, full or full-lossy
     batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
     warmup: Warmup = "min"
@@ -72,7 +73,7 @@ class EngineOptions:
     branches: int | None = None  # of entropix, at most; 1 decides token by token
     method: str = "dense"  # sparse prefill or KV compression, for all requests
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
-    speculate: str | None = None  # the drafter of speculative decoding; None: that of the preset
+    speculate: str | None = None  # the drafter, or the directory of a draft model; None: that of the preset
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     compile_workers: int | None = None
     tensor_parallel_size: int = 1  # devices over which the model is divided
@@ -103,6 +104,8 @@ class EngineOptions:
             self.method,
             num_speculative_tokens=self.num_speculative_tokens,
             batch_invariant=self.batch_invariant,
+            pruning=self.pruning,
+            divided=self.mesh is not None or self.tensor_parallel_size != 1,
         )
         parallelism.check(self)
         _check_budgets(self.budgets)
@@ -133,7 +136,9 @@ class EngineOptions:
     @property
     def prunes(self) -> bool:
         """Whether a request may leave pages unread, as far as no method forbids it."""
-        return DRAFTS not in SCALES.get(self.preset, ()) if self.pruning is None else self.pruning
+        if self.pruning is not None:
+            return self.pruning
+        return DRAFTS not in SCALES.get(self.preset, ()) and not is_draft_model(self.speculate)
 
 
 def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> None:

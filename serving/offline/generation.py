@@ -57,16 +57,18 @@ def load(
         dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
         control: Names the preset and its gains; None samples plainly.
         kv_cache_dtype: Of the KV cache.
-        speculate: Name of the drafter of speculative decoding, "off" for none; None is that of the preset.
+        speculate: Name of the drafter of speculative decoding, or the directory of a draft model; "off" for
+            none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
         quantization: Of the weights: "int8"; None keeps their dtype.
     """
     from entropic_jax import models
 
+    from ..options import draft_model
     from . import engine, search_engine
 
     control, dtype = control or Control(), dtype or default_dtype()
-    speculation_options.check(speculate, control.preset, control.method)
+    speculation_options.check(speculate, control.preset, control.method, divided=tensor_parallel_size != 1)
     if tensor_parallel_size > 1:
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
@@ -77,5 +79,6 @@ def load(
     preset = build(control, calibration, engine.MOST_ROWS)
     mesh = parallelism.mesh_of(tensor_parallel_size)
     model = models.load(path, dtype, mesh=mesh, quantization=quantization)
+    model = draft_model.load(model, speculate, dtype, quantization)
     preset = preset._replace(speculate=drafter_of(control.preset, speculate))
     return engine.Engine(model, preset, belief, kv_cache_dtype)

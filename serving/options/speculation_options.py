@@ -9,9 +9,10 @@ from entropic_jax.parameter_tables.speculation_names import (
     OFF,
     check_drafter,
     drafter_of,
+    is_draft_model,
     read_config,
 )
-from entropic_jax.parameter_tables.table import Choice, ParameterError, short
+from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
 
@@ -20,10 +21,11 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
     """Declare `--speculate`."""
     parser.add_argument(
         "--speculate",
-        choices=DRAFTERS,
+        metavar="NAME",
         help="draft tokens and verify several in one pass; the text stays the same: suffix drafts what "
         "followed the longest match in the text so far, pruned what the model says on few pages of the KV "
-        "cache, auto whichever promises more (default: auto with the presets meso and full, else off)",
+        "cache, auto whichever promises more, a directory what its model says, which must have the same "
+        f"tokenizer: {', '.join(DRAFTERS)} or a directory (default: auto with meso and full, else off)",
     )
 
 
@@ -32,7 +34,8 @@ def add_config(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help='vLLM\'s form of --speculate, as {"method": "ngram", "num_speculative_tokens": 4}',
+        help='vLLM\'s form of --speculate, as {"method": "ngram", "num_speculative_tokens": 4} or '
+        '{"model": "DIR"}',
     )
 
 
@@ -40,7 +43,8 @@ def engine_fields(speculate: str | None, config: Any) -> dict[str, Any]:
     """The fields of `EngineOptions` that the two options describe.
 
     Args:
-        speculate: a name of the drafter, None where none is stated: then the preset chooses.
+        speculate: a name of the drafter or the directory of a model, None where none is stated: then the
+            preset chooses.
         config: vLLM's `speculative_config`, None where none is stated.
 
     Raises:
@@ -49,7 +53,7 @@ def engine_fields(speculate: str | None, config: Any) -> dict[str, Any]:
     if config is None:
         return {"speculate": speculate}
     name, number = read_config(config)
-    if speculate not in (None, name):
+    if speculate is not None and str(speculate) != name:
         raise ParameterError(
             f"speculate must be {name}, the drafter of speculative_config; got {short(speculate)}",
             "speculate",
@@ -64,18 +68,21 @@ def check(
     *,
     num_speculative_tokens: Any = None,
     batch_invariant: bool = False,
+    pruning: bool | None = None,
+    divided: bool = False,
 ) -> None:
     """Raise ParameterError where drafts cannot be combined with other options.
 
     Args:
-        speculate: the name of the drafter; None where the preset chooses it.
+        speculate: the name of the drafter, or the directory of a model that drafts; None where the preset
+            chooses.
         preset: of control, or a sampler.
         method: of sparse prefill or KV compression.
         num_speculative_tokens: k, None for the default.
         batch_invariant: whether results are promised bit for bit.
+        pruning: whether requests may leave pages unread; None where that follows from the preset.
+        divided: whether the model is divided over devices.
     """
-    if speculate is not None:
-        Choice(DRAFTERS).check("speculate", speculate)
     drafter = drafter_of(preset, speculate)
     check_drafter(drafter, num_speculative_tokens)
     if drafter == OFF:
@@ -92,6 +99,8 @@ def check(
     elif batch_invariant:
         conflict = "batch_invariant"
     if conflict is None:
+        if is_draft_model(drafter):
+            _check_draft_model(drafter, pruning, divided)
         return
     if speculate is None:
         raise ParameterError(
@@ -102,3 +111,24 @@ def check(
     raise ParameterError(
         f"speculate must be off together with {conflict}; got {short(speculate)}", "speculate"
     )
+
+
+def _check_draft_model(speculate: str, pruning: bool | None, divided: bool) -> None:
+    """Raise ParameterError where a draft model cannot be combined with other options.
+
+    Args:
+        speculate: its directory.
+        pruning: whether requests may leave pages unread.
+        divided: whether the model is divided over devices.
+    """
+    if divided:
+        raise ParameterError(
+            "speculate must not be a directory where the model is divided over several devices; "
+            f"got {short(speculate)}",
+            "speculate",
+        )
+    if pruning:
+        raise ParameterError(
+            "pruning must be false with a draft model, whose pages are chosen for no request; got True",
+            "pruning",
+        )

@@ -289,7 +289,7 @@ def test_generate_command(directory, entropic):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(speculate="magic"), "speculate must be one of off, auto, suffix, pruned; got 'magic'"),
+        (dict(speculate="magic"), "speculate must be one of off, auto, suffix, pruned, or the directory of a model; got 'magic'"),
         (dict(preset="entropix", **DRAFTS), "speculate must be off together with the preset entropix"),
         (dict(preset="dslider", **DRAFTS), "speculate must be off together with the preset dslider"),
         (dict(preset="paper", **DRAFTS), "speculate must be off together with the preset paper"),
@@ -312,9 +312,11 @@ def test_engine_options_that_are_refused(options, message):
     [
         ("{", "speculative_config must be a JSON object; got '{'"),
         ([1], "speculative_config must be a mapping"),
-        ({}, "speculative_config must have the method suffix, ngram, pruned or auto; got None"),
-        ({"method": "eagle"}, "must have the method suffix, ngram, pruned or auto; got 'eagle'"),
-        ({"method": "ngram", "model": "x"}, "speculative_config must have no keys but .*; got 'model'"),
+        ({}, "speculative_config must have the method suffix, ngram, pruned or auto, or a model; got None"),
+        ({"method": "eagle"}, "must have the method suffix, ngram, pruned or auto, or a model; got 'eagle'"),
+        ({"method": "ngram", "model": "x"}, "must have no model with the method ngram; got 'x'"),
+        ({"model": "no/such"}, "must have the directory of a model as model; got 'no/such'"),
+        ({"method": "ngram", "k": 1}, "speculative_config must have no keys but .*; got 'k'"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
             "speculative_config: num_speculative_tokens must be an integer between 1 and 15; got 0",
@@ -338,7 +340,8 @@ def test_configurations_that_are_refused(config, message):
         (("serve", "--batch-invariant"), "--speculate must be off together with batch_invariant"),
         (
             ("serve", "--speculative-config", '{"method": "eagle"}'),
-            "--speculative-config must have the method suffix, ngram, pruned or auto; got 'eagle'",
+            "--speculative-config must have the method suffix, ngram, pruned or auto, or a model; "
+            "got 'eagle'",
         ),
     ],
 )

@@ -1,0 +1,76 @@
+"""Draft model: a second directory, whose model drafts tokens for the one that is served."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from entropic_jax import models
+from entropic_jax.parameter_tables.speculation_names import is_draft_model
+from entropic_jax.parameter_tables.table import ParameterError
+from entropic_jax.speculation import DraftingDecoder, DraftingParams
+
+NAME = "speculate"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelWithDraft(models.Model):
+    """A model whose passes also write the keys and values of a draft model; its `params` are of both."""
+
+    draft: models.Model | None = None
+
+    @property
+    def decoder(self) -> Any:
+        """Of both models."""
+        assert self.draft is not None, "`with_draft` sets it"
+        context = self.draft.config.max_position_embeddings
+        return DraftingDecoder(super().decoder, self.draft.decoder, context)
+
+
+def load(
+    model: models.Model, speculate: str | None, dtype: str, quantization: str | None = None
+) -> models.Model:
+    """The model with the draft model that `speculate` names; the model itself where it names none.
+
+    Args:
+        model: To be served.
+        speculate: The name of a drafter, or a directory.
+        dtype: That the draft model computes in.
+        quantization: Of its weights: "int8"; None keeps their dtype.
+
+    Raises:
+        ValueError: Where the directory cannot be used, or its model has other tokens.
+        OSError: Where a file cannot be read.
+    """
+    if speculate is None or not is_draft_model(speculate):
+        return model
+    return with_draft(model, models.load(Path(speculate), dtype, quantization=quantization))
+
+
+def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:
+    """A model with another that drafts for it.
+
+    Args:
+        model: Whose tokens are generated; on one device.
+        draft: With the same tokens. Its vocabulary may be padded to another size.
+
+    Raises:
+        ParameterError: Where tokens differ; a ValueError.
+    """
+    _check_tokens(model, draft)
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return ModelWithDraft(**fields | {"params": DraftingParams(model.params, draft.params)}, draft=draft)
+
+
+def _check_tokens(model: models.Model, draft: models.Model) -> None:
+    """Raise ParameterError unless every token that both models know has the same number in both."""
+    if model.tokenizer is None or draft.tokenizer is None:
+        raise ParameterError(f"{NAME} must be a directory with tokenizer.json; got one without", NAME)
+    known, drafted = (m.tokenizer.backend.get_vocab() for m in (model, draft) if m.tokenizer is not None)
+    smaller, larger = sorted((known, drafted), key=len)
+    for token, number in sorted(smaller.items(), key=lambda item: item[1]):
+        if larger.get(token) != number:
+            raise ParameterError(
+                f"{NAME} must be the directory of a model with the same tokenizer; got one in which "
+                f"{token!r} is token {drafted.get(token)}, not {known.get(token)}",
+                NAME,
+            )
