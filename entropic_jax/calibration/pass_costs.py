@@ -17,9 +17,9 @@ from ..attention.window_pages import WindowPages
 from ..cache import Cache, allocate, grant
 from ..entropy import entropy_statistics
 from ..pallas.gumbel_argmax import gumbel_argmax
+from ..phases.drafting_decoder import DraftingDecoder
 from ..phases.forward import Decoder
 from ..sampling import parameters, sample
-from ..speculation.drafting_decoder import DraftingDecoder
 from ..speculation.pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed

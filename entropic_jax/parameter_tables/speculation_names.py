@@ -111,13 +111,15 @@ def read_config(config: Any) -> tuple[str, int | None]:
             raise ParameterError(message, name)
     elif method not in VLLM_METHODS:
         *methods, last = VLLM_METHODS
-        message = f"{name} must have the method {', '.join(methods)} or {last}, or a model; got {short(method)}"
+        accepted = f"{', '.join(methods)} or {last}, or a model"
+        message = f"{name} must have the method {accepted}; got {short(method)}"
         raise ParameterError(message, name)
     elif directory is not None:
-        raise ParameterError(f"{name} must have no model with the method {method}; got {short(directory)}", name)
+        message = f"{name} must have no model with the method {method}; got {short(directory)}"
+        raise ParameterError(message, name)
     if number is not None:
         try:
             DRAFTED.check("num_speculative_tokens", number)
         except ParameterError as error:
             raise ParameterError(f"{name}: {error}", name) from None
-    return str(directory) if directory is not None else VLLM_METHODS[method], number
+    return VLLM_METHODS[str(method)] if directory is None else str(directory), number

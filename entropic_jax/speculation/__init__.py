@@ -11,10 +11,10 @@ all of them, and emission is repeated position by position, up to the first toke
 (`verification`).
 """
 
+from ..phases.drafting_decoder import DraftingDecoder, DraftingParams
 from .cascade import Cascade
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
-from .drafting_decoder import DraftingDecoder, DraftingParams
 from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
 from .pruned import PrunedDrafter, pruned_drafter

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from ..control.controller import pytree
 from ..phases.batch import Batch
+from ..phases.drafting_decoder import DraftingDecoder
 from .autoregressive import AutoregressiveDrafter
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft
-from .drafting_decoder import DraftingDecoder
 
-# P(accepted) by the draft's entropy, nats, and its mean: a guess, since every pair of models has its own. Each
-# row corrects them by its own record.
+# P(accepted) by the draft's entropy, nats, and its mean: a guess, since every pair of models has its own.
+# Each row corrects them by its own record.
 ENTROPY_EDGES, ACCEPTANCE, MEAN_ACCEPTANCE = (0.3, 1.5, 2.7), (0.95, 0.8, 0.65, 0.5), 0.75
 
 

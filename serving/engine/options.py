@@ -63,8 +63,7 @@ class EngineOptions:
     scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
     max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
-    pruning: bool | None = None  # whether a request may leave pages unread; None: unless `preset` drafts or
-    # a model does
+    pruning: bool | None = None  # may a request leave pages unread; None: unless `preset` or a model drafts
     law: str = "normalised"  # temperature law of requests with the preset micro, full or full-lossy
     batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
     warmup: Warmup = "min"
@@ -136,9 +135,8 @@ class EngineOptions:
     @property
     def prunes(self) -> bool:
         """Whether a request may leave pages unread, as far as no method forbids it."""
-        if self.pruning is not None:
-            return self.pruning
-        return DRAFTS not in SCALES.get(self.preset, ()) and not is_draft_model(self.speculate)
+        drafts = DRAFTS in SCALES.get(self.preset, ()) or is_draft_model(self.speculate)
+        return not drafts if self.pruning is None else self.pruning
 
 
 def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> None:

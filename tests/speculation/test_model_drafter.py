@@ -25,12 +25,15 @@ from tests.speculation.test_lossless import run as run_alone
 from tests.tiny import model, prompts
 
 # Another shape in everything, and a vocabulary with less or more padding.
-SMALL: dict[str, Any] = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+SMALL: dict[str, Any] = dict(
+    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
 
 
 def pair(draft: models.Model, context: int | None = None) -> tuple[DraftingDecoder, DraftingParams]:
     target = model()
-    return DraftingDecoder(target.decoder, draft.decoder, context), DraftingParams(target.params, draft.params)
+    decoder = DraftingDecoder(target.decoder, draft.decoder, context)
+    return decoder, DraftingParams(target.params, draft.params)
 
 
 def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
@@ -43,7 +46,9 @@ def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
     return Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=widths))
 
 
-def run(draft: models.Model, drafts: Speculator, context: int | None = None) -> tuple[list[list[int]], Any, Any]:
+def run(
+    draft: models.Model, drafts: Speculator, context: int | None = None
+) -> tuple[list[list[int]], Any, Any]:
     """The tokens of every row, the last state and the trace, as in `test_lossless`."""
     decoder, params = pair(draft, context)
     pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)

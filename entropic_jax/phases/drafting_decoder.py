@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..cache import ModelShape
-from ..phases.forward import Decoder
+from .forward import Decoder
 
 IMPOSSIBLE = -1e9  # logit of a token that the draft model does not have; finite, so that its entropy is
 
@@ -94,9 +94,9 @@ class DraftingDecoder:
             attend: without a choice of pages, which would be that of the target's layers.
             lengths: as in `Decoder.hidden`.
         """
-        own, rest = layers[: self.target_layers], layers[self.target_layers :]
-        hidden, written = self.target.hidden(params.target, tokens, positions, own, attend, lengths)
-        _, drafted = self.draft_model.hidden(params.draft, tokens, positions, rest, attend, lengths)
+        of_target, of_draft = layers[: self.target_layers], layers[self.target_layers :]
+        hidden, written = self.target.hidden(params.target, tokens, positions, of_target, attend, lengths)
+        _, drafted = self.draft_model.hidden(params.draft, tokens, positions, of_draft, attend, lengths)
         return hidden, (*written, *drafted)
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
