@@ -10,13 +10,13 @@ from typing import NoReturn
 from entropic_jax.parameter_tables.table import ParameterError
 
 from . import version
-from .commands import ablate, bench, calibrate, doctor, generate, heads, models, plan, serve
+from .commands import ablate, bench, calibrate, chat, doctor, generate, heads, models, plan, serve
 from .commands.unknown_flags import explained
 from .options.option_types import message_of
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (generate, serve, bench, calibrate, ablate, heads, models, plan, doctor)
+    for module in (generate, chat, serve, bench, calibrate, ablate, heads, models, plan, doctor)
 }
 WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

@@ -33,7 +33,14 @@ class ScriptedOutputStream:
         self.engine, self.engine_request, self.cancelled = engine, engine_request, asyncio.Event()
 
     def __iter__(self) -> Iterator[Delta]:
-        raise NotImplementedError
+        loop, deltas = asyncio.new_event_loop(), aiter(self)
+        try:
+            while True:
+                yield loop.run_until_complete(anext(deltas))
+        except StopAsyncIteration:
+            return
+        finally:
+            loop.close()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         engine, request = self.engine, self.engine_request.request
@@ -187,6 +194,7 @@ class ScriptedEngine:
             "prefix_queries": 10,
             "prefix_hits": 4,
             "compilations": 0,
+            "presets": ("off", "micro"),
             "explored": 5,
             "looked": 6,
             "returned": 7,

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ...engine.interface import Pooling
 from .completion import Texts, TokenLists, Tokens
-from .fields import Answer, Body, Positive, conflict, unicode
+from .fields import Answer, Body, IntegralFloat, Positive, conflict, unicode
 
 Scoring = Literal["logprob", "embedding"]
 
@@ -33,7 +33,7 @@ class EmbeddingsBody(PooledBody):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64 is of float32 in little-endian order; float unless stated"
     )
-    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+    dimensions: Annotated[int, Field(ge=1), IntegralFloat] | None = Field(
         None, description="keep only the first components, and normalise those"
     )
     normalize: bool | None = Field(None, description="scale each embedding to length 1; true unless stated")
@@ -91,7 +91,9 @@ class RerankBody(ScoringBody):
 
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1)]
-    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="return only the best; 0 is all")
+    top_n: Annotated[int, Field(ge=0), IntegralFloat] | None = Field(
+        None, description="return only the best; 0 is all"
+    )
     return_documents: bool | None = Field(None, description="repeat each document; true unless stated")
 
     def texts(self) -> list[str]:
