@@ -14,6 +14,7 @@ from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
 from ..memory import gibibytes, page_bytes
+from ..options.draft_model import ModelWithDraft, target_of
 from ..options.kv_cache import pages_of
 from .installation import devices, versions
 from .options import EngineOptions, Sizes
@@ -36,7 +37,8 @@ def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mappi
         "process_id": os.getpid(),
         "backend": jax.default_backend(),
         "devices": devices(),
-        "model": _model(model),
+        "model": _model(target_of(model)),
+        "draft_model": _model(model.draft) if isinstance(model, ModelWithDraft) and model.draft else None,
         "options": {**dataclasses.asdict(plain), "mesh": _mesh(model), "scheduling_policy": options.policy},
         "kv_cache": {
             **cache_size(model, sizes, pages_of(options.kv_cache_dtype, model.params)),

@@ -103,7 +103,7 @@ class LLMEngine:
         prior = self.row_controllers.prior
         self.programs = Programs(model.decoder, model.params, device_state, prior, self.sizes.shapes)
         self.scheduler = self._scheduler(device_state, metrics_hooks or MetricsHooks())
-        self._embedder = Embedder(model, self.context)
+        self._embedder = Embedder(draft_model.target_of(model), self.context)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row

@@ -17,13 +17,14 @@ class ModelWithDraft(models.Model):
     """A model whose passes also write the keys and values of a draft model; its `params` are of both."""
 
     draft: models.Model | None = None
+    target: models.Model | None = None  # the model alone
 
     @property
     def decoder(self) -> Any:
         """Of both models."""
-        assert self.draft is not None, "`with_draft` sets it"
+        assert self.draft is not None and self.target is not None, "`with_draft` sets both"
         context = self.draft.config.max_position_embeddings
-        return DraftingDecoder(super().decoder, self.draft.decoder, context)
+        return DraftingDecoder(self.target.decoder, self.draft.decoder, context)
 
 
 def load(
@@ -57,8 +58,14 @@ def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:
         ParameterError: Where tokens differ; a ValueError.
     """
     _check_tokens(model, draft)
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    return ModelWithDraft(**fields | {"params": DraftingParams(model.params, draft.params)}, draft=draft)
+    fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
+    fields["params"] = DraftingParams(model.params, draft.params)
+    return ModelWithDraft(**fields, draft=draft, target=model)
+
+
+def target_of(model: models.Model) -> models.Model:
+    """The model whose tokens are generated, without the one that drafts for it."""
+    return model.target or model if isinstance(model, ModelWithDraft) else model
 
 
 def _check_tokens(model: models.Model, draft: models.Model) -> None:

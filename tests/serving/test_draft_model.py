@@ -11,7 +11,7 @@ from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving import memory
 from entropic_jax.serving.engine import programs
-from entropic_jax.serving.engine.engine import EngineOptions
+from entropic_jax.serving.engine.engine import EngineOptions, start
 from entropic_jax.serving.options.draft_model import with_draft
 from entropic_jax.speculation import Cascade, PassCosts, make_speculator
 from tests.serving.test_engine import copies_no_pool, engine_of, engine_request, model, prompt, run  # noqa: F401
@@ -80,6 +80,18 @@ def test_a_perfect_draft_is_never_refused(model, off, drafting):  # noqa: F811
         assert [tokens for tokens, _ in (*crowd, *hits[0], *hits[1])] == plain
         snapshot = engine.snapshot()
         assert snapshot["num_draft_tokens"] == snapshot["num_accepted_tokens"] > 100
+
+
+@pytest.mark.slow
+def test_an_engine_describes_both_models(directory):
+    options = EngineOptions(max_num_seqs=1, block_size=16, num_pages=8, warmup="none", speculate=directory)
+    running = start(directory, options)
+    try:
+        info = running.describe()
+        json.dumps(info)
+        assert info["model"] == info["draft_model"] and info["options"]["speculate"] == directory
+    finally:
+        running.close()
 
 
 def test_the_pages_of_both_models_are_counted(model):  # noqa: F811

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.calibration.stored_costs import roofline_pass_costs
 from entropic_jax.speculation import (
     Cascade,
     DraftingDecoder,
@@ -20,6 +21,7 @@ from entropic_jax.speculation import (
     speculator,
 )
 from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.state import Hardware
 from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
 from tests.speculation.test_lossless import run as run_alone
 from tests.tiny import model, prompts
@@ -113,6 +115,19 @@ def test_keys_and_values_of_both_models_share_the_pages():
     written = np.abs(np.asarray(state.cache.layers[2].keys)).sum((1, 3))
     table = np.asarray(state.cache.table)[0]
     assert (written[table].reshape(-1)[: int(state.length[0])] > 0).all()  # plain steps write both, too
+
+
+def test_a_roofline_knows_what_a_draft_step_costs():
+    decoder, _ = pair(model(seed=5, **SMALL))
+    machine = dict(bytes_per_weight=4, bytes_per_cache=4, kept=0.1)
+    both, alone, draft = (
+        roofline_pass_costs(shape, Hardware(1e15, 1e9), **machine)
+        for shape in (decoder.shape, decoder.target.shape, decoder.draft.shape)
+    )
+    # A step of the draft model reads all of its keys and values; a pass reads the weights of both.
+    assert both.draft_step == pytest.approx((draft.seconds[0], draft.seconds_per_position[0]))
+    assert both.seconds[0] == pytest.approx(alone.seconds[0] + draft.seconds[0])
+    assert both.shortest_context == 0
 
 
 def test_a_decoder_without_a_draft_model_is_refused():
