@@ -11,6 +11,7 @@ from entropic_jax.parameter_tables.table import ParameterError
 
 from . import version
 from .commands import ablate, bench, calibrate, chat, doctor, generate, heads, models, plan, serve
+from .commands.config_file import use_config
 from .commands.unknown_flags import explained
 from .options.option_types import message_of
 
@@ -50,7 +51,7 @@ def parser() -> Parser:
         )
         module.add_arguments(sub)
         flags = tuple(flag for action in sub._actions for flag in action.option_strings)
-        sub.set_defaults(run=module.run, error=sub.error, flags=flags)
+        sub.set_defaults(run=module.run, error=sub.error, subparser=sub, flags=flags)
     return top
 
 
@@ -60,7 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 is success, 1 a failed request, 2 wrong use (with a line on standard error), 130 an interrupt from the
     keyboard, 141 a closed pipe at standard output.
     """
-    options, unknown = parser().parse_known_args(arguments)
+    top = parser()
+    options, unknown = top.parse_known_args(arguments)
+    if (path := getattr(options, "config_file", None)) is not None:
+        try:
+            use_config(options.subparser, path)
+        except ParameterError as error:
+            return options.error(str(error))
+        options, unknown = top.parse_known_args(arguments)
     if unknown:
         options.error(explained(unknown, options.flags))
     if isinstance(sys.stdout, io.TextIOWrapper):

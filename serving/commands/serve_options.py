@@ -11,7 +11,7 @@ from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, parallelism, speculation_options
 from ..options.model import EMBEDDED
 from ..options.option_types import number, positive
-from . import model_options
+from . import config_file, model_options
 
 PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
 
@@ -19,6 +19,7 @@ PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `entropic serve`."""
     parser.add_argument("path", nargs="?", type=Path, metavar="MODEL", help="the same as --model MODEL")
+    config_file.add_argument(parser)
     _model(parser.add_argument_group("model"))
     _http(parser.add_argument_group("server"))
     _engine(parser.add_argument_group("engine"))
@@ -112,7 +113,13 @@ def _http(group: argparse._ArgumentGroup) -> None:
         help="accepted names in the header Host, next to this machine's, * for any (default: on a loopback "
         "address this machine's only, else any)",
     )
-    group.add_argument("--disable-log-requests", action="store_true", help="do not log each request")
+    group.add_argument(
+        "--disable-log-requests",
+        "--disable-uvicorn-access-log",
+        "--no-enable-log-requests",
+        action="store_true",
+        help="do not log each request",
+    )
     group.add_argument(
         "--log-format", choices=("json", "text"), help="default: text on a terminal, else json"
     )
@@ -150,7 +157,13 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     parallelism.add_arguments(group)
     group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
     kv_cache.add_argument(group)
-    group.add_argument("--kv-cache-bytes", type=positive, metavar="INT", help="size of the KV cache")
+    group.add_argument(
+        "--kv-cache-bytes",
+        "--kv-cache-memory-bytes",
+        type=positive,
+        metavar="INT",
+        help="size of the KV cache",
+    )
     group.add_argument(
         "--gpu-memory-utilization",
         type=number(Number(float, 0, 1, above_low=True)),

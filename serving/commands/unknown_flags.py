@@ -1,27 +1,63 @@
-"""Errors about unknown flags, with the flag that was probably meant, by vLLM's name or a misspelling."""
+"""Errors about unknown flags, with the flag that was probably meant or why there is none."""
 
 import difflib
 from collections.abc import Iterable
 
-# Flags of vLLM that have another name here, or need none.
-VLLM = {
+# Flags of vLLM and SGLang that have another name here, or need none.
+OTHER_SERVERS = {
     "--api-server-count": "there is one server process",
-    "--disable-uvicorn-access-log": "--disable-log-requests",
+    "--async-scheduling": "host and device overlap wherever they do not share processors",
+    "--attention-backend": "the kernels are those that `entropic doctor` shows",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--cpu-offload-gb": "all weights are on the device",
+    "--cuda-graph-sizes": "programs are compiled for batch buckets: --warmup",
+    "--device": "the device is that of JAX: JAX_PLATFORMS",
+    "--disable-cuda-graph": "--warmup none",
+    "--disable-fastapi-docs": "there are no pages that load scripts of other hosts",
+    "--disable-log-stats": "statistics are read from /metrics only",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
     "--distributed-executor-backend": "there is one process for all devices",
+    "--download-dir": "the model is a directory on this machine",
     "--enable-chunked-prefill": "chunked prefill is always on",
+    "--enable-log-requests": "requests are logged unless --disable-log-requests is set",
+    "--enable-lora": "adapters are not supported",
+    "--enable-metrics": "metrics are always on: /metrics",
+    "--enable-prompt-tokens-details": "cached tokens are always reported",
     "--enable-reasoning": "--reasoning-parser",
     "--enforce-eager": "--warmup none",
+    "--grammar-backend": "the backend is llguidance",
     "--guided-decoding-backend": "the backend is llguidance",
-    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--hf-token": "the model is a directory on this machine",
+    "--limit-mm-per-prompt": "models take text only",
     "--load-format": "weights are safetensors",
+    "--log-level": "--uvicorn-log-level",
+    "--lora-modules": "adapters are not supported",
+    "--max-running-requests": "--max-num-seqs",
     "--max-seq-len-to-capture": "--max-model-len",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--model-path": "--model",
     "--no-enable-chunked-prefill": "chunked prefill is always on",
     "--num-gpu-blocks-override": "--kv-cache-bytes",
+    "--num-scheduler-steps": "a launch has as many steps as suit the load",
     "--num-speculative-tokens": "--speculative-config",
+    "--page-size": "--block-size",
+    "--pipeline-parallel-size": "models are divided by --tensor-parallel-size",
+    "--random-seed": "--seed",
+    "--revision": "the model is a directory on this machine",
+    "--rope-scaling": "rotary embeddings are those of config.json",
+    "--runner": "every server generates, embeds and scores",
+    "--schedule-policy": "--scheduling-policy",
+    "--speculative-algorithm": "--speculate",
     "--speculative-model": "--speculative-config",
     "--structured-outputs-config": "the backend is llguidance",
     "--swap-space": "preempted requests are recomputed",
+    "--task": "every server generates, embeds and scores",
     "--tokenizer": "the tokenizer is that of the model's directory",
+    "--tokenizer-mode": "the tokenizer is that of the model's directory",
+    "--tokenizer-path": "the tokenizer is that of the model's directory",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
     "--trust-remote-code": "no code of a model is run",
 }
 MOST = 8  # flags that are explained
@@ -37,10 +73,21 @@ def explained(arguments: Iterable[str], known: Iterable[str]) -> str:
     known = list(known)
     words = []
     for argument in list(arguments)[:MOST]:
-        flag = argument.partition("=")[0].replace("_", "-")
-        hint = VLLM.get(flag, "")
-        if not hint and flag.startswith("--") and (close := difflib.get_close_matches(flag, known, 1, 0.75)):
-            hint = close[0]
-        question = f"did you mean {hint}?" if hint.startswith("--") else hint
-        words.append(f"{argument} ({question})" if hint else argument)
+        hint = hint_for(argument.partition("=")[0], known)
+        words.append(f"{argument} ({hint})" if hint else argument)
     return f"unrecognized arguments: {' '.join(words)}"
+
+
+def hint_for(flag: str, known: Iterable[str]) -> str:
+    """What to use in place of an unknown flag, or why there is none; "" if that is not known.
+
+    >>> hint_for("--max_num_seq", ["--max-num-seqs"])
+    'did you mean --max-num-seqs?'
+    >>> hint_for("--swap-space", [])
+    'preempted requests are recomputed'
+    """
+    flag = flag.replace("_", "-")
+    hint = OTHER_SERVERS.get(flag, "")
+    if not hint and flag.startswith("--"):
+        hint = next(iter(difflib.get_close_matches(flag, list(known), 1, 0.75)), "")
+    return f"did you mean {hint}?" if hint.startswith("--") else hint

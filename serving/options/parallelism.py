@@ -19,6 +19,7 @@ def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
     """Declare `--tensor-parallel-size`."""
     parser.add_argument(
         "--tensor-parallel-size",
+        "-tp",
         type=int,
         default=1,
         metavar="INT",
