@@ -25,6 +25,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "serving": "serving.md",
     "soak": "soak.md",
     "speculation": "speculation.md",
+    "stability": "stability.md",
     "temperature": "sampling.md",
 }
 
