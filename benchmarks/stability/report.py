@@ -72,10 +72,15 @@ def gaps(results: dict[str, Any]) -> list[Table]:
             for field, (label, digits) in fields.items() if kind == swept else ():
                 gap = gap_of(results, name, field)
                 lines.append([law, label, *(signed(e, digits) for e in gap)])
-        head = ["law", "of", "up, then down (95 %)", "control: up, then up", "difference"]
-        result.append(
-            (f"Sweeps of {swept}: the second branch minus the first, mean over levels", head, lines)
-        )
+        head = [
+            "law",
+            "of",
+            "down − up (95 %)",
+            "up again − up",
+            "noise: other seeds − up",
+            "down − up again",
+        ]
+        result.append((f"Sweeps of {swept}: differences between sweeps, mean over levels", head, lines))
     return result
 
 
@@ -111,8 +116,9 @@ def notes(results: dict[str, Any]) -> list[str]:
             "the second half."
         ),
         (
-            "Temperature and pruning act together in every sweep. Both second sweeps of a row continue the "
-            "same first one, so they differ in their direction alone."
+            "Temperature and pruning act together in every sweep. Down and up again both continue the first "
+            "sweep, so they differ in their direction alone. The noise is that of the first sweep with other "
+            "random bits."
         ),
         (
             "Contraction: derivative by forward mode through `replay`. H* is the calibrated one, the clips "

@@ -23,6 +23,7 @@ from ..state import RUNNING, Action, Measured, SchedulingSignal, Signal, State, 
 from .statistics import Estimate, estimate
 
 NOISES = {"constant": (1.0, 1.0), "opposite": (-1.0, -1.0), "alternating": (1.0, -1.0)}
+OTHER_SEED = 1_000_003  # added to the seeds of a repeated sweep
 SWEPT = ("temperature", "tempered_entropy", "entropy", "dropped_mass_limit", "kept_fraction")
 
 
@@ -320,19 +321,21 @@ def sweep(
 
 
 class Hysteresis(NamedTuple):
-    """The states that a sweep reached, by field of `SWEPT`; each `[levels, rows]`, in ascending order."""
+    """The states that four sweeps reached, by field of `SWEPT`; each `[levels, rows]`, in ascending order."""
 
     up: Mapping[str, np.ndarray]
-    down: Mapping[str, np.ndarray]  # after `up`, in the opposite direction
-    again: Mapping[str, np.ndarray]  # after `up`, in the same direction: the control
+    down: Mapping[str, np.ndarray]  # continues `up`, in the opposite direction
+    again: Mapping[str, np.ndarray]  # continues `up`, from the lowest level up: the control of the direction
+    repeated: Mapping[str, np.ndarray]  # begins as `up` did, with other random bits: the noise floor
 
 
 def measure_hysteresis(
     decoder: Any, params: Any, controllers: Sequence[Any], state: State, steps: int
 ) -> Hysteresis:
-    """Sweeps up and then down; as a control, sweeps up and then up again.
+    """Sweeps a gain up and then down, with two controls.
 
-    Both second sweeps continue the same first one, so they differ in their direction alone.
+    Without memory, `down` and `again` reach the same state at each level. Where they agree with each other
+    but not with `up`, the loop has changed for good, or the longer text acts.
 
     Args:
         decoder: the model's pure functions.
@@ -341,27 +344,30 @@ def measure_hysteresis(
         state: of the loop, with room for two sweeps. Its rows are the independent repetitions.
         steps: of each level.
     """
-    state, up = sweep(decoder, params, controllers, state, steps)
-    _, down = sweep(decoder, params, controllers[::-1], state, steps)
-    _, again = sweep(decoder, params, controllers, state, steps)
-    return Hysteresis(up, {name: reached[::-1] for name, reached in down.items()}, again)
+    series = partial(sweep, decoder, params)
+    middle, up = series(controllers, state, steps)
+    _, down = series(controllers[::-1], middle, steps)
+    _, again = series(controllers, middle, steps)
+    _, repeated = series(controllers, state._replace(seed=state.seed + OTHER_SEED), steps)
+    return Hysteresis(up, {name: reached[::-1] for name, reached in down.items()}, again, repeated)
 
 
 class Gap(NamedTuple):
-    """The mean over levels of the second sweep minus the first one; estimates over rows."""
+    """Differences between two sweeps, mean over levels; estimates over rows."""
 
-    hysteresis: Estimate  # the second sweep goes down
-    control: Estimate  # it goes up again
-    difference: Estimate  # of the two, row by row
+    hysteresis: Estimate  # down − up
+    control: Estimate  # again − up
+    noise: Estimate  # repeated − up
+    direction: Estimate  # down − again: sweeps that differ in their direction alone
 
 
 def branch_gap(measured: Hysteresis, field: str) -> Gap:
-    """The gap between the branches of a sweep, and that of the control.
+    """The gap between the branches of a sweep, beside those of the controls.
 
     Args:
         measured: by `measure_hysteresis`.
         field: one of `SWEPT`.
     """
-    gap = lambda second: (second[field] - measured.up[field]).mean(0)
-    down, again = gap(measured.down), gap(measured.again)
-    return Gap(estimate(down), estimate(again), estimate(down - again))
+    reached = {name: sweep[field] for name, sweep in measured._asdict().items()}
+    pairs = (("down", "up"), ("again", "up"), ("repeated", "up"), ("down", "again"))
+    return Gap(*(estimate((reached[second] - reached[first]).mean(0)) for second, first in pairs))

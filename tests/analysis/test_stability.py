@@ -1,6 +1,7 @@
 """The claims of the paper on stability, each on the side of its condition where it holds and on the other."""
 
 import math
+import re
 from functools import cache as once
 from functools import partial
 from pathlib import Path
@@ -330,13 +331,14 @@ def hysteresis_of(levels: list[Any], field: str, steps: int = 20) -> stability.G
 SET_POINTS = (0.1, 2.0, 4.55)  # nats; no temperature between the clips meets the first and the last
 
 
+@pytest.mark.slow
 def test_the_printed_law_latches_and_the_corrected_one_has_a_single_branch():
     gains = dict(rate=0.3, lowest_temperature=0.5, highest_temperature=1.5)
     levels = lambda law: [jax.tree.map(jnp.float32, law(h, **gains)) for h in SET_POINTS]
     printed = hysteresis_of(levels(Paper), "tempered_entropy")
-    assert printed.difference.high < -0.3 and abs(printed.control.mean) < 0.3
+    assert printed.direction.high < -0.3 and abs(printed.noise.mean) < 0.3
     corrected = hysteresis_of(levels(Integral), "tempered_entropy")
-    assert corrected.difference.low < 0 < corrected.difference.high
+    assert corrected.direction.low < 0 < corrected.direction.high
     assert abs(corrected.hysteresis.mean) < 0.2
 
 
@@ -347,7 +349,7 @@ def test_a_dead_band_of_the_budget_is_seen_as_hysteresis():
     ]
     with_band = hysteresis_of(levels(0.15), "dropped_mass_limit")
     without = hysteresis_of(levels(0.0), "dropped_mass_limit")
-    assert with_band.difference.low > 0.01
+    assert with_band.direction.low > 0.01
     assert without.hysteresis.mean == pytest.approx(0, abs=1e-6)
 
 
@@ -363,3 +365,22 @@ def test_hysteresis_in_the_text_of_a_trained_model():
     middle = lambda law, branch: getattr(measured[law], branch)["tempered_entropy"][1]
     assert (middle(Paper, "up") > middle(Paper, "down") + 1).all()
     assert (np.abs(middle(Integral, "up") - middle(Integral, "down")) < 1).all()
+
+
+# The page.
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "stability.md"
+CLAIMS = [row.split(" | ") for row in PAGE.read_text("utf-8").splitlines() if row.count(" | ") == 3]
+
+
+def test_every_claim_has_a_verdict_and_a_test_that_exists():
+    claims = [row for row in CLAIMS if row[1] in ("verified", "corrected", "refuted")]
+    assert len(claims) > 12 and {row[1] for row in claims} == {"verified", "corrected", "refuted"}
+    for claim, _, _, tests in claims:
+        files = [
+            Path(__file__),
+            *(PAGE.parents[1] / name for name in re.findall(r"`(tests/\S+\.py)`", tests)),
+        ]
+        text = "".join(file.read_text("utf-8") for file in files)
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert names and all(f"def {name}(" in text for name in names), claim
