@@ -20,6 +20,7 @@ from ..scheduling import report as scheduling
 from ..serving import report as serving
 from ..soak import report as soak
 from ..speculation import report as speculation
+from ..stability import report as stability
 from ..temperature import report as temperature
 
 ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
@@ -35,6 +36,7 @@ REPORTS = {  # benchmarks whose section comes from one file
     "serving": (serving, RESULTS / "serving-amd-epyc.json"),
     "soak": (soak, RESULTS / "soak-amd-epyc.json"),
     "speculation": (speculation, RESULTS / "speculation-intel-xeon-processor.json"),
+    "stability": (stability, RESULTS / "stability-intel-xeon-processor.json"),
     "temperature": (temperature, RESULTS / "temperature-intel-xeon-processor.json"),
 }
 

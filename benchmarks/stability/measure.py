@@ -33,6 +33,10 @@ TEMPERATURE_LAWS = {
     "exact": lambda target: Exact(target, **CLIPS),
 }
 DEAD_BANDS = {"pruning": 0.0, "pruning, dead band 0.1": 0.1}  # `Pruning.hysteresis`
+FIELDS = {  # what is kept of a sweep, fields of `stability.SWEPT`
+    "H*": ("tempered_entropy", "temperature", "entropy"),
+    "ε_max": ("dropped_mass_limit", "kept_fraction", "entropy"),
+}
 WIDE = dict(lowest_temperature=1e-3, highest_temperature=1e5)  # clips that no replay reaches
 REPLAYED_LAWS = {
     "paper, η 0.02": lambda target: Paper(target, rate=0.02, **WIDE),
@@ -69,7 +73,11 @@ def measure(folder: Path, rows: int, steps: int, console: Console) -> dict[str, 
     for name, series in controllers(calibration).items():
         begun = ablation.resume(state, series[0], FINE_PAGES)
         measured = stability.measure_hysteresis(subject.decoder, subject.params, series, begun, steps)
-        sweeps[name] = jax.tree.map(lambda x: np.round(x, 6).tolist(), measured._asdict())
+        kept = FIELDS[name.partition(":")[0]]
+        sweeps[name] = {
+            branch: {field: np.round(reached[field], 4).tolist() for field in kept}
+            for branch, reached in measured._asdict().items()
+        }
         console.print(f"sweep: {name}", highlight=False)
     return {
         "model": folder.name,
@@ -114,6 +122,6 @@ def along_text(subject: Subject, law: Any, state: Any, texts: np.ndarray) -> dic
     measured = stability.temperature_sensitivity(subject.decoder, subject.params, law, begun, tokens)
     rates = stability.contraction_rates(measured)
     return {
-        "rates": np.round(rates, 5).tolist(),
+        "rates": np.round(rates, 4).tolist(),
         "distance": np.abs(np.asarray(measured.slope)[-1]).tolist(),
     }

@@ -91,7 +91,13 @@ class Disturbed:
     def schedule(
         self, signal: SchedulingSignal, action: Action, state: DisturbedState
     ) -> tuple[Action, DisturbedState]:
-        """See `Controller`. The errors are those of the token before, as `update` saw them."""
+        """See `Controller`.
+
+        Args:
+            signal: of all rows, after sampling; it gets the errors that `update` saw at the same token.
+            action: in force.
+            state: of this controller.
+        """
         signal = self._disturb(signal, state.position - 1)
         action, after = schedule_rows(self.controller, signal, action, state.controller)
         return action, state._replace(controller=after)
@@ -100,7 +106,8 @@ class Disturbed:
         table = jnp.asarray(self.error, jnp.float32)
         error = table[position % table.shape[0]]
         if self.replace:
-            return signal._replace(**dict.fromkeys(Measured._fields, error))
+            fields: dict[str, Any] = dict.fromkeys(Measured._fields, error)
+            return signal._replace(**fields)
         return signal._replace(
             entropy=signal.entropy + error, tempered_entropy=signal.tempered_entropy + error
         )

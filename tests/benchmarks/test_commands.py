@@ -26,6 +26,7 @@ def test_all_are_there():
         "serving_overhead",
         "soak",
         "speculation",
+        "stability",
         "temperature",
     ] == BENCHMARKS
 
