@@ -74,6 +74,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
             stored_responses=options.max_stored_responses,
             stored_response_bytes=options.max_stored_response_bytes,
             stored_response_seconds=options.stored_response_ttl,
+            rate=options.request_rate_limit,
         ),
     )
 

@@ -2,17 +2,21 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import get_args
 
 from entropic_jax.parameter_tables.table import Number
 
+from ..http.rate_limit import RateLimit
 from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, parallelism, speculation_options
 from ..options.model import EMBEDDED
 from ..options.option_types import number, positive
 from . import config_file, model_options
 
+PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
+RATE = re.compile(r"([0-9]{1,9})/(s|min|h)")
 PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
 
 
@@ -235,6 +239,13 @@ def _limits(group: argparse._ArgumentGroup) -> None:
             help=f"{text} (default: {value})",
         )
     group.add_argument(
+        "--request-rate-limit",
+        type=rate_limit,
+        metavar="N/PERIOD",
+        help="POST requests that an API key may send, as 10/s, 600/min or 5000/h: N at once, and as many "
+        "again in each period; without keys, for each address (default: no limit)",
+    )
+    group.add_argument(
         "--stored-response-ttl",
         type=number(Number(float, 0, 1e9, above_low=True)),
         default=default.stored_response_seconds,
@@ -251,3 +262,17 @@ def _origins(text: str) -> tuple[str, ...]:
     if isinstance(origins, list) and all(isinstance(origin, str) and origin for origin in origins):
         return tuple(origins)
     raise argparse.ArgumentTypeError(f'must be a JSON list, as ["https://example.org"]; got {text}')
+
+
+def rate_limit(text: str) -> RateLimit:
+    """The limit that a text such as "10/s", "600/min" or "5000/h" states.
+
+    >>> rate_limit("600/min")
+    RateLimit(requests=600, seconds=60.0)
+    """
+    match = RATE.fullmatch(text)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 1 and a period of s, min or h, as 10/s; got {text}"
+        )
+    return RateLimit(int(match[1]), PERIODS[match[2]])

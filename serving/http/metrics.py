@@ -91,6 +91,9 @@ class Metrics:
             reason: reasons.labels(model, reason) for reason in ("stop", "length", "abort", "error")
         }
         self.refusals = counter("entropic_refused_requests", "Requests that found the queue full.")
+        self.rate_limited = counter(
+            "entropic_rate_limited_requests", "Requests above the rate of their API key."
+        )
         self.timeouts = counter("entropic_timed_out_requests", "Requests that took longer than allowed.")
         self.entropy = histogram("entropic_entropy_nats", "Entropy of the belief at each token.", NATS)
         self.temperature = histogram("entropic_temperature", "Temperature of each token.", TEMPERATURES)
@@ -112,6 +115,10 @@ class Metrics:
     def refused(self) -> None:
         """Count a request that found the queue full."""
         self.refusals.inc()
+
+    def limited(self) -> None:
+        """Count a request above the rate limit of its client."""
+        self.rate_limited.inc()
 
     def abandoned(self) -> None:
         """Count an engine request whose client has disconnected."""

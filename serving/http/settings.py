@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from ..options.control_options import Control
+from .rate_limit import RateLimit
 
 OnEngineFailure = Literal["exit", "restart", "stay"]
 
@@ -20,6 +21,7 @@ class Limits(NamedTuple):
     stored_responses: int = 4096  # responses of /v1/responses
     stored_response_bytes: int = 64 * 2**20  # of all stored responses
     stored_response_seconds: float = 3600.0  # that a stored response lives
+    rate: RateLimit | None = None  # of the POST requests of an API key, or of an address without keys
 
 
 class Settings(NamedTuple):

@@ -77,7 +77,7 @@ def _without_secrets(settings: Settings) -> dict[str, Any]:
     fields = {name: value for name, value in settings._asdict().items() if name not in (*SECRET, "control")}
     return {
         **fields,
-        "limits": settings.limits._asdict(),
+        "limits": {**settings.limits._asdict(), "rate": settings.limits.rate and str(settings.limits.rate)},
         "requires_api_key": bool(settings.api_keys),
         "https": settings.ssl_certfile is not None,
     }

@@ -9,6 +9,7 @@ from ... import version
 from .. import tracing
 from ..frontend import Frontend
 from ..host_names import accepted_hosts
+from ..rate_limit import RateLimiter
 from . import (
     administration,
     chat,
@@ -59,6 +60,8 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         "max_bytes": limits.body,
         "log_requests": settings.log_requests,
         "hosts": accepted_hosts(settings.host, settings.allowed_hosts),
+        "limiter": None if limits.rate is None else RateLimiter(limits.rate),
+        "on_limited": frontend.metrics.limited,
     }
     app.add_middleware(Gate, **gate)
     return app

@@ -1,13 +1,14 @@
-"""ASGI middleware before every route: request ids, host names, API keys, body size and time, request log."""
+"""ASGI middleware before every route: request ids, host names, keys, rates, body size and time, log."""
 
 import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,7 @@ from entropic_jax.parameter_tables.table import short
 
 from .. import log
 from ..host_names import HostNames
+from ..rate_limit import RateLimiter
 from .errors import answer
 
 logger = logging.getLogger("entropic_jax.serving.requests")
@@ -37,6 +39,8 @@ class Gate:
         max_bytes: int,
         log_requests: bool,
         hosts: HostNames | None = None,
+        limiter: RateLimiter | None = None,
+        on_limited: Callable[[], None] = lambda: None,
     ) -> None:
         """Middleware before an application.
 
@@ -46,8 +50,11 @@ class Gate:
             max_bytes: Largest body of a request, in bytes.
             log_requests: Log a line per request, except for the paths in `QUIET`.
             hosts: That the header Host may name; None is any.
+            limiter: Of POST requests, for each API key, or for each address without keys; None is no limit.
+            on_limited: Called for each request above the limit.
         """
         self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts
+        self.limiter, self.on_limited = limiter, on_limited
         self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +78,8 @@ class Gate:
 
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         try:
-            if (refusal := self._refusal(scope["method"], path, headers)) is not None:
+            refusal = self._refusal(scope["method"], path, headers) or self._above_limit(scope, path, headers)
+            if refusal is not None:
                 await answer(*refusal, path=path)(scope, receive, tagged)
             else:
                 scope.setdefault("state", {})["owner"] = self._key(headers)
@@ -97,6 +105,19 @@ class Gate:
         if length.isdecimal() and int(length) > self.max_bytes:
             return 413, self._too_large(length), None, {"Connection": "close"}
         return None
+
+    def _above_limit(self, scope: Scope, path: str, headers: dict[str, str]) -> tuple | None:
+        """The answer to a request above the rate limit; None for one within it."""
+        if self.limiter is None or scope["method"] != "POST" or path in OPEN:
+            return None
+        client = self._key(headers) if self.digests else (scope.get("client") or ("",))[0]
+        if not (seconds := self.limiter.admit(client)):
+            return None
+        self.on_limited()
+        whose = "an API key" if self.digests else "an address"
+        wait = math.ceil(seconds)
+        message = f"requests of {whose} must be at most {self.limiter.limit}; try again in {wait} s"
+        return 429, message, None, {"Retry-After": str(wait), "Connection": "close"}
 
     def _key(self, headers: dict[str, str]) -> bytes | None:
         """The digest of the valid key that a request presents; None without one."""
