@@ -72,12 +72,14 @@ def test_a_perfect_draft_is_never_refused(model, off, drafting):  # noqa: F811
     first = engine_request("first", ids, max_tokens=20, **GREEDY)
     longer = engine_request("longer", ids[:50] + prompt(9, 8), seed=3, max_tokens=20, **WARM)
     plain = [tokens for tokens, _ in (*run(off, *rows), *run(off, first), *run(off, longer))]
+    follow = engine_request("follow", (*ids, *plain[-2], *prompt(3, 4)), seed=1, max_tokens=20, **WARM)
+    plain.append(run(off, follow)[0][0])
     for engine in engine_of(with_draft(model, model), **drafting, num_pages=40):
         crowd = run(engine, *rows)
         assert engine.snapshot()["preemptions"] > 0
-        hits = run(engine, first), run(engine, longer)
-        assert hits[1][0][1].cached_tokens == 48
-        assert [tokens for tokens, _ in (*crowd, *hits[0], *hits[1])] == plain
+        hits = [*run(engine, first), *run(engine, longer), *run(engine, follow)]
+        assert [last.cached_tokens for _, last in hits[1:]] == [48, 76]  # 76: generated pages, too
+        assert [tokens for tokens, _ in (*crowd, *hits)] == plain
         snapshot = engine.snapshot()
         assert snapshot["num_draft_tokens"] == snapshot["num_accepted_tokens"] > 100
 
@@ -139,6 +141,13 @@ def test_what_cannot_be_combined_is_refused(directory, options, message):
     with pytest.raises(ParameterError, match=message):
         EngineOptions(speculate=directory, **options)
     assert not EngineOptions(speculate=directory).prunes
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve", "--port", "0")])
+def test_command_lines_that_are_refused(directory, entropic, command):
+    status, _, errors = entropic(*command, "--tensor-parallel-size", "2", "--speculate", directory)
+    assert status == 2
+    assert "--speculate must not be a directory where the model is divided over several devices" in errors
 
 
 def test_other_tokens_are_refused(model):  # noqa: F811

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.attention.window_pages import WindowPages
+from entropic_jax.calibration.pass_costs import measure_pass_costs
 from entropic_jax.calibration.stored_costs import roofline_pass_costs
 from entropic_jax.speculation import (
     Cascade,
@@ -128,6 +130,15 @@ def test_a_roofline_knows_what_a_draft_step_costs():
     assert both.draft_step == pytest.approx((draft.seconds[0], draft.seconds_per_position[0]))
     assert both.seconds[0] == pytest.approx(alone.seconds[0] + draft.seconds[0])
     assert both.shortest_context == 0
+
+
+@pytest.mark.slow
+def test_steps_of_the_draft_model_are_timed():
+    decoder, params = pair(model(seed=5, vocab_size=90, **SMALL))
+    costs = measure_pass_costs(
+        decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
+    )
+    assert costs.draft_step is not None and 0 < costs.draft_step[0] < 1
 
 
 def test_a_decoder_without_a_draft_model_is_refused():
