@@ -24,7 +24,7 @@ TEXTS = tiny.prompts(60, 52)
 
 
 @once
-def begun(page_policy: Selection | None, head_dim: int = 8) -> Any:
+def begun(page_policy: Selection | None, head_dim: int) -> Any:
     """A state of two rows, prefilled up to their last tokens, without a law."""
     m = tiny.model(head_dim=head_dim)
     return start(
@@ -43,7 +43,7 @@ def begun(page_policy: Selection | None, head_dim: int = 8) -> Any:
 @pytest.fixture(autouse=True)
 def outside_of_traces():
     for page_policy in (None, SOFT, HARD):
-        begun(page_policy)
+        begun(page_policy, 8)
 
 
 def run(law: Any, page_policy: Selection | None = None, head_dim: int = 8) -> tuple[Any, Any]:
