@@ -63,6 +63,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         metrics_prefix=options.metrics_prefix,
+        profile_dir=options.profile_dir,
         control=control_options.read(options),
         limits=Limits(
             body=options.max_body,

@@ -136,6 +136,11 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--metrics-prefix", default="vllm", metavar="NAME", help="of vLLM's metrics (default: vllm)"
     )
+    group.add_argument(
+        "--profile-dir",
+        metavar="FOLDER",
+        help="enable the paths /start_profile and /stop_profile, which write a JAX trace there",
+    )
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
     group.add_argument(
         "--shutdown-timeout",

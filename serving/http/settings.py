@@ -43,6 +43,7 @@ class Settings(NamedTuple):
     tool_call_parser: str | None = None  # format of tool calls; None is that of the chat template
     reasoning_parser: str | None = None  # "think" or "none"; None follows the chat template
     metrics_prefix: str = "vllm"
+    profile_dir: str | None = None  # where /start_profile writes; None: there are no such routes
     control: Control = Control()
     limits: Limits = Limits()
 

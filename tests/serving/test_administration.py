@@ -1,5 +1,8 @@
 """/server_info and /reset_prefix_cache, over a scripted engine and over a real one."""
 
+import tempfile
+from pathlib import Path
+
 import httpx2
 import pytest
 
@@ -13,7 +16,8 @@ from entropic_jax.serving.request import Request
 from .live import refused
 
 KEY = "a-key-that-nobody-may-see"
-SERVER_SETTINGS = {"api_keys": (KEY,)}
+FOLDER = tempfile.TemporaryDirectory()
+SERVER_SETTINGS = {"api_keys": (KEY,), "profile_dir": FOLDER.name}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -34,6 +38,16 @@ def test_the_prefix_cache_is_reset(live):
     live.engine.failed = "the engine broke"
     answer = httpx2.post(f"{live.url}/reset_prefix_cache", headers=HEADERS)
     assert "the engine broke" in refused(answer, 503)["message"]
+
+
+def test_a_profile_is_recorded(live):
+    post = lambda path: httpx2.post(f"{live.url}{path}", headers=HEADERS, timeout=60)
+    refused(httpx2.post(f"{live.url}/start_profile"), 401)
+    assert "POST /start_profile begins one" in refused(post("/stop_profile"), 409)["message"]
+    assert post("/start_profile").json() == {"recording": True, "folder": FOLDER.name}
+    assert "POST /stop_profile ends it" in refused(post("/start_profile"), 409)["message"]
+    assert post("/stop_profile").json()["recording"] is False
+    assert [path for path in Path(FOLDER.name).rglob("*.xplane.pb") if path.stat().st_size]
 
 
 def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):

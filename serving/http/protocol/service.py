@@ -70,6 +70,13 @@ class PrefixCacheCounts(Answer):
     pages_in_use: int
 
 
+class ProfileState(Answer):
+    """Whether a JAX trace is being recorded, and where it is written."""
+
+    recording: bool
+    folder: str
+
+
 class EngineState(Answer):
     """State of the engine: counts, the use of the KV cache, and the sequences in flight."""
 

@@ -1,6 +1,7 @@
-"""`/server_info` and `/reset_prefix_cache`."""
+"""`/server_info`, `/reset_prefix_cache`, and where enabled `/start_profile` and `/stop_profile`."""
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -8,7 +9,7 @@ from fastapi import APIRouter
 
 from ... import version
 from ..frontend import RETRY, Frontend, FrontendError
-from ..protocol.service import PrefixCacheCounts, ServerInfo
+from ..protocol.service import PrefixCacheCounts, ProfileState, ServerInfo
 from ..settings import Settings
 from .errors import documented
 from .rendering import answered
@@ -45,7 +46,66 @@ def router(frontend: Frontend) -> APIRouter:
             raise FrontendError(503, message, retry_after=RETRY) from None
         return answered(reset._asdict())
 
+    if frontend.settings.profile_dir is not None:
+        _add_profiler(routes, Profiler(frontend.settings.profile_dir))
     return routes
+
+
+class Profiler:
+    """A JAX trace of the process: one at a time."""
+
+    def __init__(self, folder: str) -> None:
+        """No trace; each will be written below `folder`."""
+        self.folder, self.running = folder, False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin a trace. FrontendError if one is running or cannot begin."""
+        import jax
+
+        with self._lock:
+            if self.running:
+                raise FrontendError(409, "a profile is being recorded; POST /stop_profile ends it")
+            try:
+                jax.profiler.start_trace(self.folder)
+            except (RuntimeError, OSError) as error:
+                raise FrontendError(503, f"no profile can be recorded: {error}") from None
+            self.running = True
+
+    def stop(self) -> None:
+        """End the trace and write it. FrontendError if none is running, or it cannot be written."""
+        import jax
+
+        with self._lock:
+            if not self.running:
+                raise FrontendError(409, "no profile is being recorded; POST /start_profile begins one")
+            self.running = False
+            try:
+                jax.profiler.stop_trace()
+            except (RuntimeError, OSError) as error:
+                raise FrontendError(503, f"the profile cannot be written: {error}") from None
+
+
+def _add_profiler(routes: APIRouter, profiler: Profiler) -> None:
+    @routes.post(
+        "/start_profile",
+        summary="Begin to record a JAX trace of the server",
+        response_model=ProfileState,
+        responses=documented(401, 409, 503),
+    )
+    async def start_profile() -> Any:
+        await asyncio.to_thread(profiler.start)
+        return answered({"recording": True, "folder": profiler.folder})
+
+    @routes.post(
+        "/stop_profile",
+        summary="End the trace and write it to its folder",
+        response_model=ProfileState,
+        responses=documented(401, 409, 503),
+    )
+    async def stop_profile() -> Any:
+        await asyncio.to_thread(profiler.stop)
+        return answered({"recording": False, "folder": profiler.folder})
 
 
 def _server_info(frontend: Frontend) -> dict[str, Any]:
