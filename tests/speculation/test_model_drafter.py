@@ -77,7 +77,8 @@ def plain():
     return run_alone(None)
 
 
-@pytest.mark.parametrize("vocabulary", [90, 96, 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [90, 128])
 def test_a_model_that_drafts_nonsense_changes_nothing(plain, vocabulary):
     tokens, state, trace = run(model(seed=5, vocab_size=vocabulary, **SMALL), drafting())
     assert tokens == plain[0]
@@ -87,6 +88,7 @@ def test_a_model_that_drafts_nonsense_changes_nothing(plain, vocabulary):
     assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cascaded", [False, True])
 def test_every_draft_of_the_target_itself_is_accepted(plain, cascaded):
     """So no position lacks its keys and values, whoever has drafted, and the noise is the same."""
@@ -100,6 +102,7 @@ def test_every_draft_of_the_target_itself_is_accepted(plain, cascaded):
         assert refused == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_drafted_past_the_context_of_the_draft_model(plain):
     tokens, _, trace = run(model(), drafting(), context=20)
     assert tokens == plain[0]
