@@ -30,9 +30,11 @@ class EntropyStatistics(NamedTuple):
     varentropy: jax.Array  # nats², ≥ 0: the variance of −ln p
 
 
-def _statistics(logits: jax.Array, inverse_temperature: jax.Array | float) -> EntropyStatistics:
+def _statistics(
+    logits: jax.Array, inverse_temperature: jax.Array | float, active: jax.Array | None
+) -> EntropyStatistics:
     scale = jnp.broadcast_to(jnp.float32(inverse_temperature), logits.shape[:-1])
-    highest, log_total, mean, square = entropy_moments(logits.astype(jnp.float32), scale)
+    highest, log_total, mean, square = entropy_moments(logits.astype(jnp.float32), scale, active)
     return EntropyStatistics(
         log_normaliser=highest * scale + log_total,
         entropy=log_total - mean,
@@ -40,7 +42,7 @@ def _statistics(logits: jax.Array, inverse_temperature: jax.Array | float) -> En
     )
 
 
-def entropy_statistics(logits: jax.Array) -> EntropyStatistics:
+def entropy_statistics(logits: jax.Array, active: jax.Array | None = None) -> EntropyStatistics:
     """Exact entropy and varentropy of softmax(z).
 
         H = ln Σ exp d − Σ p d,   V = Σ p d² − (Σ p d)²,   d = z − max z
@@ -52,6 +54,7 @@ def entropy_statistics(logits: jax.Array) -> EntropyStatistics:
 
     Args:
         logits: z, `[..., vocabulary]`.
+        active: bool `[...]`, the rows to measure; those of others are 0. None measures all.
 
     Returns:
         H in nats and V in nats², float32 `[...]`.
@@ -61,10 +64,12 @@ def entropy_statistics(logits: jax.Array) -> EntropyStatistics:
     >>> math.isclose(belief.entropy, math.log(8), rel_tol=1e-6), float(belief.varentropy)
     (True, 0.0)
     """
-    return _statistics(logits, 1.0)
+    return _statistics(logits, 1.0, active)
 
 
-def at_temperature(logits: jax.Array, temperature: jax.Array | float) -> EntropyStatistics:
+def at_temperature(
+    logits: jax.Array, temperature: jax.Array | float, active: jax.Array | None = None
+) -> EntropyStatistics:
     """Entropy H_T and varentropy V_T of softmax(z / T), with dH_T/d ln T = V_T.
 
     Differentiable in logits and temperature, at T = 0 with gradient 0.
@@ -73,6 +78,7 @@ def at_temperature(logits: jax.Array, temperature: jax.Array | float) -> Entropy
         logits: z, `[..., vocabulary]`.
         temperature: T ≥ 0, a number or `[...]`. Values in (0, 1e-9) count as 1e-9. At T = 0 the distribution
             is greedy: entropy and varentropy are 0, also where logits tie, and `log_normaliser` is 0.
+        active: bool `[...]`, the rows to measure; those of others are 0. None measures all.
 
     Returns:
         As `entropy_statistics`.
@@ -84,7 +90,7 @@ def at_temperature(logits: jax.Array, temperature: jax.Array | float) -> Entropy
     temperature = jnp.asarray(temperature, jnp.float32)
     warm = temperature > 0
     divisor = jnp.maximum(jnp.where(warm, temperature, 1.0), LOWEST_TEMPERATURE)
-    tempered = _statistics(logits, 1 / divisor)
+    tempered = _statistics(logits, 1 / divisor, active)
     return jax.tree.map(lambda value: jnp.where(warm | jnp.isnan(tempered.entropy), value, 0.0), tempered)
 
 

@@ -286,7 +286,7 @@ def _gumbel_argmax() -> KernelCheck:
     noise = -np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
     noisy = np.array([True, False, True, True])
     expected = (logits + np.where(noisy[:, None], noise, 0)).argmax(-1)
-    arguments = jnp.asarray(logits), jax.random.key_data(keys), jnp.asarray(noisy)
+    arguments = jnp.asarray(logits), jax.random.key_data(keys), jnp.asarray(noisy), jnp.ones(4, bool)
     error = lambda result: difference(result, expected)
     return KernelCheck(gumbel_argmax.GUMBEL_ARGMAX, arguments, (), error, 0)
 
@@ -300,6 +300,5 @@ def _entropy_moments() -> KernelCheck:
     p = weight / weight.sum(-1, keepdims=True)
     expected = (highest, np.log(weight.sum(-1)), (p * distance).sum(-1), (p * distance**2).sum(-1))
     error = lambda result: difference(tuple(result), expected)
-    return KernelCheck(
-        entropy_moments.ENTROPY_MOMENTS, (jnp.asarray(logits), jnp.asarray(inverse)), (), error, FLOAT32
-    )
+    arguments = jnp.asarray(logits), jnp.asarray(inverse), jnp.ones(4, bool)
+    return KernelCheck(entropy_moments.ENTROPY_MOMENTS, arguments, (), error, FLOAT32)

@@ -51,14 +51,19 @@ def emit(
     state = batch.state
     logits = process(forward.logits, state, constraints)
     belief, tempered = step_entropy.measure(
-        logits.raw, logits.processed, logits.changed, state.action.temperature, state.belief_temperature
+        logits.raw,
+        logits.processed,
+        logits.changed,
+        state.action.temperature,
+        state.belief_temperature,
+        batch.active,
     )
     emitting = batch.active & jnp.isfinite(belief.entropy)
     measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped)
     signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, forward.focus)
     action, law_state = control.update_rows(controller, signal, state.action, state.control)
-    token = jnp.where(emitting, choose(logits, state, action, forced, constraints), state.token)
-    measured = measure_token(state, logits, belief, tempered, action, token, forward.read.dropped)
+    token = jnp.where(emitting, choose(logits, batch, action, forced, constraints), state.token)
+    measured = measure_token(batch, logits, belief, tempered, action, token, forward.read.dropped)
     measured = where_rows(emitting, measured, state.signal)
     action = action._replace(token=state.action.token)
     after = state._replace(token=token, signal=measured, action=action, control=law_state)
@@ -133,7 +138,7 @@ def observe(
 
 
 def measure_token(
-    state: State,
+    batch: Batch,
     logits: Logits,
     belief: EntropyStatistics,
     tempered: EntropyStatistics,
@@ -144,7 +149,7 @@ def measure_token(
     """The measurements of a token that has been chosen.
 
     Args:
-        state: of the rows before the token.
+        batch: the rows before the token.
         logits: from which it was chosen.
         belief: statistics of the belief.
         tempered: statistics at the temperature before the controller acted.
@@ -152,8 +157,9 @@ def measure_token(
         token: int32 `[rows]`.
         dropped_mass: float32 `[rows]`, attention mass left unread.
     """
+    state = batch.state
     tempered = step_entropy.remeasure(
-        logits.processed, action.temperature, state.action.temperature, tempered
+        logits.processed, action.temperature, state.action.temperature, tempered, batch.active
     )
     surprisal = entropy.surprisal(logits.raw / state.belief_temperature, token, belief.log_normaliser)
     return measurements(belief, tempered, surprisal, dropped_mass)
@@ -161,7 +167,7 @@ def measure_token(
 
 def choose(
     logits: Logits,
-    state: State,
+    batch: Batch,
     action: Action,
     forced: jax.Array | None,
     constraints: Constraints | None,
@@ -170,7 +176,7 @@ def choose(
 
     Args:
         logits: of the position.
-        state: of the rows before the token.
+        batch: the rows before the token.
         action: in force: the temperature, and the token where the controller has chosen.
         forced: int32 `[rows]`, tokens to emit in place of all others; None forces none.
         constraints: of the rows; a token that they force goes before.
@@ -178,7 +184,7 @@ def choose(
     if forced is not None:
         token = forced
     else:
-        chosen = action.token >= 0
+        state, chosen = batch.state, action.token >= 0
         sampled = sampling.sample(
             logits.processed,
             state.sampling,
@@ -187,6 +193,7 @@ def choose(
             state.seed,
             state.length + state.evicted + 1,
             surprisal_limit=action.surprisal_limit,
+            active=batch.active,
         )
         token = jnp.where(chosen, action.token, sampled)
     return token if constraints is None else jnp.where(constraints.forced >= 0, constraints.forced, token)

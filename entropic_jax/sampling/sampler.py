@@ -32,6 +32,7 @@ def sample(
     seed: jax.Array,
     position: jax.Array,
     surprisal_limit: jax.Array | None = None,
+    active: jax.Array | None = None,
 ) -> jax.Array:
     """Draws one token per row from softmax(truncate(logits / T)).
 
@@ -50,6 +51,7 @@ def sample(
         position: int32 `[rows]`, of the token in its text.
         surprisal_limit: float32 `[rows]`, nats: tokens with −ln softmax(z / T) above it are cut off first,
             all but the most probable.
+        active: bool `[rows]`, the rows whose token is needed; None if each is.
 
     Returns:
         int32 `[rows]`.
@@ -88,7 +90,7 @@ def sample(
     def draw():
         keys = row_keys(key, seed, position)
         if jax.random.key_impl(keys) == THREEFRY:
-            return gumbel_argmax(truncated(), jax.random.key_data(keys), warm)
+            return gumbel_argmax(truncated(), jax.random.key_data(keys), warm, active)
         noise = gumbel(random_bits(keys, logits.shape[-1]))
         return first_largest(truncated() + jnp.where(warm[:, None], noise, 0.0))
 

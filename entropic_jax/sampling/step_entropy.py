@@ -19,6 +19,7 @@ def measure(
     changed: jax.Array,
     temperature: jax.Array,
     belief_temperature: jax.Array,
+    active: jax.Array,
 ) -> tuple[EntropyStatistics, EntropyStatistics]:
     """Entropy statistics of the belief and of the distribution sampled from.
 
@@ -28,14 +29,14 @@ def measure(
         changed: bool `[]`, whether the two may differ.
         temperature: T, float32 `[rows]`.
         belief_temperature: T_cal, float32 `[]`.
+        active: bool `[rows]`; other rows need not be measured.
 
     Returns:
         The two, each as `entropy.at_temperature`.
     """
     if kernel(logits) is None:
-        return entropy.entropy_statistics(logits / belief_temperature), entropy.at_temperature(
-            processed, temperature
-        )
+        belief = entropy.entropy_statistics(logits / belief_temperature, active)
+        return belief, entropy.at_temperature(processed, temperature, active)
     both = topk_entropy.topk_entropy(logits, 1, temperature, belief_temperature)
     tempered = lax.cond(
         changed, lambda: _measure_tempered(processed, temperature), lambda: EntropyStatistics(*both.tempered)
@@ -44,7 +45,11 @@ def measure(
 
 
 def remeasure(
-    processed: jax.Array, temperature: jax.Array, before: jax.Array, tempered: EntropyStatistics
+    processed: jax.Array,
+    temperature: jax.Array,
+    before: jax.Array,
+    tempered: EntropyStatistics,
+    active: jax.Array,
 ) -> EntropyStatistics:
     """Statistics of softmax(processed / temperature), given those at the temperature `before`.
 
@@ -53,11 +58,11 @@ def remeasure(
         temperature: float32 `[rows]`, in force now.
         before: float32 `[rows]`, the temperature at which `tempered` was measured.
         tempered: statistics at that temperature, returned where no row's temperature has changed.
+        active: bool `[rows]`; other rows need not be measured.
     """
     if kernel(processed) is None:
-        return entropy.at_temperature(
-            processed, temperature
-        )  # the compiler merges it with that of `measure` where T stands
+        # The compiler merges it with that of `measure` where T stands.
+        return entropy.at_temperature(processed, temperature, active)
     return lax.cond(
         jnp.any(temperature != before), lambda: _measure_tempered(processed, temperature), lambda: tempered
     )

@@ -18,7 +18,7 @@ from .drafter import ControlledModel, Draft, Drafter
 from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
 from .pruned import PrunedDrafter, pruned_drafter
-from .registry import make_speculator
+from .registry import drafts_tokens, make_speculator
 from .speculator import PassPlan, Speculator, check_speculation, draft, speculator, verify_and_emit
 from .suffix import SuffixDrafter, suffix_drafter
 
@@ -38,6 +38,7 @@ __all__ = [
     "SuffixDrafter",
     "check_speculation",
     "draft",
+    "drafts_tokens",
     "make_speculator",
     "model_drafter",
     "pruned_drafter",

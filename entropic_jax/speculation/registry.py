@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ..devices import default_device
+from ..pallas.skinny_matmul import MAX_ROWS
 from ..parameter_tables.speculation_names import (
     AUTO,
     DEFAULT_DRAFTED,
@@ -21,7 +23,7 @@ from .suffix import suffix_drafter
 UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token
 UNMEASURED_MODEL_STEP = 0.25, 0.0  # the same of a step of a draft model
 UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted from few pages in shorter texts
-LARGEST_PASS = 256  # tokens of all rows, beyond which a batch is bound by arithmetic
+ACCELERATOR_PASS = 512  # tokens of all rows, beyond which a batch is bound by arithmetic
 
 
 def make_speculator(
@@ -48,6 +50,17 @@ def make_speculator(
     return speculator(rows, _drafter(name, rows, k, law, costs), law)
 
 
+def drafts_tokens(name: str, rows: int, num_tokens: int) -> bool:
+    """Whether a batch drafts tokens: there is a drafter, and room for drafts in a pass.
+
+    Args:
+        name: of the drafter, or "off".
+        rows: of the batch.
+        num_tokens: k, the tokens drafted for a row at most.
+    """
+    return name != OFF and len(pass_widths(rows, num_tokens)) > 1
+
+
 def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None) -> Any:
     """The drafter of a name. Measured costs or not, it is a pytree of one structure."""
     suffix = suffix_drafter(k)
@@ -62,16 +75,27 @@ def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | 
     return Cascade((suffix, pruned), law) if name == AUTO else pruned
 
 
-def pass_widths(rows: int, num_tokens: int) -> tuple[int, ...]:
-    """Compiled sizes of a pass, in tokens a row on average, ascending.
+def largest_pass() -> int:
+    """Tokens of all rows that a pass with drafts has at most.
+
+    On a CPU those of the skinny products: larger ones are bound by arithmetic, they add in another order, and
+    XLA widens the weights for them at the start of every launch.
+    """
+    return MAX_ROWS if default_device().platform == "cpu" else ACCELERATOR_PASS
+
+
+def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple[int, ...]:
+    """Compiled sizes of a pass, in tokens a row on average, ascending; with one alone nothing is drafted.
 
     Args:
         rows: of the batch.
         num_tokens: k, the tokens drafted for a row at most.
+        largest: tokens of a pass, at most; None for `largest_pass()`.
 
-    >>> pass_widths(4, 15), pass_widths(64, 15), pass_widths(1, 4)
-    ((1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 5))
+    >>> pass_widths(4, 15, 256), pass_widths(32, 15, 64), pass_widths(48, 15, 64), pass_widths(1, 4, 64)
+    ((1, 2, 4, 8, 16), (1, 2), (1,), (1, 2, 4, 5))
     """
     most = num_tokens + 1
     powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
-    return tuple(width for width in (*powers, most) if width <= max(2, LARGEST_PASS // rows))
+    room = (largest_pass() if largest is None else largest) // rows
+    return tuple(width for width in (*powers, most) if width <= max(1, room))

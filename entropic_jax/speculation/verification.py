@@ -6,7 +6,7 @@ only, and nothing is rolled back: keys and values past a row's length are never 
 overwrites them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,23 @@ from .drafter import Draft
 CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger")
 
 
+class VerifiedLogits(NamedTuple):
+    """The logits that a pass has computed, one row of them for each of its tokens."""
+
+    logits: jax.Array  # float32 [tokens, vocabulary]
+    slot: jax.Array  # int32 [rows, n], which of them the i-th token of a row has
+
+    def at(self, number: jax.Array) -> jax.Array:
+        """The logits after token `number` of every row, float32 `[rows, vocabulary]`."""
+        return self.logits[jax.lax.dynamic_index_in_dim(self.slot, number, 1, keepdims=False)]
+
+
 def verify(
     decoder: Decoder, params: Any, batch: Batch, draft: Draft, num_drafted: jax.Array, width: int
-) -> tuple[Batch, jax.Array]:
+) -> tuple[Batch, VerifiedLogits]:
     """Runs the model densely over the last token of every active row and the tokens drafted after it.
+
+    A pass of fewer tokens than `rows · n` is packed: the tokens of a row follow those of the row before.
 
     Args:
         decoder: the model's pure functions.
@@ -40,7 +53,7 @@ def verify(
         width: tokens a row on average; static.
 
     Returns:
-        The batch with the cache as written, and the logits of the positions, float32 `[rows, n, vocabulary]`.
+        The batch with the cache as written, and the logits of the positions.
     """
     state = batch.state
     rows, k = draft.tokens.shape
@@ -50,10 +63,10 @@ def verify(
     packing = None if width == most else lay_out(num_tokens, rows * width, most)
     hidden, state = forward(decoder, params, state, tokens, num_tokens, packing=packing)
     if packing is None:
-        logits = decoder.logits(params, hidden)
+        hidden, slot = hidden.reshape(rows * most, -1), jnp.arange(rows * most).reshape(rows, most)
     else:
-        logits = packing.unpack(decoder.logits(params, hidden[:, 0])[:, None])
-    return batch._replace(state=state), logits
+        hidden, slot = hidden[:, 0], packing.slot
+    return batch._replace(state=state), VerifiedLogits(decoder.logits(params, hidden), slot)
 
 
 def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Array) -> ledger.Cost:
@@ -86,7 +99,7 @@ def emit_accepted(
     decoder: Decoder,
     controller: Any,
     batch: Batch,
-    logits: jax.Array,
+    logits: VerifiedLogits,
     draft: Draft,
     num_drafted: jax.Array,
     cost: ledger.Cost,
@@ -98,7 +111,7 @@ def emit_accepted(
         decoder: the model's pure functions.
         controller: the control law of these rows.
         batch: the rows, with the cache as the pass left it.
-        logits: float32 `[rows, n, vocabulary]`.
+        logits: of the positions.
         draft: the drafted tokens.
         num_drafted: int32 `[rows]`, how many of them were verified.
         cost: of the pass; it is charged to the first token.
@@ -107,7 +120,7 @@ def emit_accepted(
     Returns:
         The state of the rows, and the trace `[n, rows]`.
     """
-    cache, n = batch.state.cache, logits.shape[1]
+    cache, n = batch.state.cache, logits.slot.shape[1]
     free = jax.tree.map(jnp.zeros_like, cost)
     drafted = jnp.where(jnp.arange(n - 1) < num_drafted[:, None], draft.tokens[:, : n - 1], -1)
     drafted = jnp.pad(drafted, ((0, 0), (0, 1)), constant_values=-1)
@@ -119,7 +132,7 @@ def emit_accepted(
             kv_bytes=cost.kv_bytes
         )
         read = dense_step_stats(decoder.shape, TokenSpan(state.length, active.astype(jnp.int32)))
-        output = Forward(take(logits, number), read, None)
+        output = Forward(logits.at(number), read, None)
         after, trace = emit(controller, Batch(state, active), output, charged, None, constraints)
         return after._replace(history=sampling.record(after.history, trace.token, trace.emitted)), trace
 

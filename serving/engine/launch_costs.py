@@ -63,6 +63,7 @@ class LaunchCosts:
 
     def __init__(self) -> None:
         """Start without an estimate."""
+        self._launched: set[tuple[int, bool]] = set()  # programs that have run
         self._step_seconds: dict[tuple[int, bool], float] = {}  # by width and whether tokens are drafted
         self._draft_seconds: dict[int, float] = {}  # that a drafted token adds to a step
         self._yield: dict[int, float] = {}  # tokens that launches with drafts emit for one that is expected
@@ -112,6 +113,9 @@ class LaunchCosts:
             expected: Tokens that it was expected to emit; None without plans.
         """
         width, speculates = program.width, program.speculates
+        if (width, speculates) not in self._launched:  # it may have waited for its program
+            self._launched.add((width, speculates))
+            return
         _update(self._step_seconds, (width, speculates), max(seconds - LAUNCH_SECONDS, seconds / 2) / steps)
         plain = self._step_seconds.get((width, False))
         if speculates and drafts and plain is not None:

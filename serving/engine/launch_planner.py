@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,6 +13,7 @@ from entropic_jax.sampling.constraints import Constraints, no_constraints
 
 from ..request import Request
 from .device_state import DecodeOutput
+from .draft_choice import DraftChoice
 from .grammars import Plan
 from .launch_costs import LaunchCosts, forecast
 from .options import Sizes
@@ -29,6 +29,8 @@ SECONDS_WHILE_WAITING, SECONDS_WHEN_FULL = 0.04, 0.06
 # Where the device shares its processors with the threads that deliver text, each launch takes time from them.
 # With all rows taken, launches are longer by this factor.
 SHARED_PROCESSORS = 2.5
+LONGEST_GAP = 0.01  # seconds of the host between two launches; more, and it had no work
+UNTRIED_STEPS = 8  # of a sequence, before the rates of its launches say what drafts are worth to it
 LONGEST_DEFERRAL = 0.4  # seconds that decoding rows may wait for others to finish their prefill
 # Cost of a chunk and of each prompt in it, in tokens prefilled in the same time. Every chunk reads the keys
 # before it again, so few large chunks are best.
@@ -79,13 +81,11 @@ class LaunchPlanner:
         num_sets = 1 + positions + SETS_PER_ROW * sizes.rows
         vocabulary = programs.decoder.shape.vocabulary
         self._constraints = no_constraints(sizes.rows, vocabulary, positions, num_sets)
-        self._nothing_forced = {
-            speculates: jnp.full((sizes.shapes.steps(speculates), sizes.rows), -1, jnp.int32)
-            for speculates in {False, sizes.shapes.speculates}
-        }
+        # Tokens to replay where there are none.
+        self.nothing_forced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
         self.may_prune = len(sizes.shapes.page_policies) > 1  # whether sequences may leave pages unread
         self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
-        self.costs = LaunchCosts()
+        self.costs, self.draft_choice = LaunchCosts(), DraftChoice()
         self._expected_tokens = 0.0  # of the latest launch with plans
 
     def prefill_chunk(self, sequences: list[Sequence]) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
@@ -161,7 +161,7 @@ class LaunchPlanner:
         samples = any(s.row_gains.sampler for s in running)
         policies = shapes.page_policies[-1:] if prunes else shapes.page_policies
         samplers = shapes.samplers[-1:] if samples else shapes.samplers
-        for width in shapes.widths:
+        for width in shapes.drafting_widths if speculates else shapes.widths:
             if width >= len(running):
                 for policy, sampler in itertools.product(policies, samplers):
                     if not speculates or (policy, sampler) == (policies[0], False):
@@ -176,8 +176,8 @@ class LaunchPlanner:
 
         They are drafted for all if the preset of one drafts. Drafts are verified densely, so not with a
         sequence that may leave pages unread. A sequence that replays known tokens advances by one token a
-        step in any case. Where there are plans, the kind of launch is taken that is expected to emit more
-        tokens a second.
+        step in any case. The kind of launch is taken that has emitted more tokens a second or, where there
+        are plans, that is expected to.
 
         Args:
             running: Sequences that decode.
@@ -191,12 +191,13 @@ class LaunchPlanner:
             and any(self._available(self._decode_programs(running, speculates=True)))
         ):
             return False
-        if not plans:
-            return True
-        expected, shapes = forecast(running, plans), self.sizes.shapes
         width = self.decode_program(running, speculates=True).width
+        if not plans:
+            untried = sum(s.num_scheduled < UNTRIED_STEPS for s in running) / len(running)
+            return self.draft_choice.drafts(width, untried)
+        expected, shapes = forecast(running, plans), self.sizes.shapes
         plain, drafts = (
-            max(self.costs.rate(expected, width, steps, flag) for steps in range(1, shapes.steps(flag) + 1))
+            max(self.costs.rate(expected, width, steps, flag) for steps in range(1, shapes.capacity + 1))
             for flag in (False, True)
         )
         return drafts >= plain
@@ -241,7 +242,7 @@ class LaunchPlanner:
             seconds = min(seconds, SECONDS_WITH_FREE_ROWS)  # at its end, paused rows go on
         width = self.decode_program(running, speculates).width
         steps = int(seconds / (self.costs.step_seconds(width, speculates) or seconds))
-        steps = max(1, min(steps, limit, self.sizes.shapes.steps(speculates)))
+        steps = max(1, min(steps, limit, self.sizes.shapes.capacity))
         if plans:
             expected = forecast(running, plans)
             steps = max(range(1, steps + 1), key=lambda n: self.costs.rate(expected, width, n, speculates))
@@ -267,7 +268,7 @@ class LaunchPlanner:
         return False
 
     def record_launch(
-        self, launch: InFlight, steps: int, seconds: float, tokens: float, drafts: float
+        self, launch: InFlight, steps: int, seconds: float, tokens: float, drafts: float, idle: float
     ) -> None:
         """Update the estimates of what launches cost.
 
@@ -277,26 +278,25 @@ class LaunchPlanner:
             seconds: That it took.
             tokens: That it emitted.
             drafts: Tokens that it drafted.
+            idle: Seconds before it in which the device had no work.
         """
         planned = any(sequence.grammar is not None for sequence, _, _ in launch.running)
         expected = self._expected_tokens if planned else None
         self.costs.record(launch.program, steps, seconds, tokens, drafts, expected)
+        if not planned and (steps > 1 or seconds > SECONDS_WHILE_PREFILLING):  # not for a first token alone
+            width, speculates, rows = launch.program.width, launch.program.speculates, len(launch.running)
+            self.draft_choice.record(width, speculates, tokens / rows, seconds + min(idle, LONGEST_GAP))
 
-    def nothing_forced(self, speculates: bool) -> jax.Array:
-        """Tokens to replay where there are none: int32 `[steps, rows]`, all -1."""
-        return self._nothing_forced[speculates]
-
-    def forced_tokens(self, running: list[Sequence], steps: int, speculates: bool) -> Any:
-        """Tokens that rows replay, int32 `[steps of the program, rows]`; -1 elsewhere.
+    def forced_tokens(self, running: list[Sequence], steps: int) -> Any:
+        """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere.
 
         Args:
             running: Sequences that decode.
             steps: Of the launch.
-            speculates: Whether the steps draft tokens.
         """
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
-            return self.nothing_forced(speculates)
-        forced = np.full(self.nothing_forced(speculates).shape, -1, np.int32)
+            return self.nothing_forced
+        forced = np.full(self.nothing_forced.shape, -1, np.int32)
         for s in running:
             tokens = s.generated[s.num_scheduled : min(s.num_scheduled + steps, s.num_replay_tokens)]
             forced[: len(tokens), s.row] = tokens

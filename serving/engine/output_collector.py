@@ -92,6 +92,7 @@ class OutputCollector:
         batch, num_tokens = self.batch, np.asarray(output.num_tokens)  # waits for the device
         timestamp, steps = time.perf_counter(), int(output.num_steps)
         seconds = timestamp - max(launch.start_time, self.last_collected)
+        idle = max(0.0, launch.start_time - self.last_collected)
         self.last_collected = timestamp
         tokens, metrics = np.asarray(output.token).T.tolist(), np.asarray(output.metrics)
         emitted = np.arange(metrics.shape[1])[:, None] < num_tokens
@@ -99,7 +100,7 @@ class OutputCollector:
         sums = valid.sum(1)
         if steps and launch.prefill is None:
             drafts = float(valid[DRAFTED].sum())
-            batch.planner.record_launch(launch, steps, seconds, float(num_tokens.sum()), drafts)
+            batch.planner.record_launch(launch, steps, seconds, float(num_tokens.sum()), drafts, idle)
         if launch.program.speculates:
             self.draft_counts = self.draft_counts.with_launch(valid)
         batch.expected_drop[:] = np.asarray(output.expected_drop)

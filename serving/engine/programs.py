@@ -24,7 +24,7 @@ from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
-from entropic_jax.speculation import DraftLength, PassCosts, Speculator, make_speculator
+from entropic_jax.speculation import DraftLength, PassCosts, Speculator, drafts_tokens, make_speculator
 from entropic_jax.speculation.pruned import WINDOW
 from entropic_jax.state import ROW_FIELDS
 
@@ -41,8 +41,6 @@ from .device_state import (
 )
 from .program_compiler import ProgramCompiler
 
-# Steps of a launch without drafts for each of one with them, whose steps may emit several tokens.
-SPECULATIVE_SHARE = 4
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 LONGEST_TIMED = 4096  # positions of the context at which passes are timed
 
@@ -74,16 +72,21 @@ class Shapes:
     @property
     def speculates(self) -> bool:
         """Whether there are programs that draft tokens."""
-        return self.speculate != OFF
+        return bool(self.drafting_widths)
 
-    def steps(self, speculates: bool) -> int:
-        """Steps of a launch, at most."""
-        return max(1, self.capacity // SPECULATIVE_SHARE) if speculates else self.capacity
+    @property
+    def drafting_widths(self) -> tuple[int, ...]:
+        """The batch buckets that draft tokens: a larger batch is bound by arithmetic without any."""
+        return tuple(rows for rows in self.widths if drafts_tokens(self.speculate, rows, self.drafted))
+
+    @property
+    def drafted(self) -> int:
+        """k, tokens drafted for a row in a step, at most."""
+        return DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     def tokens(self, speculates: bool) -> int:
         """Tokens that a row emits in a step, at most."""
-        k = DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
-        return 1 + k if speculates else 1
+        return 1 + self.drafted if speculates else 1
 
     @property
     def planned_tokens(self) -> int:
@@ -95,7 +98,9 @@ class Shapes:
 
     def speculator(self, rows: int, costs: PassCosts | None = None) -> Speculator | None:
         """What drafts the tokens of `rows` rows, by the costs of passes on this machine."""
-        return make_speculator(self.speculate, rows, self.num_speculative_tokens, costs)
+        if rows not in self.drafting_widths:
+            return None
+        return make_speculator(self.speculate, rows, self.drafted, costs)
 
     @property
     def longest_chunk(self) -> tuple[int, int]:

@@ -264,7 +264,7 @@ class Scheduler:
         self.apply_updates()
         program = self.planner.decode_program(running, speculates)
         constraints = self.planner.constraints(plans)
-        forced = self.planner.forced_tokens(running, steps, speculates)
+        forced = self.planner.forced_tokens(running, steps)
         self.device_state, output = self.programs.decode(
             self.device_state, steps, constraints, forced, program
         )

@@ -124,9 +124,11 @@ def _examples(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
         for program in itertools.product(shapes.widths, shapes.page_policies, shapes.samplers)
     ]
     if shapes.speculates:
-        decode += [DecodeProgram(width, shapes.page_policies[0], False, True) for width in shapes.widths]
+        decode += [
+            DecodeProgram(width, shapes.page_policies[0], False, True) for width in shapes.drafting_widths
+        ]
     for program in decode:
-        constraints, forced = planner.constraints({}), planner.nothing_forced(program.speculates)
+        constraints, forced = planner.constraints({}), planner.nothing_forced
         arguments = programs.decode_arguments(device_state, 1, constraints, forced, program)
         examples["decode", *program] = arguments
     examples["save",] = (device_state, row)

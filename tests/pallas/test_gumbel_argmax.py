@@ -63,6 +63,16 @@ def test_ties_and_values_that_are_not_finite(backend):
     assert ((np.asarray(greedy) >= 0) & (np.asarray(drawn) >= 0) & (np.asarray(drawn) < 40)).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_are_not_active_give_zero(backend):
+    logits, keys, _ = case(1000)
+    noisy, active = jnp.arange(ROWS) % 3 > 0, np.arange(ROWS) % 4 > 1
+    drawn = gumbel_argmax(logits, keys, noisy, jnp.asarray(active), backend=backend)
+    expected = np.where(active, gumbel_argmax(logits, keys, noisy, backend=backend), 0)
+    np.testing.assert_array_equal(drawn, expected)
+    assert expected[active].any()
+
+
 @ON_CPU
 def test_a_row_does_not_depend_on_its_neighbours():
     logits, keys, _ = case(1000)

@@ -9,6 +9,7 @@ so that H = log_total − mean and V = square − mean². The contract:
 Args:
     logits: float32 `[rows, vocabulary]`. Masked tokens (−inf) do not count.
     inverse_temperature: float32 `[rows]`, 1 / T > 0.
+    active: bool `[rows]`. The moments of other rows are 0; a back end need not read them.
 
 Returns:
     `Moments`, each float32 `[rows]`; `highest` is max z. For a row that is not a distribution (all tokens
@@ -19,6 +20,7 @@ Raises:
 """
 
 import jax
+import jax.numpy as jnp
 
 from ..dispatch import Operation
 from . import cpu, reference
@@ -29,16 +31,27 @@ __all__ = ["Moments", "entropy_moments"]
 ENTROPY_MOMENTS = Operation("entropy_moments", {"cpu": cpu.entropy_moments, "xla": reference.entropy_moments})
 
 
-def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
-    """The moments of logits `[..., vocabulary]` at `[...]`, each `[...]`; see the package's docstring."""
+def entropy_moments(
+    logits: jax.Array, inverse_temperature: jax.Array, active: jax.Array | None = None
+) -> Moments:
+    """The moments of logits `[..., vocabulary]` at `[...]`, each `[...]`; see the package's docstring.
+
+    Args:
+        logits: float32 `[..., vocabulary]`.
+        inverse_temperature: float32 `[...]`, 1 / T > 0.
+        active: bool `[...]`; None if every row is.
+    """
     leading = logits.shape[:-1]
-    moments = _entropy_moments(logits.reshape(-1, logits.shape[-1]), inverse_temperature.reshape(-1))
+    active = jnp.ones(leading, bool) if active is None else active
+    moments = _entropy_moments(
+        logits.reshape(-1, logits.shape[-1]), inverse_temperature.reshape(-1), active.reshape(-1)
+    )
     return Moments(*(x.reshape(leading) for x in moments))
 
 
 @jax.custom_jvp
-def _entropy_moments(logits, inverse_temperature):
-    return ENTROPY_MOMENTS(logits, inverse_temperature)
+def _entropy_moments(logits, inverse_temperature, active):
+    return ENTROPY_MOMENTS(logits, inverse_temperature, active)
 
 
 @_entropy_moments.defjvp

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...cpu_runtime import check_supported
@@ -18,12 +19,12 @@ PIECE = 1024  # logits whose exponentials are summed in float32; pieces are summ
 LOWEST = np.float32(-87)  # smaller exponents count as this: e^−87 vanishes next to the 1 of the largest logit
 
 
-def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
+def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array, active: jax.Array) -> Moments:
     """Float32 only. The contract is in the package's docstring."""
     check_supported(logits.dtype, inverse_temperature.dtype)
     per_row = jax.ShapeDtypeStruct(inverse_temperature.shape, inverse_temperature.dtype)
     call = jax.ffi.ffi_call(_register(), (per_row,) * 4, vmap_method="sequential")
-    return Moments(*call(logits, inverse_temperature))
+    return Moments(*call(logits, inverse_temperature, active.astype(jnp.int32)))
 
 
 @run_once
@@ -88,6 +89,7 @@ def _row_moments() -> Any:
         njit,
         operand,
         operand_floats,
+        operand_integers,
         result_floats,
     )
 
@@ -102,6 +104,9 @@ def _row_moments() -> Any:
         inverse = operand_floats(frame, 1, (rows,))[number]
         highest, log_total = result_floats(frame, 0, (rows,)), result_floats(frame, 1, (rows,))
         mean, square = result_floats(frame, 2, (rows,)), result_floats(frame, 3, (rows,))
+        if operand_integers(frame, 2, (rows,))[number] == 0:
+            highest[number], log_total[number], mean[number], square[number] = zero, zero, zero, zero
+            return
         top = nan if has_nan(z) else largest(z)
         if not abs(top) < infinity or inverse != inverse:
             highest[number] = top if abs(top) < infinity else zero

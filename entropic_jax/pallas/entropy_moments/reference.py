@@ -16,7 +16,7 @@ class Moments(NamedTuple):
     square: jax.Array  # Σ p d²
 
 
-def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moments:
+def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array, active: jax.Array) -> Moments:
     """The contract is in the package's docstring."""
     highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
@@ -28,4 +28,5 @@ def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array) -> Moment
     total = jnp.sum(ratio, axis=-1)
     mean = jnp.sum(ratio * scaled, axis=-1) / total
     square = jnp.sum(ratio * scaled * scaled, axis=-1) / total
-    return Moments(highest[:, 0], jnp.log(total), mean, square)
+    moments = Moments(highest[:, 0], jnp.log(total), mean, square)
+    return Moments(*(jnp.where(active, x, 0.0) for x in moments))

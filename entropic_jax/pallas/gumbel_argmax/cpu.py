@@ -17,7 +17,7 @@ from .reference import PARITY, ROTATIONS
 SMALLEST_VOCABULARY = 16  # the lanes of a vector
 
 
-def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array) -> jax.Array:
+def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array, active: jax.Array) -> jax.Array:
     """The contract is in the package's docstring."""
     check_supported(logits.dtype)
     rows, vocabulary = logits.shape
@@ -28,7 +28,7 @@ def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array) -> jax.A
     shape = jax.ShapeDtypeStruct((rows,), jnp.int32)
     call = jax.ffi.ffi_call(_register(), shape, vmap_method="sequential")
     words = jax.lax.bitcast_convert_type(keys, jnp.int32)
-    return call(logits, words, noisy.astype(jnp.int32))
+    return call(logits, words, noisy.astype(jnp.int32), active.astype(jnp.int32))
 
 
 @run_once
@@ -46,6 +46,7 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
         operand_integers,
         parallel_kernel,
         result,
+        result_integers,
     )
 
     draw, take_largest = _row_argmax(noisy=True), _row_argmax(noisy=False)
@@ -56,7 +57,9 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
         rows, vocabulary = shape[0], shape[1]
         keys = operand_integers(frame, 1, (rows, 2))
         source, target = logits + 4 * row * vocabulary, result(frame, 0)[0] + 4 * row
-        if operand_integers(frame, 2, (rows,))[row] != 0:
+        if operand_integers(frame, 3, (rows,))[row] == 0:
+            result_integers(frame, 0, (rows,))[row] = 0
+        elif operand_integers(frame, 2, (rows,))[row] != 0:
             draw(source, vocabulary, keys[row, 0], keys[row, 1], target)
         else:
             take_largest(source, vocabulary, 0, 0, target)

@@ -51,7 +51,7 @@ def first_largest(values: jax.Array) -> jax.Array:
     return jnp.min(jnp.where((values == largest) | jnp.isnan(values), index, values.shape[-1] - 1), axis=-1)
 
 
-def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array) -> jax.Array:
+def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array, active: jax.Array) -> jax.Array:
     """The contract is in the package's docstring."""
 
     def draw() -> jax.Array:
@@ -59,4 +59,5 @@ def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array) -> jax.A
         x, y = threefry((keys[:, :1], keys[:, 1:]), jnp.zeros_like(number), number)
         return first_largest(jnp.where(noisy[:, None], logits + gumbel(x ^ y), logits))
 
-    return lax.cond(jnp.any(noisy), draw, lambda: first_largest(logits))
+    index = lax.cond(jnp.any(noisy), draw, lambda: first_largest(logits))
+    return jnp.where(active, index, 0)

@@ -1,0 +1,78 @@
+"""Choice between launches with and without drafts, by the tokens a second that each kind has emitted.
+
+The draft-length law knows what a pass costs on the device. What a launch costs besides (emission, the host,
+other work on the machine) is in its measured rate alone, so the kind that has been slower waits. It gets a
+launch from time to time, because texts change.
+"""
+
+from typing import NamedTuple
+
+LEARNING_LAUNCHES = 3  # of each kind, before they are compared
+LONGEST_WAIT = 16  # launches until the slower kind is tried again
+LEARNING_RATE = 0.25  # weight of the latest launch in a rate
+
+
+class Rate(NamedTuple):
+    """Tokens a second of each row in recent launches, the latest with the largest weight."""
+
+    tokens_per_second: float = 0.0
+    launches: int = 0
+
+    def with_launch(self, tokens: float, seconds: float) -> "Rate":
+        """The rate after one more launch; the first one may have waited for a compilation."""
+        if self.launches < 2:
+            return Rate(tokens / seconds, self.launches + 1)
+        change = tokens / seconds - self.tokens_per_second
+        return Rate(self.tokens_per_second + LEARNING_RATE * change, self.launches + 1)
+
+
+class DraftChoice:
+    """Which kind of launch a batch bucket gets next."""
+
+    def __init__(self) -> None:
+        """Start with launches that draft."""
+        self._rates: dict[tuple[int, bool], Rate] = {}  # by width and whether tokens are drafted
+        self._due: dict[int, int] = {}  # launches until the slower kind is tried again
+        self._wait: dict[int, int] = {}  # launches between its last two tries
+
+    def drafts(self, width: int, untried: float) -> bool:
+        """Whether the next launch should draft tokens.
+
+        Args:
+            width: Rows of the program.
+            untried: Fraction of the sequences for which nothing was ever drafted.
+        """
+        plain, drafting = self._rate(width, False), self._rate(width, True)
+        if untried > 0.5 or drafting.launches < LEARNING_LAUNCHES:
+            return True
+        if plain.launches < LEARNING_LAUNCHES:
+            return False
+        faster = self._faster(width)
+        return faster if self._due.get(width, 0) > 0 else not faster
+
+    def record(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
+        """Learn from a launch.
+
+        Args:
+            width: Rows of the program.
+            speculates: Whether its steps draft tokens.
+            tokens: That a row emitted, on average.
+            seconds: That it took.
+        """
+        before = self._faster(width)
+        rate = self._rate(width, speculates).with_launch(tokens, seconds)
+        self._rates[width, speculates] = rate
+        faster = self._faster(width)
+        if speculates == faster:
+            self._due[width] = self._due.get(width, 0) - 1
+        else:
+            wait = min(2 * self._wait.get(width, 1), LONGEST_WAIT) if faster == before else 2
+            self._due[width] = self._wait[width] = wait
+
+    def _rate(self, width: int, speculates: bool) -> Rate:
+        return self._rates.get((width, speculates), Rate())
+
+    def _faster(self, width: int) -> bool:
+        """The kind of launch with the higher rate: whether it drafts."""
+        drafting, plain = self._rate(width, True), self._rate(width, False)
+        return drafting.tokens_per_second >= plain.tokens_per_second

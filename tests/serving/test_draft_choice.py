@@ -1,0 +1,48 @@
+"""The choice between launches with and without drafts follows what each has been measured to emit."""
+
+import pytest
+
+from entropic_jax.serving.engine.draft_choice import LONGEST_WAIT, DraftChoice
+
+
+def kinds(choice, launches, tokens, untried=0.0, width=8):
+    """The kinds of that many launches, whose rows emit so many tokens in a second, by kind."""
+    chosen = []
+    for _ in range(launches):
+        speculates = choice.drafts(width, untried)
+        choice.record(width, speculates, tokens[speculates], 1.0)
+        chosen.append(speculates)
+    return chosen
+
+
+@pytest.mark.parametrize(("drafting", "plain"), [(2.0, 1.0), (1.0, 2.0)])
+def test_the_slower_kind_is_tried_seldom(drafting, plain):
+    chosen = kinds(DraftChoice(), 300, {True: drafting, False: plain})
+    slower = chosen[100:].count(drafting < plain)
+    assert 200 // (LONGEST_WAIT + 1) - 1 <= slower <= 200 // LONGEST_WAIT + 1
+
+
+def test_the_choice_follows_a_change_of_the_texts():
+    choice = DraftChoice()
+    kinds(choice, 100, {True: 1.0, False: 2.0})
+    assert kinds(choice, 4 * LONGEST_WAIT, {True: 6.0, False: 2.0})[-4:].count(True) >= 3
+
+
+def test_new_sequences_are_tried_with_drafts():
+    choice = DraftChoice()
+    kinds(choice, 100, {True: 1.0, False: 2.0})
+    assert kinds(choice, 20, {True: 1.0, False: 2.0}, untried=0.8).count(True) == 20
+
+
+def test_a_launch_that_waited_for_its_program_does_not_count():
+    choice = DraftChoice()
+    choice.record(8, False, 1.0, 60.0)
+    assert kinds(choice, 100, {True: 1.0, False: 2.0})[50:].count(True) < 10
+
+
+def test_buckets_are_independent():
+    choice = DraftChoice()
+    kinds(choice, 100, {True: 1.0, False: 2.0}, width=8)
+    kinds(choice, 100, {True: 2.0, False: 1.0}, width=1)
+    assert kinds(choice, 40, {True: 1.0, False: 2.0}, width=8).count(True) < 8
+    assert kinds(choice, 40, {True: 2.0, False: 1.0}, width=1).count(True) > 32
