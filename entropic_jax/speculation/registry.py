@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..devices import default_device
+import jax
+
 from ..pallas.skinny_matmul import MAX_ROWS
 from ..parameter_tables.speculation_names import (
     AUTO,
@@ -81,7 +82,7 @@ def largest_pass() -> int:
     On a CPU those of the skinny products: larger ones are bound by arithmetic, they add in another order, and
     XLA widens the weights for them at the start of every launch.
     """
-    return MAX_ROWS if default_device().platform == "cpu" else ACCELERATOR_PASS
+    return MAX_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_PASS
 
 
 def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple[int, ...]:
