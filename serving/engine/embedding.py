@@ -87,7 +87,8 @@ class Embedder:
         """
         self.model = model
         self.limits = EmbeddingLimits(min(context, LONGEST), model.decoder.shape.hidden)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the programs
+        self._launching = threading.Lock()  # one launch at a time shares the device with the engine
         self._compiled: dict[Shape, Callable[..., Any]] = {}
 
     def embed(
@@ -135,8 +136,9 @@ class Embedder:
             for row, text in enumerate(texts):
                 chunk.tokens[row, : chunk.num_tokens[row]] = text[start : start + shape.tokens]
             program = self._program(shape, kv_cache, chunk)
-            kv_cache, summed, newest = program(self.model.params, kv_cache, chunk)
-            sums, last = sums + np.asarray(summed, np.float64), np.asarray(newest)
+            with self._launching:
+                kv_cache, summed, newest = program(self.model.params, kv_cache, chunk)
+                sums, last = sums + np.asarray(summed, np.float64), np.asarray(newest)
         pooled = last if pooling == "last" else sums / np.maximum(total, 1)[:, None]
         return pooled[: len(texts)]
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ class Frontend:
         self.started = int(time.time())
         self.draining = False
         self.output_streams: set[OutputStream] = set()
+        self.embedding_stops: set[threading.Event] = set()  # of the embeddings that are computed
 
     @property
     def busy(self) -> bool:
@@ -161,6 +163,8 @@ class Frontend:
         """End all engine requests in flight at once; readers get the text so far, or 503 without one."""
         for output_stream in tuple(self.output_streams):
             output_stream.cancel()
+        for stop in tuple(self.embedding_stops):
+            stop.set()
 
     @functools.cached_property
     def target_entropy(self) -> float:

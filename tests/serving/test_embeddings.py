@@ -97,6 +97,27 @@ def test_a_client_that_leaves_stops_the_work(live):
         live.engine.embed_seconds = 0.0
 
 
+def test_a_shutdown_ends_the_work(live):
+    live.engine.embed_seconds = 30.0
+    answers = []
+    client = threading.Thread(
+        target=lambda: answers.append(httpx2.post(live.url + PATH, json={"input": "x"}))
+    )
+    try:
+        client.start()
+        end = time.monotonic() + 5
+        while not live.frontend.embedding_stops:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert live.frontend.busy
+        live.frontend.draining = True
+        live.frontend.abandon()
+        client.join(5)
+        refused(answers[0], 503)
+    finally:
+        live.engine.embed_seconds, live.frontend.draining = 0.0, False
+
+
 @pytest.mark.parametrize("scoring", ["logprob", "embedding"])
 def test_scores_and_ranks(live, scoring):
     body = {"text_1": "import os", "text_2": ["x", "import os"], "scoring": scoring}

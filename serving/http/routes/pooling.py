@@ -67,6 +67,7 @@ async def embedded(
         raise FrontendError(503, f"the engine has failed: {failure}")
     stop, seconds = threading.Event(), frontend.settings.request_timeout
     work = frontend.run_in(frontend.pools.embeddings, frontend.engine.embed, texts, pooling, stop)
+    frontend.embedding_stops.add(stop)
     try:
         with refusals():
             async with asyncio.timeout(seconds):
@@ -74,7 +75,11 @@ async def embedded(
     except TimeoutError:
         raise FrontendError(408, f"the request took longer than its timeout of {seconds:g} s") from None
     finally:
+        ended_by_server = stop.is_set()
         stop.set()
+        frontend.embedding_stops.discard(stop)
+    if ended_by_server:
+        frontend.check_able()
     if vectors is not None and not np.isfinite(vectors).all():
         raise FrontendError(500, "the model computed hidden states that are not finite")
     if vectors is not None:
