@@ -102,8 +102,10 @@ def test_the_gain_of_pruning_through_the_soft_relaxation():
     assert abs(slopes_found["dropped_mass_limit"]) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["cpu", "xla", pytest.param("interpret", marks=pytest.mark.exhaustive)])
+MARKS = {"cpu": pytest.mark.slow, "xla": pytest.mark.slow, "interpret": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def test_forward_mode_has_the_slopes_of_reverse_mode(kernels, monkeypatch):
     interpreted = kernels == "interpret"
     head_dim = 128 if interpreted else 8  # which the kernels for TPU ask for
