@@ -6,6 +6,7 @@ token in the colour of its entropy; elsewhere it is plain.
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ..options import control_options, sampling_options
@@ -52,10 +53,15 @@ def run(options: argparse.Namespace) -> int:
     backend = connect(options, control, overrides)
     from .chat_session import Session
 
+    status = 1
     try:
-        return Session(backend, system=options.system).run()
+        status = Session(backend, system=options.system).run()
     finally:
-        backend.close()
+        if not backend.close():  # threads compile, which nothing can interrupt
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return status
 
 
 def _local(options: argparse.Namespace, control: Control, overrides: dict[str, Any]) -> "ChatBackend":

@@ -43,8 +43,8 @@ class ChatBackend(Protocol):
     def reply(self, messages: Sequence[Message]) -> Iterator[Piece]:
         """The answer to a conversation as it is generated; closing the iterator ends the generation."""
 
-    def close(self) -> None:
-        """Give back what the back end holds."""
+    def close(self) -> bool:
+        """Give back what the back end holds, and return whether its threads have ended."""
 
 
 def check_preset(preset: str, accepted: Sequence[str]) -> None:
@@ -126,8 +126,9 @@ class RemoteChat:
         finally:
             connection.close()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing is held between requests."""
+        return True
 
     def _read_json(self, path: str) -> dict[str, Any]:
         connection, response = self._send("GET", path)

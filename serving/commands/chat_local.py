@@ -134,6 +134,6 @@ class LocalChat:
         finally:
             output_stream.cancel()
 
-    def close(self) -> None:
-        """End the engine; a program that is being compiled is left to the end of the process."""
-        self.engine.close(timeout=CLOSING)
+    def close(self) -> bool:
+        """End the engine, and return whether its threads have ended; some may be compiling."""
+        return self.engine.close(timeout=CLOSING)
