@@ -21,6 +21,7 @@ from entropic_jax.state import RUNNING
 
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
+from . import batches
 from .workload import WIDTHS, arms, loops, prompts
 
 LAUNCH = 32  # steps
@@ -150,7 +151,9 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("passes", total=len(options.contexts) + len(cells) * options.prompts)
+        total = len(options.contexts) + len(cells) * options.prompts
+        total += len(options.rows) * len(options.batch_contexts) + 1
+        task = progress.add_task("passes", total=total)
         for context in options.contexts:
             (prompt,) = prompts("held-out", tokenizer, context, 1)
             seconds = pass_seconds(model, prompt, options.repeat)
@@ -172,6 +175,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                     entry | compare(model, prompt, options.tokens, temperature, arms(costs), number)
                 )
                 progress.advance(task)
+        progress.update(task, description="batches")
+        results["batches"] = batches.measure(options, lambda: progress.advance(task))
     return results
 
 

@@ -12,6 +12,7 @@ MEASURED_CODE = (
     "entropic_jax/loop.py",
     "entropic_jax/pallas",
     "models/layers.py",
+    "serving/engine",
 )
 
 
@@ -60,7 +61,37 @@ def tables(results: dict[str, Any]) -> list[Table]:
     ]
     header += ["texts equal to off", "looped, left out"]
     result_tables.append(("Decoding, one sequence", header, rows))
+    if results.get("batches"):
+        result_tables.append(_batches(results["batches"]))
     return result_tables
+
+
+def _batches(cells: list[dict[str, Any]]) -> Table:
+    """The table of the batches that the serving engine decodes."""
+    rows = []
+    for cell in cells:
+        plain, drafts = cell["rates"]["off"], cell["rates"]["auto"]
+        ratios = [a / b for a, b in zip(drafts, plain, strict=True)]
+        rows.append(
+            [
+                *(str(cell[key]) for key in ("text", "rows", "context", "temperature")),
+                f"{statistics.median(plain):.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
+                f"{cell['equal']} of {cell['texts']}",
+                f"{cell['loops']}",
+            ]
+        )
+    header = [
+        "text",
+        "rows",
+        "context",
+        "T",
+        "off, tokens/s",
+        "auto ÷ off, median (range)",
+        "texts equal",
+        "looped",
+    ]
+    return "Decoding, batches, through the engine", header, rows
 
 
 def stamps(results: dict[str, Any]) -> str:

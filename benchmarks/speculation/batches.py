@@ -1,0 +1,115 @@
+"""Batches with drafts and without, through the serving engine: tokens a second of a queue of requests.
+
+Each engine holds the prompts in its prefix cache before the clock starts. Lengths differ, as they do in
+service, so that sequences end one after the other and new ones take their rows.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entropic_jax import LLM, SamplingParams
+from entropic_jax.parameter_tables.speculation_names import AUTO, OFF
+
+from .workload import loops, prompts
+
+QUEUE = 1.5  # requests for each row
+LENGTHS = 64, 193  # tokens of a text, drawn uniformly from this range
+SHORTEST_FRACTION = 4  # of the texts in `--quick`
+WARMING_ROUNDS = 2  # which fill the prefix caches and compile what is compiled when it is needed
+SPARE = 64  # positions of the context beyond prompt and text
+
+
+def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
+    """The rates of every cell: text, rows, context and temperature.
+
+    Args:
+        options: of the command.
+        advance: called after each cell.
+    """
+    shortest = min(options.batch_contexts)
+    cells = [("held-out", rows, c, 1.0) for rows in options.rows for c in options.batch_contexts]
+    cells += [("random", max(options.rows), shortest, 1.5)]
+    results = []
+    for cell in cells:
+        results.append(_cell(options, *cell))
+        advance()
+    return results
+
+
+def _cell(
+    options: argparse.Namespace, text: str, rows: int, context: int, temperature: float
+) -> dict[str, Any]:
+    """Tokens a second of each engine in rounds that take turns.
+
+    Args:
+        options: of the command.
+        text: one of `workload.TEXTS`.
+        rows: of the engine.
+        context: tokens of a prompt.
+        temperature: of the sampling.
+    """
+    number = int(rows * QUEUE)
+    tokens = prompts(text, Path(options.model) / "tokenizer.json", context, number)
+    lengths = np.random.default_rng(rows).integers(*LENGTHS, number)
+    if options.quick:
+        lengths = lengths // SHORTEST_FRACTION
+    longest = context + int(lengths.max()) + SPARE
+    arms = {}
+    for name in (OFF, AUTO):
+        arms[name] = LLM(
+            options.model,
+            speculate=name,
+            dtype="float32",
+            max_num_seqs=rows,
+            max_model_len=longest,
+            num_pages=(number + rows) * (longest // SPARE + 1),
+            warmup="min",
+        )
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    equal = counted = looping = 0
+    try:
+        for round_number in range(-WARMING_ROUNDS, options.rounds):
+            texts = {}
+            for name in list(arms) if round_number % 2 else list(arms)[::-1]:
+                texts[name], seconds = _run(arms[name], tokens, lengths, temperature, round_number)
+                rates[name].append(sum(map(len, texts[name])) / seconds)
+            equal += sum(map(np.array_equal, texts[OFF], texts[AUTO]))
+            counted += number
+            looping += sum(map(loops, texts[OFF]))
+    finally:
+        for llm in arms.values():
+            llm.shutdown()
+    rates = {name: values[WARMING_ROUNDS:] for name, values in rates.items()}
+    cell = {"text": text, "rows": rows, "context": context, "temperature": temperature}
+    counts = {"equal": equal, "texts": counted, "loops": looping}
+    return cell | {"requests": number, "rates": rates} | counts
+
+
+def _run(
+    llm: LLM, tokens: list[list[int]], lengths: np.ndarray, temperature: float, round_number: int
+) -> tuple[list[list[int]], float]:
+    """The texts of all requests, and the seconds until the last has ended.
+
+    Args:
+        llm: the engine.
+        tokens: of the prompts.
+        lengths: of the texts.
+        temperature: of the sampling.
+        round_number: from which the seeds are made.
+    """
+    requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in tokens]
+    params = [
+        SamplingParams(
+            temperature=temperature, max_tokens=int(n), seed=1000 * (round_number + WARMING_ROUNDS) + i
+        )
+        for i, n in enumerate(lengths)
+    ]
+    began = time.perf_counter()
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    return [output.outputs[0].token_ids for output in outputs], seconds
