@@ -192,7 +192,7 @@ class Trace(NamedTuple):
     dropped_mass_limit: jax.Array  # as it was for this token
     dropped_mass: jax.Array
     kept_fraction: jax.Array  # fraction of the cached keys and values that was read
-    certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂
+    certificate: jax.Array  # no head's output is further than this from dense attention, in ‖·‖₂; loose
     entropic_time: jax.Array  # τ up to and including the token
     cost: jax.Array  # of this token, in roofline seconds
     num_drafted: jax.Array  # int32, at the first token of a verification pass: tokens drafted for it

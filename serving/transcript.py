@@ -20,7 +20,6 @@ TRACE_FIELDS = (
     "dropped_mass_limit",
     "kept_fraction",
     "dropped_mass",
-    "certificate",
     "entropic_time",
     "cost",
     "num_drafted",

@@ -42,7 +42,6 @@ NOTES = (
         "Bits explained: by how much the model's code of the text is shorter than an adaptive order-0 code "
         "that has read the same prompt. Kept: fraction of keys and values read."
     ),
-    "The certificate bounds the change of any head's output; median over tokens.",
     "A question counts as answered when every token of the answer has more than half of the probability.",
     NOTE,
     "`meso-lossy, every n`: page lists are kept for n steps; the presets select pages at every step.",

@@ -35,11 +35,9 @@ def quality(rows: Rows) -> Grid:
                     f"{mean(of_preset, 'kept'):.3f}",
                     f"{mean(of_preset, 'bytes_read') / 1e6:.1f}",
                     f"{mean(of_preset, 'flops') / 1e6:.1f}",
-                    f"{mean(of_preset, 'certificate'):.2g}",
                 ]
             )
     head = ["context", "preset", "bits/byte", "change, % (95 %)", "kept", "MB/token", "MFLOP/token"]
-    head += ["certificate"]
     return "Quality under teacher forcing, held-out text", head, lines
 
 

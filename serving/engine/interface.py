@@ -89,9 +89,9 @@ class Delta(NamedTuple):
     error: str | None = None
     usage: Usage | None = None  # with the last
     cached_tokens: int = 0  # tokens of the prompt found in the prefix cache
-    # With the last: entropic_time, mean_entropy, kept_fraction, certificate, cost (roofline seconds), and the
-    # wall seconds queue_time and, where there was one, prefill_time; and passes of the model that the tokens
-    # took, with the drafted tokens verified and accepted in them (passes, num_drafted, num_accepted).
+    # With the last: entropic_time, mean_entropy, kept_fraction, cost (roofline seconds), and the wall seconds
+    # queue_time and, where there was one, prefill_time; and passes of the model that the tokens took, with
+    # the drafted tokens verified and accepted in them (passes, num_drafted, num_accepted).
     summary: Mapping[str, float] = {}
     timed_out: bool = False  # with "error": the request's timeout has passed
     param: str | None = None  # with "error": the field of the request that is at fault, if it is one

@@ -16,10 +16,10 @@ from .row_controllers import RowGains
 # Cost of prefilling one token relative to decoding one: a decode step reads all weights for one token a row.
 PREFILL_TOKEN_COST = 0.25
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
-ENTROPY, TEMPERATURE, KEPT, CERTIFICATE, TIME, COST, DRAFTED, ACCEPTED = (
+ENTROPY, TEMPERATURE, KEPT, TIME, COST, DRAFTED, ACCEPTED = (
     TRACE_FIELDS.index(name)
     for name in (
-        *("entropy", "temperature", "kept_fraction", "certificate", "entropic_time", "cost"),
+        *("entropy", "temperature", "kept_fraction", "entropic_time", "cost"),
         *("num_drafted", "from_draft"),
     )
 )
@@ -112,7 +112,6 @@ class Sequence:
         # Metrics, in the order of TRACE_FIELDS.
         self.metric_sums = np.zeros(len(TRACE_FIELDS))
         self.last_metrics = np.zeros(len(TRACE_FIELDS), np.float32)
-        self.certificate = 0.0
         self.cost = 0.0  # roofline seconds, with those of branches and tokens taken back
         self.priority = 0.0  # π at the last ranking
 
@@ -212,8 +211,6 @@ class Sequence:
         self.generated += tokens[:count]
         self.metric_sums += metrics[:, :count].sum(1) if sums is None or count < len(tokens) else sums
         self.last_metrics = metrics[:, count - 1]
-        if self.row_gains.pruning:
-            self.certificate = max(self.certificate, float(metrics[CERTIFICATE, :count].max()))
         return final
 
     def _logprobs(self, top_logprobs: Any, step: int) -> tuple[float, tuple[Alternative, ...]]:
@@ -250,7 +247,6 @@ class Sequence:
             "entropic_time": float(self.last_metrics[TIME]),
             "mean_entropy": float(self.metric_sums[ENTROPY] / count),
             "kept_fraction": float(self.metric_sums[KEPT] / count) if self.generated else 1.0,
-            "certificate": self.certificate,
             "cost": self.cost if self.branches else float(self.metric_sums[COST]),
             "queue_time": (self.admitted_time or timestamp) - self.arrival_time,
             "preemptions": float(self.preemptions),

@@ -18,7 +18,6 @@ NATS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0
 TEMPERATURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 COSTS = tuple(10.0**n for n in range(-8, 1))
-ERRORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 # Metrics from the engine's snapshot: key, name, description.
 GAUGES = (
     ("running", "num_requests_running", "Sequences that run."),
@@ -100,9 +99,6 @@ class Metrics:
         self.kept = histogram("entropic_kept_fraction", "Share of the KV pages that a token read.", SHARES)
         self.time = counter("entropic_time_nats", "Entropic time; its rate is nats resolved a second.")
         self.cost = histogram("entropic_token_cost_seconds", "Roofline cost of a token.", COSTS)
-        self.certificate = histogram(
-            "entropic_certificate", "Bound on what leaving pages unread changed, of a request.", ERRORS
-        )
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
@@ -171,11 +167,7 @@ class Watch:
             m.prompt_length.observe(delta.usage.prompt_tokens)
         m.text_length.observe(self.tokens)
         m.time.inc(max(0.0, delta.summary.get("entropic_time", 0.0)))
-        for histogram, name in (
-            (m.queue, "queue_time"),
-            (m.prefill, "prefill_time"),
-            (m.certificate, "certificate"),
-        ):
+        for histogram, name in ((m.queue, "queue_time"), (m.prefill, "prefill_time")):
             if (value := delta.summary.get(name)) is not None:
                 histogram.observe(value)
 

@@ -23,8 +23,8 @@ class CompletionOutput:
     `finish_reason` is "stop", "length", or "error", which `error` explains. `stop_reason` is the stop string
     or the stop token of the request that ended the text. `logprobs`, where they were requested, has one
     mapping per token, from token ids to their log-probabilities: the likeliest tokens and the sampled one.
-    `summary` has `entropic_time` and `mean_entropy` (nats), `kept_fraction`, `certificate`, and `cost`
-    (roofline seconds).
+    `summary` has `entropic_time` and `mean_entropy` (nats), `kept_fraction`, and `cost` (roofline
+    seconds).
     """
 
     index: int

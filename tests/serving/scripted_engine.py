@@ -119,7 +119,7 @@ class ScriptedOutputStream:
     def _last(self, transcript: Transcript, reason: Any, error: str | None = None) -> Delta:
         settled = transcript.finish(reason, error)
         usage = Usage(len(self.engine_request.request.prompt), len(transcript._token_ids))
-        summary = {"entropic_time": 1.5, "mean_entropy": 0.5, "kept_fraction": 1.0, "certificate": 0.0}
+        summary = {"entropic_time": 1.5, "mean_entropy": 0.5, "kept_fraction": 1.0}
         return Delta(
             tuple(settled),
             (),

@@ -48,7 +48,6 @@ def test_a_text(live):
         "entropic_time": 1.5,
         "mean_entropy": 0.5,
         "kept_fraction": 1.0,
-        "certificate": 0.0,
     }
 
 

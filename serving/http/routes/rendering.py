@@ -13,7 +13,7 @@ from ...transcript import Token
 from ..protocol.entropic import TRACED
 from ..protocol.sampling import SamplingBody
 
-SUMMARY = ("entropic_time", "mean_entropy", "kept_fraction", "certificate")
+SUMMARY = ("entropic_time", "mean_entropy", "kept_fraction")
 COUNTS = ("passes", "num_drafted", "num_accepted")  # of the summary, too
 
 
