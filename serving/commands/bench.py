@@ -327,8 +327,8 @@ def _progress(total: int, title: str, quiet: bool):
 
 
 def _tree(options, urls, targets, figures, rows, factor) -> dict[str, Any]:
-    hidden = ("run", "error", "command", "flags", "api_key")
-    shown = {k: v for k, v in vars(options).items() if k not in hidden}
+    hidden, data = ("command", "flags", "api_key"), str | int | float | list | tuple | Path | None
+    shown = {k: v for k, v in vars(options).items() if k not in hidden and isinstance(v, data)}
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
     servers = [
         {"url": url, "model": target.model, "runs": server_runs}
