@@ -75,11 +75,11 @@ def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
 @pytest.mark.slow
 def test_gradients_pass_the_kernel(with_kernel):
     logits = jax.random.normal(jax.random.key(1), (2, 40)) * 3
-    unit = jnp.float32(1.0)
+    unit, active = jnp.float32(1.0), jnp.ones(2, bool)
 
     def total(logits, temperature):
-        belief, tempered = step_entropy.measure(logits, logits, jnp.bool_(False), temperature, unit)
-        again = step_entropy.remeasure(logits, 2 * temperature, temperature, tempered)
+        belief, tempered = step_entropy.measure(logits, logits, jnp.bool_(False), temperature, unit, active)
+        again = step_entropy.remeasure(logits, 2 * temperature, temperature, tempered, active)
         return (belief.entropy + 2 * tempered.varentropy + 3 * again.entropy).sum()
 
     at = jnp.array([0.7, 1.3])
@@ -93,11 +93,11 @@ def test_gradients_pass_the_kernel(with_kernel):
 
 def test_plain_jax_is_what_it_was():
     logits = jax.random.normal(jax.random.key(2), (2, 40))
-    at = jnp.array([0.7, 0.0])
-    belief, tempered = step_entropy.measure(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5))
+    at, active = jnp.array([0.7, 0.0]), jnp.ones(2, bool)
+    belief, tempered = step_entropy.measure(logits, 2 * logits, jnp.bool_(True), at, jnp.float32(1.5), active)
     for ours, theirs in (
         (belief, entropy.entropy_statistics(logits / 1.5)),
         (tempered, entropy.at_temperature(2 * logits, at)),
-        (step_entropy.remeasure(logits, at, 2 * at, tempered), entropy.at_temperature(logits, at)),
+        (step_entropy.remeasure(logits, at, 2 * at, tempered, active), entropy.at_temperature(logits, at)),
     ):
         np.testing.assert_array_equal(ours, theirs)

@@ -20,7 +20,8 @@ rng = np.random.default_rng(0)
 draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
 q, keys, values = draw(1, 1, 1, 16), draw(3, 1, 4, 16), draw(3, 1, 4, 16)
 where = jnp.arange(2, dtype=jnp.int32)[None], None, None, jnp.zeros(1, jnp.int32), jnp.array([7], jnp.int32)
-results = [cpu.decode(q, keys, values, *where).out, *entropy_moments(draw(2, 40), jnp.ones(2))]
+moments = entropy_moments(draw(2, 40), jnp.ones(2), jnp.ones(2, bool))
+results = [cpu.decode(q, keys, values, *where).out, *moments]
 low, high = draw(3, 1, 16), draw(3, 1, 16) + 9
 limit = jnp.array([0.5], jnp.float32)
 of_pages = PageSummary(low, high, high), jnp.ones((3, 1)), where[0], where[4], limit

@@ -79,8 +79,8 @@ MUTANTS = (
         NARROW_READ,
         (
             "bfloat16 is widened by 15 bits",
-            "ir.Constant(words, [16] * LANES)",
-            "ir.Constant(words, [15] * LANES)",
+            "builder.zext(bits, INTEGERS), integers(16)",
+            "builder.zext(bits, INTEGERS), integers(15)",
         ),
     ),
     *sown(
