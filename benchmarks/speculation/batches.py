@@ -22,6 +22,7 @@ LENGTHS = 64, 193  # tokens of a text, drawn uniformly from this range
 SHORTEST_FRACTION = 4  # of the texts in `--quick`
 WARMING_ROUNDS = 2  # which fill the prefix caches and compile what is compiled when it is needed
 SPARE = 64  # positions of the context beyond prompt and text
+PAGE_SIZE = 64  # of the pool, which holds all prompts
 
 
 def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
@@ -67,7 +68,8 @@ def _cell(
             dtype="float32",
             max_num_seqs=rows,
             max_model_len=longest,
-            num_pages=(number + rows) * (longest // SPARE + 1),
+            block_size=PAGE_SIZE,
+            num_pages=(number + rows) * (longest // PAGE_SIZE + 1),
             warmup="min",
         )
         while not arms[name]._engine.ready():  # otherwise it compiles while the others are timed
