@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from entropic_jax.serving.commands import chat_local
 from entropic_jax.serving.commands.chat_backend import Piece, RemoteChat
@@ -129,6 +130,8 @@ def drawn(pieces, **options):
         name, preset = "fixed", None
         reply = staticmethod(lambda messages: iter(pieces))
 
+    # Rich keeps the escape codes of a combined style, whichever terminal they were written for.
+    Style._add.cache_clear()
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=90, **{"color_system": "truecolor", **options})
     Session(Fixed(), console=console)._answer("x")
@@ -140,7 +143,8 @@ def test_tokens_have_the_colour_of_their_entropy(monkeypatch):
     text = drawn(pieces)
     assert "\x1b[38;2;224;0;148m wild␛[2J".replace("␛", "\u241b") in text and "calm" in text
     assert "mean entropy 4.55 nats · ended by the limit of tokens" in text
-    assert "\x1b[38;5;" in drawn([Piece("x", 3.0)], color_system="256")
+    for entropy in (0.1, 3.0, 9.0):
+        assert "\x1b[38;5;" in drawn([Piece("x", entropy)], color_system="256")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[38" not in drawn(pieces)
 
