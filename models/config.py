@@ -15,7 +15,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_NUMBER = 1e30
 MOST_EXPERTS, MOST_LAYERS = 16384, 16384
-LARGEST_JSON = 256_000_000  # bytes
+LARGEST_JSON = 64_000_000  # bytes
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
 SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_tanh": "gelu_pytorch_tanh"}
 

@@ -29,6 +29,7 @@ COMMON = (  # keys that every family reads
     *"rms_norm_eps tie_word_embeddings hidden_act".split(),
 )
 LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers")
+SWITCHES = ("use_sliding_window",)  # of config.json alone
 ZERO_MEANS_UNSET = ("num_key_value_heads", "head_dim")  # in a Config, but not in config.json
 ROPE_KINDS = {"su": "longrope"}  # older names
 MOST_PAIRS = 4096  # of a head, with a factor each
@@ -43,6 +44,9 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     for name in REQUIRED:
         if raw.get(name) is None:
             raise ModelError(f"{name} must be a positive integer; it is missing")
+    for name in SWITCHES:
+        if not isinstance(raw.get(name), bool | None):
+            raise ModelError(f"{name} must be true or false; got {abbreviate(raw[name])}")
     for name, value in family.required.items():
         if raw.get(name, value) not in (value, None):
             raise ModelError(f"{name} must be {value!r}; got {abbreviate(raw[name])}")
@@ -69,6 +73,12 @@ def with_our_names(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The keys of config.json over the family's defaults, under the names of `Config`."""
     theirs = {ours: raw[name] for ours, name in family.aliases.items() if raw.get(name) is not None}
     return {**family.defaults, **raw, **theirs}
+
+
+def as_object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ModelError(f"{name} must be null or an object; got {abbreviate(value)}")
+    return value or {}
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
@@ -129,9 +139,8 @@ def positive(name: str, merged: Mapping[str, Any]) -> int:
 
 def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of a Config that say how queries and keys are rotated."""
-    stated = merged.get("rope_scaling") or merged.get("rope_parameters") or {}
-    if not isinstance(stated, Mapping):
-        raise ModelError(f"rope_scaling must be null or an object; got {abbreviate(stated)}")
+    objects = [as_object(name, merged.get(name)) for name in ("rope_scaling", "rope_parameters")]
+    stated = objects[0] or objects[1]
     nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
     local: Mapping[str, Any] = {}
     if nested is not None:
@@ -139,9 +148,7 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise ModelError(
                 f"rope_scaling must be null or one object for all layers; got {abbreviate(stated)}"
             )
-        stated, local = nested.get(FULL) or {}, nested.get(SLIDING) or {}
-        if not isinstance(stated, Mapping) or not isinstance(local, Mapping):
-            raise ModelError(f"rope_parameters must hold objects; got {abbreviate(nested)}")
+        stated, local = (as_object(f"rope_parameters.{kind}", nested.get(kind)) for kind in (FULL, SLIDING))
         if local.get("rope_type", "default") != "default":
             raise ModelError(
                 f"rope_parameters.{SLIDING}.rope_type must be 'default'; got {abbreviate(local['rope_type'])}"

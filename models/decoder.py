@@ -23,6 +23,7 @@ from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer
 from .quantisation import quantise_module
+from .rope import rope_problem
 
 Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
@@ -30,8 +31,8 @@ Params = dict[str, Any]
 
 def family(raw: Mapping[str, Any]) -> Family:
     """The model family named by a parsed config.json. Raises ModelError for an unknown one."""
-    stated = raw.get("architectures") or []
-    names = stated if isinstance(stated, list) else [stated]
+    stated = raw.get("architectures")
+    names = stated if isinstance(stated, list) else [] if stated is None else [stated]
     types = {f.model_type: f for f in FAMILIES.values()}
     model_type = raw.get("model_type")
     if not names and isinstance(model_type, str) and model_type in types:
@@ -51,7 +52,11 @@ def blocks(config: Config) -> tuple[BlockSpec, ...]:
     if config.architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"architecture must be one of {known}; got {config.architecture!r}")
-    return tuple(FAMILIES[config.architecture].block(config, i) for i in range(config.num_hidden_layers))
+    result = tuple(FAMILIES[config.architecture].block(config, i) for i in range(config.num_hidden_layers))
+    for rope in dict.fromkeys(block.attention.rope for block in result):
+        if problem := rope and rope_problem(rope):
+            raise ModelError(problem)
+    return result
 
 
 def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:

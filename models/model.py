@@ -20,7 +20,7 @@ from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .quantisation import check_quantization, quantise
 from .tensor_names import entries
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, is_there
 
 ACCEPTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -131,18 +131,19 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
 
 
 def read_generation(path: Path, config: Config) -> dict[str, Any]:
-    """The object in generation_config.json, {} if there is none. Raises ModelError for wrong stop tokens."""
-    if not path.exists():
+    """The object in generation_config.json, {} if there is none. Raises ModelError for wrong tokens."""
+    if not is_there(path):
         return {}
     generation = read_json(path)
-    stated = generation.get("eos_token_id")
-    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    wrong = [token for token in ids if not is_integer(token) or not 0 <= token < config.vocab_size]
-    if wrong:
-        raise ModelError(
-            f"{path}: eos_token_id must be token ids below vocab_size, {config.vocab_size}; "
-            f"got {abbreviate(wrong[0])}"
-        )
+    for name in ("bos_token_id", "eos_token_id"):
+        stated = generation.get(name)
+        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        wrong = [token for token in ids if not is_integer(token) or not 0 <= token < config.vocab_size]
+        if wrong:
+            raise ModelError(
+                f"{path}: {name} must be token ids below vocab_size, {config.vocab_size}; "
+                f"got {abbreviate(wrong[0])}"
+            )
     return generation
 
 

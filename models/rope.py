@@ -83,6 +83,26 @@ class RopeSpec(NamedTuple):
     interleaved: bool = False  # whether pairs are neighbours
 
 
+def rope_problem(rope: RopeSpec) -> str | None:
+    """What keeps the angles of a rotation from being numbers, as an error message; None if nothing does."""
+    scaling = rope.scaling
+    if scaling is None:
+        return None
+    kind, original, pairs = scaling.rope_type, scaling.original_max_position_embeddings, rope.dim // 2
+    if kind == "longrope":
+        for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            if len(factors) != pairs:
+                return f"rope_scaling.{name} must have {pairs} numbers, one a pair; got {len(factors)}"
+    if kind in ("yarn", "longrope") and original <= 1:
+        name = "original_max_position_embeddings"
+        return f"rope_scaling.{name} must be above 1 with {kind!r}; got {original}"
+    if kind == "yarn" and rope.theta <= 1:
+        return f"rope_theta must be above 1 with 'yarn'; got {rope.theta}"
+    if kind == "dynamic" and pairs < 2:
+        return f"head_dim must have more than one rotated pair with 'dynamic'; got {pairs}"
+    return None
+
+
 class Rotation(NamedTuple):
     """Cosines and sines of the rotation angles."""
 

@@ -3,6 +3,8 @@
 import datetime
 import functools
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import jinja2
 import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from .config import ModelError, abbreviate, read_json, require_file
@@ -18,6 +21,10 @@ from .config import ModelError, abbreviate, read_json, require_file
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
+MARK = "\ufdd0"  # no character: stands between the characters of a special token that is plain text
+
+
+SURROUNDING = ("add_bos_token", "add_eos_token")
 
 
 class Tokenizer:
@@ -25,9 +32,12 @@ class Tokenizer:
 
     Args:
         backend: what tokenizer.json describes.
-        settings: tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where stated, overrule what
-            tokenizer.json adds around a text, as in transformers.
+        settings: tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where they are true or
+            false, overrule what the backend adds around a text. With `split_special_tokens`, a text holds no
+            special tokens.
         chat_template: in Jinja; None where the model has none.
+        parse_special: whether special tokens in the text of a user are what they mean to the model; if not,
+            they are plain text.
     """
 
     def __init__(
@@ -35,15 +45,18 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         settings: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        parse_special: bool = True,
     ) -> None:
+        self.parse_special = parse_special
         self.backend, self.settings, self.chat_template = backend, dict(settings or {}), chat_template
         backend.no_padding()
         backend.no_truncation()
+        backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
         self._surround_texts()
 
     def _surround_texts(self) -> None:
         """Makes what is added around a text follow the settings; what they leave open stays."""
-        stated = [self.settings.get(name) for name in ("add_bos_token", "add_eos_token")]
+        stated = [self.settings.get(name) for name in SURROUNDING]
         if stated == [None, None]:
             return
         bare, full = (self.backend.encode("a", add_special_tokens=flag).tokens for flag in (False, True))
@@ -60,24 +73,30 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """Read tokenizer.json and the files next to it; None where there is none. Raises ModelError."""
+        """Read tokenizer.json and the files next to it; None where there is none. Raises ModelError.
+
+        What stands around a text is what tokenizer.json adds, as in transformers 5, whatever
+        `add_bos_token` and `add_eos_token` say.
+        """
         file = directory / "tokenizer.json"
-        if not file.exists():
+        if not is_there(file):
             return None
         require_file(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
+            backend.encode(f"a {MARK}")  # some find out that they lack a token for what is unknown
         except Exception as error:  # the bindings raise nothing narrower
             raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
         settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        settings = read_json(settings_file) if settings_file.exists() else {}
+        settings = read_json(settings_file) if is_there(settings_file) else {}
         try:
             check_settings(settings)
+            settings = {name: value for name, value in settings.items() if name not in SURROUNDING}
             template = settings.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {t["name"]: t["template"] for t in template}.get("default")
-            if template_file.exists():
-                template = require_file(template_file).read_text("utf-8")
+            if is_there(template_file):
+                template = require_file(template_file).read_text("utf-8-sig")
             return cls(backend, settings, template)
         except UnicodeDecodeError as error:
             raise ModelError(f"{template_file} must be UTF-8: {error}") from None
@@ -117,9 +136,57 @@ class Tokenizer:
             raise ModelError(f"token must be one of the {self.vocabulary} in tokenizer.json; got {token!r}")
         return number
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token numbers of a text, with what the model expects around it (BOS) if `special`."""
-        return self.backend.encode(text, add_special_tokens=special).ids
+    def encode(self, text: str, special: bool = True, rendered: bool = False) -> list[int]:
+        """Token numbers of a text.
+
+        Args:
+            text: of a user, or from `chat`.
+            special: whether what the model expects around a text (BOS) is added.
+            rendered: whether the text is from `chat`, whose special tokens outside of the messages are parsed
+                in any case.
+        """
+        backend = self.backend
+        if not self.parse_special and (MARK in text or not rendered):
+            backend = self._backend_of_chats if rendered else self._backend_of_plain_text
+        return backend.encode(text, add_special_tokens=special).ids
+
+    @functools.cached_property
+    def _backend_of_plain_text(self) -> tokenizers.Tokenizer:
+        """A copy of the backend to which no text holds special tokens."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    @functools.cached_property
+    def _backend_of_chats(self) -> tokenizers.Tokenizer:
+        """A copy of the backend that drops marks after it has looked for special tokens."""
+        described = json.loads(self.backend.to_str())
+        for token in described["added_tokens"]:
+            token["normalized"] &= not token["special"]
+        backend = tokenizers.Tokenizer.from_str(json.dumps(described))
+        drop = normalizers.Replace(MARK, "")
+        original = backend.normalizer
+        backend.normalizer = drop if original is None else normalizers.Sequence([drop, original])
+        return backend
+
+    @functools.cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def escape(self, value: Any) -> Any:
+        """A message, or a part of one, in which special tokens are marked as plain text.
+
+        With `parse_special` it is the message itself.
+        """
+        if self.parse_special:
+            return value
+        if isinstance(value, str):
+            return self._special_tokens.sub(lambda match: MARK.join(match[0]), value.replace(MARK, ""))
+        if isinstance(value, Mapping):
+            return {key: self.escape(inner) for key, inner in value.items()}
+        return [self.escape(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         return self.backend.decode(list(tokens), skip_special_tokens=skip_special)
@@ -136,7 +203,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation after the model's template; encode it with `special=False`.
+        """The text of a conversation after the model's template.
+
+        Encode it with `special=False` and `rendered=True`.
 
         The template comes with the model and is not trusted: it runs in Jinja's immutable sandbox.
 
@@ -152,11 +221,24 @@ class Tokenizer:
         if self.chat_template is None:
             raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")
         named = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
-        stated = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        stated = {
+            "messages": [dict(self.escape(m)) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             return compiled(self.chat_template).render({**named, **stated, "tools": tools, **variables})
         except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(f"the chat template rejects the messages: {error}") from None
+
+
+def is_there(path: Path) -> bool:
+    """Whether the directory lists a file, which may be a link to nothing."""
+    return os.path.lexists(path)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no surrogates, which UTF-8 cannot encode."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -164,11 +246,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name in ("bos_token", "eos_token"):
         value = settings.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
-        if value is not None and not isinstance(text, str):
+        if value is not None and not (isinstance(text, str) and is_unicode(text)):
             raise ModelError(
                 f"{name} must be null, a string, or an object with content; got {abbreviate(value)}"
             )
-    for name in ("add_bos_token", "add_eos_token"):
+    for name in (*SURROUNDING, "split_special_tokens"):
         if not isinstance(settings.get(name), bool | None):
             raise ModelError(f"{name} must be null, true or false; got {abbreviate(settings[name])}")
     template = settings.get("chat_template")

@@ -46,7 +46,7 @@ class SafetensorsFiles:
             valid = isinstance(promised, dict) and all(isinstance(f, str) for f in promised.values())
             if not promised or not valid:
                 raise ModelError(f"{directory / INDEX}: weight_map must be an object of tensor to file names")
-            outside = [f for f in promised.values() if Path(f).name != f or "\0" in f]
+            outside = [f for f in promised.values() if Path(f).name != f or not f.isprintable()]
             if outside:
                 raise ModelError(
                     f"{directory / INDEX}: weight_map must name files in its directory; got {outside[0]!r}"

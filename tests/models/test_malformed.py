@@ -1,10 +1,15 @@
 """Malformed model directories: one-line errors that name file and field, no traceback, no hang."""
 
+import contextlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,66 +17,126 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from entropic_jax import models
-from entropic_jax.models import Config, ModelError
+from entropic_jax.models import Config, ModelError, RopeScaling
+from tests.models.damage import damage
 
 SIZES = (61, 16, 24, 2, 4, 2)
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=16)
+LONGROPE = YARN._replace(rope_type="longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 CONFIGS = {
     "llama": Config("LlamaForCausalLM", *SIZES, eos_token_id=(2,)),
     "gemma3": Config("Gemma3ForCausalLM", *SIZES, sliding_window=8, tie_word_embeddings=True),
-    "gpt_oss": Config("GptOssForCausalLM", *SIZES, num_local_experts=3, num_experts_per_tok=2),
+    "gpt_oss": Config("GptOssForCausalLM", *SIZES, **EXPERTS, rope_scaling=YARN),
+    "phi3": Config("Phi3ForCausalLM", *SIZES, 8, rope_scaling=LONGROPE),
+    "deepseek": Config(
+        *("DeepseekV3ForCausalLM", *SIZES[:5], SIZES[4]),
+        **LATENT,
+        moe_intermediate_size=20,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+    ),
 }
-VALUES = [
-    *(0, -1, 1, 3, 10**9, 10**400, 0.5, -1e-3, 1e300, float("nan"), float("inf"), True, None),
-    *("", "16", "swish", [], [1], ["full_attention"], [[[1]]], {}, {"a": {"b": 1}}, [None], "é" * 300),
-]
 SECONDS = 5  # a load at most
-ROUNDS = 72
+SEEDS, MORE_SEEDS = 120, 400
 
 
 def directory_of(name: str, path: Path) -> Path:
+    """A valid directory, its tensors in one file."""
     models.save(models.initialise(CONFIGS[name], seed=0), path)
     backend = Backend(WordLevel({"a": 0, "b": 1, "<s>": 2}, "a"))
+    backend.add_special_tokens(["<s>"])
     backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True}))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "b"}, "add_bos_token": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     return path
 
 
-def require_one_line(path: Path) -> str | None:
-    """Loads a directory, within the time, or returns the error's message, which is one line."""
-    begin = time.monotonic()
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> dict[str, Path]:
+    """A valid directory of each configuration, its tensors in two files."""
+    paths = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
+    for name, path in paths.items():
+        directory_of(name, path)
+        tensors = load_file(path / "model.safetensors")
+        files = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
+        for file in set(files.values()):
+            save_file({name: tensors[name] for name in tensors if files[name] == file}, path / file)
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        (path / "model.safetensors").unlink()
+    return paths
+
+
+def require_one_line(path: Path, expected: Any = None) -> str | None:
+    """Loads a directory, within the time, or returns the error's message, which is one line.
+
+    What is loaded is the `expected` weights, can be traced, and has a tokenizer that works.
+    """
+    begin, model, message = time.monotonic(), None, None
     try:
-        models.load(path, progress=False)
-        message = None
+        model = models.load(path, progress=False)
     except ModelError as error:
         message = str(error)
         assert "\n" not in message and len(message) < 2000 and str(path) in message
     assert time.monotonic() - begin < SECONDS
+    if model is not None and expected is not None:
+        require_usable(model)
+        jax.tree.map(np.testing.assert_array_equal, model.params, expected)
     return message
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_random_values_of_every_field(name, tmp_path):
-    """Each round gives random values to random fields of the JSON files: an error of one line, or a model."""
-    rng, refused = np.random.default_rng(list(CONFIGS).index(name)), 0
-    directory_of(name, tmp_path)
-    files = [tmp_path / f for f in ("config.json", "generation_config.json", "tokenizer_config.json")]
-    texts = [file.read_text() for file in files]
-    for _ in range(ROUNDS // len(CONFIGS)):
-        file, text = [(f, t) for f, t in zip(files, texts, strict=True)][
-            int(rng.choice(3, p=[0.8, 0.1, 0.1]))
-        ]
-        fields = json.loads(text)
-        for key in rng.choice(sorted(fields), min(len(fields), int(rng.integers(1, 3))), replace=False):
-            fields[str(key)] = VALUES[int(rng.integers(len(VALUES)))]
-        file.write_text(json.dumps(fields))
-        refused += require_one_line(tmp_path) is not None
-        file.write_text(text)
-    assert require_one_line(tmp_path) is None
-    assert refused > ROUNDS // len(CONFIGS) // 4
+def require_usable(model: models.Model) -> None:
+    """Traces the model and uses its tokenizer. Raises what they raise."""
+    attend = lambda query, key, value, cache, **_: (query, cache)
+    caches, tokens = (None,) * model.config.num_hidden_layers, jax.ShapeDtypeStruct((1, 6), jnp.int32)
+    hidden = lambda params, tokens: model.decoder.hidden(params, tokens, tokens, caches, attend)[0]
+    jax.eval_shape(lambda *x: model.decoder.logits(x[0], hidden(*x)), model.params, tokens)
+    assert all(0 <= token < model.config.vocab_size for token in model.stop_tokens)
+    if (tokenizer := model.tokenizer) is not None:
+        tokenizer.decode(tokenizer.encode("a b <s>"))
+        f"{tokenizer.bos_token}{tokenizer.eos_token}".encode()
+        with contextlib.suppress(ModelError):  # a template may be anything
+            tokenizer.chat([{"role": "user", "content": "a"}])
+
+
+def damaged_directories(seeds: range, sharded: dict[str, Path], path: Path) -> int:
+    """Damages a directory for each seed, and loads it; how many are refused."""
+    refused, expected = 0, {n: models.load(p, progress=False).params for n, p in sharded.items()}
+    for seed in seeds:
+        name, target = list(CONFIGS)[seed % len(CONFIGS)], path / str(seed)
+        shutil.copytree(sharded[name], target)
+        what = damage(target, seed)
+        try:
+            refused += require_one_line(target, expected[name]) is not None
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {name}, {what}") from error
+    return refused
+
+
+def test_random_damage(sharded, tmp_path):
+    """Fields, structure, bytes and kinds of files: an error of one line, or the model as it was."""
+    assert damaged_directories(range(SEEDS), sharded, tmp_path) > SEEDS // 2
+
+
+@pytest.mark.exhaustive
+def test_more_random_damage(sharded, tmp_path):
+    assert damaged_directories(range(SEEDS, SEEDS + MORE_SEEDS), sharded, tmp_path) > MORE_SEEDS // 2
 
 
 def set_field(file, **fields):
     return lambda d: (d / file).write_text(json.dumps({**json.loads((d / file).read_text()), **fields}))
+
+
+def edit_vocabulary(directory, *missing):
+    file = directory / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["vocab"] = {t: i for t, i in described["model"]["vocab"].items() if t not in missing}
+    file.write_text(json.dumps(described))
 
 
 def pipe(file):
@@ -104,6 +169,30 @@ CASES = {
         set_field("config.json", partial_rotary_factor=0),
         r"partial_rotary_factor must be 1; got 0",
     ),
+    "rope_scaling": (
+        set_field("config.json", rope_scaling=0),
+        r"rope_scaling must be null or an object; got 0",
+    ),
+    "yarn": (
+        set_field("config.json", rope_scaling=YARN._replace(original_max_position_embeddings=1).to_json()),
+        r"original_max_position_embeddings must be above 1 with 'yarn'; got 1",
+    ),
+    "longrope": (
+        set_field("config.json", rope_scaling=LONGROPE.to_json() | {"short_factor": [1.0]}),
+        r"rope_scaling\.short_factor must have 2 numbers, one a pair; got 1",
+    ),
+    "link to nothing": (
+        lambda d: ((d / "tokenizer.json").unlink(), (d / "tokenizer.json").symlink_to("nowhere")),
+        r"tokenizer\.json must be a regular file",
+    ),
+    "split_special_tokens": (
+        set_field("tokenizer_config.json", split_special_tokens="yes"),
+        r"tokenizer_config\.json: split_special_tokens must be null, true or false; got 'yes'",
+    ),
+    "surrogate": (
+        set_field("tokenizer_config.json", bos_token="\ud800"),
+        r"bos_token must be null, a string",
+    ),
     "stop token": (set_field("config.json", eos_token_id=61), r"eos_token_id must be below vocab_size, 61"),
     "architectures": (set_field("config.json", architectures=[["a"]]), r"architectures must be one of"),
     "recurrent": (
@@ -118,7 +207,12 @@ CASES = {
     "weights are a pipe": (pipe("model.safetensors"), r"model\.safetensors must be a regular file"),
     "tokenizer is a pipe": (pipe("tokenizer.json"), r"tokenizer\.json must be a regular file"),
     "template is a pipe": (pipe("chat_template.jinja"), r"chat_template\.jinja must be a regular file"),
+    "two lines": (index("x\ny"), r"weight_map must name files in its directory; got 'x.ny'"),
     "outside": (index("../x.safetensors"), r"weight_map must name files in its directory; got '\.\./x"),
+    "no unknown token": (
+        lambda d: edit_vocabulary(d, "a"),
+        r"tokenizer\.json is not readable by tokenizers: WordLevel error: Missing",
+    ),
     "bos_token": (set_field("tokenizer_config.json", bos_token=5), r"bos_token must be null, a string"),
     "chat_template": (set_field("tokenizer_config.json", chat_template=[1]), r"chat_template must be null"),
     "generation": (

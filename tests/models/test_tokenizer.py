@@ -169,6 +169,50 @@ def test_chat_is_what_transformers_renders(chatty, tmp_path):
     assert chatty.encode("the cat") == theirs("the cat")["input_ids"]
 
 
+SETTINGS = [
+    *({}, {"add_eos_token": False}, {"add_eos_token": True}, {"add_bos_token": None}),
+    *({"add_eos_token": None}, {"add_bos_token": True, "add_eos_token": None}, {"add_bos_token": False}),
+    {"split_special_tokens": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_encoded_as_in_transformers(kind, settings, tmp_path):
+    """A tokenizer_config.json that states one of BOS and EOS, or null, does not take BOS away."""
+    transformers = pytest.importorskip("transformers")
+    backend = byte_fallback() if kind == "LlamaTokenizerFast" else byte_level()
+    number = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    stated = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)("a b</s>")["input_ids"]
+    actual = Tokenizer.from_directory(tmp_path).encode("a b</s>")
+    assert actual == expected and actual[0] == number
+    assert (backend.token_to_id("</s>") in actual) == ("split_special_tokens" not in settings)
+
+
+def test_special_tokens_in_the_text_of_a_user():
+    """Without `parse_special` only those of the template are what they mean to the model."""
+    template = "<s>{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    parsing = Tokenizer(byte_level(), {}, template)
+    plain = Tokenizer(byte_level(), {}, template, parse_special=False)
+    messages = [{"role": "user", "content": "a</s>b <s>"}, {"role": "tool", "content": [{"text": "</s>"}]}]
+    ids = {t: parsing.token_id(t) for t in ("<s>", "</s>")}
+    bare = lambda text: plain.encode(text, special=False)
+    assert parsing.encode("a</s>b") == [ids["<s>"], *bare("a"), ids["</s>"], *bare("b")]
+    assert plain.encode("a</s>b") == [ids["<s>"], *bare("a</s>b")] and ids["</s>"] not in bare("a</s>b")
+    assert plain.decode(bare("a</s>b")) == "a</s>b"
+
+    rendered = plain.encode(plain.chat(messages[:1]), special=False, rendered=True)
+    assert rendered == [ids["<s>"], *bare("a</s>b <s>"), ids["</s>"]]
+    count = lambda t: t.encode(t.chat(messages), special=False, rendered=True).count(ids["</s>"])
+    assert (count(plain), count(parsing)) == (2, 4)
+    assert parsing.chat(messages[:1]) == "<s>a</s>b <s></s>"
+
+
 def test_chat_refusals(chatty):
     with pytest.raises(ModelError, match="rejects the messages: no such role"):
         chatty.chat([{"role": "bad", "content": ""}])
