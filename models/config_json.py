@@ -20,6 +20,7 @@ from .config import (
     is_integer,
     is_number,
 )
+from .formats import weight_format
 from .rope import FIELDS, RopeScaling
 
 REQUIRED = tuple(f.name for f in dataclasses.fields(Config)[1:] if f.default is dataclasses.MISSING)
@@ -37,10 +38,7 @@ MOST_PAIRS = 4096  # of a head, with a factor each
 
 def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     """The Config of a family that a parsed config.json describes. Raises ModelError."""
-    if raw.get("quantization_config"):
-        raise ModelError(
-            "quantization_config must be absent: weights are read in float32, float16 or bfloat16 only"
-        )
+    weight_format(raw)
     for name in REQUIRED:
         if raw.get(name) is None:
             raise ModelError(f"{name} must be a positive integer; it is missing")

@@ -18,7 +18,10 @@ from . import sharding, weights
 from .config import Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
+from .formats import log_activations, weight_format
+from .formats.model_files import SINGLE
 from .quantisation import check_quantization, quantise
+from .stored_tensors import StoredTensors
 from .tensor_names import entries
 from .tokenizer import Tokenizer, is_there
 
@@ -97,7 +100,10 @@ def load(
     config = read_config(directory, mesh)
     generation = read_generation(directory / "generation_config.json", config)
     tokenizer = Tokenizer.from_directory(directory)
-    tensors = weights.SafetensorsFiles(directory)
+    stored_format = weight_format(read_json(directory / "config.json"))
+    if stored_format is not None:
+        log_activations(stored_format, directory.name, dtype.name)
+    tensors = StoredTensors(directory, stored_format)
     tensors.check_sizes(config)
     try:
         _, shapes = structure(config)
@@ -175,7 +181,7 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
         (directory / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
     if model.tokenizer is not None:
         model.tokenizer.save(directory)
-    weights.write(directory / weights.SINGLE, model.params, model.config, dtype)
+    weights.write(directory / SINGLE, model.params, model.config, dtype)
 
 
 def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:

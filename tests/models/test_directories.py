@@ -224,7 +224,7 @@ BROKEN = {
     "partial rope": (config(partial_rotary_factor=0.5), r"partial_rotary_factor must be 1; got 0\.5"),
     "quantised": (
         config(quantization_config={"bits": 4}),
-        r"quantization_config must be absent: weights are",
+        r"quantization_config\.quant_method must be one of 'fp8', .*; got None",
     ),
     "too few layers": (config(num_hidden_layers=1), r"holds model\.layers\.1\..* and 6 more, which 1 layers"),
     "too many layers": (config(num_hidden_layers=3), r"lacks model\.layers\.2\..* and 6 more"),

@@ -1,0 +1,62 @@
+"""Formats of weights on disk: the tensors of a quantised matrix, and the dense matrix that they describe.
+
+`quantization_config.quant_method` of config.json chooses the format. Each format is a class in its own file.
+"""
+
+import logging
+from typing import Any
+
+from ..config import ModelError, abbreviate
+from .awq import AWQ
+from .bitsandbytes import Bitsandbytes
+from .compressed_tensors import CompressedTensors
+from .fp8 import FP8
+from .gptq import GPTQ
+from .mxfp4 import MXFP4
+from .settings import Settings
+from .weight_format import WeightFormat
+
+LOG = logging.getLogger("entropic_jax.models")
+FORMATS: dict[str, type[WeightFormat]] = {
+    "fp8": FP8,
+    "fbgemm_fp8": FP8,
+    "compressed-tensors": CompressedTensors,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "mxfp4": MXFP4,
+    "bitsandbytes": Bitsandbytes,
+}
+
+
+def weight_format(raw: Any) -> WeightFormat | None:
+    """The format of the weights that a parsed config.json describes; None for weights as they are.
+
+    Raises ModelError for a format that is not read.
+    """
+    field = next((f for f in ("quantization_config", "compression_config") if raw.get(f)), None)
+    if field is None:
+        return None
+    settings = Settings(raw[field], field)
+    method = settings.fields.get("quant_method")
+    if not isinstance(method, str) or method not in FORMATS:
+        raise ModelError(
+            f"{field}.quant_method must be one of {', '.join(map(repr, FORMATS))}; got {abbreviate(method)}"
+        )
+    return FORMATS[method](settings)
+
+
+def log_activations(weights: WeightFormat, name: str, dtype: str) -> None:
+    """Say that activations which other programs quantise keep their dtype.
+
+    Args:
+        weights: the format of the weights.
+        name: of the model, for the message.
+        dtype: of the activations.
+    """
+    if weights.activation_bits is not None:
+        LOG.warning(
+            "%s: activations stay %s; its configuration asks for %d bits",
+            name,
+            dtype,
+            weights.activation_bits,
+        )

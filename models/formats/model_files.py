@@ -1,0 +1,72 @@
+"""Files of a model directory that hold its weights: which there are, and the tensors in them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import ModelError, read_json
+from .safetensors_files import open_safetensors
+from .stored import StoredTensor
+from .torch_files import open_torch_file
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+VARIANT = re.compile(r"model\.([\w-]+)\.safetensors|model\.safetensors\.index\.([\w-]+)\.json")
+Opener = Callable[[Path], dict[str, StoredTensor]]
+
+
+def open_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory by their stored names. Raises ModelError for missing or broken files."""
+    for single, index, opener in (
+        (SINGLE, INDEX, open_safetensors),
+        (*variant(directory), open_safetensors),
+        (TORCH_SINGLE, TORCH_INDEX, open_torch_file),
+    ):
+        if (directory / single).exists():
+            return opener(directory / single)
+        if (directory / index).exists():
+            return open_shards(directory, index, opener)
+    raise ModelError(
+        f"{directory} must hold {SINGLE}, or several files and {INDEX}; got neither, nor {TORCH_SINGLE}"
+    )
+
+
+def variant(directory: Path) -> tuple[str, str]:
+    """The names that a file and an index of a variant, such as "fp16", would have.
+
+    Raises ModelError where there are several variants.
+    """
+    matches = (VARIANT.fullmatch(path.name) for path in directory.glob("model.*"))
+    names = sorted({match[1] or match[2] for match in matches if match})
+    if len(names) > 1:
+        raise ModelError(f"{directory} must hold one variant of {SINGLE}; got {', '.join(names)}")
+    name = f".{names[0]}" if names else ""
+    return f"model{name}.safetensors", f"model.safetensors.index{name}.json"
+
+
+def open_shards(directory: Path, index: str, opener: Opener) -> dict[str, StoredTensor]:
+    """The tensors of several files.
+
+    Args:
+        directory: of the model.
+        index: name of the file that says which tensor is in which file.
+        opener: of one file.
+    """
+    file_of = read_json(directory / index).get("weight_map", {})
+    valid = isinstance(file_of, dict) and all(isinstance(f, str) for f in file_of.values())
+    if not file_of or not valid:
+        raise ModelError(f"{directory / index}: weight_map must be an object of tensor to file names")
+    outside = [f for f in file_of.values() if Path(f).name != f or not f.isprintable()]
+    if outside:
+        raise ModelError(
+            f"{directory / index}: weight_map must name files in its directory; got {outside[0]!r}"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        if not (directory / file).exists():
+            raise ModelError(f"{directory / file} is missing, and {index} names it")
+        tensors |= opener(directory / file)
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ModelError(f"{index} says that {name} is in {directory / file}, which has no such tensor")
+    return tensors

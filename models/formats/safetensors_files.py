@@ -1,0 +1,50 @@
+"""Safetensors files, memory-mapped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ..config import ModelError, require_file
+from .stored import StoredTensor, numpy_dtype
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. Raises ModelError for a file that is missing or damaged."""
+    require_file(path)
+    try:
+        with safe_open(path, framework="numpy"):  # checks the header and the sizes
+            header, begin = read_header(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise ModelError(
+            f"{path} must be a complete safetensors file; got {size} bytes that cannot be read ({error})"
+        ) from None
+    data = np.memmap(path, np.uint8, "r")
+    return {name: tensor_of(entry, data[begin:], path) for name, entry in header.items()}
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entry of every tensor, and where in the file the data begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
+
+
+def tensor_of(entry: dict[str, Any], data: np.ndarray, path: Path) -> StoredTensor:
+    """The tensor that an entry of the header describes.
+
+    Args:
+        entry: dtype, shape and offsets.
+        data: the bytes behind the header.
+        path: of the file.
+    """
+    begin, end = entry["data_offsets"]
+    array = data[begin:end].view(numpy_dtype(entry["dtype"]))
+    shape = entry["shape"]
+    return StoredTensor(
+        array.reshape(shape if array.size == np.prod(shape, dtype=int) else -1), entry["dtype"], path
+    )

@@ -1,0 +1,59 @@
+"""Tensors as they are stored in a file: memory-mapped, with a name, a shape and a dtype."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+# Dtypes by the codes of safetensors. 8-bit floats are read as bytes and looked up in tables.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+INTEGERS = {"BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16"} | {
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+}
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+FLOAT8_VALUES = {
+    code: np.arange(256, dtype=np.uint8).view(jnp.dtype(name)).astype(np.float32)
+    for code, name in FLOAT8.items()
+}
+
+
+class StoredTensor:
+    """A tensor in a file; an index reads a part of it.
+
+    Args:
+        array: memory-mapped.
+        dtype: its code, such as "BF16".
+        file: that holds it.
+    """
+
+    def __init__(self, array: np.ndarray, dtype: str, file: Path) -> None:
+        self.array, self.dtype, self.file = array, dtype, file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.array[index]
+
+
+Tensors = Mapping[str, StoredTensor]
+
+
+def numpy_dtype(code: str) -> np.dtype:
+    """In which a tensor of this code is read."""
+    name = DTYPES.get(code) or INTEGERS.get(code)
+    return np.dtype(np.uint8) if name is None else jnp.dtype(name)
+
+
+def as_float32(tensor: StoredTensor, index: Any = ...) -> np.ndarray:
+    """A part of a tensor of floats of any width, or of exponents E8M0, in float32."""
+    part = tensor[index]
+    if tensor.dtype in FLOAT8_VALUES:
+        return FLOAT8_VALUES[tensor.dtype][part]
+    return part.astype(np.float32)

@@ -1,0 +1,172 @@
+"""Files of `torch.save`, read without torch and without running what they name.
+
+A file is a zip archive of one pickle and the bytes of every storage. The pickle may name the functions and
+storage types in `REBUILD` and `STORAGES` and nothing else: any other name is an error before it is imported.
+"""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..config import ModelError, abbreviate, is_integer, require_file
+from .stored import StoredTensor, numpy_dtype
+
+STORAGES = {
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "DoubleStorage": "F64",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "ShortStorage": "I16",
+    "IntStorage": "I32",
+    "LongStorage": "I64",
+    "BoolStorage": "BOOL",
+}
+LARGEST_PICKLE = 8_000_000  # bytes, without the storages
+LOCAL_HEADER = 30  # bytes before the name of an entry of a zip archive
+
+
+class StorageType(NamedTuple):
+    """A type of storage that a pickle names."""
+
+    dtype: str
+
+
+class Storage(NamedTuple):
+    """A storage that a pickle refers to."""
+
+    dtype: str
+    key: str
+
+
+class TensorView(NamedTuple):
+    """A tensor as a pickle describes it: a part of a storage."""
+
+    storage: Storage
+    offset: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: Any) -> TensorView:
+    """What `torch._utils._rebuild_tensor_v2` is called with.
+
+    Args:
+        storage: that holds the elements.
+        offset: of the first element.
+        lengths: of the axes.
+        strides: of the axes, in elements.
+        *_: not needed to read.
+    """
+    numbers = (offset, *lengths, *strides)
+    valid = isinstance(storage, Storage) and len(lengths) == len(strides)
+    if not valid or not all(is_integer(n) and 0 <= n < 2**62 for n in numbers):
+        raise pickle.UnpicklingError("a tensor must be a part of a storage")
+    return TensorView(storage, offset, tuple(lengths), tuple(strides))
+
+
+def rebuild_parameter(tensor: Any, *_: Any) -> Any:
+    """What `torch._utils._rebuild_parameter` is called with: the tensor itself."""
+    return tensor
+
+
+REBUILD = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
+}
+
+
+class TensorUnpickler(pickle._Unpickler):
+    """Reads dicts of tensors; the implementation in Python, whose memory a file cannot blow up."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in STORAGES:
+            return StorageType(STORAGES[name])
+        if (module, name) not in REBUILD:
+            raise pickle.UnpicklingError(f"it names {abbreviate(f'{module}.{name}')}, which no tensor needs")
+        return REBUILD[module, name]
+
+    def persistent_load(self, pid: Any) -> Storage:
+        valid = isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[1], StorageType)
+        if not valid or pid[0] != "storage" or not isinstance(pid[2], str):
+            raise pickle.UnpicklingError("a storage must be stated by type and key")
+        return Storage(pid[1].dtype, pid[2])
+
+    def load_build(self) -> None:
+        """Drop the attributes of a dict; nothing else may have any."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], OrderedDict):
+            raise pickle.UnpicklingError("only a dict may have attributes")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def open_torch_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. Raises ModelError for a damaged one, or one that holds more than tensors."""
+    require_file(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            tensors = read_pickle(archive, entries)
+        data = np.memmap(path, np.uint8, "r")
+        return {name: tensor_of(view, entries, data, path) for name, view in tensors.items()}
+    except Exception as error:  # a damaged pickle raises errors of many types
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"{path} must be a dict of tensors written by torch.save; it cannot be read ({abbreviate(text)})"
+        ) from None
+
+
+def read_pickle(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -> dict[str, TensorView]:
+    """The tensors that the pickle of an archive describes, by name."""
+    if "data.pkl" not in entries:
+        raise ValueError("the archive has no data.pkl")
+    if entries["data.pkl"].file_size > LARGEST_PICKLE:
+        raise ValueError(f"data.pkl must be at most {LARGEST_PICKLE} bytes")
+    if "byteorder" in entries and archive.read(entries["byteorder"])[:8] != b"little":
+        raise ValueError("its byte order must be little")
+    result = TensorUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
+    if not isinstance(result, dict) or not result:
+        raise ValueError("it holds no dict")
+    for name, value in result.items():
+        if not isinstance(name, str) or not isinstance(value, TensorView):
+            raise ValueError(f"{abbreviate(name)} is no tensor")
+    return result
+
+
+def tensor_of(
+    view: TensorView, entries: dict[str, zipfile.ZipInfo], data: np.ndarray, path: Path
+) -> StoredTensor:
+    """The array of a tensor, memory-mapped.
+
+    Args:
+        view: which part of which storage.
+        entries: of the archive, by name.
+        data: the bytes of the file.
+        path: of the file.
+    """
+    entry = entries[f"data/{view.storage.key}"]
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its storages must not be compressed")
+    header = data[entry.header_offset : entry.header_offset + LOCAL_HEADER]
+    name_length, extra_length = header[26:30].view(np.dtype("<u2"))
+    begin = entry.header_offset + LOCAL_HEADER + int(name_length) + int(extra_length)
+    dtype = numpy_dtype(view.storage.dtype)
+    storage = data[begin : begin + entry.file_size // dtype.itemsize * dtype.itemsize].view(dtype)
+    last = view.offset + sum((n - 1) * stride for n, stride in zip(view.lengths, view.strides, strict=True))
+    if 0 not in view.lengths and last >= len(storage):
+        raise ValueError("a tensor ends behind its storage")
+    strides = tuple(stride * dtype.itemsize for stride in view.strides)
+    start = storage[0 if 0 in view.lengths else view.offset :]
+    array = np.lib.stride_tricks.as_strided(start, view.lengths, strides, writeable=False)
+    return StoredTensor(array, view.storage.dtype, path)
