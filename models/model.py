@@ -19,7 +19,8 @@ from .config import Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import log_activations, weight_format
-from .formats.model_files import SINGLE
+from .formats.gguf_config import gguf_config
+from .formats.model_files import SINGLE, gguf_path
 from .quantisation import check_quantization, quantise
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
@@ -58,7 +59,7 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     Raises ModelError where it cannot be used, or the model cannot be divided over the mesh.
     """
     file = path / "config.json" if path.is_dir() else path
-    raw = read_json(file)
+    raw = read_config_json(path)
     try:
         config = from_json(raw, family(raw))
         if mesh is not None:
@@ -67,6 +68,14 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return config
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The object in a config.json or in that of a directory, which a GGUF file may stand in for."""
+    file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not is_there(file) and (stored := gguf_path(path)) is not None:
+        return gguf_config(stored)
+    return read_json(file)
 
 
 def load(
@@ -100,10 +109,10 @@ def load(
     config = read_config(directory, mesh)
     generation = read_generation(directory / "generation_config.json", config)
     tokenizer = Tokenizer.from_directory(directory)
-    stored_format = weight_format(read_json(directory / "config.json"))
+    stored_format = weight_format(read_config_json(directory))
     if stored_format is not None:
         log_activations(stored_format, directory.name, dtype.name)
-    tensors = StoredTensors(directory, stored_format)
+    tensors = StoredTensors(directory, config, stored_format)
     tensors.check_sizes(config)
     try:
         _, shapes = structure(config)

@@ -5,19 +5,22 @@ the checks need.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from .config import Config, ModelError
+from .formats.foreign_names import ForeignTensor
 from .formats.model_files import open_tensors
-from .formats.stored import DTYPES, StoredTensor
+from .formats.stored import DTYPES
 from .formats.weight_format import DequantizedTensor, WeightFormat
 from .tensor_names import EMBEDDING, HEAD, ParameterSource
 
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files carry what follows from the config
 STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
 PREFIX = "model."
+Tensor = ForeignTensor | DequantizedTensor
 
 
 class StoredTensors:
@@ -25,17 +28,18 @@ class StoredTensors:
 
     Args:
         directory: of the model.
+        config: of the model.
         weight_format: of quantised matrices; None where there are none.
     """
 
-    def __init__(self, directory: Path, weight_format: WeightFormat | None = None) -> None:
+    def __init__(self, directory: Path, config: Config, weight_format: WeightFormat | None = None) -> None:
         self.directory = directory
-        stored = with_prefix(open_tensors(directory))
-        self.tensors: dict[str, StoredTensor | DequantizedTensor] = (
+        stored = with_prefix(open_tensors(directory, config))
+        self.tensors: dict[str, Tensor] = (
             dict(stored) if weight_format is None else weight_format.dense_tensors(stored)
         )
 
-    def __getitem__(self, name: str) -> StoredTensor | DequantizedTensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
     def check_sizes(self, config: Config) -> None:
@@ -89,7 +93,7 @@ class StoredTensors:
         return all(np.array_equal(left[rows], right[rows]) for rows in strips(left.shape[0]))
 
 
-def with_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def with_prefix(tensors: Mapping[str, ForeignTensor]) -> Mapping[str, ForeignTensor]:
     """The tensors under names that begin with `model.`, which files of a model without its head leave out."""
     if any(name.startswith(PREFIX) for name in tensors):
         return tensors

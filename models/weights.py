@@ -20,10 +20,9 @@ from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
-from .formats.stored import DTYPES, StoredTensor
-from .formats.weight_format import DequantizedTensor
+from .formats.stored import DTYPES
 from .sharding import partition_spec
-from .stored_tensors import StoredTensors, strips
+from .stored_tensors import StoredTensors, Tensor, strips
 from .tensor_names import ParameterSource, Piece, entries
 
 
@@ -74,7 +73,7 @@ def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:
     )
 
 
-def copy(tensor: StoredTensor | DequantizedTensor, out: np.ndarray, piece: Piece) -> None:
+def copy(tensor: Tensor, out: np.ndarray, piece: Piece) -> None:
     """Fill an array from a part of a tensor on disk, strip by strip.
 
     Args:

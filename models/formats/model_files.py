@@ -1,22 +1,24 @@
 """Files of a model directory that hold its weights: which there are, and the tensors in them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config import ModelError, read_json
+from ..config import Config, ModelError, read_json
+from .foreign_names import ForeignTensor, consolidated, gguf
 from .safetensors_files import open_safetensors
 from .stored import StoredTensor
 from .torch_files import open_torch_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONSOLIDATED = "consolidated.safetensors"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 VARIANT = re.compile(r"model\.([\w-]+)\.safetensors|model\.safetensors\.index\.([\w-]+)\.json")
 Opener = Callable[[Path], dict[str, StoredTensor]]
 
 
-def open_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory by their stored names. Raises ModelError for missing or broken files."""
+def open_tensors(directory: Path, config: Config) -> Mapping[str, ForeignTensor]:
+    """The tensors of a directory by Hugging Face's names. Raises ModelError for missing or broken files."""
     for single, index, opener in (
         (SINGLE, INDEX, open_safetensors),
         (*variant(directory), open_safetensors),
@@ -26,9 +28,22 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
             return opener(directory / single)
         if (directory / index).exists():
             return open_shards(directory, index, opener)
+    if (directory / CONSOLIDATED).exists():
+        return consolidated(open_safetensors(directory / CONSOLIDATED), config)
+    if (path := gguf_path(directory)) is not None:
+        return gguf(path, config)
+    others = ", ".join((TORCH_SINGLE, CONSOLIDATED, "*.gguf"))
     raise ModelError(
-        f"{directory} must hold {SINGLE}, or several files and {INDEX}; got neither, nor {TORCH_SINGLE}"
+        f"{directory} must hold {SINGLE}, or several files and {INDEX}; got neither, nor {others}"
     )
+
+
+def gguf_path(directory: Path) -> Path | None:
+    """The GGUF file of a directory; None if there is none. Raises ModelError for several."""
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"{directory} must hold one GGUF file; got {', '.join(f.name for f in files[:3])}")
+    return files[0] if files else None
 
 
 def variant(directory: Path) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """Tensors as they are stored in a file: memory-mapped, with a name, a shape and a dtype."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,6 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.array[index]
-
-
-Tensors = Mapping[str, StoredTensor]
 
 
 def numpy_dtype(code: str) -> np.dtype:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..config import ModelError
 from .settings import Settings
-from .stored import DTYPES, StoredTensor, Tensors
+from .stored import DTYPES, StoredTensor
 
 # Endings of tensors that only quantised activations or a quantised KV cache need. Neither is read from disk.
 UNUSED = (
@@ -57,10 +57,10 @@ class WeightFormat:
         """
         raise NotImplementedError
 
-    def dense_tensors(self, stored: Tensors) -> "dict[str, StoredTensor | DequantizedTensor]":
+    def dense_tensors(self, stored: Mapping[str, Any]) -> "dict[str, Any]":
         """The tensors of an unquantised model, of which quantised ones are computed as they are read."""
         stems: dict[str, dict[str, str]] = {}
-        result: dict[str, StoredTensor | DequantizedTensor] = {}
+        result: dict[str, Any] = {}
         for name in stored:
             ending = max((e for e in self.endings if name.endswith(e)), key=len, default=None)
             if ending is not None:
