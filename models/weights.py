@@ -54,7 +54,7 @@ def read(
         for piece, part in zip(entry.pieces, parts, strict=True):
             copy(tensors[piece.name], part, piece)
         if mesh is None:
-            array = jnp.asarray(host)
+            array = jax.device_put(host)
         else:
             spec = partition_spec(entry.path, host.ndim)
             array = jax.device_put(host, NamedSharding(mesh, spec))

@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("ENTROPIC_KERNEL_CACHE", str(CACHE.with_name("kernels")))
 os.environ.setdefault("ENTROPIC_COST_CACHE", "")  # tests measure nothing that a later test would see
+os.environ.setdefault("ENTROPIC_PROGRAM_CACHE", "")  # a test may replace a function that programs call
 # Warpgroups that the GPU's interpreter runs wait for each other in threads of XLA's pool: one must be left.
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 

@@ -60,14 +60,12 @@ def load_or_compile(name: str, build: KernelBuilder) -> int:
     Returns:
         The address of that last function.
     """
-    package = Path(build.__code__.co_filename).resolve().parent
-    address = 0
-    for symbol, code in _read_objects(package, name) or ():
-        address = _load_object(symbol, code)
-    if address:
-        return address
+    package = package_of(build)
+    stored = load_stored(name, package)
+    if stored is not None:
+        return stored
     objects: Objects = []
-    complete = True
+    complete, address = True, 0
     for symbol, function in build():
         code = _emit_object(function, symbol)
         if code is None:
@@ -79,6 +77,24 @@ def load_or_compile(name: str, build: KernelBuilder) -> int:
             address = _load_object(symbol, code)
     if complete:
         _write_objects(package, name, objects)
+    return address
+
+
+def package_of(build: KernelBuilder) -> Path:
+    """The folder that holds the source text of a kernel."""
+    return Path(build.__code__.co_filename).resolve().parent
+
+
+def load_stored(name: str, package: Path) -> int | None:
+    """The address of a kernel, loaded from the cache; None if the cache does not hold it.
+
+    Args:
+        name: of the kernel.
+        package: folder of its source text.
+    """
+    address = None
+    for symbol, code in _read_objects(package, name) or ():
+        address = _load_object(symbol, code)
     return address
 
 

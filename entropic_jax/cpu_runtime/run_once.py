@@ -9,7 +9,7 @@ from functools import cache, wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_lock = threading.RLock()
+LOCK = threading.RLock()
 
 
 def run_once(function: Callable[..., T]) -> Callable[..., T]:
@@ -25,7 +25,7 @@ def run_once(function: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(function)
     def locked(*arguments: Any) -> T:
-        with _lock:
+        with LOCK:
             return cached(*arguments)
 
     return locked

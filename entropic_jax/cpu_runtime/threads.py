@@ -15,22 +15,27 @@ MAX_THREADS = 8
 _kept_alive: list[Any] = []
 
 
+def num_threads() -> int:
+    """Threads among which a kernel divides its work, the caller's included."""
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+
+
 @run_once
 def start() -> None:
     """Allocate the mailbox and start the threads, one fewer than there are processors to run on."""
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    threads = num_threads()
     mailbox = np.zeros(SIZE // 8, np.int64)
-    mailbox[THREADS // 8] = num_threads
+    mailbox[THREADS // 8] = threads
     _kept_alive.append(mailbox)
     define_symbol(MAILBOX, mailbox.ctypes.data)
-    if num_threads < 2:
+    if threads < 2:
         return
     worker = load_or_compile("entropic_worker", _build_worker)
     library = ctypes.CDLL(None)
     create, join = library.pthread_create, library.pthread_join
     create.argtypes, create.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     join.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
-    handles = [ctypes.c_size_t() for _ in range(num_threads - 1)]
+    handles = [ctypes.c_size_t() for _ in range(threads - 1)]
     running = [handle for handle in handles if create(ctypes.byref(handle), None, worker, None) == 0]
     process = os.getpid()
 

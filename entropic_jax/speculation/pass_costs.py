@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from .draft_length import DraftLength
@@ -54,7 +54,7 @@ class PassCosts(NamedTuple):
         """
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
         slopes = _interpolate(widths, self.widths, self.seconds_per_position)
-        return DraftLength(jnp.asarray(costs), widths=widths, position_costs=jnp.asarray(slopes))
+        return DraftLength(jax.device_put(costs), widths=widths, position_costs=jax.device_put(slopes))
 
 
 def _interpolate(

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..attention.window_pages import WindowPages
 from ..control.controller import STATIC, pytree
@@ -48,13 +49,14 @@ def pruned_drafter(
             cached position of a row adds.
         shortest_context: cached positions of a row below which nothing is drafted.
     """
-    tables = jnp.asarray(ACCEPTANCE, jnp.float32), jnp.asarray(ENTROPY_EDGES, jnp.float32)
-    costs = jnp.asarray(step_costs, jnp.float32)
+    numbers = (np.asarray(x, np.float32) for x in (ACCEPTANCE, ENTROPY_EDGES, step_costs))
+    acceptance, edges, costs = jax.device_put(tuple(numbers))
     return PrunedDrafter(
-        *tables,
+        acceptance,
+        edges,
         law=law,
         step_costs=costs,
-        shortest_context=jnp.int32(shortest_context),
+        shortest_context=jax.device_put(np.int32(shortest_context)),
         pages=pages,
         most_tokens=most_tokens,
     )

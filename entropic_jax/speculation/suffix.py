@@ -9,6 +9,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..control.controller import STATIC, pytree
 from ..pallas.longest_match import longest_match
@@ -56,4 +57,4 @@ def suffix_drafter(most_tokens: int = 15) -> SuffixDrafter:
     Args:
         most_tokens: k, the tokens drafted at most.
     """
-    return SuffixDrafter(jnp.asarray(ACCEPTANCE, jnp.float32), most_tokens)
+    return SuffixDrafter(jax.device_put(np.asarray(ACCEPTANCE, np.float32)), most_tokens)

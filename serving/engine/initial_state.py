@@ -1,18 +1,21 @@
 """Initial device state of an engine: empty rows, an empty page pool, every law switched off."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from entropic_jax import State, allocate, loop, models, parameters
+from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
 from entropic_jax.sampling.constraints import no_constraints
 
 from .branching import new_branch_state
 from .device_state import DeviceState
 from .options import Sizes
-from .row_controllers import RowControllers
+from .row_controllers import RowController, RowControllers
 from .state_updates import BIASES, STOPS
 
 
@@ -32,9 +35,35 @@ def initial_device_state(
         cache_dtype: Of the KV cache, as `allocate` takes it.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
     """
-    decoder, shapes = model.decoder, sizes.shapes
+    controller = row_controllers.controller(sizes.rows * sizes.shapes.branches)
+    create = partial(_new_device_state, model.decoder, sizes, cache_dtype)
+    if model.mesh is not None:
+        return create(model.params, controller, belief_temperature)
+    # One program, because hundreds of small ones would be compiled, or loaded, one after the other.
+    arguments = model.params, controller, np.float32(belief_temperature)
+    return load_or_compile(create, arguments)[0](*arguments)
+
+
+def _new_device_state(
+    decoder: Any,
+    sizes: Sizes,
+    cache_dtype: Any,
+    params: Any,
+    controller: RowController,
+    belief_temperature: Any,
+) -> DeviceState:
+    """See `initial_device_state`.
+
+    Args:
+        decoder: The model's pure functions.
+        sizes: Of rows, pages and programs.
+        cache_dtype: Of the KV cache.
+        params: Of the model.
+        controller: Of all rows.
+        belief_temperature: T_cal.
+    """
+    mesh, shapes = getattr(decoder, "mesh", None), sizes.shapes
     rows = sizes.rows * shapes.branches
-    controller = row_controllers.controller(rows)
     laws = controller.for_launch(samples=True)
     pool = sharding.create(
         lambda: allocate(
@@ -45,11 +74,11 @@ def initial_device_state(
             page_size=sizes.page_size,
             dtype=cache_dtype,
         ),
-        model.mesh,
+        mesh,
     )
     state = loop.start(
         decoder,
-        model.params,
+        params,
         laws,
         pool,
         [[]] * rows,
@@ -65,11 +94,11 @@ def initial_device_state(
         memory = jax.tree.map(jnp.copy, shapes.method.memory(decoder.shape, state.cache))
         state = state._replace(page_policy_state=memory)
     if shapes.plan is None:
-        return sharding.place(DeviceState(state, controller), model.mesh)
+        return sharding.place(DeviceState(state, controller), mesh)
 
     def trace_of_step(state: State) -> Any:
         constraints = no_constraints(rows, decoder.shape.vocabulary)
-        return loop.step(decoder, model.params, laws, state, constraints=constraints)[1]
+        return loop.step(decoder, params, laws, state, constraints=constraints)[1]
 
     trace = jax.eval_shape(trace_of_step, state)
     return DeviceState(state, controller, new_branch_state(state, trace, shapes.plan, shapes.capacity))

@@ -3,11 +3,13 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
+from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.sampling.constraints import Constraints, no_constraints
 
@@ -80,9 +82,10 @@ class LaunchPlanner:
         positions = 1 + sizes.shapes.planned_tokens
         num_sets = 1 + positions + SETS_PER_ROW * sizes.rows
         vocabulary = programs.decoder.shape.vocabulary
-        self._constraints = no_constraints(sizes.rows, vocabulary, positions, num_sets)
+        constraints = partial(no_constraints, sizes.rows, vocabulary, positions, num_sets)
+        self._constraints = load_or_compile(constraints, ())[0]()
         # Tokens to replay where there are none.
-        self.nothing_forced = jnp.full((sizes.shapes.capacity, sizes.rows), -1, jnp.int32)
+        self.nothing_forced = jax.device_put(np.full((sizes.shapes.capacity, sizes.rows), -1, np.int32))
         self.may_prune = len(sizes.shapes.page_policies) > 1  # whether sequences may leave pages unread
         self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
         self.costs, self.draft_choice = LaunchCosts(), DraftChoice()

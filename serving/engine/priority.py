@@ -5,13 +5,20 @@ import math
 import time
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 
 from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
 from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling
+from entropic_jax.executable_cache import load_or_compile
 
 from .sequence import Sequence
 from .work_prediction import WorkPrediction
+
+
+def _prior_drop(prior: AR1) -> jax.Array:
+    """E[ΔH⁺] of a sequence before its first token, nats."""
+    return predicted_drop(new_predictor(1), prior)[0]
 
 
 class Ranking:
@@ -34,7 +41,7 @@ class Ranking:
     def __init__(self, policy: str, prior: AR1) -> None:
         """`policy` is "entropic", "predicted" or "fcfs"; `prior` describes H₁ before the first token."""
         self.policy, self.law = policy, Scheduling(width=1)
-        self.prior_drop = float(predicted_drop(new_predictor(1), prior)[0])
+        self.prior_drop = float(load_or_compile(_prior_drop, (prior,))[0](prior))
         self.work_prediction = WorkPrediction()
         self.longest_wait = 0.0  # rounds that a sequence has waited for its first row, at most
         self.most_waiting = 0  # sequences that have waited at once, at most

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.cache import Cache
 from entropic_jax.calibration.pass_costs import measure_pass_costs
 from entropic_jax.calibration.stored_costs import TimedModel, known_costs, read_costs, write_costs
 from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
@@ -26,7 +28,7 @@ from entropic_jax.row_subset import map_rows
 from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import DraftLength, PassCosts, Speculator, drafts_tokens, make_speculator
 from entropic_jax.speculation.pruned import WINDOW
-from entropic_jax.state import ROW_FIELDS
+from entropic_jax.state import ROW_FIELDS, State
 
 from .device_state import (
     DecodeOutput,
@@ -139,11 +141,9 @@ class Programs:
             shapes: What the programs are compiled for.
         """
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
-        # One empty row, to clear others with. Copied, since the device state will be consumed.
         no_cache: Any = None
         state = device_state.state._replace(cache=no_cache)
-        row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
-        self.blank = jax.tree.map(jnp.copy, state._replace(**row))
+        self.blank = load_or_compile(_first_row, (state,))[0](state)  # to clear other rows with
         self._speculators: dict[int, Speculator | None] = dict.fromkeys(shapes.widths)
         if shapes.speculates:
             self._use_costs(known_costs(self._timed_model(device_state.state.cache)))
@@ -286,25 +286,26 @@ class Programs:
         return self._compiled.get(key) or self.compile(key, arguments)
 
     def compile(self, key: tuple, arguments: tuple) -> Callable[..., Any]:
-        """Compile a program and keep it."""
+        """Compile a program, or load it from the cache, and keep it."""
         start_time = time.perf_counter()
         program, donated = self._function(key)
-        compiled = jax.jit(program, donate_argnums=donated).lower(*arguments).compile()
+        compiled, is_new = load_or_compile(program, arguments, donated)
         with self._lock:
             self._compiled[key] = compiled
-            self.compilations += 1
+            self.compilations += is_new
             self.compile_seconds += time.perf_counter() - start_time
         return compiled
 
     def _function(self, key: tuple) -> tuple[Callable[..., Any], int | tuple[int, ...]]:
         """The function behind a key, with its static arguments, and the argument that it consumes."""
+        mesh = getattr(self.decoder, "mesh", None)
         match key:
             case ("apply", _):
-                return self._apply, 1
+                return partial(_apply, mesh), 1
             case ("save",):
                 return save_row, ()
             case ("restore",):
-                return self._restore_row, 0
+                return partial(_restore_row, mesh), 0
             case ("compress",):
                 return partial(compress, method=self.shapes.method), 0
             case ("prefill", _, _, scored):
@@ -321,13 +322,23 @@ class Programs:
         """A program of the parameters and the device state, on the mesh if the model has one."""
         return partial(sharding.launch, self.decoder, program)
 
-    def _apply(self, blank: Any, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
-        return self._on_mesh(apply_updates(blank, device_state, batch))
 
-    def _restore_row(self, device_state: DeviceState, row: Any, saved: dict[str, Any]) -> DeviceState:
-        return self._on_mesh(restore_row(device_state, row, saved))
+def _first_row(state: State) -> State:
+    """A copy of the first row of a state."""
+    row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
+    return jax.tree.map(jnp.copy, state._replace(**row))
 
-    def _on_mesh(self, device_state: DeviceState) -> DeviceState:
-        """The device state of a program without a model, divided as other programs take it."""
-        mesh = getattr(self.decoder, "mesh", None)
-        return device_state if mesh is None else sharding.constrain(device_state, mesh)
+
+def _apply(mesh: Mesh | None, blank: Any, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
+    return _divide(apply_updates(blank, device_state, batch), mesh)
+
+
+def _restore_row(
+    mesh: Mesh | None, device_state: DeviceState, row: Any, saved: dict[str, Any]
+) -> DeviceState:
+    return _divide(restore_row(device_state, row, saved), mesh)
+
+
+def _divide(device_state: DeviceState, mesh: Mesh | None) -> DeviceState:
+    """The device state of a program without a model, divided as other programs take it."""
+    return device_state if mesh is None else sharding.constrain(device_state, mesh)

@@ -170,7 +170,8 @@ class RowControllers:
     def controller(self, rows: int) -> RowController:
         """The controller of all rows, every law switched off."""
         controller = self._controller(Gains(law=self.law))
-        return jax.tree.map(lambda x: jnp.full(rows, jnp.asarray(x)), controller)
+        dtype = lambda x: jax.dtypes.canonicalize_dtype(np.result_type(x))
+        return jax.tree.map(lambda x: jax.device_put(np.full(rows, x, dtype(x))), controller)
 
     def _row_gains(self, control: Control) -> RowGains:
         """The gains of one row. RequestError where the engine cannot do what is asked."""

@@ -1,7 +1,7 @@
 """Offline generation: batches of requests through the decode loop, without the serving engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from entropic_jax import cache, loop, models, sampling
 from entropic_jax.calibration.stored_costs import TimedModel, known_costs
 from entropic_jax.control import presets
+from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
@@ -58,6 +59,7 @@ class Engine:
         check_drafter(self.preset.speculate)
         self.belief_temperature = belief_temperature
         self.context = model.config.max_position_embeddings
+        self._programs: dict[Any, Callable[..., tuple[State, Trace]]] = {}  # launches, by shape
         self.pages = pages_of(kv_cache_dtype, model.params)
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
@@ -167,16 +169,7 @@ class Engine:
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
         open_rows = set(transcripts)
         while open_rows:
-            state, trace = cache_compression.generate(
-                self.model.decoder,
-                self.model.params,
-                self.preset.controller,
-                state,
-                steps,
-                capacity=capacity,
-                width=self.preset.width,
-                speculator=speculator,
-            )
+            state, trace = self._launch(state, steps, capacity, speculator)
             host: Trace = jax.device_get(trace)
             status, ended = np.asarray(state.status), False
             for row in sorted(open_rows):
@@ -196,6 +189,30 @@ class Engine:
             if open_rows and not (ended or host.emitted.any()):
                 raise RuntimeError("no sequence could advance: the cache has no free page")
             steps = launch
+
+    def _launch(
+        self, state: State, steps: int, capacity: int, speculator: Speculator | None
+    ) -> tuple[State, Trace]:
+        """Run a launch of the decode loop.
+
+        Args:
+            state: Consumed.
+            steps: The most steps.
+            capacity: Steps of the trace.
+            speculator: As for `loop.generate`.
+        """
+        decoder, params, preset = self.model.decoder, self.model.params, self.preset
+        options = dict(capacity=capacity, width=preset.width)
+        if preset.page_policy is not None and preset.page_policy.compression is not None:
+            return cache_compression.generate(
+                decoder, params, preset.controller, state, steps, **options, speculator=speculator
+            )
+        arguments = params, preset.controller, state, np.int32(min(steps, capacity)), speculator
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = capacity, structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        if shapes not in self._programs:
+            self._programs[shapes], _ = load_or_compile(partial(_generate, decoder, options), arguments, 2)
+        return self._programs[shapes](*arguments)
 
     @staticmethod
     def _record(transcript: Transcript, trace: Trace, row: int) -> list[Token]:
@@ -250,6 +267,29 @@ class Engine:
             belief_temperature=self.belief_temperature,
             speculator=speculator,
         )
+
+
+def _generate(
+    decoder: loop.Decoder,
+    options: Mapping[str, Any],
+    params: Any,
+    controller: Any,
+    state: State,
+    steps: Any,
+    speculator: Speculator | None,
+) -> tuple[State, Trace]:
+    """`loop.generate`, with what is static first.
+
+    Args:
+        decoder: Of the model.
+        options: Static arguments by name.
+        params: Of the model.
+        controller: The control law.
+        state: Consumed.
+        steps: The most steps.
+        speculator: Drafts tokens; None for none.
+    """
+    return loop.generate(decoder, params, controller, state, steps, **options, speculator=speculator)
 
 
 def drawing(requests: Sequence[Request]) -> sampling.Sampling:
