@@ -102,7 +102,13 @@ class DequantizedTensor:
 
 
 def require_parts(name: str, parts: Parts, *required: str) -> None:
-    """Raise ModelError unless a matrix has these parts."""
+    """Raise ModelError unless a matrix has these parts.
+
+    Args:
+        name: of the matrix.
+        parts: that it has.
+        *required: names of the parts.
+    """
     missing = [part for part in required if part not in parts]
     if missing:
         file = next(iter(parts.values())).file
