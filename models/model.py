@@ -21,7 +21,7 @@ from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
-from .quantisation import check_quantization, quantise
+from .quantisation import check_quantization, quantise, quantised_kernels
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
 from .tokenizer import Tokenizer, is_there
@@ -98,7 +98,7 @@ def load(
         mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only
             its part. None puts them on the default device.
         quantization: "int8" rounds the matrices that are multiplied by rows to 8 bits, with a scale per
-            column; None keeps them.
+            column, and keeps those that are stored so; None keeps or dequantises them.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -124,7 +124,8 @@ def load(
         total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
         task = bar.add_task(f"loading {directory.name}", total=total)
         advance = lambda amount: bar.advance(task, amount)
-        params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh)
+        narrow = quantised_kernels(structure(config, quantization)[1])
+        params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh, narrow)
     model = Model(config, params, tokenizer, generation, mesh)
     return model if quantization is None else quantised(model, quantization)
 

@@ -6,7 +6,7 @@ Embeddings, norms, biases, routers and experts keep their dtype, and so do activ
 Products of a few rows read a quarter of the bytes of float32 (`pallas.skinny_matmul`).
 """
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,13 @@ def check_quantization(quantization: str | None) -> str | None:
     return quantization
 
 
+class Int8Kernel(NamedTuple):
+    """A matrix [in, out] that is int8 on disk, and the scale of its columns; a leaf while Params are read."""
+
+    kernel: jax.Array
+    scale: jax.Array
+
+
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
@@ -46,7 +53,7 @@ def quantise(params: Any, shapes: Any) -> Any:
     """The parameters with quantised matrices.
 
     Args:
-        params: of the model, not quantised.
+        params: of the model, not quantised but for matrices that were int8 on disk.
         shapes: of the quantised model's parameters: where these have a scale, a matrix becomes int8.
     """
     if isinstance(shapes, tuple):
@@ -55,8 +62,16 @@ def quantise(params: Any, shapes: Any) -> Any:
         return params
     if "scale" not in shapes:
         return {name: quantise(params[name], shape) for name, shape in shapes.items()}
-    kernel, scale = quantise_kernel(params["kernel"])
+    kernel = params["kernel"]
+    kernel, scale = kernel if isinstance(kernel, Int8Kernel) else quantise_kernel(kernel)
     return {**params, "kernel": kernel, "scale": scale}
+
+
+def quantised_kernels(shapes: Any) -> frozenset[tuple[Any, ...]]:
+    """The paths of the matrices that become int8, by the shapes of a quantised model's parameters."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    paths = (tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys) for keys, _ in leaves)
+    return frozenset((*path[:-1], "kernel") for path in paths if path[-1] == "scale")
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import numpy as np
 from .config import Config, ModelError
 from .formats.foreign_names import ForeignTensor
 from .formats.model_files import open_tensors
-from .formats.stored import DTYPES
+from .formats.stored import DTYPES, StoredTensor
 from .formats.weight_format import DequantizedTensor, WeightFormat
 from .tensor_names import EMBEDDING, HEAD, ParameterSource
 
@@ -41,6 +41,13 @@ class StoredTensors:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def int8_rows(self, entry: ParameterSource) -> tuple[StoredTensor, np.ndarray] | None:
+        """The matrix of an array in int8 with a scale per row, if it is stored so; None otherwise."""
+        piece = entry.pieces[0]
+        tensor = self.tensors[piece.name]
+        one_matrix = len(entry.pieces) == 1 and piece.transposed and piece.expert is None
+        return tensor.int8_rows() if one_matrix and isinstance(tensor, DequantizedTensor) else None
 
     def check_sizes(self, config: Config) -> None:
         """Raise ModelError for more layers or experts than there are tensors, before anything is built."""

@@ -7,7 +7,7 @@ that loading needs the weights once, in the dtype asked for, and one tensor more
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
-from .formats.stored import DTYPES
+from .formats.stored import DTYPES, StoredTensor
+from .quantisation import Int8Kernel
 from .sharding import partition_spec
 from .stored_tensors import StoredTensors, Tensor, strips
 from .tensor_names import ParameterSource, Piece, entries
@@ -33,6 +34,7 @@ def read(
     advance: Callable[[int], None],
     as_stored: bool = False,
     mesh: Mesh | None = None,
+    int8_kernels: Container[tuple[Any, ...]] = (),
 ) -> Params:
     """The parameters of a model directory.
 
@@ -43,24 +45,56 @@ def read(
         advance: called with the bytes of every tensor read.
         as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
         mesh: over which every array is divided as soon as it is read; None for the default device.
+        int8_kernels: paths of matrices that become an `Int8Kernel` if they are stored as one.
     """
     expected = entries(config)
     tensors.check(expected, config)
-    arrays = []
+    arrays: list[jax.Array | Int8Kernel] = []
     for entry in expected:
+        int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
+        if int8 is not None:
+            arrays.append(read_int8(entry, *int8, mesh))
+            advance(math.prod(entry.shape) * dtype.itemsize)
+            continue
         narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
         host = np.empty(entry.shape, jnp.bfloat16 if narrow else dtype)
         parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
         for piece, part in zip(entry.pieces, parts, strict=True):
             copy(tensors[piece.name], part, piece)
-        if mesh is None:
-            array = jax.device_put(host)
-        else:
-            spec = partition_spec(entry.path, host.ndim)
-            array = jax.device_put(host, NamedSharding(mesh, spec))
-        arrays.append(jax.block_until_ready(array))
+        arrays.append(place(host, entry.path, mesh))
         advance(host.size * dtype.itemsize)
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+
+
+def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
+    """An array on its devices.
+
+    Args:
+        host: its numbers.
+        path: of it in Params.
+        mesh: over which it is divided; None for the default device.
+    """
+    if mesh is None:
+        return jax.block_until_ready(jax.device_put(host))
+    spec = partition_spec(path, host.ndim)
+    return jax.block_until_ready(jax.device_put(host, NamedSharding(mesh, spec)))
+
+
+def read_int8(
+    entry: ParameterSource, matrix: StoredTensor, scales: np.ndarray, mesh: Mesh | None
+) -> Int8Kernel:
+    """A matrix that stays int8.
+
+    Args:
+        entry: which array it is.
+        matrix: int8 on disk, [out, in].
+        scales: float32, of its rows.
+        mesh: over which it is divided; None for the default device.
+    """
+    host, piece = np.empty(entry.shape, np.int8), entry.pieces[0]
+    copy(matrix, host, piece)
+    scale = np.ascontiguousarray(scales[piece.outputs])
+    return Int8Kernel(place(host, entry.path, mesh), place(scale, (*entry.path[:-1], "scale"), mesh))
 
 
 def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:

@@ -107,6 +107,11 @@ class Bitsandbytes(WeightFormat):
         scales = block_scales(parts, state, blocks)[block]
         return (as_float32(parts["table"])[codes] * scales).reshape(-1, inputs)
 
+    def int8_rows(self, name: str, parts: Parts) -> tuple[StoredTensor, np.ndarray] | None:
+        if self.four_bits:
+            return None
+        return parts["weight"], as_float32(parts["row_scale"]).reshape(-1) / 127
+
 
 def block_scales(parts: Parts, state: dict[str, Any], blocks: slice) -> np.ndarray:
     """The scales of some blocks, float32.

@@ -17,7 +17,7 @@ from .fp4 import POWERS, decode
 from .packing import WORD, unpack_range
 from .scales import ScaleGrid, per_group, per_row, per_tensor
 from .settings import Settings
-from .stored import as_float32
+from .stored import StoredTensor, as_float32
 from .weight_format import (
     Parts,
     WeightFormat,
@@ -113,6 +113,13 @@ class CompressedTensors(WeightFormat):
         if "global_scale" in parts:
             scales = scales / as_float32(parts["global_scale"]).reshape(1, 1)
         return values * spread(scales)
+
+    def int8_rows(self, name: str, parts: Parts) -> tuple[StoredTensor, np.ndarray] | None:
+        scheme = next(scheme for scheme in self.schemes if fits(name, parts, scheme))
+        narrow = "packed" not in parts and not scheme.is_float and scheme.symmetric
+        if not narrow or scheme.strategy != "channel" or input_groups(parts) is not None:
+            return None
+        return parts["weight"], as_float32(parts["scale"]).reshape(-1)
 
 
 def scheme_of(group: Settings) -> Scheme:

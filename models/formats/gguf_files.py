@@ -36,10 +36,11 @@ class GGUFTensor:
 
     def __getitem__(self, rows: Any) -> np.ndarray:
         """Elements of a vector, or rows of a matrix, selected by a slice or by numbers."""
-        if len(self.shape) < 2:
-            return self.kind.decode(self.data.reshape(-1, self.kind.size)).reshape(self.shape)[rows]
-        selected = self.data[rows]
-        return self.kind.decode(selected.reshape(-1, self.kind.size)).reshape(len(selected), -1)
+        with np.errstate(over="ignore", invalid="ignore"):  # of scales that are damaged
+            if len(self.shape) < 2:
+                return self.kind.decode(self.data.reshape(-1, self.kind.size)).reshape(self.shape)[rows]
+            selected = self.data[rows]
+            return self.kind.decode(selected.reshape(-1, self.kind.size)).reshape(len(selected), -1)
 
 
 class Cursor:

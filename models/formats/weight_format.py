@@ -57,6 +57,15 @@ class WeightFormat:
         """
         raise NotImplementedError
 
+    def int8_rows(self, name: str, parts: Parts) -> tuple[StoredTensor, np.ndarray] | None:
+        """The matrix in int8 with a float32 scale per row, if that is how it is stored; None otherwise.
+
+        Args:
+            name: of the matrix.
+            parts: of it.
+        """
+        return None
+
     def dense_tensors(self, stored: Mapping[str, Any]) -> "dict[str, Any]":
         """The tensors of an unquantised model, of which quantised ones are computed as they are read."""
         stems: dict[str, dict[str, str]] = {}
@@ -98,7 +107,12 @@ class DequantizedTensor:
         parts = self.parts
         if lead:
             parts = {part: StoredTensor(t[lead[0]], t.dtype, t.file) for part, t in parts.items()}
-        return self.format.rows(self.name, parts, slice(*rows.indices(self.shape[-2])[:2]))
+        with np.errstate(over="ignore", invalid="ignore"):  # of scales that are damaged
+            return self.format.rows(self.name, parts, slice(*rows.indices(self.shape[-2])[:2]))
+
+    def int8_rows(self) -> tuple[StoredTensor, np.ndarray] | None:
+        """The matrix in int8 with a float32 scale per row, if that is how it is stored; None otherwise."""
+        return self.format.int8_rows(self.name, self.parts)
 
 
 def require_parts(name: str, parts: Parts, *required: str) -> None:

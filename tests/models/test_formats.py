@@ -290,8 +290,24 @@ def read(path):
         "F16": "f2",
         "I32": "i4",
         "I64": "i8",
+        "I8": "i1",
         "U8": "u1",
     }
     header = {n: e for n, e in json.loads(data[8 : 8 + length]).items() if n != "__metadata__"}
     parts = {n: data[8 + length :][slice(*e["data_offsets"])] for n, e in header.items()}
     return {n: np.frombuffer(parts[n], names[e["dtype"]]).reshape(e["shape"]) for n, e in header.items()}
+
+
+@pytest.mark.parametrize("name", ["int8", "8 bits of bitsandbytes"])
+def test_int8_stays_int8(name, plain, tmp_path):
+    """With quantization="int8", matrices keep the integers and scales of the file."""
+    dense = quantise(plain, tmp_path, name)
+    stored = read(tmp_path / "model.safetensors")
+    model = models.load(tmp_path, progress=False, quantization="int8")
+    for stem in MATRICES:
+        part = model.params["layers"][0][stem.split(".")[3]][stem.split(".")[4]]
+        assert part["kernel"].dtype == np.int8
+        np.testing.assert_array_equal(part["kernel"].T, stored[f"{stem}.weight"])
+        wide = np.asarray(part["kernel"], np.float32) * np.asarray(part["scale"])
+        np.testing.assert_allclose(wide.T, dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
+    assert model.params["lm_head"]["kernel"].dtype == np.int8  # not quantised on disk
