@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of the conversation (default: the model's)",
     )
     sampling_options.add_arguments(parser.add_argument_group("sampling parameters"))
-    control_options.add_arguments(parser)
+    control_options.add_arguments(parser, served=True)
     parser.set_defaults(preset=None)  # a server has a default of its own
 
 

@@ -41,10 +41,6 @@ def run(options: argparse.Namespace) -> int:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings that parsed options describe."""
-    if options.schedule is not None:
-        raise RequestError(
-            f"--schedule must not be set for a server, which has --scheduling-policy; got {options.schedule}"
-        )
     keys = options.api_key or [os.environ.get("ENTROPIC_API_KEY", "")]
     return Settings(
         host=options.host,

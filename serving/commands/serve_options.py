@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _http(parser.add_argument_group("server"))
     _engine(parser.add_argument_group("engine"))
     _limits(parser.add_argument_group("limits"))
-    control_options.add_arguments(parser)
+    control_options.add_arguments(parser, served=True)
 
 
 def _model(group: argparse._ArgumentGroup) -> None:

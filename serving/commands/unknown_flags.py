@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-# Flags of vLLM and SGLang that have another name here, or need none.
+# Flags of vLLM, SGLang and `entropic generate` that have another name here, or need none.
 OTHER_SERVERS = {
     "--api-server-count": "there is one server process",
     "--async-scheduling": "host and device overlap wherever they do not share processors",
@@ -47,6 +47,7 @@ OTHER_SERVERS = {
     "--revision": "the model is a directory on this machine",
     "--rope-scaling": "rotary embeddings are those of config.json",
     "--runner": "every server generates, embeds and scores",
+    "--schedule": "--scheduling-policy",
     "--schedule-policy": "--scheduling-policy",
     "--speculative-algorithm": "--speculate",
     "--speculative-model": "--speculative-config",

@@ -25,7 +25,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 from entropic_jax.parameter_tables.speculation_names import OFF
 
-from ..options import draft_model, parallelism, samplers
+from ..options import control_options, draft_model, parallelism, samplers
 from ..options.control_options import SAMPLERS, Control, calibration_of
 from ..options.kv_cache import pages_of
 from ..options.model import default_dtype
@@ -377,15 +377,18 @@ def start(
         options: As in `LLMEngine`, like the rest.
         metrics_hooks: Called at each event.
         progress: Called after each program of the warm-up.
-        control: Of requests to come, checked before the engine starts.
+        control: Default control of the requests, checked before the model is loaded.
 
     Raises:
         ValueError: Where the directory or the options are at fault.
         OSError: Where a file cannot be read.
     """
     options = EngineOptions() if options is None else options
+    calibration = calibration_of(Path(path))
+    if control is not None:
+        control_options.check_engine_control(control, calibration, options.policy)
     mesh = parallelism.mesh_of(options.tensor_parallel_size, options.mesh)
     dtype = options.dtype or default_dtype()
     model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
     model = draft_model.load(model, options.speculate, dtype, options.quantization)
-    return LLMEngine(model, options, calibration_of(Path(path)), metrics_hooks, progress, control)
+    return LLMEngine(model, options, calibration, metrics_hooks, progress, control)

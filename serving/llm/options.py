@@ -7,18 +7,16 @@ from typing import Any
 
 import jax
 
-from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESETS, PRUNING, SCALES
+from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRUNING, SCALES
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from ..engine.options import EngineOptions
 from ..options import speculation_options
-from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control, check_preset
+from ..options.control_options import ENGINE_PRESETS, SAMPLER_OPTIONS, SERVED_GAINS, Control, check_preset
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
-ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
-# The order of requests is `scheduling_policy`, of the engine.
-GAIN_NAMES = (*(name for name in GAINS if name != "schedule"), *SAMPLER_OPTIONS)
+GAIN_NAMES = (*SERVED_GAINS, *SAMPLER_OPTIONS)
 # `LLM` sets the other fields itself: clarification, branches and law are gains, the rest follows from them.
 ENGINE_NAMES = tuple(
     field.name

@@ -1,7 +1,7 @@
 """The control loop on the command line: a preset by name, and gains in place of its defaults."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from entropic_jax.control.presets import Gains, Preset
 
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, of `samplers.law`
+ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
 SAMPLER_OPTIONS = ("branches", "clarification")  # of entropix
+SERVED_GAINS = tuple(name for name in GAINS if name != "schedule")  # an engine has `scheduling_policy`
 BRANCHES = Number(int, 1, 64)
 METHODS = (
     "dense",
@@ -57,14 +59,15 @@ class Control(NamedTuple):
     budgets: tuple[tuple[str, int], ...] = ()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def add_arguments(parser: argparse.ArgumentParser, served: bool = False) -> None:
+    """Declare the options. `served`: those that an engine accepts, without `paper` and `--schedule`."""
+    presets = ENGINE_PRESETS if served else (*PRESETS, *SAMPLERS)
     group = parser.add_argument_group("control by entropy")
     group.add_argument(
         "--preset",
-        choices=(*PRESETS, *SAMPLERS),
+        choices=presets,
         default="off",
-        help="; ".join(f"{name}: {line.help}" for name, line in PRESET_TABLE.items())
+        help="; ".join(f"{name}: {line.help}" for name, line in PRESET_TABLE.items() if name in presets)
         + "; or a sampler of docs/methods.md (default: off)",
     )
     group.add_argument(
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="of entropix: text to insert where entropy is high and varentropy low (default: nothing)",
     )
-    _add_gains(group)
+    _add_gains(group, SERVED_GAINS if served else tuple(GAINS))
     group = parser.add_argument_group("long prompts")
     group.add_argument(
         "--method",
@@ -95,12 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_gains(parser: argparse.ArgumentParser) -> None:
     """Declare the gains, without a preset: the command runs several."""
-    _add_gains(parser.add_argument_group("control by entropy"))
+    _add_gains(parser.add_argument_group("control by entropy"), tuple(GAINS))
 
 
-def _add_gains(group: "argparse._ArgumentGroup") -> None:
-    """Declare an option for each gain. None stands for one that is not given."""
-    for name, line in GAINS.items():
+def _add_gains(group: "argparse._ArgumentGroup", names: Sequence[str]) -> None:
+    """Declare an option for each of these gains, None by default."""
+    for name in names:
+        line = GAINS[name]
         flag, unit = f"--{name.replace('_', '-')}", f" in {line.unit}" if line.unit else ""
         auto = ", or auto: from calibration.json" if name in CALIBRATED else ""
         text = f"{line.help}{unit}{auto} (default: {line.default})"
@@ -123,6 +127,8 @@ def calibration_of(model: Path) -> "Calibration | None":
     """The calibration in a model's directory, if there is one. RequestError if it cannot be used."""
     from entropic_jax.calibration import load_calibration
 
+    if not model.is_dir():
+        return None  # loading the model says so
     try:
         return load_calibration(model)
     except FileNotFoundError:
@@ -202,6 +208,28 @@ def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
         raise RequestError(
             f"{name} must not be set with the {setting}, which ignores it; got {stated[name]!r}", name
         )
+
+
+def check_engine_control(control: Control, calibration: "Calibration | None", policy: str) -> None:
+    """Raise RequestError for the control of an engine to be, before its model is loaded.
+
+    Args:
+        control: Default of the engine's requests.
+        calibration: The model's calibration, or None.
+        policy: The engine's scheduling policy.
+    """
+    if control.preset == MACRO and policy != "entropic":
+        accepted = ", ".join(name for name in ENGINE_PRESETS if name != MACRO)
+        raise RequestError(
+            f"preset must be one of {accepted}; got {control.preset!r} (the engine does not order requests "
+            "by entropy: scheduling_policy is not entropic)",
+            "preset",
+        )
+    if control.preset in SAMPLERS:
+        check_sampler(control)
+    else:
+        stated = tuple(pair for pair in control.gains if pair[0] not in SAMPLER_OPTIONS)
+        gains(control._replace(gains=stated), calibration)
 
 
 def check_preset(control: Control) -> None:

@@ -147,7 +147,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         (("--host", "203.0.113.9"), "must be an address of this machine"),
         (("--model", "nowhere"), "--model nowhere"),
         (("nowhere",), "--model nowhere"),
-        (("--preset", "paper"), "preset must be one of"),
+        (("--preset", "paper"), "--preset: invalid choice: 'paper'"),
         (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is not entropic"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),
@@ -197,6 +197,22 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(entropic, monkeypatch):
         status, _, errors = entropic("serve", "--port", str(port), "--warmup", "none")
     assert status == 2
     assert f"a free port; got 127.0.0.1:{port} (Address already in use)" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--lowest-temperature", "2", "--highest-temperature", "1"),
+            "--lowest-temperature must be below --highest-temperature = 1; got 2",
+        ),
+        (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is not entropic"),
+    ],
+)
+def test_wrong_control_is_said_before_a_model_is_loaded(entropic, monkeypatch, options, said):
+    monkeypatch.setattr("entropic_jax.models.load", lambda *_: pytest.fail("a model was loaded"))
+    status, _, errors = entropic("serve", "--port", "0", *options)
+    assert status == 2 and said in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
