@@ -1,4 +1,4 @@
-"""Page selection: decides which pages each layer of a step reads; the actuator of the meso scale.
+"""Page selection: decides which pages each layer of a step reads; the actuator of `meso-lossy`.
 
 `Action.dropped_mass_limit` says how much attention mass may stay unread; a `Selection` turns it into a list
 of pages for every KV head. Nothing is evicted: a page that one step skips, another may read. `page_reader`

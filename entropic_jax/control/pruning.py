@@ -1,4 +1,4 @@
-"""Pruning laws, the meso scale: how much attention mass the next step may leave unread.
+"""Pruning laws, the meso scale of the lossy presets: how much attention mass the next step may leave unread.
 
 Every law writes the budget ε, `Action.dropped_mass_limit`: the less uncertain the model, the larger ε. The
 page policy (`attention.page_selection`) turns ε into lists of pages.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..cache import grant
 from ..row_subset import RowSubset, map_rows
+from ..sampling import processors
 from ..state import ROW_FIELDS, RUNNING, State
 
 
@@ -80,17 +81,11 @@ def record(state: State, tokens: jax.Array, emitted: jax.Array) -> State:
         tokens: int32 `[n, rows]`; those that a row emits come first.
         emitted: bool `[n, rows]`.
     """
-    rows = jnp.arange(tokens.shape[1])
-    history = state.history
-    vocabulary = history.generated.shape[1]
-    place = rows, jnp.where(emitted & (tokens >= 0), tokens, vocabulary)
-    state = state._replace(
-        history=history._replace(generated=history.generated.at[place].add(1, mode="drop"))
-    )
+    state = state._replace(history=processors.record(state.history, tokens, emitted))
     if state.text is None:
         return state
     context = state.text.shape[1]
     first = state.length + state.evicted - emitted.sum(0, dtype=jnp.int32) + 1
     position = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-    place = rows, jnp.where(emitted, position, context)
+    place = jnp.arange(tokens.shape[1]), jnp.where(emitted, position, context)
     return state._replace(text=state.text.at[place].set(tokens, mode="drop"))

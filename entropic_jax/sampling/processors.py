@@ -21,12 +21,12 @@ def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.
 
 
 def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
-    """Counts one generated token per row; one scatter, in place where the history is donated or carried.
+    """Counts generated tokens; one scatter, in place where the history is donated or carried.
 
     Args:
-        history: of the rows.
-        tokens: int32 `[rows]`; a token outside the vocabulary changes nothing.
-        active: bool `[rows]`; a row that is not active does not change.
+        history: the rows' history.
+        tokens: int32 `[rows]` or `[n, rows]`; a token outside the vocabulary changes nothing.
+        active: bool of the same shape; a token that is not active is not counted.
 
     >>> record(history(2, 3), jnp.array([1, 2]), jnp.array([True, False])).generated.tolist()
     [[0, 1, 0], [0, 0, 0]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from entropic_jax.parameter_tables.table import ParameterError
 
-from ..options.model import EMBEDDED, QUANTIZATIONS, default_dtype
+from ..options.model import EMBEDDED, QUANTIZATIONS, check_directory, default_dtype
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
 
     from ..compilation import remember_compilations
 
+    check_directory(options.model)
     remember_compilations()
     try:
         model = models.load(

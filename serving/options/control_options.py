@@ -19,6 +19,7 @@ from entropic_jax.parameter_tables.control_gains import (
 from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError, short
 
 from ..request import RequestError
+from .model import check_directory
 from .option_types import number
 
 if TYPE_CHECKING:
@@ -124,11 +125,10 @@ def read(options: argparse.Namespace) -> Control:
 
 
 def calibration_of(model: Path) -> "Calibration | None":
-    """The calibration in a model's directory, if there is one. RequestError if it cannot be used."""
+    """The calibration in a model's directory, if there is one. Raises RequestError if either is unusable."""
     from entropic_jax.calibration import load_calibration
 
-    if not model.is_dir():
-        return None  # loading the model says so
+    check_directory(model)
     try:
         return load_calibration(model)
     except FileNotFoundError:

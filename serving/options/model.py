@@ -2,10 +2,20 @@
 
 from pathlib import Path
 
+from ..request import RequestError
+
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
 QUANTIZATIONS = ("int8",)
 """What `--quantization` accepts: those of `models.quantisation`, which takes long to import."""
+
+
+def check_directory(model: Path) -> None:
+    """Raise RequestError unless the path of a model is a directory."""
+    if not model.is_dir():
+        raise RequestError(
+            f"model must be a directory with config.json and safetensors files; got {model}", "model"
+        )
 
 
 def default_dtype() -> str:

@@ -32,7 +32,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "stop",
             "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
         ),
-        ({"prompt": []}, "prompt", "have at least 1 item after validation, not 0; got []"),
+        ({"prompt": []}, "prompt", "have at least 1 item; got []"),
         ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
         ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
         ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
@@ -129,8 +129,10 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "response_format": {"type": "json_schema"}},
             "response_format",
-            "json_schema is missing",
+            "response_format.json_schema is missing",
         ),
+        ({"prompt": 5}, "prompt", "prompt must be a string or a list; got 5"),
+        ({"prompt": "x", "logit_bias": {"b": 1}}, "logit_bias", "; got {'b': 1}"),
         (
             {"prompt": "x", "stop_token_ids": [4096]},
             "stop_token_ids",

@@ -145,8 +145,12 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
     [
         (("--port", "99999"), "--port: must be an integer between 0 and 65535; got 99999"),
         (("--host", "203.0.113.9"), "must be an address of this machine"),
-        (("--model", "nowhere"), "--model nowhere"),
-        (("nowhere",), "--model nowhere"),
+        (
+            ("--model", "nowhere"),
+            "--model must be a directory with config.json and safetensors files; got nowhere",
+        ),
+        (("nowhere",), "--model must be a directory with"),
+        (("--model", "README.md"), "--model must be a directory with"),
         (("--preset", "paper"), "--preset: invalid choice: 'paper'"),
         (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is not entropic"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),

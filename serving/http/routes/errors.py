@@ -61,6 +61,7 @@ NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose f
 LISTS = ("messages", "input", "system", "tools")  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
 SHOULD = re.compile(r"^\w+ should ")  # how Pydantic begins most messages
+COUNTED = re.compile(r"(?: after validation)?, not \d+$")  # how it ends those about lengths
 WORDS = (  # of Pydantic, and of this API
     ("be None", "be null"),
     ("a valid boolean", "true or false"),
@@ -210,11 +211,14 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     accepts = _accepted(path)
     if path[0] == "entropic" and len(path) > 1:
         return _of_entropic(path[1], accepts, first), path[1]
+    sent = getattr(error, "body", None)
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
-        return f"{'.'.join(path)} is missing", path[0]
+        return f"{'.'.join(_place(sent, first) or path)} is missing", path[0]
     inputs = [e["input"] for e in same if len(_location(e)) <= 2] or [first["input"]]
+    if isinstance(sent, Mapping) and isinstance(sent.get(path[0]), Mapping) and accepts is not None:
+        inputs = [sent[path[0]]]  # a key of a mapping may be at fault
     accepted = _in_pydantic_words(same) if accepts is None else f"be {accepts}"
     return f"{name} must {accepted}; got {short(inputs[0])}", path[0]
 
@@ -266,10 +270,13 @@ def _place(tree: Any, error: Mapping[str, Any]) -> list[str]:
 
 def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:
     """What a field accepts, to follow "must"."""
-    messages = [SHOULD.sub("", error["msg"]) for error in errors]
+    messages = [COUNTED.sub("", SHOULD.sub("", error["msg"])) for error in errors]
     for pydantic, ours in WORDS:
         messages = [text.replace(pydantic, ours) for text in messages]
-    return " or ".join(list(dict.fromkeys(text[:1].lower() + text[1:] for text in messages))[:4])
+    first, *others = list(dict.fromkeys(text[:1].lower() + text[1:] for text in messages))[:4]
+    if first.startswith("be "):
+        others = [text.removeprefix("be ") for text in others]
+    return " or ".join([first, *others])
 
 
 def _location(error: Mapping[str, Any]) -> list[str]:
