@@ -106,10 +106,10 @@ def allocate(
         shape: sizes of the model.
         rows: sequences.
         context: positions of a sequence at most.
-        pages: of the pool, by default enough for every row to reach `context`.
+        pages: number of pages of the pool, by default enough for every row to reach `context`.
         page_size: positions per page, by default that of the device.
-        dtype: of keys and values: a JAX floating-point type, or "int8" or "float8_e4m3fn" with a scale per
-            key or value and KV head.
+        dtype: the dtype of keys and values: a JAX floating-point type, or "int8" or "float8_e4m3fn" with a
+            scale per key or value and KV head.
         moments: whether to keep sums of v and v² per page, for page selection by "mahalanobis".
         surprisal: whether to keep the sum of the tokens' surprisals per page, for page selection by
             "surprisal".
@@ -152,7 +152,7 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
     """Allocates pages so that each row can hold `length` positions, in row order, while pages are free.
 
     Args:
-        cache: of the batch.
+        cache: the cache of the batch.
         length: int32 `[rows]`; 0 requests none.
 
     Returns:
@@ -255,7 +255,7 @@ def share(cache: Cache, rows: jax.Array, pages: jax.Array, num_pages: jax.Array)
     """Assigns pages that have an owner to empty rows as well.
 
     Args:
-        cache: of the batch.
+        cache: the cache of the batch.
         rows: int32 `[k]`, empty rows, each at most once; out-of-range numbers are ignored.
         pages: int32 `[k, n]`, full pages in the order of their positions, n at most what a row can hold.
         num_pages: int32 `[k]`, how many of the n each row gets.
@@ -277,7 +277,7 @@ def fork(
     Full pages are shared; the page that is partly filled is copied.
 
     Args:
-        cache: of the batch.
+        cache: the cache of the batch.
         sources: int32 `[k]`; several forks may have one source.
         destinations: int32 `[k]`, empty rows; out-of-range numbers are ignored.
         length: int32 `[k]`, positions.
@@ -311,7 +311,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
     no other owner, are recomputed.
 
     Args:
-        cache: of the batch.
+        cache: the cache of the batch.
         rows: bool `[rows]`, the rows to truncate.
         length: int32 `[rows]`, positions to keep.
         most: how many rows are flagged at most, and so how many pages are read; static, None for all.
@@ -362,7 +362,7 @@ def check(cache: Cache, retained: Sequence[int] = ()) -> None:
     A debugging aid for the host; it copies the tables.
 
     Args:
-        cache: of the batch.
+        cache: the cache of the batch.
         retained: the pages that the host has retained, once per reference.
     """
     table, granted, free, references = (

@@ -45,7 +45,7 @@ def step(
         decoder: the model's pure functions.
         params: its parameters.
         controller: the control law.
-        state: of the loop.
+        state: the loop's state.
         forced: int32 `[rows]`, the tokens to emit in place of sampled ones (teacher forcing).
         width: rows that are computed at most: the first of those that run and have a quota. Static.
         constraints: per-row constraints on sampling; with them the trace has the likeliest tokens.
@@ -83,7 +83,7 @@ def speculative_step(
         params: its parameters.
         controller: the control law.
         speculator: the drafter and the draft-length law.
-        state: of the loop, with the rows' text.
+        state: the state of the loop, with the rows' text.
         width: as in `step`.
         constraints: as in `step`. A row with a forced token advances by one.
 
@@ -107,7 +107,7 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
 
     Args:
         controller: the control law.
-        state: of the loop, after sampling.
+        state: the state of the loop, after sampling.
         emitted: bool `[rows]`, the rows that emitted a token in this step.
 
     Returns:
@@ -138,7 +138,7 @@ def generate(
         decoder: the model's pure functions. Static.
         params: its parameters.
         controller: the control law.
-        state: of the loop; it is consumed.
+        state: the loop's state; it is consumed.
         steps: traced, at most `capacity`.
         capacity: steps of the trace. Static.
         width: as in `step`. Static.
@@ -175,7 +175,7 @@ def run(
 
     Args:
         advance: one step of the loop, with a trace `[rows]`, or `[n, rows]` where it emits several tokens.
-        state: of the loop.
+        state: the loop's state.
         steps: traced, at most `capacity`.
         capacity: steps of the trace.
 
@@ -221,7 +221,7 @@ def replay(
         decoder: the model's pure functions. Static.
         params: its parameters.
         controller: the control law.
-        state: of the loop.
+        state: the loop's state.
         tokens: int32 `[rows, steps]`.
 
     Returns:

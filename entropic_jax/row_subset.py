@@ -22,7 +22,7 @@ def map_rows(function: Callable[..., Any], tree: T, *others: Any) -> T:
     """`jax.tree.map` over the arrays that have one entry per row.
 
     Args:
-        function: of an array `[rows, …]` of each tree.
+        function: function of one array `[rows, …]` of each tree.
         tree: the first tree; what is `Shared` in it is in the result as it is.
         *others: trees of the same structure.
 
@@ -42,7 +42,7 @@ def where_rows(flag: jax.Array, new: T, old: T) -> T:
     Args:
         flag: bool, `[rows]` or a scalar for all of them.
         new: a pytree of arrays `[rows, …]`.
-        old: of the same structure and shapes.
+        old: the values of the other rows, of the same structure and shapes.
     """
 
     def pick(flag: jax.Array, x: Any, y: Any) -> Any:
@@ -63,9 +63,9 @@ def require_rows(name: str, tree: Any, rows: int) -> None:
     """Raises ValueError unless every array of a pytree has one entry per row, or is `Shared`.
 
     Args:
-        name: of the pytree, for the message.
+        name: the name of the pytree, for the message.
         tree: the pytree.
-        rows: of the batch.
+        rows: number of rows of the batch.
     """
 
     def check(x: Any) -> Any:

@@ -170,7 +170,7 @@ def rope_of(config: Config, layer: int, *, interleaved: bool = False, local: boo
     """The rotation that the configuration states for a layer; None if the layer has none.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: its number.
         interleaved: whether pairs are neighbours.
         local: whether layers with a window have a base of their own and no scaling.
@@ -187,7 +187,7 @@ def attention_of(config: Config, layer: int, **changes: Any) -> AttentionSpec:
     """The attention of a Llama, with a window where the configuration states one.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: its number.
         **changes: fields of the specification that differ.
     """
@@ -206,8 +206,8 @@ def experts_of(config: Config, router: RouterSpec, **changes: Any) -> ExpertsSpe
     """Experts of the sizes that the configuration states.
 
     Args:
-        config: of the model.
-        router: of the layer.
+        config: the model's configuration.
+        router: the router of the layer.
         **changes: fields of the specification that differ.
     """
     plain: dict[str, Any] = {"inner": config.moe_intermediate_size, "activation": config.hidden_act}
@@ -227,11 +227,11 @@ def block_of(
     """The layer of a Llama with changes.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: its number.
         mlp: the feed-forward block; None for that of a Llama.
-        norm: of the layer; None for RMS norms.
-        placement: of the norms.
+        norm: the norm of the layer; None for RMS norms.
+        placement: the placement of the norms.
         **attention: changes of the attention.
     """
     return BlockSpec(

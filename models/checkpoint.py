@@ -50,7 +50,7 @@ def check(directory: Path, stored_arrays: dict[str, Any], expected: dict[str, ja
     """Raise ModelError, naming the first leaf that differs, unless a checkpoint holds the expected leaves.
 
     Args:
-        directory: of the checkpoint, for the message.
+        directory: the directory of the checkpoint, for the message.
         stored_arrays: shape and dtype of each leaf of the checkpoint, by name.
         expected: those of `like`.
     """

@@ -91,7 +91,7 @@ def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family
     Args:
         merged: config.json over the defaults.
         values: fields of the Config that are known so far.
-        family: of the model.
+        family: the family of the model.
     """
     result: dict[str, Any] = {}
     layers, keys = layer_count(merged), family.defaults
@@ -172,7 +172,7 @@ def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any], family: Fam
     Args:
         stated: the object in config.json.
         merged: config.json over the defaults.
-        family: of the model.
+        family: the family of the model.
     """
     kind = stated.get("rope_type", stated.get("type", "default"))
     kind = ROPE_KINDS.get(kind, kind) if isinstance(kind, str) else kind
@@ -223,9 +223,9 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
     """The config.json that describes a Config, for transformers 4 and 5 alike.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         family: its family, which names the architecture.
-        dtype: of the weights on disk.
+        dtype: the dtype of the weights on disk.
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

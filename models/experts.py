@@ -83,7 +83,7 @@ def gate_product(
     Args:
         gate: `[tokens, inner]`.
         up: `[tokens, inner]`.
-        activation: of the gate.
+        activation: the activation of the gate.
         clamp: (α, limit) of the clamped SwiGLU, which takes the place of the activation.
     """
     return FUNCTIONS[activation](gate) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
@@ -186,7 +186,7 @@ def grouped(
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
         *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
-        product: of the two inner projections; see `gate_product`.
+        product: the product of the two inner projections; see `gate_product`.
     """
     rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
     added = [bias[expert_ids.reshape(-1)[order]] for bias in biases] or [None] * 3
@@ -220,7 +220,7 @@ def in_blocks(
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
         *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
-        product: of the two inner projections; see `gate_product`.
+        product: the product of the two inner projections; see `gate_product`.
     """
     experts = gate.shape[0]
     rows, sizes, order = _sort_by_expert(x, expert_ids, experts)

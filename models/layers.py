@@ -271,7 +271,7 @@ class CausalLM(nnx.Module):
     largest product of a step in the fast order.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         output: multipliers, caps and the last norm.
         layers: the decoder layers, in order.
     """

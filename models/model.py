@@ -89,7 +89,7 @@ def load(
     """Read a Hugging Face model directory.
 
     Args:
-        path: of the directory.
+        path: the path of the directory.
         dtype: that the weights become and the model computes in, whatever is on disk: "float32", "bfloat16"
             or "float16".
         progress: whether to show a bar on stderr where that is a terminal.
@@ -177,8 +177,8 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
 
     Args:
         model: to be written.
-        path: of the directory, which is made.
-        dtype: of the weights on disk, by default that of the parameters.
+        path: the path of the directory, which is made.
+        dtype: the dtype of the weights on disk, by default that of the parameters.
     """
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
@@ -200,9 +200,9 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
     Kernels are normal with variance 1 / fan-in, so activations keep their scale; norms are one.
 
     Args:
-        config: of the model.
-        seed: of the weights.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
+        config: the model's configuration.
+        seed: the seed of the weights.
+        dtype: the dtype of the weights: "float32", "bfloat16" or "float16".
     """
     dtype = checked(dtype)
     structure(config)  # an unknown architecture is an error

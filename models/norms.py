@@ -13,7 +13,7 @@ class RMSNorm(nnx.Module):
     """x / rms(x) · (offset + weight) over the last axis, the mean square in float32 (arXiv 1910.07467).
 
     Args:
-        size: of the last axis.
+        size: the size of the last axis.
         spec: epsilon and offset.
     """
 
@@ -33,7 +33,7 @@ class LayerNorm(nnx.Module):
     """(x − mean) / std · (offset + weight) + bias over the last axis, in float32 (arXiv 1607.06450).
 
     Args:
-        shape: of the weight: the last axis, or heads and the last axis.
+        shape: the shape of the weight: the last axis, or heads and the last axis.
         spec: epsilon, offset, and whether there is a bias.
     """
 

@@ -148,7 +148,7 @@ def yarn_weight(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     Args:
         dim: d, even.
         theta: θ, the base.
-        scaling: of kind "yarn".
+        scaling: the scaling; its kind is "yarn".
     """
 
     def pair_of(rotations: float) -> float:
@@ -168,7 +168,7 @@ def long_frequencies(rope: RopeSpec, length: jax.Array) -> jax.Array:
     """The frequencies of tokens in texts beyond the original context, for "dynamic" and "longrope".
 
     Args:
-        rope: of one of these kinds.
+        rope: the rotary embedding, of one of these kinds.
         length: int32 `[rows, n]`, tokens of the text when the token was read.
 
     Returns:
@@ -236,7 +236,7 @@ def apply_rope(x: jax.Array, rotation: Rotation, interleaved: bool = False) -> j
 
     Args:
         x: `[rows, n, heads, head_dim]`; the numbers of a head past the rotation's width stay as they are.
-        rotation: of the positions.
+        rotation: the rotation of the positions.
         interleaved: whether pairs are neighbours rather than half of the rotated width apart.
     """
     width = 2 * rotation.cosine.shape[-1]

@@ -33,7 +33,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     """The PartitionSpec of a parameter.
 
     Args:
-        path: of the array in `Params`.
+        path: the path of the array in `Params`.
         ndim: axes of the array; a matrix per expert has three.
 
     Raises:

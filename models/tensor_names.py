@@ -56,10 +56,10 @@ def pieces(
     """The tensors of one array.
 
     Args:
-        path: of the array in Params.
-        shapes: of all arrays, by path.
-        config: of the model.
-        family: of the model.
+        path: the path of the array in Params.
+        shapes: the shapes of all arrays, by path.
+        config: the model's configuration.
+        family: the family of the model.
     """
     shape, module, kernel = shapes[path], str(path[-2]), path[-1] == "kernel"
     if path == ("lm_head", "kernel") and config.tie_word_embeddings:

@@ -140,7 +140,7 @@ class Tokenizer:
         """Token numbers of a text.
 
         Args:
-            text: of a user, or from `chat`.
+            text: the text of a user, or from `chat`.
             special: whether what the model expects around a text (BOS) is added.
             rendered: whether the text is from `chat`, whose special tokens outside of the messages are parsed
                 in any case.

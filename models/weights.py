@@ -39,9 +39,9 @@ def read(
     """The parameters of a model directory.
 
     Args:
-        tensors: of the directory.
+        tensors: the tensors of the directory.
         config: says which tensors there are.
-        dtype: of the result.
+        dtype: the dtype of the result.
         advance: called with the bytes of every tensor read.
         as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
         mesh: over which every array is divided as soon as it is read; None for the default device.
@@ -175,10 +175,10 @@ def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
     """One safetensors file, a tensor at a time; it appears under its name only when it is complete.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         params: to be written.
         config: says which tensors there are.
-        dtype: of the tensors on disk.
+        dtype: the dtype of the tensors on disk.
     """
     code = {name: code for code, name in DTYPES.items()}[dtype.name]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

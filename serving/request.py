@@ -36,7 +36,7 @@ class Request(SamplingParams):
 
         Args:
             prompt: Text or token ids.
-            params: Of sampling.
+            params: The parameters of sampling.
             seed: For params without one.
         """
         values: dict[str, Any] = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}

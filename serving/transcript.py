@@ -158,7 +158,7 @@ class Transcript:
         Args:
             token: Sampled.
             metrics: Measures of the token, by name.
-            logprob: Of the token, if reported.
+            logprob: The logprob of the token, if reported.
             top: The likeliest tokens, if reported.
         """
         if self.finish_reason is not None:

@@ -13,7 +13,7 @@ def prefilled(workload: Workload, name: str, kind: str, texts: list[list[int]], 
 
     Args:
         workload: model and text.
-        name: of the preset.
+        name: the name of the preset.
         kind: dtype of keys and values.
         texts: token ids of each row.
         room: positions after them.

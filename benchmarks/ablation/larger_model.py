@@ -36,7 +36,7 @@ def random_context(subject: Subject, setting: Preset, context: int, room: int, d
         setting: the preset.
         context: positions in the cache.
         room: positions after them.
-        dtype: of keys and values.
+        dtype: the dtype of keys and values.
     """
     page_size = setting.page_policy.page_size if setting.page_policy else None
     pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)

@@ -56,7 +56,7 @@ class Run:
         """Read what the file has.
 
         Args:
-            options: of the command line.
+            options: the options of the command line.
             workload: model and text.
             texts: the text before it became tokens.
             file: lines of JSON, one for each measured cell.

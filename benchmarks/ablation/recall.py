@@ -76,7 +76,7 @@ def recall(
         workload: model and text.
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
-        seed: of the facts.
+        seed: the seed of the facts.
         drops: other values of ε_max.
         refreshes: numbers of steps for which page lists are kept.
     """
@@ -108,7 +108,7 @@ def selectors(
         workload: model and text.
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
-        seed: of the facts and the text.
+        seed: the seed of the facts and the text.
         quick: fewer selectors and budgets.
     """
     windows = Windows(workload, filler, distance, 50 + seed)

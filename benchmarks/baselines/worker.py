@@ -33,7 +33,7 @@ def serve(engine_class: type, half: bool, directory: Path, threads: int) -> None
         engine_class: makes the engine.
         half: whether it computes in half precision.
         directory: holds the weights in every form.
-        threads: of the engine.
+        threads: number of threads of the engine.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

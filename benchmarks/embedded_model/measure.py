@@ -34,9 +34,9 @@ def plain_prompts(texts: list[str], tokenizer: Tokenizer, count: int, seed: int)
 
     Args:
         texts: held-out sources.
-        tokenizer: of the model.
-        count: of the prompts; every second one is a head.
-        seed: of their choice.
+        tokenizer: the model's tokenizer.
+        count: number of prompts; every second one is a head.
+        seed: the seed of their choice.
     """
     rng = np.random.default_rng(seed)
     heads = sorted({head for text in texts for head in HEAD_OF_BLOCK.findall(text)})
@@ -58,7 +58,7 @@ def continuations(model: Path, prompts: list[list[int]], seed: int, **changes: A
     Args:
         model: directory.
         prompts: token ids.
-        seed: of the draws.
+        seed: the seed of the draws.
         **changes: to the sampling parameters.
     """
     with LLM(model, seed=seed, max_num_seqs=16, max_model_len=2 * (PROMPT + TEXT)) as llm:

@@ -28,7 +28,7 @@ def model_logits(directory: Path, texts: list[Path], tokens: int) -> np.ndarray:
     """Logits of a model over the beginnings of texts.
 
     Args:
-        directory: of the model.
+        directory: the directory of the model.
         texts: files to read.
         tokens: how many positions in all.
 

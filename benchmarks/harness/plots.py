@@ -13,8 +13,8 @@ def svg_figure(file: Path, columns: int, width: float, height: float) -> Iterato
     Args:
         file: where to save it.
         columns: number of axes.
-        width: of the figure, in inches.
-        height: of the figure, in inches.
+        width: the width of the figure, in inches.
+        height: the height of the figure, in inches.
 
     Yields:
         The axes, a list.

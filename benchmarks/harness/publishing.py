@@ -54,7 +54,7 @@ def load_or_measure(
 
     Args:
         options: `show`, a file to read; `output`, a file to write; `quick`, which stores outside the tree.
-        name: of the benchmark, the first part of the file's name.
+        name: the name of the benchmark, the first part of the file's name.
         measure: makes the results.
         device_field: the entry of the results that names the device, the second part of the file's name.
 
@@ -93,7 +93,7 @@ def publish(name: str, report: Report, results: dict[str, Any], document: bool, 
     """Print the tables of a benchmark, and write them into its page if asked to.
 
     Args:
-        name: of the benchmark.
+        name: the name of the benchmark.
         report: its module of that name.
         results: raw measurements.
         document: whether to write the page.

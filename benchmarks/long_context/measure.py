@@ -53,9 +53,9 @@ def configure(
     """The preset of a method.
 
     Args:
-        name: of the method, perhaps with `+ meso-lossy`.
+        name: the name of the method, perhaps with `+ meso-lossy`.
         budget: tokens a KV head, for its prefill and its KV cache; None for the published one.
-        gains: of the control laws.
+        gains: the gains of the control laws.
         dense_below: context up to which prefill is dense.
     """
     base_name, _, addition = name.partition(" + ")
@@ -164,7 +164,7 @@ class QualityStudy:
         """Measure one cell.
 
         Args:
-            name: of the method.
+            name: the name of the method.
             context: tokens of a document with its questions.
             budget: tokens a KV head; None for methods without one.
 
@@ -217,7 +217,7 @@ def measure_speed(subject: Subject, name: str, context: int) -> dict[str, Any]:
 
     Args:
         subject: the model.
-        name: of the method.
+        name: the name of the method.
         context: tokens of the prompt.
     """
     setting = configure(name, None)
@@ -251,7 +251,7 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
     """Answer the items of local LongBench and InfiniteBench files, and score the answers.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         console: where to print.
         results: receives a cell for each file and method.
     """

@@ -29,7 +29,7 @@ def run(corpus: Path, work: Path, name: str, rate: float, tokens: float) -> dict
     Args:
         corpus: folder of the corpus.
         work: folder of this run; an interrupted run continues.
-        name: of the optimiser.
+        name: the name of the optimiser.
         rate: learning rate.
         tokens: to train on.
 

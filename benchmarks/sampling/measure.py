@@ -60,9 +60,9 @@ def solve(benchmark: SamplerBenchmark, name: str, tasks: list[Task], seed: int) 
 
     Args:
         benchmark: the model and its samplers.
-        name: of the sampler.
+        name: the name of the sampler.
         tasks: to solve, `ROWS` at a time.
-        seed: of the noise.
+        seed: the seed of the noise.
 
     Returns:
         Which tasks were solved, and the tokens and seconds that were spent.
@@ -84,9 +84,9 @@ def write_free_text(benchmark: SamplerBenchmark, name: str, seed: int, tokens: i
 
     Args:
         benchmark: the model and its samplers.
-        name: of the sampler.
-        seed: of the stretches and the noise.
-        tokens: of each text.
+        name: the name of the sampler.
+        seed: the seed of the stretches and the noise.
+        tokens: number of tokens of each text.
 
     Returns:
         Distinct 4-grams, which texts end in a loop, and the tokens and seconds that were spent.

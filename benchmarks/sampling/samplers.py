@@ -88,10 +88,10 @@ class SamplerBenchmark:
         """Continue prompts under a sampler, after a warm-up where the shape is new.
 
         Args:
-            name: of the sampler.
+            name: the name of the sampler.
             prompts: token ids of each row.
             tokens: to generate at most.
-            seed: of the noise.
+            seed: the seed of the noise.
         """
         shape = (name, len(prompts), max(1, max(map(len, prompts)) - 1).bit_length())
         if shape not in self.warm:

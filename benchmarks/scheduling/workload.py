@@ -53,11 +53,11 @@ def draw_requests(
     """Requests that arrive as a Poisson process.
 
     Args:
-        law: of the lengths, one of `LAWS`.
+        law: the law of the lengths, one of `LAWS`.
         count: number of requests.
         places: requests that a step serves.
         load: arriving tokens over tokens that can be served.
-        seed: of everything drawn.
+        seed: the seed of everything drawn.
         limits: kind of `stated_limits`.
         telling: nats by which the mean entropy of a request rises with each unit of ln length; 0 makes
             entropy say nothing of the length.

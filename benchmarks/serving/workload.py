@@ -51,7 +51,7 @@ def drive(
     """Send requests to a server and wait for their ends.
 
     Args:
-        url: of the server.
+        url: the URL of the server.
         requests: with the lengths of prompt and text, and arrival times.
         prompts: makes the prompt of each.
         concurrency: requests at a time; without it, they are sent at their arrival times.

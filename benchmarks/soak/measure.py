@@ -64,8 +64,8 @@ async def soak(
         known: prompts with the answers that they must get.
         count: number of requests.
         concurrency: requests at a time.
-        tokens: of an ordinary answer.
-        seed: of the order of the kinds and of their draws.
+        tokens: number of tokens of an ordinary answer.
+        seed: the seed of the order of the kinds and of their draws.
         report_progress: called with the results so far, a hundred times.
 
     Returns:

@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[di
     """The rates of every cell: text, rows, context and temperature.
 
     Args:
-        options: of the command.
+        options: the options of the command.
         advance: called after each cell.
     """
     shortest = min(options.batch_contexts)
@@ -48,11 +48,11 @@ def _cell(
     """Tokens a second of each engine in rounds that take turns.
 
     Args:
-        options: of the command.
+        options: the options of the command.
         text: one of `workload.TEXTS`.
-        rows: of the engine.
+        rows: number of rows of the engine.
         context: tokens of a prompt.
-        temperature: of the sampling.
+        temperature: the temperature of the sampling.
     """
     number = int(rows * QUEUE)
     tokens = prompts(text, Path(options.model) / "tokenizer.json", context, number)
@@ -101,9 +101,9 @@ def _run(
 
     Args:
         llm: the engine.
-        tokens: of the prompts.
-        lengths: of the texts.
-        temperature: of the sampling.
+        tokens: the tokens of the prompts.
+        lengths: the lengths of the texts.
+        temperature: the temperature of the sampling.
         round_number: from which the seeds are made.
     """
     requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in tokens]

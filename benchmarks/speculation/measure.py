@@ -53,7 +53,7 @@ def begin(model: models.Model, prompt: list[int], tokens: int, temperature: floa
         model: that continues the prompt.
         prompt: token ids.
         tokens: to generate.
-        temperature: of the sampling.
+        temperature: the temperature of the sampling.
         speculator: or None.
     """
     pool = allocate(model.decoder.shape, 1, model.config.max_position_embeddings)
@@ -108,7 +108,7 @@ class Continuation:
         model: that continues the prompt.
         prompt: token ids.
         tokens: to generate.
-        temperature: of the sampling.
+        temperature: the temperature of the sampling.
         speculator: or None.
     """
 
@@ -196,7 +196,7 @@ def compare(
         model: that continues the prompt.
         prompt: token ids.
         tokens: to generate.
-        temperature: of the sampling.
+        temperature: the temperature of the sampling.
         speculators: by the name of the arm; that of "off" is None.
         first: number of the arm that begins.
     """

@@ -19,9 +19,9 @@ def windows(tokenizer_file: Path, context: int, number: int) -> list[list[int]]:
     """Prompts of `context` tokens each, from places drawn once and for all.
 
     Args:
-        tokenizer_file: of the model.
+        tokenizer_file: the tokenizer file of the model.
         context: tokens of a prompt.
-        number: of prompts.
+        number: number of prompts.
     """
     tokens = module_tokens(tokenizer_file)
     starts = np.random.default_rng(context).integers(0, len(tokens) - context, number)
@@ -34,9 +34,9 @@ def prompts(text: str, tokenizer_file: Path, context: int, number: int) -> list[
     Args:
         text: "held-out": code that the model has not seen; "copy": code whose first third follows once more,
             so that a model that copies goes on with the second; "random": tokens drawn uniformly.
-        tokenizer_file: of the model.
+        tokenizer_file: the tokenizer file of the model.
         context: tokens of a prompt.
-        number: of prompts.
+        number: number of prompts.
     """
     if text == "held-out":
         return windows(tokenizer_file, context, number)
@@ -57,6 +57,6 @@ def arms(costs: PassCosts) -> dict[str, Speculator | None]:
     """The speculators by name; None is plain decoding, the baseline.
 
     Args:
-        costs: of a pass on this machine.
+        costs: the costs of a pass on this machine.
     """
     return {name: make_speculator(name, 1, max(WIDTHS) - 1 if name != OFF else None, costs) for name in ARMS}

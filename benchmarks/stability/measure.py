@@ -52,7 +52,7 @@ def measure(folder: Path, rows: int, steps: int, console: Console) -> dict[str, 
     """Everything the benchmark measures, as numbers and lists.
 
     Args:
-        folder: of the model, with its calibration.
+        folder: the folder of the model, with its calibration.
         rows: repetitions, each with a prompt and a seed.
         steps: tokens of each level of a sweep.
         console: where progress is printed.

@@ -18,7 +18,7 @@ class Shuffled:
 
     Args:
         law: a temperature law.
-        seed: of the permutations, one for each step.
+        seed: the seed of the permutations, one for each step.
     """
 
     law: Any

@@ -88,8 +88,8 @@ def continue_rows(subject: Subject, sampler: Any, state: State, tokens: int) -> 
     Args:
         subject: the model.
         sampler: its law and its sampling parameters.
-        state: of the prompts; it is not consumed.
-        tokens: of each row.
+        state: the state of the prompts; it is not consumed.
+        tokens: number of tokens of each row.
     """
     law, sampling = sampler
     state = resume(state, law)

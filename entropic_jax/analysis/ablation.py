@@ -50,9 +50,9 @@ def read(
         prompts: token ids, one prompt per row.
         tokens: room for new tokens, for all rows or one number per row.
         page_size: positions per page of the cache.
-        dtype: of the cache, by default the one the model computes in.
+        dtype: the dtype of the cache, by default the one the model computes in.
         temperature: at which tokens are sampled where no law sets it.
-        seed: of the run's random key.
+        seed: the seed of the run's random key.
     """
     context = max(map(len, prompts)) + int(np.max(tokens))
     dtype = jax.tree.leaves(subject.params)[0].dtype if dtype is None else dtype
@@ -103,7 +103,7 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     Raises ValueError unless `page_size` is a multiple of the cache's, and where that holds 8 bits.
 
     Args:
-        cache: of float32 or bfloat16.
+        cache: the cache; its dtype is float32 or bfloat16.
         length: int32 `[rows]`, positions that each row holds.
         page_size: positions per new page, a multiple of the cache's.
     """
@@ -206,7 +206,7 @@ def launch(subject: Subject, setting: Preset, state: State, steps: int) -> tuple
     Args:
         subject: the model.
         setting: controller and width.
-        state: of the loop; it is consumed.
+        state: the loop's state; it is consumed.
         steps: how many steps to run.
     """
     began = time.perf_counter()

@@ -59,10 +59,10 @@ def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset) -> An
     """The `State` of a batch, as shapes.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         batch: sizes of the batch.
-        dtype: of the KV cache.
-        preset: of control.
+        dtype: the dtype of the KV cache.
+        preset: the preset of control.
     """
     decoder = Decoder(config)
 
@@ -96,11 +96,11 @@ def compile_step(
     """Compile one decode step, divided over all of the devices.
 
     Args:
-        config: of the model.
-        devices: of a topology, see `devices_of`.
+        config: the model's configuration.
+        devices: the devices of a topology, see `devices_of`.
         batch: sizes of the batch.
-        dtypes: of the weights, and of the KV cache.
-        preset: of control.
+        dtypes: the dtypes of the weights, and of the KV cache.
+        preset: the preset of control.
     """
     mesh = make_mesh(len(devices), devices)
     model_sharding.check_mesh(config, mesh)

@@ -64,7 +64,7 @@ class Topology(NamedTuple):
 
         Args:
             operation: as in `collectives.Collective`.
-            num_bytes: of its results on a device.
+            num_bytes: number of bytes of its results on a device.
 
         >>> round(topology("v5e:2x4").seconds("all-reduce", 2**18) * 1e6, 1)
         13.1

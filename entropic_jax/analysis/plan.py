@@ -78,8 +78,8 @@ def weight_bytes(config: Config, devices: int, itemsize: int) -> tuple[int, int]
     """Bytes of the weights on a chip: all, and those that a step reads, without the embedding's table.
 
     Args:
-        config: of the model.
-        devices: of the tensor axis.
+        config: the model's configuration.
+        devices: number of devices of the tensor axis.
         itemsize: bytes of a weight.
     """
     shapes = structure(config)[1]
@@ -94,10 +94,10 @@ def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
     """Bytes of a page of all layers on a chip: keys, values and summaries.
 
     Args:
-        config: of the model.
-        devices: of the tensor axis.
+        config: the model's configuration.
+        devices: number of devices of the tensor axis.
         page_size: positions of a page.
-        dtype: of keys and values.
+        dtype: the dtype of keys and values.
     """
     heads, size = config.num_key_value_heads // devices, config.head_dim
     tiles = 2 * page_size * size * bytes_per_number(dtype, size)
@@ -116,10 +116,10 @@ def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes) -> Step
     """The needs of a dense decode step, by the layout of the model.
 
     Args:
-        config: of the model.
-        devices: of the tensor axis.
-        rows: of the step.
-        dtypes: of weights and KV cache.
+        config: the model's configuration.
+        devices: number of devices of the tensor axis.
+        rows: number of rows of the step.
+        dtypes: the dtypes of weights and KV cache.
     """
     itemsize = jnp.dtype(dtypes.weights).itemsize
     hidden, vocabulary = (rows, 1, config.hidden_size), (rows, config.vocab_size)
@@ -155,11 +155,11 @@ def roofline(
     """The least time of a decode step of `rows` rows that hold `context` positions each.
 
     Args:
-        config: of the model.
-        topology: of the slice.
-        rows: of the step.
+        config: the model's configuration.
+        topology: the topology of the slice.
+        rows: number of rows of the step.
         context: positions of a row.
-        dtypes: of weights and KV cache.
+        dtypes: the dtypes of weights and KV cache.
         exchanged: the collectives of the step.
     """
     devices = topology.devices
@@ -185,9 +185,9 @@ def make_plan(
     """The plan of a model on a slice.
 
     Args:
-        config: of the model; its KV heads are a multiple of the chips.
-        slice_: of the slice, all of which is one tensor axis.
-        dtypes: of weights and KV cache.
+        config: the configuration of the model; its KV heads are a multiple of the chips.
+        slice_: the kind of the slice, all of which is one tensor axis.
+        dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
         compiled: the step, from `ahead_of_time.compile_step`; None computes from shapes.
     """
@@ -230,8 +230,8 @@ def first_that_fits(config: Config, dtypes: Dtypes, state: Any) -> str | None:
     """The first of `SLICES`, by shapes, on which a sequence fits and whose chips divide the model; or None.
 
     Args:
-        config: of the model.
-        dtypes: of weights and KV cache.
+        config: the model's configuration.
+        dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch, as shapes.
     """
     for name in SLICES:

@@ -94,9 +94,10 @@ class Disturbed:
         """See `Controller`.
 
         Args:
-            signal: of all rows, after sampling; it gets the errors that `update` saw at the same token.
+            signal: the signal of all rows, after sampling; it gets the errors that `update` saw at the same
+                token.
             action: in force.
-            state: of this controller.
+            state: the state of this controller.
         """
         signal = self._disturb(signal, state.position - 1)
         action, after = schedule_rows(self.controller, signal, action, state.controller)
@@ -140,9 +141,9 @@ def temperature_sensitivity(
         decoder: the model's pure functions.
         params: its parameters.
         law: the temperature law.
-        state: of the loop; `state.action.temperature` is the start, above 0 in every row.
+        state: the state of the loop; `state.action.temperature` is the start, above 0 in every row.
         tokens: int32 `[rows, steps]`, the tokens to replay.
-        width: of the central difference quotient in ln T; None differentiates in forward mode.
+        width: the width of the central difference quotient in ln T; None differentiates in forward mode.
 
     >>> contraction_rates(Sensitivity(jnp.ones((3, 1)), jnp.array([[0.5], [0.25], [0.0]])))[:, 0].tolist()
     [0.5, 0.5, 0.0]
@@ -181,7 +182,7 @@ def noise_gain(
         decoder: the model's pure functions, as a rule `HeldLogits`, so that a set-point can be met.
         params: its parameters.
         law: a temperature law with a `target_entropy`.
-        state: of the loop.
+        state: the loop's state.
         tokens: int32 `[rows, steps]`, the tokens to replay.
         amplitude: largest error of the measured entropy, nats, > 0.
     """
@@ -215,7 +216,7 @@ def record_orbit(decoder: Any, params: Any, controller: Any, state: State, steps
         decoder: the model's pure functions. Static.
         params: its parameters.
         controller: the control law.
-        state: of the loop, started with this law or one of the same structure.
+        state: the state of the loop, started with this law or one of the same structure.
         steps: static.
     """
 
@@ -312,9 +313,9 @@ def sweep(
     Args:
         decoder: the model's pure functions.
         params: its parameters.
-        controllers: of the same structure; each takes over the state of the one before.
-        state: of the loop, with room for all tokens.
-        steps: of each controller.
+        controllers: controllers of one structure; each takes over the state of the one before.
+        state: the state of the loop, with room for all tokens.
+        steps: number of steps of each controller.
 
     Returns:
         The state, and the state that each controller reached: the mean of each field of `SWEPT` over the
@@ -348,8 +349,8 @@ def measure_hysteresis(
         decoder: the model's pure functions.
         params: its parameters.
         controllers: one per level, in ascending order of the gain that is swept.
-        state: of the loop, with room for two sweeps. Its rows are the independent repetitions.
-        steps: of each level.
+        state: the state of the loop, with room for two sweeps. Its rows are the independent repetitions.
+        steps: number of steps of each level.
     """
     series = partial(sweep, decoder, params)
     middle, up = series(controllers, state, steps)

@@ -47,8 +47,8 @@ class Workload:
 
         Args:
             count: how many.
-            length: of each, tokens.
-            seed: of the random starts.
+            length: the length of each window, in tokens.
+            seed: the seed of the random starts.
         """
         if len(self.stream) <= length:
             raise ValueError(f"text must have more than {length} tokens; got {len(self.stream)}")
@@ -79,8 +79,8 @@ def quality(
     Args:
         workload: model, text and gains.
         context: tokens of a window, those that are scored included.
-        seed: of the choice of windows.
-        names: of the presets.
+        seed: the seed of the choice of windows.
+        names: the names of the presets.
         sequences: how many windows.
         scored: tokens at the end of a window that are scored.
     """
@@ -127,8 +127,8 @@ def information(
     Args:
         workload: model, text and gains.
         context: tokens of a window, those that are scored included.
-        seed: of the choice of windows.
-        names: of the presets.
+        seed: the seed of the choice of windows.
+        names: the names of the presets.
         sequences: how many windows.
         scored: tokens at the end of a window that are scored.
     """
@@ -173,7 +173,7 @@ def speed(
     Args:
         workload: model, text and gains.
         context: tokens of the prompt.
-        names: of the presets.
+        names: the names of the presets.
         steps: per launch.
         repeat: launches of each preset that are timed.
     """
@@ -200,7 +200,7 @@ def interleave(
         presets: its preset.
         states: a state after prefill, which is consumed.
         context: entered into the rows.
-        steps: of a launch.
+        steps: number of steps of a launch.
         repeat: launches of each that are counted.
         between: called with the number of the turn after every turn.
 
@@ -246,8 +246,8 @@ def load(
 
     Args:
         workload: model, text and gains.
-        seed: of prompts, lengths and arrivals.
-        names: of the presets.
+        seed: the seed of prompts, lengths and arrivals.
+        names: the names of the presets.
         sequences: how many arrive.
         width: sequences that a step advances.
         prompt: tokens of the longest prompt.
@@ -311,7 +311,7 @@ def writing(
 
     Args:
         workload: model, text and gains.
-        seed: of the prompts and of sampling.
+        seed: the seed of the prompts and of sampling.
         presets: by name.
         sequences: how many texts each preset writes.
         prompt: tokens of a prompt.

@@ -200,7 +200,8 @@ def _read_partial(
         layer: its keys, values and page summaries.
         table: int32 `[rows, pages of a row]`, the page table.
         q: scaled queries.
-        ends: of the positions seen: the first one of each query, the first query's own, and the last one.
+        ends: the ends of the positions seen: the first one of each query, the first query's own, and the last
+            one.
         reader: as for `read`.
         soft_cap: as for `read`.
     """

@@ -53,7 +53,7 @@ class PageChooser(Protocol):
         """The `LayerPages` or the `PageGates` of a layer; None reads every page.
 
         Args:
-            number: of the layer, from 0.
+            number: number of the layer, from 0.
             layer: its keys, values and page summaries.
             q: scaled queries, `[rows, kv_heads, group, head_dim]`.
             last: int32 `[rows]`, end of the positions held.
@@ -106,7 +106,7 @@ class PageReader(LayerAttention):
             q: scaled queries, `[rows, kv_heads, group, head_dim]`.
             first: int32 `[rows]`, first position that the query sees.
             last: int32 `[rows]`, end of the positions held.
-            soft_cap: of the scores; pages are chosen without it.
+            soft_cap: the soft cap of the scores; pages are chosen without it.
         """
         keys, values, table = layer.keys, layer.values, self.cache.table
         pages, ends = self.chooser.choose(len(self.layer_stats), layer, q, last), (first, last)

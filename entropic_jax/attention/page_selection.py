@@ -224,7 +224,7 @@ class StepSelection:
         selection: how pages are chosen.
         cache: the KV cache of the rows of the step.
         dropped_mass_limit: ε, float32 `[rows]`, in [0, 1).
-        lists: of the step before, one per group of layers; none where every step chooses anew.
+        lists: the lists of the step before, one per group of layers; none where every step chooses anew.
         renew: bool `[rows]`, the rows whose lists are chosen in this step.
     """
 
@@ -310,7 +310,7 @@ def extended(lists: PageLists, row_pages: jax.Array, heads: tuple[int, ...]) -> 
     """Page lists of an earlier step and the pages that have begun since. They bound nothing for a new query.
 
     Args:
-        lists: of the earlier step.
+        lists: the lists of the earlier step.
         row_pages: int32 `[rows]`, pages that each row has by now.
         heads: rows, KV heads, and query heads of a KV head.
     """

@@ -92,7 +92,7 @@ class WindowReader(LayerAttention):
             q: scaled queries, `[rows, kv_heads, group, head_dim]`.
             first: int32 `[rows]`, first position that the query sees.
             last: int32 `[rows]`, end of the positions held.
-            soft_cap: of the scores.
+            soft_cap: the soft cap of the scores.
         """
         is_listed = len(self.layer_stats) < self.num_listed
         lists: tuple[Any, Any] = (self.page_list, self.num_pages) if is_listed else (None, None)

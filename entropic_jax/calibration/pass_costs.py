@@ -58,10 +58,10 @@ def measure_pass_costs(
     Args:
         decoder: the model's pure functions.
         params: its parameters.
-        most_tokens: of a pass, at least 2.
+        most_tokens: largest number of tokens of a pass, at least 2.
         context: cached positions of a row where attention is timed, above 64.
         page_size: positions per page, by default that of the device.
-        dtype: of keys and values, as for `cache.allocate`.
+        dtype: the dtype of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
         pages: those that the pruned drafter reads; None does not time its steps. With a draft model, its
             steps are timed instead.
@@ -116,7 +116,7 @@ def _pass(
 
     Args:
         decoder, params, page_size, dtype: as for `measure_pass_costs`.
-        shape: of the passes.
+        shape: the shape of the passes.
         pages: read by steps of the pruned drafter; None for all.
         drafts: whether the passes are steps of a drafter, which also sample and measure.
     """

@@ -43,7 +43,7 @@ class LengthModel:
     """A log-linear model of the length with an empirical distribution of residuals.
 
     Args:
-        weights: of the constant and of the logarithm of each of `names`.
+        weights: the weights of the constant and of the logarithm of each of `names`.
         residuals: ascending quantiles of ln L less its prediction.
         names: features in use, some of `FEATURES`.
     """
@@ -101,7 +101,7 @@ class LengthModel:
         that of arrival those that have ended are mostly short.
 
         Args:
-            features: of all recent requests, by name, each `[requests]`.
+            features: the features of all recent requests, by name, each `[requests]`.
             age: tokens generated so far, `[requests]`.
             ended: bool `[requests]`; `age` is then the length.
         """
@@ -170,7 +170,7 @@ def fit_recent_lengths(
     does not bias a regression on the same features. The residuals are as in `LengthModel.updated`.
 
     Args:
-        features: of all recent requests, by name, each `[requests]`.
+        features: the features of all recent requests, by name, each `[requests]`.
         age: work done so far, `[requests]`.
         ended: bool `[requests]`; `age` is then the length.
         names: features to use.
@@ -198,7 +198,7 @@ def serving_order(
     that have not begun differ in their features alone.
 
     Args:
-        model: of the lengths.
+        model: the model of the lengths.
         features: by name, each `[requests]`.
         age: tokens generated, `[requests]`.
         arrival: serial number or time of each request, `[requests]`.

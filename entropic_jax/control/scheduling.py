@@ -236,9 +236,9 @@ class _SchedulingLaw:
         """See `Controller`: writes `quota`.
 
         Args:
-            signal: of all rows, after sampling.
+            signal: the signal of all rows, after sampling.
             action: in force.
-            state: of the law.
+            state: the state of the law.
         """
         # A selected row that got no page does not count as waiting: it would be selected forever.
         waits = signal.runnable & ~(signal.emitting | state.selected)

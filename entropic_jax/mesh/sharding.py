@@ -59,8 +59,8 @@ def launch(decoder: Any, program: Callable[..., Any], params: Any, state: Any, *
 
     Args:
         decoder: the model's pure functions.
-        program: of parameters, a state and anything else, which returns a state of the same structure and
-            anything else. The rest, on either side, is the same on all devices.
+        program: function of parameters, a state and anything else, which returns a state of the same
+            structure and anything else. The rest, on either side, is the same on all devices.
         params: the model's parameters.
         state: a pytree that contains a `State`.
         *rest: further arguments.

@@ -110,7 +110,7 @@ def fit(log_mean: jax.Array, alpha: jax.Array, iterations: int = 3) -> jax.Array
     Args:
         log_mean: `[..., n]`, the mean of ln x.
         alpha: `[..., n]`, the first guess, above 0.
-        iterations: of Newton's method; static.
+        iterations: number of iterations of Newton's method; static.
     """
     room = jax.nn.logsumexp(log_mean, -1, keepdims=True) + LEAST_SPREAD
     target = log_mean - jnp.maximum(room, 0.0)
@@ -263,7 +263,7 @@ class DSlider:
         """Updates the Dirichlet and the running surprisals with the distributions and the token of a step.
 
         Args:
-            state: of the law.
+            state: the state of the law.
             log_p: float32 `[rows, vocabulary]`, log-probabilities under the model.
             adapted: float32 `[rows, vocabulary]`, log-probabilities after the adaptation of outliers.
             part: float32 `[rows, n]`, log-probabilities of the tokens that the Dirichlet models.

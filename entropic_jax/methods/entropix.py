@@ -148,7 +148,7 @@ def quadrant_settings(
     Args:
         quadrants: int32 `[rows]`, from `quadrant`.
         features: entropies of logits and attention, each `[rows]`.
-        constants: of the formulas.
+        constants: the constants of the formulas.
     """
     doubt = features.entropy + features.varentropy
     focus = features.attention_entropy + features.attention_varentropy

@@ -110,7 +110,7 @@ def next_actions(search: SearchState, fresh: jax.Array, plan: SearchPlan) -> jax
     Args:
         search: state of the search.
         fresh: bool `[sequences]`, a token was emitted in this step.
-        plan: of the search; static.
+        plan: the plan of the search; static.
     """
     state = search.state
     lead = lambda x: x[:: plan.branches]
@@ -215,7 +215,7 @@ def backtrack(search: SearchState, plan: SearchPlan, most: int | None = None) ->
 
     Args:
         search: state of the search.
-        plan: of the search; static.
+        plan: the plan of the search; static.
         most: sequences that backtrack at most, which bounds the pages that are read; static, None for all.
     """
     state, rows, k = search.state, search.alive.shape[0], plan.branches
@@ -285,7 +285,7 @@ def branch(search: SearchState, plan: SearchPlan, most: int | None = None) -> Se
 
     Args:
         search: state of the search.
-        plan: of the search; static.
+        plan: the plan of the search; static.
         most: sequences that branch at most, which bounds the pages that are copied; static, None for all.
     """
     sequences, k = search.steps_left.shape[0], plan.branches

@@ -152,7 +152,7 @@ def generate(
 
     Args:
         search: state of the search; it is consumed.
-        plan: of the search; static.
+        plan: the plan of the search; static.
         decoder: the model's pure functions.
         params: its parameters.
         controller: the control law; an `Entropix` is part of it.
@@ -271,7 +271,7 @@ def end_sequences(search: SearchState, plan: SearchPlan, ended: np.ndarray) -> S
 
     Args:
         search: state of the search.
-        plan: of the search; static.
+        plan: the plan of the search; static.
         ended: bool `[sequences]`, the sequences to end.
     """
     rows = jnp.repeat(jnp.asarray(ended), plan.branches)

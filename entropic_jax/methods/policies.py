@@ -52,9 +52,9 @@ class PrefillPolicy(Protocol):
         """The initial state of one layer, a pytree with leaves `[rows, …]`.
 
         Args:
-            rows: of the batch.
-            kv_heads: of a layer.
-            pages: of a row at most.
+            rows: number of rows of the batch.
+            kv_heads: number of KV heads of a layer.
+            pages: largest number of pages of a row.
         """
 
     def score_pages(self, queries: LayerQueries, state: Any, below: Any) -> tuple[PageScores, Any, Any]:

@@ -21,9 +21,9 @@ def empty_window(shape: ModelShape, rows: int, window: int, dtype: jax.typing.DT
 
     Args:
         shape: sizes of the model.
-        rows: of the batch.
+        rows: number of rows of the batch.
         window: queries that it holds.
-        dtype: of the queries.
+        dtype: the dtype of the queries.
     """
     group = shape.heads // shape.kv_heads
     return Window(

@@ -244,7 +244,7 @@ def parameter(default: Any, accepts: Any, text: str, *, unit: str = "", scope: s
         default: Its value where none is given.
         accepts: The accepted values: a `Number`, `Flag`, `Choice`, `Strings`, `TokenIds` or `TokenBiases`.
         text: What it does, as a phrase without a full stop.
-        unit: Of its values; "" for a pure number.
+        unit: The unit of its values; "" for a pure number.
         scope: Who applies it; the words are the table's own.
 
     Returns:

@@ -22,7 +22,7 @@ def gather_active(state: State, width: int | None, ahead: int = 0) -> tuple[RowS
     """Gathers the rows that can advance, each with a page for its next token.
 
     Args:
-        state: of the loop.
+        state: the loop's state.
         width: rows at most, static; None takes all rows where they are.
         ahead: tokens beyond the next one for which rows get pages while any are free; static.
 
@@ -55,7 +55,7 @@ def scatter(state: State, rows: RowSubset, before: State, after: State) -> State
     entries of a row have changed.
 
     Args:
-        state: of all rows.
+        state: the state of all rows.
         rows: the subset.
         before: the state of the subset as gathered.
         after: the state of the subset as computed.

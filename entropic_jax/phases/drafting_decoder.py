@@ -87,7 +87,7 @@ class DraftingDecoder:
         """The last hidden states of the target `[rows, n, hidden]`, and the layers of both as written.
 
         Args:
-            params: of both models.
+            params: the parameters of both models.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`, of the tokens in their texts.
             layers: cached keys and values, those of the target first.

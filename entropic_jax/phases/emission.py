@@ -41,9 +41,9 @@ def emit(
         controller: the control law of these rows.
         batch: the rows, with the cache as the forward pass left it.
         forward: their logits, and what was read.
-        cost: of the token, for the ledger.
+        cost: the cost of the token, for the ledger.
         forced: int32 `[rows]`, tokens to emit in place of sampled ones.
-        constraints: of these rows.
+        constraints: the constraints of these rows.
 
     Returns:
         The rows after the token, and its trace. Inactive rows and rows of NaN logits emit nothing.
@@ -78,8 +78,8 @@ def process(logits: jax.Array, state: State, constraints: Constraints | None) ->
 
     Args:
         logits: float32 `[rows, vocabulary]`.
-        state: of the rows before the token.
-        constraints: of the rows, None for none.
+        state: the state of the rows before the token.
+        constraints: the constraints of the rows, None for none.
     """
     processed = sampling.penalise(logits, state.sampling, state.history)
     changed = sampling.adjusts(state.sampling)
@@ -118,9 +118,10 @@ def observe(
 
     Args:
         batch: the rows before the token.
-        measured: of the token to come, but for its surprisal, which is that of the token before.
+        measured: the measurements of the token to come, but for its surprisal, which is that of the token
+            before.
         emitting: bool `[rows]`, the rows that emit a token.
-        logits: of the position.
+        logits: the logits of the position.
         focus: statistics of attention, where the controller observes it.
     """
     state = batch.state
@@ -175,11 +176,11 @@ def choose(
     """The next token of every row, int32 `[rows]`: forced, chosen by the controller, or sampled.
 
     Args:
-        logits: of the position.
+        logits: the logits of the position.
         batch: the rows before the token.
         action: in force: the temperature, and the token where the controller has chosen.
         forced: int32 `[rows]`, tokens to emit in place of all others; None forces none.
-        constraints: of the rows; a token that they force goes before.
+        constraints: the constraints of the rows; a token that they force goes before.
     """
     if forced is not None:
         token = forced
@@ -204,9 +205,9 @@ def advance(batch: Batch, state: State, emitting: jax.Array, constraints: Constr
 
     Args:
         batch: the rows before the token.
-        state: of the rows, with the token.
+        state: the state of the rows, with the token.
         emitting: bool `[rows]`, the rows that emit it; other active rows have failed (NaN logits).
-        constraints: of the rows; a row whose next mask they do not state pauses.
+        constraints: the constraints of the rows; a row whose next mask they do not state pauses.
     """
     length = batch.state.length + batch.active.astype(jnp.int32)
     stopped = (state.stop == state.token[:, None]).any(1)
@@ -235,10 +236,10 @@ def trace_of(
         before: the rows before the token.
         after: the rows with the token.
         forward: what the step read.
-        logits: of the position.
+        logits: the logits of the position.
         emitting: bool `[rows]`, the rows that emit the token.
-        cost: of the step.
-        constraints: of the rows; None reports no likeliest tokens.
+        cost: the cost of the step.
+        constraints: the constraints of the rows; None reports no likeliest tokens.
     """
     read, zero = forward.read, jnp.zeros_like(after.signal.entropy)
     return Trace(

@@ -36,7 +36,7 @@ class Decoder(Hashable, Protocol):
         """The last hidden states `[rows, n, hidden]`, and the layers as written.
 
         Args:
-            params: of the model.
+            params: the parameters of the model.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`, of the tokens in their texts.
             layers: the cached keys and values of each layer.
@@ -73,7 +73,7 @@ def forward(
     Args:
         decoder: the model's pure functions.
         params: its parameters.
-        state: of the rows; their next position is `length`.
+        state: the state of the rows; their next position is `length`.
         tokens: int32 `[rows, n]`.
         num_tokens: int32 `[rows]`, how many of the n are real; the others write nothing.
         reader: chooses the pages that are read; None reads all.
@@ -141,7 +141,7 @@ def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) ->
         decoder: the model's pure functions.
         params: its parameters.
         batch: the rows, before their tokens count as cached.
-        output: of the forward pass.
+        output: the output of the forward pass.
     """
     state, read = batch.state, output.read
     return ledger.step_cost(

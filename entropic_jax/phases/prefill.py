@@ -271,7 +271,7 @@ def prefill(
     Args:
         decoder: the model's pure functions.
         params: its parameters.
-        state: of the loop.
+        state: the loop's state.
         chunk: the tokens, and the rows that they belong to.
         scored: also return the log-probability of the token that follows each position. Static.
 
@@ -312,7 +312,7 @@ def append(
     Args:
         decoder: the model's pure functions.
         params: its parameters.
-        state: of the rows.
+        state: the state of the rows.
         tokens: int32 `[rows, n]`.
         num_tokens: int32 `[rows]`, how many of the n are real.
         total: int32 `[rows]`, positions that the whole prompt takes.
@@ -339,7 +339,7 @@ def launch_prefill(
     Args:
         decoder: the model's pure functions. Static.
         params: its parameters.
-        state: of the loop; it is consumed.
+        state: the loop's state; it is consumed.
         chunk: the tokens, and the rows that they belong to.
         scored: as in `prefill`. Static.
     """

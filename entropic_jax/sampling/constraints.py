@@ -62,7 +62,7 @@ def no_constraints(rows: int, vocabulary: int, positions: int = 1, num_sets: int
     """Constraints that allow everything.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
         vocabulary: number of tokens.
         positions: n, that can be planned ahead.
         num_sets: m, sets of tokens that the constraints have room for.
@@ -88,7 +88,7 @@ def constrain(logits: jax.Array, constraints: Constraints, stop: jax.Array, leng
 
     Args:
         logits: float32 `[rows, vocabulary]`.
-        constraints: of the rows.
+        constraints: the constraints of the rows.
         stop: int32 `[rows, n]`, the tokens that end a row; −1 where unused.
         length: int32 `[rows]`, of the sequence with the token about to be sampled.
 
@@ -117,7 +117,7 @@ def pauses(constraints: Constraints, token: jax.Array, length: jax.Array) -> jax
     """The rows whose next mask the host does not know before it has seen this token, bool `[rows]`.
 
     Args:
-        constraints: of the rows.
+        constraints: the constraints of the rows.
         token: int32 `[rows]`, sampled last.
         length: int32 `[rows]`, of the sequence with it.
     """

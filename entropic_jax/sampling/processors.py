@@ -40,7 +40,7 @@ def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> Hist
     """Marks tokens of the prompts as seen.
 
     Args:
-        history: of the rows.
+        history: the history of the rows.
         tokens: int32 `[rows, n]`.
         valid: bool `[rows, n]`, which of them are real.
 

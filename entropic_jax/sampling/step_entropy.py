@@ -24,7 +24,7 @@ def measure(
     """Entropy statistics of the belief and of the distribution sampled from.
 
     Args:
-        logits: of the model, float32 `[rows, vocabulary]`. The belief is softmax(logits / T_cal).
+        logits: the logits of the model, float32 `[rows, vocabulary]`. The belief is softmax(logits / T_cal).
         processed: after penalties and constraints. softmax(processed / T) is sampled from.
         changed: bool `[]`, whether the two may differ.
         temperature: T, float32 `[rows]`.

@@ -37,9 +37,9 @@ def block(config: Config, layer: int, router: RouterSpec) -> BlockSpec:
     """A layer with experts, but for the first ones.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: its number.
-        router: of its experts.
+        router: the router of its experts.
     """
     mlp = mlp_of(config)
     if layer >= config.first_k_dense_replace:

@@ -21,7 +21,7 @@ def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
     """Gemma 2: norms around both blocks, capped scores, a window in every second layer.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         layer: its number.
         **switches: fields of the block that differ in a descendant.
     """

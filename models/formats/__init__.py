@@ -50,8 +50,8 @@ def log_activations(weights: WeightFormat, name: str, dtype: str) -> None:
 
     Args:
         weights: the format of the weights.
-        name: of the model, for the message.
-        dtype: of the activations.
+        name: the name of the model, for the message.
+        dtype: the dtype of the activations.
     """
     if weights.activation_bits is not None:
         LOG.warning(

@@ -117,7 +117,7 @@ def block_scales(parts: Parts, state: dict[str, Any], blocks: slice) -> np.ndarr
     """The scales of some blocks, float32.
 
     Args:
-        parts: of the matrix.
+        parts: the parts of the matrix.
         state: its `read_state`.
         blocks: first block and the one after the last.
     """
@@ -132,7 +132,7 @@ def read_state(name: str, tensor: StoredTensor) -> dict[str, Any]:
     """The JSON that describes a 4-bit matrix. Raises ModelError for one that is not understood.
 
     Args:
-        name: of the matrix.
+        name: the name of the matrix.
         tensor: bytes of JSON.
     """
     place = f"{tensor.file}: quant_state of {name}"

@@ -159,8 +159,8 @@ def fits(name: str, parts: Parts, scheme: Scheme) -> bool:
     """Whether the tensors of a matrix are those of a scheme.
 
     Args:
-        name: of the matrix.
-        parts: of it.
+        name: the name of the matrix.
+        parts: the matrix's parts.
         scheme: that may have made them.
     """
     try:
@@ -174,8 +174,8 @@ def checked_shape(name: str, parts: Parts, scheme: Scheme) -> tuple[int, int]:
     """The shape of a matrix of this scheme. Raises ModelError where its tensors do not fit.
 
     Args:
-        name: of the matrix.
-        parts: of it.
+        name: the name of the matrix.
+        parts: the matrix's parts.
         scheme: that made them.
     """
     if "packed" in parts:
@@ -219,8 +219,8 @@ def packed_shape(name: str, parts: Parts, scheme: Scheme) -> tuple[int, int]:
     """The shape of a matrix whose elements share words or bytes.
 
     Args:
-        name: of the matrix.
-        parts: of it.
+        name: the name of the matrix.
+        parts: the matrix's parts.
         scheme: that made them.
     """
     packed = parts["packed"]
@@ -253,7 +253,7 @@ def quantised_values(parts: Parts, scheme: Scheme, rows: slice, inputs: int) -> 
     """Rows of a matrix before they are scaled, int32 or float32.
 
     Args:
-        parts: of the matrix.
+        parts: the parts of the matrix.
         scheme: that made them.
         rows: first row and the one after the last.
         inputs: columns of the matrix.
@@ -270,7 +270,7 @@ def zero_points(parts: Parts, scheme: Scheme, rows: slice, grid: ScaleGrid) -> n
     """The zero points of rows, `[rows, blocks across]`.
 
     Args:
-        parts: of the matrix.
+        parts: the parts of the matrix.
         scheme: that made them.
         rows: first row and the one after the last.
         grid: which elements share one.

@@ -63,9 +63,9 @@ def open_shards(directory: Path, index: str, opener: Opener) -> dict[str, Stored
     """The tensors of several files.
 
     Args:
-        directory: of the model.
+        directory: the directory of the model.
         index: name of the file that says which tensor is in which file.
-        opener: of one file.
+        opener: function that opens one file.
     """
     file_of = read_json(directory / index).get("weight_map", {})
     valid = isinstance(file_of, dict) and all(isinstance(f, str) for f in file_of.values())

@@ -10,7 +10,7 @@ def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
 
     Args:
         words: uint32 or int32, a matrix.
-        bits: of an integer; a divisor of 32.
+        bits: number of bits of an integer; a divisor of 32.
         axis: along which neighbours share a word.
 
     Returns:
@@ -34,7 +34,7 @@ def unpack_range(words: np.ndarray, bits: int, axis: int, part: slice) -> np.nda
 
     Args:
         words: uint32 or int32, a matrix.
-        bits: of an integer; a divisor of 32.
+        bits: number of bits of an integer; a divisor of 32.
         axis: along which neighbours share a word.
         part: first integer and the one after the last.
     """

@@ -40,7 +40,7 @@ def tensor_of(entry: dict[str, Any], data: np.ndarray, path: Path) -> StoredTens
     Args:
         entry: dtype, shape and offsets.
         data: the bytes behind the header.
-        path: of the file.
+        path: the path of the file.
     """
     begin, end = entry["data_offsets"]
     array = data[begin:end].view(numpy_dtype(entry["dtype"]))

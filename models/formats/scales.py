@@ -28,7 +28,7 @@ class ScaleGrid(NamedTuple):
         """The scales of rows, `[rows, blocks across]`.
 
         Args:
-            scales: of all blocks.
+            scales: the scales of all blocks.
             rows: first row and the one after the last.
         """
         return scales.reshape(self.shape)[np.arange(rows.start, rows.stop) // self.height]
@@ -54,6 +54,6 @@ def per_group(out: int, inputs: int, size: int) -> ScaleGrid:
     Args:
         out: rows.
         inputs: columns.
-        size: of a group.
+        size: the size of a group.
     """
     return ScaleGrid(out, inputs, 1, inputs if size == -1 else size)

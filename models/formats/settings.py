@@ -11,7 +11,7 @@ class Settings:
 
     Args:
         fields: the object.
-        name: of it, for messages.
+        name: its name, for messages.
     """
 
     def __init__(self, fields: Any, name: str = "quantization_config") -> None:

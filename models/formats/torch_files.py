@@ -59,9 +59,9 @@ def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: An
 
     Args:
         storage: that holds the elements.
-        offset: of the first element.
-        lengths: of the axes.
-        strides: of the axes, in elements.
+        offset: the offset of the first element.
+        lengths: the lengths of the axes.
+        strides: the strides of the axes, in elements.
         *_: not needed to read.
     """
     numbers = (offset, *lengths, *strides)
@@ -151,9 +151,9 @@ def tensor_of(
 
     Args:
         view: which part of which storage.
-        entries: of the archive, by name.
+        entries: the entries of the archive, by name.
         data: the bytes of the file.
-        path: of the file.
+        path: the path of the file.
     """
     entry = entries[f"data/{view.storage.key}"]
     if entry.compress_type != zipfile.ZIP_STORED:

@@ -42,8 +42,8 @@ class WeightFormat:
         """The shape of the matrix. Raises ModelError where its parts do not fit together.
 
         Args:
-            name: of the matrix.
-            parts: of it.
+            name: the name of the matrix.
+            parts: the matrix's parts.
         """
         raise NotImplementedError
 
@@ -51,8 +51,8 @@ class WeightFormat:
         """Rows of the matrix, float32.
 
         Args:
-            name: of the matrix.
-            parts: of it.
+            name: the name of the matrix.
+            parts: the matrix's parts.
             rows: first row and the one after the last.
         """
         raise NotImplementedError
@@ -89,8 +89,8 @@ class DequantizedTensor:
     """A matrix of which rows are dequantised when they are read.
 
     Args:
-        weight_format: of its parts.
-        name: of the matrix.
+        weight_format: the format of its parts.
+        name: the name of the matrix.
         parts: tensors that it consists of.
     """
 
@@ -133,7 +133,7 @@ def require_dtype(name: str, tensor: StoredTensor, *accepted: str) -> None:
     """Raise ModelError unless a part has a dtype of these codes.
 
     Args:
-        name: of the part, for the message.
+        name: the name of the part, for the message.
         tensor: the part.
         *accepted: codes.
     """
@@ -149,7 +149,7 @@ def require_shape(name: str, tensor: StoredTensor, *accepted: tuple[int, ...]) -
     """Raise ModelError unless a part has one of these shapes.
 
     Args:
-        name: of the part, for the message.
+        name: the name of the part, for the message.
         tensor: the part.
         *accepted: shapes.
     """

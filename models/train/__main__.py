@@ -83,7 +83,7 @@ def _open_log(path: Path, columns: str, first: int) -> TextIO:
     """A log, without the rows of steps after the checkpoint, which are repeated.
 
     Args:
-        path: of the log.
+        path: the path of the log.
         columns: its first line.
         first: step of the checkpoint.
     """
@@ -104,8 +104,8 @@ class HeldOut:
 
     Args:
         work: folder of the corpus.
-        tokenizer: of the model.
-        shape: of the model.
+        tokenizer: the model's tokenizer.
+        shape: the model's shape.
     """
 
     def __init__(self, work: Path, tokenizer: Tokenizer, shape: Shape) -> None:
@@ -142,7 +142,7 @@ def _train(
         trainer: state of the run.
         plan: its steps.
         streams: text to train on.
-        arguments: of the command line.
+        arguments: the arguments of the command line.
         held_out: windows to measure on.
     """
     work = arguments.work.resolve()

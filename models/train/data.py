@@ -159,7 +159,7 @@ def batches(
 
     Args:
         streams: encoded corpus.
-        seed: of the choice of windows.
+        seed: the seed of the choice of windows.
         first: number of the first batch.
         batch: windows of a batch.
         length: targets of a window.

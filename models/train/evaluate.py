@@ -53,7 +53,7 @@ def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
     Args:
         work: folder of the run.
         tokenizer: to encode with.
-        seed: of the order.
+        seed: the seed of the order.
     """
     return encoded(json.loads((work / "held_out.json").read_text()), tokenizer, seed)
 
@@ -64,7 +64,7 @@ def encoded(documents: list[dict[str, str]], tokenizer: Tokenizer, seed: int) ->
     Args:
         documents: `package`, `path` and `text` of each.
         tokenizer: to encode with.
-        seed: of the order.
+        seed: the seed of the order.
     """
     chosen = [d for d in documents if SMALLEST <= len(d["text"].encode()) <= LARGEST]
     chosen = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
@@ -84,7 +84,7 @@ def cost(
     """Bits of each target of each job.
 
     Args:
-        score: of windows.
+        score: function that scores windows.
         jobs: `(file, first, stop, context)`: targets `first … stop − 1` of a file, each with at most
             `context` tokens before it.
         advance: called with the number of windows done, and of all.
@@ -105,7 +105,7 @@ def compression(score: scoring.Score, files: list[File], advance: scoring.Advanc
     """Total bits over total bytes, each file on its own, `end` included; xz as the command writes it.
 
     Args:
-        score: of windows.
+        score: function that scores windows.
         files: held out.
         advance: called with the number of windows done, and of all.
     """
@@ -160,10 +160,10 @@ def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: l
     Args:
         model: folder with the generation defaults.
         params: weights.
-        shape: of the model.
-        tokenizer: of the model.
+        shape: the model's shape.
+        tokenizer: the model's tokenizer.
         files: held out.
-        seed: of the choice of file, place and tokens.
+        seed: the seed of the choice of file, place and tokens.
     """
     rng = np.random.default_rng(seed)
     chosen = [files[i] for i in rng.choice(len(files), 3, replace=False)]

@@ -67,7 +67,7 @@ def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
     """`config.json`: `rope_theta` is what transformers 4 reads, `rope_parameters` what 5 reads.
 
     Args:
-        shape: of the model.
+        shape: the model's shape.
         begin: id of the token that begins a text.
         end: id of the token that ends it.
     """
@@ -121,8 +121,8 @@ def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: 
 
     Args:
         params: weights.
-        shape: of the model.
-        tokenizer: of the model.
+        shape: the model's shape.
+        tokenizer: the model's tokenizer.
         out: folder, which is made.
         step: updates behind the weights, noted in the metadata of the safetensors file.
     """

@@ -247,7 +247,7 @@ def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
     Args:
         params: weights.
         tokens: `[batch, time]`.
-        shape: of the model.
+        shape: the model's shape.
     """
     batch, length = tokens.shape
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
@@ -277,7 +277,7 @@ def loss(params: Params, tokens: jax.Array, weights: jax.Array, shape: Shape) ->
         params: weights.
         tokens: `[batch, time + 1]`.
         weights: `[batch, time]`, of each target.
-        shape: of the model.
+        shape: the model's shape.
     """
     x = hidden(params, tokens[:, :-1], shape)
     chunk = min(1024, weights.size)

@@ -34,8 +34,8 @@ def record_run(work: Path, parser: argparse.ArgumentParser, arguments: argparse.
 
     Args:
         work: folder of the run.
-        parser: of the command line, with the defaults.
-        arguments: of this run.
+        parser: the parser of the command line, with the defaults.
+        arguments: the arguments of this run.
     """
     changed_options = [
         f"--{name.replace('_', '-')} {value:g}"

@@ -76,7 +76,7 @@ def make_window(
     of filler follows every answer: how an answer's last token ends depends on what comes next.
 
     Args:
-        rng: of facts and filler.
+        rng: the random generator of facts and filler.
         distance: tokens between a fact and its question.
         filler: lines between them.
         header: first line of the window, which marks it as one of the generated documents.
@@ -143,10 +143,10 @@ def measure_recall(
     """For each kind, one row for each distance: accuracy, its 95 % interval, the mean distance met.
 
     Args:
-        score: of windows.
+        score: function that scores windows.
         filler: lines between facts and questions.
         cases: per kind and distance.
-        seed: of the windows.
+        seed: the seed of the windows.
         advance: called with the number of windows done, and of all.
         distances: tokens between facts and questions; None is `DISTANCES`.
         header: first line of every window.

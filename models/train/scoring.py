@@ -37,7 +37,7 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
     Args:
         params: weights.
         tokens: `[batch, time + 1]`.
-        shape: of the model.
+        shape: the model's shape.
     """
     head = forward.flip(params["embed_tokens"])
 
@@ -132,13 +132,13 @@ def sample(
 
     Args:
         params: weights.
-        shape: of the model.
+        shape: the model's shape.
         prompts: token ids `[row, time]`.
         count: tokens to generate.
-        temperature: of sampling, above 0.
+        temperature: the temperature of sampling, above 0.
         top_p: mass of the likeliest tokens that are sampled from, in (0, 1].
         penalty: divides the positive logits of tokens that have occurred, and multiplies the negative ones.
-        rng: of the draws.
+        rng: the random generator of the draws.
     """
     rows, time = prompts.shape
     length = next(n for n in LENGTHS if time + count <= n)

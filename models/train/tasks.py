@@ -87,7 +87,7 @@ def document(rng: np.random.Generator, filler: str, characters: int) -> list[Pie
     """Pieces of a document: the header, filler, facts, and questions after them.
 
     Args:
-        rng: of facts and places.
+        rng: the random generator of facts and places.
         filler: text of at least `characters` characters.
         characters: approximate length of the document after its header.
     """

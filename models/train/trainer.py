@@ -123,7 +123,7 @@ class Trainer:
 
     Args:
         work: folder of the checkpoints.
-        shape: of the model.
+        shape: the model's shape.
         rule: the optimiser.
         params: initial parameters.
         keep: checkpoints of multiples of this step are never deleted.

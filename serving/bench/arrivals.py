@@ -101,11 +101,11 @@ def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed
     """Arrivals with the statistics of a published trace; `rate` and `cv` override those of the trace.
 
     Args:
-        name: Of a published trace.
+        name: The name of a published trace.
         count: How many arrivals.
         rate: Mean rate in 1/s, None for that of the trace.
         cv: Coefficient of variation of the gaps, None for that of the trace.
-        seed: Of times and lengths.
+        seed: The seed of times and lengths.
     """
     law = PUBLISHED[name]
     rate = rate or law.rate
@@ -130,7 +130,7 @@ def drawn(
         cv: Coefficient of variation of the gaps.
         prompt: Bounds of a prompt's tokens.
         output: Bounds of an answer's tokens.
-        seed: Of times and lengths.
+        seed: The seed of times and lengths.
     """
     random = np.random.default_rng(seed)
     between = lambda bounds: random.integers(bounds[0], bounds[1] + 1, count)
@@ -224,7 +224,7 @@ def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[
 
     Args:
         arrivals: To be scaled.
-        factor: Of all lengths.
+        factor: The factor of all lengths.
         context: Tokens that prompt and answer have room for; None for any number.
     """
     result = []

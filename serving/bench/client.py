@@ -112,7 +112,7 @@ def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
     Args:
         event: As parsed from the stream.
         outcome: That it is added to.
-        timestamp: Of the event, seconds of `time.perf_counter`.
+        timestamp: The timestamp of the event, seconds of `time.perf_counter`.
     """
     if event.get("error"):
         error = event["error"]

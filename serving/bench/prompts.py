@@ -15,7 +15,7 @@ class Prompts:
 
     Args:
         source: Token ids, or pieces of text of about one token each, which are joined.
-        seed: Of the places.
+        seed: The seed of the places.
         factor: Factor by which the lengths were scaled, so that prompts share the same prefixes as before.
     """
 
@@ -47,7 +47,7 @@ def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]
 
     Args:
         vocabulary: Tokens of the model.
-        seed: Of the draws.
+        seed: The seed of the draws.
         count: How many.
     """
     low = min(vocabulary // 16, 256)

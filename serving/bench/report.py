@@ -17,7 +17,7 @@ def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
     """Print the figures of one run.
 
     Args:
-        figures: Of the run.
+        figures: The figures of the run.
         console: To print to.
         title: Above the table.
     """
@@ -56,7 +56,7 @@ def show_comparison(rows: list[dict[str, Any]], names: tuple[str, str], console:
 
     Args:
         rows: Medians and ratios, one row per figure.
-        names: Of the two servers.
+        names: The names of the two servers.
         console: To print to.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -86,7 +86,7 @@ def run_batch(records: Sequence[Record], requests: Sequence[Request], generator:
 
     Args:
         records: Number and values of each line.
-        requests: Of the records.
+        requests: The requests of the records.
         generator: Continues the prompts.
     """
     failed = tokens = 0

@@ -67,7 +67,7 @@ class RemoteChat:
         """A back end over a server that runs.
 
         Args:
-            url: Of the server; `/v1` may be left out.
+            url: The URL of the server; `/v1` may be left out.
             api_key: Sent as a bearer token; None sends none.
             model: Name; None is the first that the server lists.
             control: Preset, None for the server's, and gains.

@@ -27,7 +27,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
     """A model in this process, behind an engine of one row.
 
     Args:
-        options: Of the command line.
+        options: The options of the command line.
         control: Preset and gains.
         overrides: Sampling parameters that the command line states.
 

@@ -129,7 +129,7 @@ def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:
         profile: To be drawn.
         segment: Tokens of a segment.
         file: To write, a PNG or what Matplotlib makes of the ending.
-        title: Of the figure.
+        title: The title of the figure.
     """
     import matplotlib.pyplot as plt
 

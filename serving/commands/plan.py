@@ -149,7 +149,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     """The plan as lines of text.
 
     Args:
-        options: Of the command line.
+        options: The options of the command line.
         plan: To be shown.
         note: Why the step was not compiled, if it was not.
         smallest: Where nothing fits, the first slice on which a sequence does.

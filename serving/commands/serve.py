@@ -97,8 +97,8 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
     """Start the engine, which compiles its programs in the background, and the front end around it.
 
     Args:
-        options: Of the command line.
-        settings: Of the front end.
+        options: The options of the command line.
+        settings: The settings of the front end.
         text_side: Tokenizer and template of the model.
     """
     from ..engine import engine

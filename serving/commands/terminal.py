@@ -130,8 +130,8 @@ def show(prompt: str, tokens: Iterable[Token], console: Console, note: str = "")
     """Stream a prompt and its continuation to a terminal; returns why the text ended.
 
     Args:
-        prompt: Of which the last lines are shown.
-        tokens: Of the continuation, as they come.
+        prompt: The prompt, of which the last lines are shown.
+        tokens: The tokens of the continuation, as they come.
         console: To print to.
         note: Shown next to the figures of the run.
     """

@@ -67,7 +67,7 @@ class BlockManager:
 
         Args:
             row: An empty row.
-            hashes: Of the prompt's full pages, as far as they may be shared.
+            hashes: The hashes of the prompt's full pages, as far as they may be shared.
             length: Positions to reserve.
             growing: Rows that may still grow. A page is left for each; otherwise one of them would soon be
                 preempted.
@@ -124,7 +124,7 @@ class BlockManager:
 
         Args:
             row: The row that holds them.
-            hashes: Of its first full pages.
+            hashes: The hashes of its first full pages.
             table: int `[pages per row]`, its page table.
             updates: Where the pages that the cache keeps are retained.
         """

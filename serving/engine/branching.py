@@ -31,7 +31,7 @@ def new_branch_state(state: State, trace: Trace, plan: SearchPlan, capacity: int
     """The branch state of empty slots.
 
     Args:
-        state: Of the loop, with `plan.branches` rows a slot.
+        state: The state of the loop, with `plan.branches` rows a slot.
         trace: Shapes and dtypes of the trace of one step.
         plan: How sequences branch.
         capacity: Steps of a launch, at most.
@@ -49,7 +49,7 @@ def assign_slots(
     """End the searches of freed slots and begin those of newly placed sequences.
 
     Args:
-        branch_state: Of all slots.
+        branch_state: The search state of all slots.
         freed: bool `[slots]`, whose sequence has left.
         slots: int32 `[k]`, where sequences are placed; numbers past the last slot are ignored.
         token: int32 `[k]`, the last token of each prompt.
@@ -100,8 +100,8 @@ def launch(
 
     Args:
         step: As in `entropix_search.run_steps`.
-        branch_state: Of all slots.
-        state: Of the loop, with `plan.branches` rows a slot.
+        branch_state: The search state of all slots.
+        state: The state of the loop, with `plan.branches` rows a slot.
         steps: int32 `[]`.
         plan: How sequences branch.
         width: Slots that a step computes, at most.

@@ -62,7 +62,7 @@ def snapshot(
     """The state of an engine, see `Engine.snapshot`.
 
     Args:
-        scheduler: Of the engine.
+        scheduler: The scheduler of the engine.
         live: Sequences that have not been forgotten.
         queued: Requests that have not had a row.
         presets: Names that requests may state.
@@ -100,8 +100,8 @@ def cache_size(model: models.Model, sizes: Sizes, dtype: Any) -> dict[str, Any]:
 
     Args:
         model: Whose keys and values it holds.
-        sizes: Of the engine.
-        dtype: Of the pages.
+        sizes: The engine's sizes.
+        dtype: The dtype of the pages.
     """
     shape = model.decoder.shape
     of_page = page_bytes(shape, sizes.page_size, bytes_per_number(dtype, shape.head_dim))

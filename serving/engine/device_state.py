@@ -269,7 +269,7 @@ def decode(
         steps: int32 `[]`, at most the capacity.
         constraints: Per-slot constraints of all steps, without the forced tokens.
         forced: int32 `[capacity, slots]`, the token that each step must emit, -1 where it samples.
-        prior: Of H₁ along a sequence, for the expected drop.
+        prior: The prior of H₁ along a sequence, for the expected drop.
         speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
         width: Slots that a step computes, static; the first `width` that run.
         page_policy: Which pages the steps read, None for all; static.

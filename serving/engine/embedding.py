@@ -53,7 +53,7 @@ def encode_chunk(
     Args:
         decoder: The model's pure functions.
         params: Its parameters.
-        kv_cache: Of the texts so far; consumed.
+        kv_cache: The KV cache of the texts so far; consumed.
         chunk: The tokens.
 
     Returns:

@@ -75,10 +75,10 @@ class LLMEngine:
         Args:
             model: With its tokenizer.
             options: None is the defaults.
-            calibration: Of the model, None without one.
+            calibration: The calibration of the model, None without one.
             metrics_hooks: Called at each event, None without any.
             progress: `progress(done, total)` is called after each program of the warm-up.
-            control: Of requests to come; checked before anything is allocated.
+            control: The control of requests to come; checked before anything is allocated.
 
         Raises:
             ValueError: Where the options do not suit the model.

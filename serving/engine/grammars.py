@@ -59,7 +59,7 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
 
     Args:
         sequence: With a row.
-        grammar: Of the sequence; it stays where it is.
+        grammar: The grammar of the sequence; it stays where it is.
         most: Tokens expected, at most.
     """
     replay = sequence.generated[sequence.num_scheduled : sequence.num_replay_tokens][: most + 1]
@@ -91,7 +91,7 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
     """A plan without tokens, with those that are likely to come.
 
     Args:
-        result: Of the next position.
+        result: The result for the next position.
         sequence: Whose text it continues.
         ahead: State of the grammar at this position; it is advanced by the tokens.
         most: Tokens, at most.
@@ -146,7 +146,7 @@ def accept(sequence: Sequence, grammar: Grammar, tokens: Iterable[int]) -> list[
 
     Args:
         sequence: The sequence that the tokens belong to.
-        grammar: Of the sequence; it is advanced.
+        grammar: The grammar of the sequence; it is advanced.
         tokens: Sampled last.
     """
     try:

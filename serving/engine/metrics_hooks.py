@@ -24,7 +24,7 @@ class MetricsHooks:
         Args:
             sequence: Its `last_token_time` is that of the tokens before, None at first.
             tokens: How many are new.
-            timestamp: Of these tokens, seconds of `time.perf_counter`.
+            timestamp: The timestamp of these tokens, seconds of `time.perf_counter`.
         """
 
     def preempted(self, sequence: "Sequence") -> None:

@@ -41,7 +41,7 @@ def check_prompt(tokens: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise RequestError for a prompt that is empty, fills the context, or holds an unknown token.
 
     Args:
-        tokens: Of the prompt.
+        tokens: The tokens of the prompt.
         context: Positions of a sequence, at most.
         vocabulary: Tokens of the model.
     """

@@ -32,7 +32,7 @@ class RunningBatch:
         """Start without a sequence.
 
         Args:
-            rows: Of the batch.
+            rows: Number of rows of the batch.
             block_manager: Reserves pages.
             updates: Collects the changes to the device state.
             planner: Told of constraints of the rows.
@@ -125,8 +125,8 @@ class RunningBatch:
         """Take note of the length of a row after a launch.
 
         Args:
-            row: Of a sequence that decoded in it.
-            length: Of its text.
+            row: The row of a sequence that decoded in it.
+            length: The length of its text.
             launch: That has been collected.
         """
         self.length[row] = length

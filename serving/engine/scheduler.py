@@ -85,12 +85,12 @@ class Scheduler:
         Args:
             programs: Compiled programs of the model.
             device_state: Without a sequence.
-            sizes: Of the rows, the page pool and the programs.
-            block_manager: Of the pool.
+            sizes: The sizes of the rows, the page pool and the programs.
+            block_manager: The block manager of the pool.
             updates: Changes to be made to the device state.
             ranking: Order in which sequences are served.
             metrics_hooks: Called at each event.
-            tokenizer: Of the model.
+            tokenizer: The model's tokenizer.
             exact: Whether prefill chunks begin at the same positions whatever was cached before.
             overlapped: Whether the device gets its next launch before the last is collected. Where the device
                 shares its processors with this thread, that gains nothing and delays admissions.

@@ -194,7 +194,7 @@ class Sequence:
         Args:
             tokens: At least one.
             metrics: float32 `[len(TRACE_FIELDS), steps]`, of the tokens.
-            sums: Of the metrics over all tokens, None where they are not known.
+            sums: The sums of the metrics over all tokens, None where they are not known.
             top_logprobs: Arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
 
         Returns:

@@ -51,8 +51,8 @@ class StateUpdates:
     """Changes to be applied: pages are retained before rows are freed, rows freed before placements.
 
     Args:
-        rows: Of the batch.
-        pages: Of the pool.
+        rows: Number of rows of the batch.
+        pages: Number of pages of the pool.
         pages_per_row: Pages of a row at most.
         gains: Gains and switches of a row.
         vocabulary: Tokens of the model.
@@ -70,10 +70,10 @@ class StateUpdates:
         """No changes.
 
         Args:
-            rows: Of the batch.
-            pages: Of the pool.
-            pages_per_row: Of a row, at most.
-            gains: Of a row's controllers, with their switches.
+            rows: Number of rows of the batch.
+            pages: Number of pages of the pool.
+            pages_per_row: Largest number of pages of a row.
+            gains: Number of gains of a row's controllers, with their switches.
             vocabulary: Number of tokens.
             text_length: Positions of a row's text, None where no drafter reads it.
         """

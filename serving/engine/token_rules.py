@@ -26,7 +26,7 @@ class TokenRules(Grammar):
             vocabulary: Tokens of the model.
             allowed: Token ids; () allows all.
             bad_words: Tokens of each.
-            grammar: Of the request.
+            grammar: The grammar of the request.
         """
         self.vocabulary, self.bad_words, self.grammar = vocabulary, bad_words, grammar
         self._allowed = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
@@ -101,7 +101,7 @@ def token_rules(engine_request: EngineRequest, tokenizer: Any, vocabulary: int) 
 
     Args:
         engine_request: With the parameters `allowed_token_ids` and `bad_words`.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         vocabulary: Tokens of the model.
     """
     request = engine_request.request

@@ -47,7 +47,7 @@ class Warmup:
         Args:
             programs: Where to keep what is compiled.
             scheduler: Whose device state and planner have the shapes of the arguments.
-            options: Of the engine.
+            options: The options of the engine.
             progress: `progress(done, total)` is called after each program of the warm-up.
             notify: Called after each program, in any thread, with the exception if it failed.
         """
@@ -159,9 +159,9 @@ def _rest(shapes: Shapes, options: EngineOptions, keys: list[tuple]) -> list[tup
     """Keys of the other programs of the warm-up, the most needed first.
 
     Args:
-        shapes: Of the programs.
+        shapes: The shapes of the programs.
         options: Say which programs the warm-up compiles.
-        keys: Of all programs.
+        keys: The keys of all programs.
     """
     full, prunes = options.warmup == "full", _prunes(options)
     usual = shapes.page_policies[-1 if prunes else 0]

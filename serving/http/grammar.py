@@ -185,7 +185,7 @@ def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Seque
     others are allowed, they stay so until one of these has come.
 
     Args:
-        tokenizer: Of the grammar.
+        tokenizer: The tokenizer of the grammar.
         vocabulary: Number of token ids.
         markers: Texts; special tokens among them are never text.
     """

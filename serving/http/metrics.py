@@ -50,7 +50,7 @@ class Metrics:
         Args:
             engine: Its snapshot is read at each scrape.
             model: Value of the label `model_name`.
-            prefix: Of the metrics that vLLM has, before a colon.
+            prefix: The prefix of the metrics that vLLM has, before a colon.
         """
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, prefix))
@@ -181,7 +181,7 @@ class EngineCollector(Collector):
         Args:
             engine: Its snapshot is read at each scrape.
             model: Value of the label `model_name`.
-            prefix: Of the metrics that vLLM has, before a colon.
+            prefix: The prefix of the metrics that vLLM has, before a colon.
         """
         self.engine, self.model, self.prefix = engine, model, prefix
 

@@ -25,7 +25,7 @@ class RateLimiter:
         """Full buckets.
 
         Args:
-            limit: Of every client.
+            limit: The limit of every client.
             clock: Returns seconds.
         """
         self.limit, self.clock = limit, clock

@@ -29,7 +29,7 @@ class WorkerPool:
         """A pool without work.
 
         Args:
-            name: Of its threads.
+            name: The name of its threads.
             threads: How many.
             queue: Calls that may wait for a thread.
             nice: Added to the niceness of the threads, where the system allows that.

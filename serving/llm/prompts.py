@@ -65,7 +65,7 @@ def tokenize_conversation(
 
     Args:
         messages: With `role` and `content` each.
-        tokenizer: Of the model, with a template.
+        tokenizer: The tokenizer of the model, with a template.
         variables: The caller's variables of the template.
         continue_last: End the prompt with the last message.
         **stated: Other variables of the template.
@@ -83,7 +83,7 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
     """The checked item; an error names its place in the argument.
 
     Args:
-        place: Of the item in the argument, such as `prompts[3]`.
+        place: The place of the item in the argument, such as `prompts[3]`.
         check: Makes a prompt of an item, or raises RequestError.
         item: To be checked.
     """

@@ -53,14 +53,14 @@ def load(
     Raises ValueError, or OSError, which say what in the directory is at fault.
 
     Args:
-        path: Of the directory.
+        path: The path of the directory.
         dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
         control: Names the preset and its gains; None samples plainly.
-        kv_cache_dtype: Of the KV cache.
+        kv_cache_dtype: The dtype of the KV cache.
         speculate: Name of the drafter of speculative decoding, or the directory of a draft model; "off" for
             none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
-        quantization: Of the weights: "int8"; None keeps their dtype.
+        quantization: The quantization of the weights: "int8"; None keeps their dtype.
     """
     from entropic_jax import models
 

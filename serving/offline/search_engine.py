@@ -35,9 +35,9 @@ def make_engine(
 
     Args:
         control: Names the sampler and its options.
-        calibration: Of the model, or None.
+        calibration: The model's calibration, or None.
         model: To sample from.
-        kv_cache_dtype: Of the KV cache.
+        kv_cache_dtype: The dtype of the KV cache.
     """
     setting = Preset(chain(law(control, calibration, model)), None, None)
     belief = 1.0 if calibration is None else calibration.temperature
@@ -54,8 +54,8 @@ class SearchEngine(Engine):
         model: With a tokenizer.
         preset: Whose controller has an `Entropix`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
-        kv_cache_dtype: Of the KV cache.
-        plan: Of the search.
+        kv_cache_dtype: The dtype of the KV cache.
+        plan: The plan of the search.
     """
 
     def __init__(

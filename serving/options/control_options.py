@@ -142,7 +142,7 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
 
     Args:
         control: Names the preset, its gains and the method.
-        calibration: Of the model, or None.
+        calibration: The model's calibration, or None.
         width: Rows that a step advances; None for all.
 
     Raises RequestError for what `gains`, `check_preset` or the method refuse.

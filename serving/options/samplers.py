@@ -21,7 +21,7 @@ def law(
 
     Args:
         control: Names the sampler and its options.
-        calibration: Of the model, or None.
+        calibration: The model's calibration, or None.
         model: Whose vocabulary and tokenizer the laws need.
         together: Whether the rows of a batch decide as one, as in the released code; see `AsReleased`.
     """

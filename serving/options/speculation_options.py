@@ -76,8 +76,8 @@ def check(
     Args:
         speculate: the name of the drafter, or the directory of a model that drafts; None where the preset
             chooses.
-        preset: of control, or a sampler.
-        method: of sparse prefill or KV compression.
+        preset: the preset of control, or a sampler.
+        method: the method of sparse prefill or KV compression.
         num_speculative_tokens: k, None for the default.
         batch_invariant: whether results are promised bit for bit.
         pruning: whether requests may leave pages unread; None where that follows from the preset.

@@ -268,7 +268,7 @@ def verify(
         q, keys, values: as for `prefill`, like the others.
         page_table, page_list, num_pages: which pages hold the text, and which are read.
         window_start, query_start, context_length: positions.
-        soft_cap: of the scores.
+        soft_cap: the soft cap of the scores.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:

@@ -137,7 +137,7 @@ def poisoned(dtype: str, x: np.ndarray, read: np.ndarray) -> Any:
     """A pool of x in a dtype, NaN where it is not attended to.
 
     Args:
-        dtype: of the pool.
+        dtype: the dtype of the pool.
         x: `[pool, kv_heads, page, head_dim]`.
         read: bool `[pool, kv_heads, page]`, the slots that are attended to.
     """

@@ -95,7 +95,7 @@ def positions(shape: Any, size: Any, axis: int) -> Any:
 
     Args:
         shape: the static parameters of the kernel.
-        size: of the tile, rows and columns.
+        size: the size of the tile, rows and columns.
         axis: that the indices count along.
     """
     return _cast_layout(shape, jax.lax.broadcasted_iota(jnp.int32, size, axis), plgpu.Layout.WGMMA)
@@ -119,7 +119,7 @@ def attend(
     Args:
         shape: the static parameters of the kernel.
         q: queries `[ROWS, head_dim]` in shared memory.
-        tiles: of the `copied_arrays`, in shared memory.
+        tiles: the tiles of the `copied_arrays`, in shared memory.
         widened_tiles: buffers for widened tiles of K and V, see `tile_buffers`.
         softmax: its state, see `empty_softmax`.
         seen: `seen(size, axis)` says which positions, on that axis of an array, are attended to.
@@ -181,7 +181,7 @@ def widen(shape: Any, narrow_tile: Any, wide_tile: Any) -> None:
 
     Args:
         shape: the static parameters of the kernel.
-        narrow_tile: of 8 bits, in shared memory.
+        narrow_tile: the tile of 8 bits, in shared memory.
         wide_tile: is filled, in shared memory.
     """
     width = min(shape.head_dim, 128)

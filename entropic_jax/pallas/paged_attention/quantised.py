@@ -62,7 +62,7 @@ def gather(pool: Pool, index: Any, dtype: Any) -> jax.Array:
     Args:
         pool: a page pool.
         index: anything that indexes its first axes, as in `pool[index]`.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     if isinstance(pool, Quantised):
         scale = pool.scale[index].swapaxes(-1, -2)

@@ -101,7 +101,7 @@ def product(a: Any, b: Any, axis: int) -> Any:
 
     Args:
         a, b: matrices.
-        axis: of b, over which it is summed.
+        axis: the axis of b, over which it is summed.
     """
     return jax.lax.dot_general(
         a,

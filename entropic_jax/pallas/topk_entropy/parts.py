@@ -68,7 +68,7 @@ def finish(
     """Entropies and head from the parts: the sums of the rest plus those of the k largest.
 
     Args:
-        parts: of each row.
+        parts: the parts of each row.
         temperature: float32 `[rows]`.
         calibration: float32 `[rows]`.
         vocabulary: number of logits of a row.

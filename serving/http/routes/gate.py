@@ -50,7 +50,8 @@ class Gate:
             max_bytes: Largest body of a request, in bytes.
             log_requests: Log a line per request, except for the paths in `QUIET`.
             hosts: That the header Host may name; None is any.
-            limiter: Of POST requests, for each API key, or for each address without keys; None is no limit.
+            limiter: The limiter of POST requests, for each API key, or for each address without keys; None is
+                no limit.
             on_limited: Called for each request above the limit.
         """
         self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts

@@ -28,7 +28,7 @@ def token_lists(
     Args:
         frontend: Whose model and limits hold.
         body: Says how many tokens to keep of each text.
-        name: Of the field that holds the texts.
+        name: The name of the field that holds the texts.
         texts: Texts, or token ids.
         longest: Tokens of a text, at most.
         special: Add the special tokens that the model expects around a text.
@@ -57,7 +57,7 @@ async def embedded(
         frontend: Whose engine embeds.
         http: The request, whose client may leave.
         texts: Token ids of each text.
-        pooling: Of the hidden states.
+        pooling: The pooling of the hidden states.
 
     Raises:
         FrontendError: The request took too long (408), or the result is not finite (500).

@@ -130,7 +130,7 @@ async def start(
     Args:
         frontend: Submits the engine requests.
         http: The request, whose size decides which threads prepare it.
-        body: Of the request.
+        body: The body of the request.
         prepare: Returns the engine requests, and for every text its prompt and its engine request. Runs in a
             thread, since long prompts take their time.
     """

@@ -101,7 +101,7 @@ def grammar(
     """The grammar of a text that calls tools, in the serialized form of llguidance.
 
     Args:
-        form: Of the calls.
+        form: The format of the calls.
         tools: Functions that may be called: `name` and, where there is one, the schema `parameters`.
         special: Markers that are special tokens, by text.
         required: The text is calls alone; else it is free until a call begins.

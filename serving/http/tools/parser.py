@@ -39,7 +39,7 @@ class MessageParser:
         """A parser before the first token.
 
         Args:
-            form: Of the calls; None where the text has none.
+            form: The format of the calls; None where the text has none.
             reasoning: Whether the text may begin with a thought; True if it has begun in the prompt, None if
                 thoughts are content.
             special: Markers that are special tokens, whose texts are left out of the tokens.
