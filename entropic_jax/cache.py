@@ -59,8 +59,13 @@ class Layer(NamedTuple):
 
 
 class Cache(NamedTuple):
+    """The KV cache of a batch: a page pool for each layer, and the page table that all layers share.
+
+    `allocate` makes one; `grant`, `retain` and `release` count who owns a page.
+    """
+
     layers: tuple[Layer, ...]
-    table: jax.Array  # int32 [rows, most pages of a row]; `pages` (the bin) where nothing is granted
+    table: jax.Array  # int32 [rows, most pages of a row]; `pages` (the scratch page) where nothing is granted
     granted: jax.Array  # int32 [rows], how many entries of a table row are granted
     free: jax.Array  # int32 [pages], a stack: the first `available` entries are free pages
     available: jax.Array  # int32 []
@@ -373,7 +378,7 @@ def check(cache: Cache, retained: Sequence[int] = ()) -> None:
     for number, (row, n) in enumerate(zip(table, granted, strict=True)):
         owners.update(row[:n].tolist())
         assert len(set(row[:n].tolist())) == n, f"row {number} holds a page twice: {row[:n]}"
-        assert (row[n:] == cache.pages).all(), "a table entry past the granted ones is not the bin"
+        assert (row[n:] == cache.pages).all(), "a table entry past the granted ones is not the scratch page"
     counted = {page: int(n) for page, n in enumerate(references[:-1]) if n}
     assert counted == dict(owners), f"references are {counted}, owners {dict(owners)}"
     seen = sorted(unused + list(owners))

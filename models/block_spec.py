@@ -131,7 +131,7 @@ class BlockSpec:
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """What surrounds the layers: multipliers of the embedding and of the logits, and the last norm."""
+    """The model around its layers: multipliers of the embedding and of the logits, and the last norm."""
 
     norm: NormSpec
     embedding_multiplier: float = 1.0
@@ -150,7 +150,7 @@ def plain_output(config: Config) -> OutputSpec:
 
 
 class Family(NamedTuple):
-    """What a family of models declares; adding one is an entry in a file of `families`."""
+    """Declaration of a family of models; adding one is an entry in a file of `families`."""
 
     architecture: str  # as in config.json, "LlamaForCausalLM"
     model_type: str

@@ -25,7 +25,7 @@ class ModelError(ValueError):
 
 
 class Check(NamedTuple):
-    """What a field accepts, as a test and in words."""
+    """The accepted values of a field, as a test and in words."""
 
     accepts: Callable[[Any], bool]
     requirement: str

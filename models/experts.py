@@ -78,7 +78,7 @@ class Experts(nnx.Module):
 def gate_product(
     gate: jax.Array, up: jax.Array, activation: str = "silu", clamp: tuple[float, float] | None = None
 ) -> jax.Array:
-    """What an expert makes of its two inner projections.
+    """The product of an expert's two inner projections.
 
     Args:
         gate: `[tokens, inner]`.

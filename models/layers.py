@@ -48,7 +48,7 @@ class Attend(Protocol):
 
 
 class TokenContext(NamedTuple):
-    """What the layers of a pass share: where its tokens stand."""
+    """Positions of a pass's tokens, which its layers share."""
 
     positions: jax.Array  # int32 [rows, n]
     rotations: Mapping[RopeSpec, Rotation]
@@ -255,7 +255,7 @@ class DecoderLayer(nnx.Module):
         return x + self.weighted(normalised(out, self.mlp_output_norm)), cache
 
     def weighted(self, x: jax.Array) -> jax.Array:
-        """What a block adds to the residual stream."""
+        """The block's addition to the residual stream."""
         return x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, x.dtype)
 
 

@@ -84,7 +84,7 @@ class RopeSpec(NamedTuple):
 
 
 def rope_problem(rope: RopeSpec) -> str | None:
-    """What keeps the angles of a rotation from being numbers, as an error message; None if nothing does."""
+    """The error message for a rotation that cannot be computed; None for one that can."""
     scaling = rope.scaling
     if scaling is None:
         return None

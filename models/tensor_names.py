@@ -41,7 +41,7 @@ class ParameterSource(NamedTuple):
 
 
 def entries(config: Config) -> list[ParameterSource]:
-    """What Params of a Config are made of, in order of reading."""
+    """The parts of a Config's Params, in order of reading."""
     family = FAMILIES[config.architecture]
     leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
     shapes = {tuple(getattr(k, "idx", getattr(k, "key", None)) for k in keys): x.shape for keys, x in leaves}

@@ -311,11 +311,11 @@ class Detokenizer:
         return self._release(len(self._waiting))
 
     def flush(self) -> str:
-        """What still waits at the end of the sequence, U+FFFD in place of an unfinished character."""
+        """The text still waiting when the sequence ends, with U+FFFD for an unfinished character."""
         return self._release(len(self._waiting))
 
     def _text(self) -> str:
-        """What the waiting tokens add to the text."""
+        """The text that the waiting tokens add."""
         return self._decode(self._context + self._waiting)[len(self._decode(self._context)) :]
 
     def _clean_cut(self) -> int:

@@ -69,7 +69,7 @@ def gibibytes(number: int) -> str:
 
 
 def _of_system() -> int | None:
-    """What the operating system can give without swapping, as Linux tells."""
+    """Memory that the operating system can give without swapping, on Linux."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -80,7 +80,7 @@ def _of_system() -> int | None:
 
 
 def _of_control_group() -> Iterator[int | None]:
-    """What is left of the limit of the process's container."""
+    """The rest of the memory limit of the process's container."""
     folder = Path("/sys/fs/cgroup")
     for limit, usage in (
         ("memory.max", "memory.current"),

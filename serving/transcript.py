@@ -41,7 +41,7 @@ class Detokenizer(Protocol):
         """The text that this token completes."""
 
     def flush(self) -> str:
-        """What was still waiting."""
+        """The text that was still waiting."""
 
 
 class Token(NamedTuple):

@@ -72,7 +72,7 @@ def load_or_measure(
 
 
 class Report(Protocol):
-    """What the module `report` of every benchmark makes of results."""
+    """Interface of every benchmark's module `report`."""
 
     def tables(self, results: dict[str, Any]) -> list[Table]:
         """Title, header and rows of each table."""

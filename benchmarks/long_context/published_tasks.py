@@ -18,7 +18,7 @@ SHORT, MIDDLE, LONG = 32, 128, 512  # tokens of an answer
 
 
 class Kind(NamedTuple):
-    """What a task asks for: an instruction, how its answers are scored, and how long they are."""
+    """A task: its instruction, how its answers are scored, and how long they are."""
 
     instruction: str
     measure: str

@@ -78,7 +78,7 @@ def _grid(rows: Rows) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the figures mean."""
+    """The meaning of the figures, in words."""
     size = f"{results['count']} requests, {results['places']} places, load {results['load']:g}"
     return [f"{size}, {results['seeds']} seeds; the policies of a seed have the same requests.", *NOTES]
 

@@ -31,7 +31,7 @@ def lengths_of(law: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def stated_limits(lengths: np.ndarray, kind: str, random: np.random.Generator) -> np.ndarray:
-    """What clients state as `max_tokens`, int, at least the length.
+    """The `max_tokens` that clients state, int, at least the length.
 
     Args:
         lengths: tokens that will be generated.

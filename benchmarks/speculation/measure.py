@@ -135,7 +135,7 @@ class Continuation:
         self.ended = bool(self.state.status[0] != RUNNING)
 
     def result(self) -> dict[str, Any]:
-        """What was measured, and the text."""
+        """The measurements, and the text."""
         counts = {"drafted": self.drafted, "accepted": self.accepted, "passes": self.passes}
         return {"text": self.text, "seconds": self.seconds, **counts}
 

@@ -104,7 +104,7 @@ def branches(results: dict[str, Any]) -> list[Table]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the figures mean."""
+    """The meaning of the figures, in words."""
     rows, steps, prompt = results["rows"], results["steps"], results["prompt"]
     return [
         (

@@ -53,7 +53,7 @@ def laws(calibration: Calibration) -> dict[str, Any]:
 
 
 class Outcome:
-    """What one sampler has done so far."""
+    """Progress of one sampler."""
 
     def __init__(self) -> None:
         self.solved: list[int] = []

@@ -75,7 +75,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the figures mean."""
+    """The meaning of the figures, in words."""
     texts = len(results["texts"][LAW]["loops"])
     return [
         f"{len(results['kinds'])} tasks and {texts} texts, the same for all: differences are paired.",

@@ -157,7 +157,7 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
 
 
 class Forced(NamedTuple):
-    """What teacher forcing measured; each `[sequences, tokens]` unless stated."""
+    """Measurements of teacher forcing; each `[sequences, tokens]` unless stated."""
 
     surprisal: np.ndarray  # nats
     entropy: np.ndarray
@@ -225,7 +225,7 @@ def launch(subject: Subject, setting: Preset, state: State, steps: int) -> tuple
 
 
 class Writing(NamedTuple):
-    """What free generation measured, over all rows and steps; nats."""
+    """Measurements of free generation, over all rows and steps; nats."""
 
     tokens: list[list[int]]
     entropy_variance: float  # of H_T, the entropy of what was sampled from

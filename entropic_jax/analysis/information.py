@@ -41,7 +41,7 @@ def order_zero_surprisal(
 
 
 class Information(NamedTuple):
-    """What a model explains of one text, and at what cost."""
+    """Information that a model gives about one text, and its rate."""
 
     bits: float  # of the text explained, in total
     bits_per_token: float

@@ -50,7 +50,7 @@ class Roofline(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a chip holds and a step costs; bytes are of one chip."""
+    """Memory of a chip and costs of a step; bytes are of one chip."""
 
     source: str  # "compiled program" or "shapes"
     devices: int
@@ -105,7 +105,7 @@ def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
 
 
 class StepNeeds(NamedTuple):
-    """What a decode step needs besides weights, pages and state; bytes are of one chip."""
+    """Memory that a decode step needs besides weights, pages and state; bytes are of one chip."""
 
     temporary_bytes: int
     argument_bytes: int | None  # of all arguments, as compiled

@@ -29,7 +29,7 @@ class Requests(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a policy may know at a step of the requests that have arrived and not ended; each `[runnable]`."""
+    """A policy's view of the requests that have arrived and not ended; each `[runnable]`."""
 
     rows: np.ndarray  # int, indices of the requests, ascending: the order of arrival
     age: np.ndarray  # int, tokens generated
@@ -50,7 +50,7 @@ Policy = Callable[[View], np.ndarray]
 
 
 class Served(NamedTuple):
-    """What a simulation measured."""
+    """Measurements of a simulation."""
 
     latency: np.ndarray  # [requests], steps from arrival to the last token
     longest_wait: int  # steps between two services of a request, at most
@@ -265,5 +265,5 @@ class Learned:
         return serving_order(self.model, features, view.age, view.rows, overdue, preemptive=False)
 
     def features(self, requests: Requests, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """What is known of some requests before they begin, by name, each `[rows]`."""
+        """Features of requests that are known before they begin, by name, each `[rows]`."""
         return {name: getattr(requests, name)[rows] for name in self.names}

@@ -56,7 +56,7 @@ def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.
     Args:
         layer: its keys, values and page summaries.
         table: int32 `[rows, pages of a row]`, the page table.
-        span: where the tokens of each row stand; those past its `num_tokens` go to the bin page, which is
+        span: where the tokens of each row stand; those past its `num_tokens` go to the scratch page, which is
             never read.
         k: keys `[rows, n, kv_heads, head_dim]`.
         v: values of the same shape.

@@ -18,7 +18,7 @@ SUMMARY_BYTES = 3 * 4  # of a page's summary, per number of a key: the bounds an
 
 
 class ReadStats(NamedTuple):
-    """What one layer, or a step, read; each float32 `[rows]`."""
+    """Read statistics of a layer or a step; each float32 `[rows]`."""
 
     positions: jax.Array  # keys (or values) read, summed over KV heads
     held: jax.Array  # keys in the cache, summed over KV heads
@@ -60,7 +60,7 @@ class PageChooser(Protocol):
         """
 
     def memory(self) -> Any:
-        """What the next step needs of the choice: a pytree with one entry per row."""
+        """The part of the choice that the next step needs: a pytree with one entry per row."""
 
 
 class LayerAttention:
@@ -160,11 +160,11 @@ class PageReader(LayerAttention):
         return (2 * dropped.max(2) * norm).max(1)
 
     def memory(self) -> Any:
-        """What the next step needs of the choice."""
+        """The part of the choice that the next step needs."""
         return self.chooser.memory()
 
     def total(self) -> ReadStats:
-        """What the step read, over all layers."""
+        """Read statistics of the step, over all layers."""
         return over_layers(self.layer_stats)
 
 
@@ -182,7 +182,7 @@ def over_layers(layer_stats: list[ReadStats]) -> ReadStats:
 
 
 def dense_layer_stats(layer: Layer, first: jax.Array, last: jax.Array) -> ReadStats:
-    """What a layer reads that leaves nothing out.
+    """Read statistics of a dense layer: every page of every active row is read.
 
     Args:
         layer: its keys, values and page summaries.
@@ -195,7 +195,7 @@ def dense_layer_stats(layer: Layer, first: jax.Array, last: jax.Array) -> ReadSt
 
 
 def dense_step_stats(shape: ModelShape, span: Any) -> ReadStats:
-    """What a step reads that leaves nothing out: every page of every active row.
+    """Read statistics of a dense step: every page of every active row is read.
 
     `span` (`attend.TokenSpan`) says where the tokens stand, before they are written.
     """

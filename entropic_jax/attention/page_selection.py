@@ -113,11 +113,11 @@ class PagePolicy(Protocol):
 
     @property
     def information(self) -> Information:
-        """What pages are weighed by; the cache is allocated accordingly."""
+        """The information that pages are weighed by; the cache is allocated accordingly."""
 
     @property
     def page_size(self) -> int | None:
-        """What the choice is meant for, None for any."""
+        """The page size that the choice is meant for, None for any."""
 
     @property
     def compression(self) -> Any:

@@ -101,5 +101,5 @@ class WindowReader(LayerAttention):
         return paged_attention.decode(q, *operands, soft_cap=soft_cap)
 
     def total(self) -> ReadStats:
-        """What the step read, over all layers; what it left unread is not estimated."""
+        """Read statistics of the step, over all layers; the mass left unread is not estimated."""
         return over_layers(self.layer_stats)

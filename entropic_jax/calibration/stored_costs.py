@@ -34,7 +34,7 @@ VERSION = 1  # of the file, and of the kernels whose costs it holds
 
 
 class TimedModel(NamedTuple):
-    """What the costs of passes depend on, apart from the machine."""
+    """Key of stored pass costs: everything but the machine that they depend on."""
 
     decoder: Decoder  # the model's pure functions
     params: Any  # its parameters

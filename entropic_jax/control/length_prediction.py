@@ -28,7 +28,7 @@ LARGEST_EXPONENT = 30.0
 
 
 class Forecast(NamedTuple):
-    """What is predicted of each request; each `[requests]`."""
+    """Predictions for each request; each `[requests]`."""
 
     remaining: np.ndarray  # E[L − a | L > a], tokens
     gittins_index: np.ndarray  # completions per token of work, at best; the highest should run

@@ -35,7 +35,7 @@ Array = jax.Array | np.ndarray  # on the device, or on the host of a serving eng
 
 
 class RowLoad(NamedTuple):
-    """What the host knows about each row's sequence; each `[rows]`."""
+    """The load of each row's sequence, as the host knows it; each `[rows]`."""
 
     cost: Array  # float32, C: expected roofline seconds of the next step, normalised to [0, 1]
     memory: Array  # float32, M: KV pages held / pages of the pool, in [0, 1]

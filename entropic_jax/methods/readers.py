@@ -211,5 +211,5 @@ class DecodeReader:
         return page_list((~compressed | held) & (page < num_pages))
 
     def total(self) -> ReadStats:
-        """What the step read, over all layers."""
+        """Read statistics of the step, over all layers."""
         return over_layers(self.layer_stats)

@@ -40,5 +40,5 @@ class UniformBudget:
         return PageScores(scores, jnp.full(scores.shape[:2], self.base, jnp.float32)), state, None
 
     def page_scores(self, queries: LayerQueries) -> jax.Array:
-        """What the pages are ranked by, `[rows, kv_heads, pages]`."""
+        """Scores by which the pages are ranked, `[rows, kv_heads, pages]`."""
         return expected_attention(queries)

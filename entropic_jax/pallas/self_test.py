@@ -184,7 +184,7 @@ def _write(dtype: str) -> KernelCheck:
         folds = (np.minimum, np.maximum, np.add, np.maximum)
         for summary, fold, x in zip(summaries, folds, new, strict=True):
             summary[p] = x if s == 0 else fold(summary[p], x)
-    # The last page is a bin, whose content is undefined.
+    # The last page is scratch space, whose content is undefined.
     without_bin = lambda pools: [np.asarray(x)[:-1] for x in jax.tree.leaves(pools)]
     expected = without_bin((tiles, summaries))
     error = lambda result: difference(without_bin(result), expected)

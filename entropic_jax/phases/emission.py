@@ -50,14 +50,7 @@ def emit(
     """
     state = batch.state
     logits = process(forward.logits, state, constraints)
-    belief, tempered = step_entropy.measure(
-        logits.raw,
-        logits.processed,
-        logits.changed,
-        state.action.temperature,
-        state.belief_temperature,
-        batch.active,
-    )
+    belief, tempered = measure(logits, batch)
     emitting = batch.active & jnp.isfinite(belief.entropy)
     measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped)
     signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, forward.focus)
@@ -88,6 +81,14 @@ def process(logits: jax.Array, state: State, constraints: Constraints | None) ->
         processed = constrain(processed, constraints, state.stop, length)
         changed |= any_constraint(constraints, length)
     return Logits(logits, processed, changed)
+
+
+def measure(logits: Logits, batch: Batch) -> tuple[EntropyStatistics, EntropyStatistics]:
+    """Statistics of the belief, and of the distribution at the temperature before the controller acts."""
+    state, temperature = batch.state, batch.state.action.temperature
+    return step_entropy.measure(
+        logits.raw, logits.processed, logits.changed, temperature, state.belief_temperature, batch.active
+    )
 
 
 def measurements(
@@ -245,14 +246,9 @@ def trace_of(
     return Trace(
         emitted=emitting,
         token=after.token,
-        entropy=after.signal.entropy,
-        varentropy=after.signal.varentropy,
-        tempered_entropy=after.signal.tempered_entropy,
-        tempered_varentropy=after.signal.tempered_varentropy,
-        surprisal=after.signal.surprisal,
+        **after.signal._asdict(),
         temperature=after.action.temperature,
         dropped_mass_limit=before.action.dropped_mass_limit,
-        dropped_mass=after.signal.dropped_mass,
         kept_fraction=zero + read.positions / jnp.maximum(read.held, 1.0),
         certificate=zero + read.certificate,
         entropic_time=after.ledger.entropic_time,

@@ -50,7 +50,7 @@ class Decoder(Hashable, Protocol):
 
 
 class Forward(NamedTuple):
-    """What the forward pass of a step yields, the cache excepted."""
+    """The results of a step's forward pass, the cache excepted."""
 
     logits: jax.Array  # float32 [rows, vocabulary]
     read: ReadStats  # what was read of the cache
@@ -126,7 +126,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
 
 
 def over_shards(read: ReadStats) -> ReadStats:
-    """What a step read of the KV heads of all shards, from what it read of the shard's own."""
+    """Read statistics over the KV heads of all shards, from those of this shard."""
     shards = tensor_shards()
     if shards == 1:
         return read
@@ -135,7 +135,7 @@ def over_shards(read: ReadStats) -> ReadStats:
 
 
 def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) -> ledger.Cost:
-    """What the ledger charges every active row for a token decoded by `decode`.
+    """The cost that the ledger charges every active row for a token decoded by `decode`.
 
     Args:
         decoder: the model's pure functions.

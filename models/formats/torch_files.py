@@ -55,7 +55,7 @@ class TensorView(NamedTuple):
 
 
 def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: Any) -> TensorView:
-    """What `torch._utils._rebuild_tensor_v2` is called with.
+    """Stands in for `torch._utils._rebuild_tensor_v2`, with its arguments.
 
     Args:
         storage: that holds the elements.
@@ -72,7 +72,7 @@ def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: An
 
 
 def rebuild_parameter(tensor: Any, *_: Any) -> Any:
-    """What `torch._utils._rebuild_parameter` is called with: the tensor itself."""
+    """Stands in for `torch._utils._rebuild_parameter`: returns the tensor itself."""
     return tensor
 
 

@@ -283,7 +283,7 @@ async def _ask(pool: Any, method: str, path: str, body: Any = None) -> tuple[int
 
 
 async def _source(options: argparse.Namespace, target: "Target") -> list[int] | list[str]:
-    """What prompts are cut from: ids, of a text by the server's own tokenizer; or pieces of text."""
+    """The source of prompts: ids of a text by the server's own tokenizer, or pieces of text."""
     from ..bench.prompts import pieces_of, random_tokens
 
     if options.text is None:

@@ -87,7 +87,7 @@ def _calibrate(
 
 
 def table(calibration: "Calibration") -> "Table":
-    """What was found, for a person."""
+    """The calibration as a table for a terminal."""
     from rich import box
     from rich.table import Table
 

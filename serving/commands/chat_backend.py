@@ -188,7 +188,7 @@ def pieces_of(event: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 def error_message(content: bytes) -> str:
-    """What the body of an error says, in OpenAI's form or any other."""
+    """The message in the body of an error, in OpenAI's form or any other."""
     try:
         tree = json.loads(content)
     except ValueError:

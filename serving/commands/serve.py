@@ -77,7 +77,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 class TextSide(NamedTuple):
-    """What the command line says of the model's text side; None is as in the model's directory."""
+    """The model's text side from the command line; None is as in the model's directory."""
 
     template: str | None = None  # chat template
     generation_config: Mapping[str, Any] | None = None

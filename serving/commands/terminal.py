@@ -70,7 +70,7 @@ class Screen:
         self.live = Live(self, console=console, auto_refresh=False, vertical_overflow="visible")
 
     def __rich__(self) -> Group:
-        """What is drawn anew."""
+        """The lines that are drawn anew."""
         scale = [] if self.console.no_color else [legend(self.sixteen)]
         note = [Text(self.note, style="dim")] if self.note else []
         return Group(self.line, "", Text(self.status(), style="dim"), *scale, *note)

@@ -80,7 +80,7 @@ def explained(arguments: Iterable[str], known: Iterable[str]) -> str:
 
 
 def hint_for(flag: str, known: Iterable[str]) -> str:
-    """What to use in place of an unknown flag, or why there is none; "" if that is not known.
+    """The flag to use in place of an unknown one, or why there is none; "" if that is not known.
 
     >>> hint_for("--max_num_seq", ["--max-num-seqs"])
     'did you mean --max-num-seqs?'

@@ -96,7 +96,7 @@ def snapshot(
 
 
 def cache_size(model: models.Model, sizes: Sizes, dtype: Any) -> dict[str, Any]:
-    """What was chosen for the page pool.
+    """The chosen size of the page pool.
 
     Args:
         model: Whose keys and values it holds.

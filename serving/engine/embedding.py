@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a program is compiled for."""
+    """The shapes that a program is compiled for."""
 
     rows: int
     tokens: int  # of each row, in a launch

@@ -52,7 +52,7 @@ def plans(running: Iterable[Sequence], most: int, end: Callable[..., Any]) -> di
 
 
 def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
-    """What may come next in a text, and what is likely to.
+    """Plans the next tokens of a constrained sequence: their masks and a guess of each token.
 
     Tokens to be replayed are expected as they are. Then come those that the grammar forces, or that
     followed the longest match of the text's end earlier in it, as far as the grammar allows them.
@@ -77,7 +77,7 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
 
 
 def _rest(plan: Plan | None, generated: list[int]) -> Plan | None:
-    """What is left of a plan, if the tokens generated since are those that it expects."""
+    """The rest of a plan, if the tokens generated since are those that it expects."""
     if plan is None:
         return None
     emitted = generated[plan.begin :]

@@ -101,7 +101,7 @@ Pooling = Literal["mean", "last"]  # of the hidden states of a text: over its to
 
 
 class EmbeddingLimits(NamedTuple):
-    """What `Engine.embed` accepts and returns."""
+    """Limits of `Engine.embed`, and the size of its embeddings."""
 
     tokens: int  # of a text, at most
     dimensions: int  # of an embedding

@@ -52,7 +52,7 @@ class KVCompression:
             programs: Compiled programs.
             device_state: Consumed.
             sequences: By row, None for a free one; none that is due may be in flight.
-            block_manager: Told of the pages that become free.
+            block_manager: Notified of the pages that become free.
         """
         for sequence in self.due(sequences):
             sequence.compression_pending = False

@@ -163,7 +163,7 @@ def _check_budgets(budgets: Any) -> None:
 
 
 class Sizes(NamedTuple):
-    """What an engine allocates and compiles."""
+    """Sizes that an engine allocates and compiles for."""
 
     rows: int  # sequences that run at once; each has `shapes.branches` rows on the device
     context: int  # positions of a sequence

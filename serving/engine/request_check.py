@@ -10,7 +10,7 @@ from .state_updates import BIASES, STOPS
 
 
 def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabulary: int) -> None:
-    """Raise RequestError for what the programs have no room for, or the model no token.
+    """Raise RequestError if the request exceeds a compiled limit or names a token outside the vocabulary.
 
     Args:
         engine_request: To be queued.

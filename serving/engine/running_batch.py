@@ -35,9 +35,9 @@ class RunningBatch:
             rows: Number of rows of the batch.
             block_manager: Reserves pages.
             updates: Collects the changes to the device state.
-            planner: Told of constraints of the rows.
-            kv_compression: Told of sequences admitted.
-            metrics_hooks: Told of what happens.
+            planner: Notified of the constraints of the rows.
+            kv_compression: Notified when a sequence is admitted.
+            metrics_hooks: Notified of each event.
             expected_drop: E[ΔH⁺] of a sequence without a token, nats.
         """
         self.block_manager, self.updates, self.planner = block_manager, updates, planner

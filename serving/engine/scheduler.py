@@ -43,7 +43,7 @@ from .state_updates import Placement, StateUpdates
 
 
 class _Prefill(NamedTuple):
-    """What a step has given to the device for prefill."""
+    """The prefill work that a step has launched."""
 
     chunks: list[ScheduledChunk]
     output: PrefillOutput | None
@@ -51,7 +51,7 @@ class _Prefill(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """What a step has given to the device for decode."""
+    """The decode work that a step has launched."""
 
     running: list[Sequence]
     steps: int

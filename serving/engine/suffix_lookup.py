@@ -11,7 +11,7 @@ LONGEST = 16  # tokens of a match beyond which a longer one is not preferred
 
 
 def continuation(text: Sequence[int], most: int) -> tuple[int, list[int]]:
-    """What followed the longest match, the latest of several.
+    """The tokens that followed the longest match, the latest of several.
 
     Args:
         text: Token ids.

@@ -31,7 +31,7 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class Constraint(NamedTuple):
-    """What constrains a text."""
+    """A constraint on the text, and the field that states it."""
 
     name: str  # the field of the request that states it, for errors
     grammar: str  # in the serialized form of llguidance
@@ -210,7 +210,7 @@ def _is_text(text: bytes) -> bool:
 
 
 def error_of(matcher: Any) -> str:
-    """What is wrong with a matcher that has failed, in one line."""
+    """The error of a matcher that has failed, in one line."""
     lines = matcher.get_error().strip().splitlines() or ["unknown error"]
     return NO_TOKEN if lines[0].startswith("NoExtensionBias") else lines[0][:300]
 

@@ -14,7 +14,7 @@ from ..request import RequestError
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:
-    """What the routes need of a model. `defaults` are sampling parameters by name."""
+    """A model as the routes see it. `defaults` are sampling parameters by name."""
 
     names: tuple[str, ...]
     path: str

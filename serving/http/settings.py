@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the command line says of the server, apart from the engine's own."""
+    """Settings of the server from the command line, without those of the engine."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -194,7 +194,7 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; the defaults of `SamplingParams` elsewhere."""
+        """The model's generation_config.json, with the defaults of `SamplingParams` elsewhere."""
         return SamplingParams(**recommended(self._engine.model.generation))
 
     def shutdown(self) -> None:

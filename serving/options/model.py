@@ -7,7 +7,7 @@ from ..request import RequestError
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
 QUANTIZATIONS = ("int8",)
-"""What `--quantization` accepts: those of `models.quantisation`, which takes long to import."""
+"""The values of `--quantization`: those of `models.quantisation`, which takes long to import."""
 
 
 def check_directory(model: Path) -> None:

@@ -22,10 +22,9 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--speculate",
         metavar="NAME",
-        help="draft tokens and verify several in one pass; the text stays the same: suffix drafts what "
-        "followed the longest match in the text so far, pruned what the model says on few pages of the KV "
-        "cache, auto whichever promises more, a directory what its model says, which must have the same "
-        f"tokenizer: {', '.join(DRAFTERS)} or a directory (default: auto with meso and full, else off)",
+        help=f"drafter, one of {', '.join(DRAFTERS)}: suffix (longest repeated match), pruned (this model on "
+        "few pages of the KV cache), auto (the more promising of the two); or the directory of a draft model "
+        "with the same tokenizer. The output is unchanged (default: auto with meso and full, else off)",
     )
 
 

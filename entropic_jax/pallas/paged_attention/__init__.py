@@ -344,7 +344,7 @@ def write(
         summaries: key_min, key_max, key_sum and value_norm of the layer, see `cache.Layer`.
         k: keys `[rows, kv_heads, head_dim]`.
         v: values of the same shape.
-        page: int32 `[rows]`, the page in the pool. The last page of the pool is a bin: what it holds
+        page: int32 `[rows]`, the page in the pool. The last page of the pool is scratch space: what it holds
             afterwards is undefined.
         slot: int32 `[rows]`, the slot in the page; 0 begins a page and resets its summaries.
         backend: the name of the back end to use; None takes the first that supports the case.

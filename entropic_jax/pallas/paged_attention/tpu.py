@@ -209,7 +209,7 @@ class _Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one grid step does: the order of its chunks, their copies, and their attention."""
+    """One grid step: the order of its chunks, their copies, and their attention."""
 
     shape: Shape
     refs: _Refs

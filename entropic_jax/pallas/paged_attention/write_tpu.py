@@ -1,9 +1,9 @@
 """Write of one key and one value per row on a TPU (Pallas Mosaic), in place, with the page summaries.
 
 The contract is that of `write` in the package's docstring; pools of 8 bits store the vectors quantised. A row
-whose page is the last of the pool, the bin, writes nothing. Apart from the bin, no two rows may write to the
-same page. The kernel reads the smallest block that can be copied, a tile of rows of every head, changes it
-and writes it back, for as many rows at the same time as VMEM holds.
+whose page is the last of the pool, the scratch page, writes nothing. Apart from that page, no two rows may
+write to the same page. The kernel reads the smallest block that can be copied, a tile of rows of every head,
+changes it and writes it back, for as many rows at the same time as VMEM holds.
 """
 
 from functools import partial

@@ -100,7 +100,7 @@ class ChatLogprobs(Answer):
 
 
 class AnswerMessage(Answer):
-    """What the model says, or the next piece of it."""
+    """The message of the model, or the next piece of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

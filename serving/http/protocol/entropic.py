@@ -55,7 +55,7 @@ class Entropic(GainFields):
 
 
 class Trace(Answer):
-    """What was measured at each token, in lists as long as the tokens of this object."""
+    """Measurements of each token, in lists as long as the tokens of this object."""
 
     token_ids: list[int]
     text: list[str]
@@ -67,7 +67,7 @@ class Trace(Answer):
 
 
 class EntropicResult(Answer):
-    """What a choice came to on entropic time; entropies in nats."""
+    """Summary of a choice in entropic time; entropies in nats."""
 
     entropic_time: float | None = None
     mean_entropy: float | None = None

@@ -19,7 +19,7 @@ FIELD_NAMES = {
     "response_format.json_schema": "output_config.format.schema",
     "response_format or structured_outputs": "output_config.format",
 }
-"""What chat's fields are called here, for errors."""
+"""The names of chat's fields in this API, for errors."""
 SamplingFields: Any = optional_fields("MessagesSamplingFields", PASSED)
 
 
@@ -53,7 +53,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -68,7 +68,7 @@ AssistantBlock = Annotated[
 
 
 class UserMessage(Body):
-    """What the user says, and what tools have returned."""
+    """A user's message, with the results of tool calls."""
 
     role: Literal["user"]
     content: str | list[UserBlock]
@@ -91,7 +91,7 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """What the model has said and called."""
+    """An answer of the model, with its tool calls."""
 
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
@@ -293,7 +293,7 @@ class TokenCount(Answer):
 
 
 class MessagesErrorDetail(Answer):
-    """What is wrong."""
+    """An error's type and message."""
 
     type: str
     message: str

@@ -19,7 +19,7 @@ FIELD_NAMES = {
     "response_format.json_schema": "text.format.schema",
     "response_format or structured_outputs": "text.format",
 }
-"""What chat's fields are called here, for errors."""
+"""The names of chat's fields in this API, for errors."""
 SamplingFields: Any = optional_fields("ResponsesSamplingFields", PASSED)
 
 
@@ -58,7 +58,7 @@ class FunctionCallItem(Body):
 
 
 class FunctionCallOutputItem(Body):
-    """What a call has returned."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str

@@ -56,7 +56,7 @@ class Detokenized(Answer):
 
 
 class TokenizerInfo(Answer):
-    """What the model's tokenizer_config.json says, the chat template included."""
+    """The model's tokenizer_config.json, the chat template included."""
 
     tokenizer_class: str
     chat_template: str | None = None

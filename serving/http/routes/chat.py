@@ -92,7 +92,7 @@ def _pieces(
 
 
 def _piece(delta: Delta, parser: MessageParser | None) -> dict[str, Any]:
-    """What a delta adds to the message."""
+    """The part of the message that a delta adds."""
     part = conversation.part_of(delta, parser)
     if parser is None and delta.tokens:
         return {"content": part.content}

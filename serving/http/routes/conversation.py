@@ -69,7 +69,7 @@ def _prepare(
 
 
 def part_of(delta: Delta, parser: MessageParser | None) -> MessagePart:
-    """What a delta adds to the message; the last one adds what the parser has held back."""
+    """The part of the message that a delta adds; the last one adds the text that the parser has held back."""
     if parser is None:
         return MessagePart("".join(token.text for token in delta.tokens))
     part = parser.push(delta.tokens)

@@ -269,7 +269,7 @@ def _place(tree: Any, error: Mapping[str, Any]) -> list[str]:
 
 
 def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What a field accepts, to follow "must"."""
+    """The accepted values of a field, to follow "must"."""
     messages = [COUNTED.sub("", SHOULD.sub("", error["msg"])) for error in errors]
     for pydantic, ours in WORDS:
         messages = [text.replace(pydantic, ours) for text in messages]

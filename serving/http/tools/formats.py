@@ -142,7 +142,7 @@ def grammar(
 
 
 def _after_marker(form: CallFormat, write: Terminals, parallel: bool) -> str:
-    """What follows free text: the marker, and the call or the list of calls after it."""
+    """The part after free text: the marker, and the call or the list of calls after it."""
     if form.before:  # every call has its own marker
         rest = form.before.removeprefix(form.marker)
         return " ".join(filter(None, ("trigger", write.text(rest), "call", write.text(form.after))))

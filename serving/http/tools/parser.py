@@ -55,12 +55,12 @@ class MessageParser:
         self._calls: list[CallPart] = []
 
     def push(self, tokens: Iterable[Token]) -> MessagePart:
-        """What the tokens add."""
+        """The text and the calls that the tokens add."""
         self._buffer += "".join(token.text or self._markers.get(token.id, "") for token in tokens)
         return self._advance()
 
     def finish(self) -> MessagePart:
-        """What was held back, at the end of the text; a call without arguments yet is content."""
+        """The parts held back, at the end of the text; a call without arguments yet is content."""
         part = self._advance()
         rest, self._buffer = self._buffer, ""
         if self._state == THOUGHT:
