@@ -12,7 +12,7 @@ from ..state import State, Trace
 from .draft_length import DraftLength, draft_length
 from .drafter import ControlledModel, Draft, Drafter
 from .suffix import suffix_drafter
-from .verification import CHANGED, emit_accepted, pass_cost, verify
+from .verification import VerifiedLogits, emit_accepted, pass_cost, verify
 
 EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
@@ -146,35 +146,29 @@ def verify_and_emit(
     """
     decoder, params, controller = model
     drafted, num_drafted, size = plan
-    k = drafted.tokens.shape[1]
+    state, (rows, k), widths = batch.state, drafted.tokens.shape, speculator.law.widths
+    cost = pass_cost(decoder, params, batch, num_drafted)
 
-    state = batch.state
-    changed = {name: getattr(state, name) for name in CHANGED}
+    def with_layers(layers: Any) -> Batch:
+        return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers)))
 
-    def run(width: int, layers: Any, changed: Any) -> tuple[Any, Any, Trace]:
-        before = batch._replace(state=state._replace(**changed, cache=state.cache._replace(layers=layers)))
-        verified, logits = verify(decoder, params, before, drafted, num_drafted, width)
-        cost = pass_cost(decoder, params, before, num_drafted)
-        after, trace = emit_accepted(
-            decoder, controller, verified, logits, drafted, num_drafted, cost, constraints
-        )
-        short = k + 1 - trace.emitted.shape[0]
-        trace = jax.tree.map(lambda x: jnp.pad(x, ((0, short),) + ((0, 0),) * (x.ndim - 1)), trace)
-        return after.cache.layers, {name: getattr(after, name) for name in CHANGED}, trace
+    def run(width: int, layers: Any, logits: VerifiedLogits) -> tuple[Any, VerifiedLogits]:
+        verified, computed = verify(decoder, params, with_layers(layers), drafted, num_drafted, width)
+        return verified.state.cache.layers, logits.filled(computed)
 
-    blank = jax.eval_shape(lambda: run(1, state.cache.layers, changed)[2])
-    carry = state.cache.layers, changed, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
-    for index, width in enumerate(speculator.law.widths):
+    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, decoder.shape.vocabulary)
+    carry = state.cache.layers, room
+    for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
         turns = (size == index).astype(jnp.int32)
-        carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x[:2]), carry)
-    layers, changed, trace = carry
+        carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x), carry)
+    layers, logits = carry
+    after, trace = emit_accepted(
+        decoder, controller, with_layers(layers), logits, drafted, num_drafted, cost, constraints
+    )
     accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
     place = _drafter_of_row(drafted)
     before = state.speculation[place]
     shift = speculator.law.learn(drafted, before, num_drafted, accepted)
-    return state._replace(
-        **changed,
-        cache=state.cache._replace(layers=layers),
-        speculation=state.speculation.at[place].set(jnp.where(batch.active, shift, before)),
-    ), trace
+    shifts = state.speculation.at[place].set(jnp.where(batch.active, shift, before))
+    return after._replace(speculation=shifts), trace

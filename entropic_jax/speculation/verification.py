@@ -32,6 +32,24 @@ class VerifiedLogits(NamedTuple):
     logits: jax.Array  # float32 [tokens, vocabulary]
     slot: jax.Array  # int32 [rows, n], which of them the i-th token of a row has
 
+    @classmethod
+    def empty(cls, tokens: int, rows: int, n: int, vocabulary: int) -> "VerifiedLogits":
+        """Room for the logits of a pass.
+
+        Args:
+            tokens: that the pass may have.
+            rows: of the batch.
+            n: tokens that a row may have.
+            vocabulary: number of tokens.
+        """
+        logits = jax.lax.empty((tokens, vocabulary), jnp.float32)
+        return cls(logits, jnp.zeros((rows, n), jnp.int32))
+
+    def filled(self, logits: "VerifiedLogits") -> "VerifiedLogits":
+        """Room in which the logits of a pass stand first; the rest of it is never read."""
+        update = lambda room, x: jax.lax.dynamic_update_slice(room, x, (0, 0))
+        return VerifiedLogits(update(self.logits, logits.logits), update(self.slot, logits.slot))
+
     def at(self, number: jax.Array) -> jax.Array:
         """The logits after token `number` of every row, float32 `[rows, vocabulary]`."""
         return self.logits[jax.lax.dynamic_index_in_dim(self.slot, number, 1, keepdims=False)]
@@ -111,8 +129,8 @@ def emit_accepted(
         decoder: the model's pure functions.
         controller: the control law of these rows.
         batch: the rows, with the cache as the pass left it.
-        logits: of the positions.
-        draft: the drafted tokens.
+        logits: of the positions, n of every row.
+        draft: the drafted tokens, at least n − 1 of every row.
         num_drafted: int32 `[rows]`, how many of them were verified.
         cost: of the pass; it is charged to the first token.
         constraints: of these rows.
