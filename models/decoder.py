@@ -23,7 +23,7 @@ from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer
 from .quantisation import quantise_module
-from .rope import rope_problem
+from .rope import context_key, rope_problem
 
 Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
@@ -143,6 +143,18 @@ class Decoder:
     def windows(self) -> tuple[int | None, ...]:
         """Positions that a query of each layer sees, its own included; None for all before it."""
         return tuple(block.attention.window for block in blocks(self.config))
+
+    def context_key(self, length: int) -> tuple[int, ...]:
+        """A key that is equal for texts that may share cached keys of a common prefix.
+
+        Some scalings of the rotation depend on the length of the text (see `rope.context_key`). () where none
+        does.
+
+        Args:
+            length: tokens of the text.
+        """
+        ropes = dict.fromkeys(block.attention.rope for block in blocks(self.config))
+        return tuple(n for rope in ropes if rope is not None for n in context_key(rope, length))
 
     def module(self, params: Params) -> CausalLM:
         """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""

@@ -103,6 +103,23 @@ def rope_problem(rope: RopeSpec) -> str | None:
     return None
 
 
+def context_key(rope: RopeSpec, length: int) -> tuple[int, ...]:
+    """A key that is equal for texts whose common prefix is rotated alike when they are prefilled.
+
+    Args:
+        rope: of a layer.
+        length: tokens of the text.
+
+    Returns:
+        () where the rotation of a token depends on its position alone.
+    """
+    scaling = rope.scaling
+    if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
+        return ()
+    original = scaling.original_max_position_embeddings
+    return (max(length, original) if scaling.rope_type == "dynamic" else int(length > original),)
+
+
 class Rotation(NamedTuple):
     """Cosines and sines of the rotation angles."""
 

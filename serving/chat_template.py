@@ -48,7 +48,9 @@ def render(
     continue_last: bool = False,
     **stated: Any,
 ) -> str:
-    """The prompt that the tokenizer's chat template makes of messages; encode it with `special=False`.
+    """The prompt that the tokenizer's chat template makes of messages.
+
+    Encode it with `special=False` and `rendered=True`.
 
     Args:
         tokenizer: With a template.
@@ -71,7 +73,7 @@ def render(
         text = tokenizer.chat(messages, **{**stated, **named})
     except ModelError as error:
         raise RequestError(str(error), "messages") from None
-    return _up_to(text, str(messages[-1].get("content", ""))) if continue_last else text
+    return _up_to(text, str(tokenizer.escape(messages[-1].get("content", "")))) if continue_last else text
 
 
 def _up_to(text: str, content: str) -> str:

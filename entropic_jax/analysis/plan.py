@@ -62,6 +62,7 @@ class Plan(NamedTuple):
     memory_bytes: int
     pages: int  # that fit
     page_size: int
+    windowed_layers: int  # layers that see a window; they keep the pages before it
     context: int
     rows: int
     collectives: tuple[Collective, ...]  # of one step
@@ -218,6 +219,7 @@ def make_plan(
         memory_bytes=slice_.chip.memory,
         pages=pages,
         page_size=cache.page_size,
+        windowed_layers=sum(window is not None for window in Decoder(config).windows),
         context=context,
         rows=rows,
         collectives=step.collectives,

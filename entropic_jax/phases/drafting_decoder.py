@@ -52,6 +52,10 @@ class DraftModel:
             tokens = jnp.minimum(tokens, self.shape.vocabulary - 1)
         return self.decoder.hidden(params, tokens, positions, layers, attend, lengths)
 
+    def context_key(self, length: int) -> tuple[int, ...]:
+        """As in `Decoder`."""
+        return self.decoder.context_key(length)
+
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocabulary]`, in the vocabulary of the other model."""
         logits = self.decoder.logits(params, hidden)[..., : self.vocabulary]
@@ -102,6 +106,10 @@ class DraftingDecoder:
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
         """Those of the target, float32 `[..., vocabulary]`."""
         return self.target.logits(params.target, hidden)
+
+    def context_key(self, length: int) -> tuple[int, ...]:
+        """As in `Decoder`, of both models."""
+        return (*self.target.context_key(length), *self.draft.context_key(length))
 
     @property
     def draft_model(self) -> DraftModel:

@@ -48,6 +48,9 @@ class Decoder(Hashable, Protocol):
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """float32 `[..., vocabulary]`."""
 
+    def context_key(self, length: int) -> tuple[int, ...]:
+        """Equal for texts that may share cached keys of a common prefix; `length` in tokens."""
+
 
 class Forward(NamedTuple):
     """The results of a step's forward pass, the cache excepted."""

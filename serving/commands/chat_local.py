@@ -106,7 +106,8 @@ class LocalChat:
     def reply(self, messages: Sequence[Message]) -> Iterator[Piece]:
         """The answer to a conversation as it is generated."""
         number = next(self._numbers)
-        prompt = self.model.encode(self.model.chat(messages, add_generation_prompt=True), special=False)
+        text = self.model.chat(messages, add_generation_prompt=True)
+        prompt = self.model.encode(text, special=False, rendered=True)
         context = self.model.context
         if len(prompt) >= context:
             raise RequestError(

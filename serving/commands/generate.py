@@ -33,6 +33,7 @@ def read_config(path):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic generate` takes."""
     model_options.add_model(parser)
+    model_options.add_parse_special(parser)
     kv_cache.add_argument(parser)
     parallelism.add_tensor_parallel_size(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
@@ -128,6 +129,7 @@ def _load(options: argparse.Namespace) -> "Generator":
             options.speculate,
             options.tensor_parallel_size,
             options.quantization,
+            options.parse_special,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

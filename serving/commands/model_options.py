@@ -33,6 +33,16 @@ def add_quantization(parser: "argparse.ArgumentParser | argparse._ArgumentGroup"
     )
 
 
+def add_parse_special(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Declare `--parse-special` and `--no-parse-special`."""
+    parser.add_argument(
+        "--parse-special",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether special tokens in prompts and messages are control tokens; if not, they are plain text",
+    )
+
+
 def add_texts(parser: argparse.ArgumentParser) -> None:
     """Declare `--text`, of which there may be several."""
     parser.add_argument(

@@ -145,6 +145,13 @@ def what_fits(plan: "Plan", smallest: str | None) -> str:
     return f"does not fit: not one sequence of {plan.context} positions; {instead}"
 
 
+def window_note(plan: "Plan") -> list[str]:
+    """A line on layers with a window, where there are any."""
+    if not plan.windowed_layers:
+        return []
+    return [f"{plan.windowed_layers} layers see a window only; pages before it are kept in all layers"]
+
+
 def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str | None) -> list[str]:
     """The plan as lines of text.
 
@@ -169,6 +176,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
         f"  temporaries  {mebibytes(plan.temporary_bytes)}",
         f"  memory       {mebibytes(plan.memory_bytes)}   90 % of it may be in use",
         what_fits(plan, smallest),
+        *window_note(plan),
         "",
         f"a decode step of {plan.rows} rows with {plan.context} positions each",
     ]

@@ -129,6 +129,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
                 enable_prefix_caching=options.enable_prefix_caching,
                 max_queue=options.max_queue,
                 batch_invariant=options.batch_invariant,
+                parse_special=options.parse_special,
                 warmup=options.warmup,
                 preset=settings.control.preset,
                 method=settings.control.method,

@@ -43,6 +43,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help="data type of the weights (default: what suits the device)",
     )
     model_options.add_quantization(group)
+    model_options.add_parse_special(group)
     group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
     group.add_argument(

@@ -39,7 +39,7 @@ from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions, Sizes, may_prune, sizes
 from .output_stream import QueuedOutputStream, wake
-from .prefix_cache import ROOT_HASH, PrefixCache, page_hashes
+from .prefix_cache import PrefixCache, page_hashes, root_hash
 from .priority import Ranking
 from .programs import Programs
 from .request_check import check_prompt, check_request
@@ -87,6 +87,7 @@ class LLMEngine:
             raise ValueError("model must have a tokenizer (tokenizer.json in its directory); got none")
         self.model, self.tokenizer = model, model.tokenizer
         self.options = EngineOptions() if options is None else options
+        self.tokenizer.parse_special &= self.options.parse_special
         self.new_detokenizer = detokenizer_factory(self.tokenizer)
         cache_dtype = pages_of(self.options.kv_cache_dtype, model.params)
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
@@ -262,10 +263,11 @@ class LLMEngine:
         output_stream = QueuedOutputStream(engine_request, self._inbox.put)
         rules = token_rules(engine_request, self.tokenizer, self.model.decoder.shape.vocabulary)
         sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains, rules)
-        sequence.stop_tokens = stop_tokens
+        sequence.stop_tokens, sequence.context_key = stop_tokens, self.model.decoder.context_key
         sequence.private_pages = self.method is not None and self.method.alters(len(prompt) - 1)
         if self.options.enable_prefix_caching and not sequence.private_pages:
-            sequence.page_hashes = list(page_hashes(ROOT_HASH, prompt, self.sizes.page_size))
+            root = root_hash(sequence.context_key(len(prompt)))
+            sequence.page_hashes = list(page_hashes(root, prompt, self.sizes.page_size))
         return sequence
 
     def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:

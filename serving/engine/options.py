@@ -66,6 +66,7 @@ class EngineOptions:
     pruning: bool | None = None  # may a request leave pages unread; None: unless `preset` or a model drafts
     law: str = "normalised"  # temperature law of requests with the preset micro, full or full-lossy
     batch_invariant: bool = False  # one shape per program: a request's bits do not depend on its neighbours
+    parse_special: bool = True  # whether special tokens in the text of a user are more than plain text
     warmup: Warmup = "min"
     preset: str = "off"  # of most requests: `warmup` "min" compiles for it, and a sampler must be named here
     clarification: str = ""  # of entropix
@@ -93,7 +94,7 @@ class EngineOptions:
             )
         if self.gpu_memory_utilization is not None:
             UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
-        for name in ("enable_prefix_caching", "pruning", "batch_invariant"):
+        for name in ("enable_prefix_caching", "pruning", "batch_invariant", "parse_special"):
             if name != "pruning" or self.pruning is not None:
                 Flag().check(name, getattr(self, name))
         Choice(METHODS).check("method", self.method)
@@ -242,7 +243,6 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
             "max_model_len",
         )
     context: int = options.max_model_len or longest
-    context = max(page_size, context // page_size * page_size)
     budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
     if method is not None and method.prefill is not None:
@@ -251,7 +251,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = _num_pages(model, options, itemsize, context, page_size, plan)
     shapes = _shapes(options, chunk, budget, method, plan)
-    return Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
+    result = Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
+    return result._replace(context=min(context, result.longest))
 
 
 def _page_size(options: EngineOptions, method: Method | None) -> int:
@@ -275,7 +276,7 @@ def _num_pages(
     devices = memory.pooled_devices(model.mesh)
     if pages is None:
         room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization)
-        pages = min(options.max_num_seqs * (context // page_size + spare), room // of_page)
+        pages = min(options.max_num_seqs * (-(-context // page_size) + spare), room // of_page)
         if pages < 1:
             raise ValueError(f"kv_cache_bytes must be at least {of_page}, for one page; got {room}")
     if pages <= spare:

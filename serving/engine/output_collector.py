@@ -13,7 +13,7 @@ from ..transcript import Token
 from . import grammars
 from .device_state import DecodeOutput
 from .launch_planner import InFlight
-from .prefix_cache import ROOT_HASH, page_hashes
+from .prefix_cache import page_hashes, root_hash
 from .running_batch import RunningBatch
 from .sequence import ACCEPTED, DRAFTED, Sequence, alternatives
 
@@ -163,7 +163,7 @@ class OutputCollector:
             return  # summaries of its pages may count keys of drafts that were not accepted
         text = (*sequence.prompt, *sequence.generated)[:-1]
         of_prompt = sequence.page_hashes
-        parent = of_prompt[-1] if of_prompt else ROOT_HASH
+        parent = of_prompt[-1] if of_prompt else root_hash(sequence.context_key(len(sequence.prompt)))
         rest = text[len(of_prompt) * self.page_size :]
         hashes = [*of_prompt, *page_hashes(parent, rest, self.page_size)]
         table = np.asarray(output.table)[sequence.row]

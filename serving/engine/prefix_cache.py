@@ -14,11 +14,16 @@ PageHash = bytes
 ROOT_HASH: PageHash = b""
 
 
+def root_hash(context_key: Sequence[int]) -> PageHash:
+    """The hash before the first page of a text; texts with other keys (`Decoder.context_key`) share none."""
+    return ROOT_HASH + np.asarray(context_key, np.int64).tobytes()
+
+
 def page_hashes(parent: PageHash, tokens: Sequence[int], page_size: int) -> Iterator[PageHash]:
     """Yield the hash of every full page of a text.
 
     Args:
-        parent: Hash of the page before; `ROOT_HASH` at the beginning of a text.
+        parent: Hash of the page before; `root_hash` at the beginning of a text.
         tokens: What follows it; a last page that is not full has no hash.
         page_size: Positions of a page.
     """

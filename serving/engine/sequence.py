@@ -1,7 +1,7 @@
 """State of one request in the engine, as the host knows it: its text, its place in a row, its metrics."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class Sequence:
         self.engine_request, self.output_stream = engine_request, output_stream
         self.prompt, self.transcript, self.row_gains = prompt, transcript, row_gains
         self.stop_tokens: tuple[int, ...] = ()
+        self.context_key: Callable[[int], tuple[int, ...]] = lambda length: ()  # of the model
         stated = engine_request.logprobs
         self.logprobs = self.request.logprobs if stated is None else stated  # None: none are reported
         self.stage = WAITING
@@ -153,7 +154,9 @@ class Sequence:
 
         `exact`: the engine promises the same bits, which prefill of other chunks would not give.
         """
-        return exact or self.row_gains.pruning or self.private_pages
+        length = len(self.prompt)
+        alike = self.context_key(length) == self.context_key(length + len(self.generated))
+        return exact or self.row_gains.pruning or self.private_pages or not alike
 
     @property
     def num_drafted(self) -> int:

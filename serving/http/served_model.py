@@ -24,19 +24,26 @@ class ServedModel:
     stop_tokens: tuple[int, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self, prompt: str | Sequence[int], special: bool = True, name: str = "prompt") -> list[int]:
+    def encode(
+        self,
+        prompt: str | Sequence[int],
+        special: bool = True,
+        name: str = "prompt",
+        rendered: bool = False,
+    ) -> list[int]:
         """The token ids of a prompt.
 
         Args:
             prompt: A text, or token ids, which are returned as they are.
             special: Add the special tokens that the model expects around a text, such as BOS.
             name: The field of the request that states the prompt, for errors.
+            rendered: Whether the text is from `chat`.
 
         Raises:
             RequestError: An id is outside the vocabulary.
         """
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, special)
+            return self.tokenizer.encode(prompt, special, rendered)
         if (wrong := max(prompt, default=0)) >= self.vocabulary:
             raise RequestError(
                 f"{name} must hold token ids between 0 and {self.vocabulary - 1}; got {wrong}", name

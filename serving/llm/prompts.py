@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from entropic_jax.models import Tokenizer
+from entropic_jax.models.tokenizer import MARK
 from entropic_jax.parameter_tables.table import short
 
 from .. import chat_template
@@ -76,7 +77,8 @@ def tokenize_conversation(
     if not _all(messages, Mapping) or not all({"role", "content"} <= message.keys() for message in messages):
         raise RequestError(f"it must be a list of mappings with role and content; got {short(messages)}")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
-    return TokenizedPrompt(text, tuple(tokenizer.encode(text, special=False)))
+    tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
+    return TokenizedPrompt(text.replace(MARK, ""), tokens)
 
 
 def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> TokenizedPrompt:

@@ -73,7 +73,7 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt, as token ids, that the model's chat template makes of the messages."""
         text = chat_template.render(self.tokenizer, messages)
-        return self.tokenizer.encode(text, special=False)
+        return self.tokenizer.encode(text, special=False, rendered=True)
 
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of one request as they become certain."""

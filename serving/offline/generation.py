@@ -12,6 +12,8 @@ from ..options.model import default_dtype
 from ..request import Request
 
 if TYPE_CHECKING:
+    from entropic_jax import models
+
     from ..options.kv_cache import KvCacheDtype
 from ..transcript import Completion, Token
 
@@ -47,6 +49,7 @@ def load(
     speculate: str | None = None,
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
+    parse_special: bool = True,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -61,6 +64,7 @@ def load(
             none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
         quantization: The quantization of the weights: "int8"; None keeps their dtype.
+        parse_special: Whether special tokens in prompts and messages are more than plain text.
     """
     from entropic_jax import models
 
@@ -74,11 +78,19 @@ def load(
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
         model = models.load(path, dtype, quantization=quantization)
+        set_parse_special(model, parse_special)
         return search_engine.make_engine(control, calibration, model, kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, engine.MOST_ROWS)
     mesh = parallelism.mesh_of(tensor_parallel_size)
     model = models.load(path, dtype, mesh=mesh, quantization=quantization)
+    set_parse_special(model, parse_special)
     model = draft_model.load(model, speculate, dtype, quantization)
     preset = preset._replace(speculate=drafter_of(control.preset, speculate))
     return engine.Engine(model, preset, belief, kv_cache_dtype)
+
+
+def set_parse_special(model: "models.Model", parse_special: bool) -> None:
+    """Have the tokenizer of a model take special tokens in the text of a user for what they mean, or not."""
+    if model.tokenizer is not None:
+        model.tokenizer.parse_special = parse_special

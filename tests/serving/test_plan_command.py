@@ -42,6 +42,16 @@ def test_a_plan_from_shapes(model, capsys):
     assert any("sequences of 1024 positions fit" in line for line in lines)
 
 
+def test_a_plan_counts_all_pages_of_windowed_layers(tmp_path, capsys):
+    windowed = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    (tmp_path / "config.json").write_text(json.dumps(windowed))
+    arguments = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x2", "--no-compile"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["windowed_layers"] == 2
+    assert main(arguments) == 0
+    assert "2 layers see a window only; pages before it are kept in all layers" in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(

@@ -58,7 +58,8 @@ def _prepare(
     text = prompt_of(frontend, body)
     if body.truncate_prompt_tokens is None:
         frontend.model.check_length(text)
-    tokens = tuple(frontend.model.encode(text, special=False))[-(body.truncate_prompt_tokens or 0) :]
+    tokens = tuple(frontend.model.encode(text, special=False, rendered=True))
+    tokens = tokens[-(body.truncate_prompt_tokens or 0) :]
     most = frontend.model.context if most is None else most
     requests = preparation.requests_of(frontend, body, tokens, count, most)
     if most == 0:

@@ -69,7 +69,7 @@ def _count(frontend: Frontend, body: ChatBody) -> int:
     text, most = conversation.prompt_of(frontend, body), frontend.settings.limits.tokenize
     if len(text) > most:
         raise RequestError(f"messages must have at most {most} characters; got {len(text)}", "messages")
-    return len(frontend.model.encode(text, special=False))
+    return len(frontend.model.encode(text, special=False, rendered=True))
 
 
 async def _answer(frontend: Frontend, body: MessagesBody, http: Request) -> Response:

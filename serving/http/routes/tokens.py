@@ -37,7 +37,7 @@ def router(frontend: Frontend) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
         )
         check_length("messages", text)
-        return model.encode(text, body.add_special_tokens)
+        return model.encode(text, body.add_special_tokens, rendered=True)
 
     def check_length(name: str, text: Sequence[Any]) -> None:
         unit = "characters" if isinstance(text, str) else "tokens"
