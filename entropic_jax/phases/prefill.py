@@ -19,6 +19,7 @@ from ..sampling.constraints import top_logprobs
 from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
 from .batch import gather, scatter
 from .forward import Decoder, forward
+from .start_check import check_limits, check_prompts
 
 PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two
 
@@ -74,7 +75,7 @@ def start(
         max_tokens: tokens to generate at most, for all rows or one number per row.
         sample: sampling parameters of the rows, by default those of `sampling.parameters`.
         seeds: one per row, by default the row's number.
-        stop: token ids that end a row, one list per row.
+        stop: token ids that end a row, one list per row, −1 where unused; () for none.
         belief_temperature: T_cal, at which the belief H₁ is measured.
         page_policy: which pages a step reads; None reads all. Not together with a speculator.
         hardware: the roofline by which the ledger counts seconds, by default that of the device.
@@ -85,9 +86,11 @@ def start(
         The state of the loop.
 
     Raises:
-        ValueError: a prompt holds a token outside the vocabulary, or does not fit.
+        ParameterError: an argument has another type or number of rows, a token is outside the vocabulary, or
+            a prompt does not fit; a ValueError.
     """
-    _require_prompts(prompts, cache, decoder.shape.vocabulary)
+    check_prompts(prompts, cache, decoder.shape.vocabulary)
+    check_limits(max_tokens, seeds, stop, sample, len(prompts), decoder.shape.vocabulary)
     state = _empty_state(
         decoder,
         controller,
@@ -173,7 +176,7 @@ def _place_prompts(
     state = state._replace(
         seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
         token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
-        limit=jnp.asarray(np.minimum(lengths - 1 + limits, context), jnp.int32),
+        limit=jnp.asarray(np.minimum(lengths - 1 + np.minimum(limits, context), context), jnp.int32),
         status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
         stop=stop_table(stop, rows),
         history=state.history._replace(prompt=prompt_mask),
@@ -188,24 +191,6 @@ def _with_own_buffers(state: State) -> State:
     """
     small = {name: value for name, value in state._asdict().items() if name != "cache"}
     return state._replace(**jax.tree.map(jnp.copy, small))
-
-
-def _require_prompts(prompts: Sequence[Sequence[int]], cache: Cache, vocabulary: int) -> None:
-    """Raises ValueError unless there is one prompt per row, of known tokens, that fits the cache."""
-    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
-    if len(prompts) != rows:
-        raise ValueError(f"prompts must have {rows} entries, one per row of the cache; got {len(prompts)}")
-    for row, prompt in enumerate(prompts):
-        unknown = [token for token in prompt if not 0 <= token < vocabulary]
-        if unknown:
-            raise ValueError(
-                f"prompts[{row}] must hold token ids between 0 and {vocabulary - 1}; got {unknown[0]}"
-            )
-        if len(prompt) > context:
-            raise ValueError(
-                f"prompts[{row}] must have at most {context} tokens, the size of a row of the cache; "
-                f"got {len(prompt)}"
-            )
 
 
 def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:

@@ -85,7 +85,7 @@ def _new_device_state(
         key=jax.random.key(0),
         max_tokens=0,
         sample=parameters(rows, bias_slots=BIASES),
-        stop=[[-1] * STOPS],
+        stop=[[-1] * STOPS] * rows,
         belief_temperature=belief_temperature,
         speculator=shapes.speculator(rows),
     )

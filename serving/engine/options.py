@@ -234,8 +234,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
         ValueError: Where the options do not fit together, or no page fits into the memory.
     """
     on_cpu, plan, method = jax.default_backend() == "cpu", plan_of(options), method_of(options, model)
-    longest = model.config.max_position_embeddings
-    page_size = _page_size(options, method)
+    longest, page_size = model.config.max_position_embeddings, _page_size(options, method)
     if options.max_model_len is not None and options.max_model_len > longest:
         raise ParameterError(
             f"max_model_len must be at most {longest}, the model's longest sequence; "
@@ -251,8 +250,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
     pages = _num_pages(model, options, itemsize, context, page_size, plan)
     shapes = _shapes(options, chunk, budget, method, plan)
-    result = Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
-    return result._replace(context=min(context, result.longest))
+    allocated = Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
+    return allocated._replace(context=min(context, allocated.longest))
 
 
 def _page_size(options: EngineOptions, method: Method | None) -> int:

@@ -1,0 +1,136 @@
+"""Validation of the arguments of `start`: each error names the argument, what it accepts, and the value."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache import Cache
+from ..parameter_tables.table import LARGEST_INT, ParameterError, short
+from ..state import Sampling
+
+UNUSED = -1  # a slot of `stop` that holds no token
+
+
+def check_prompts(prompts: Any, cache: Cache, vocabulary: int) -> None:
+    """Raises ParameterError unless there is one prompt per row, of known tokens, that fits the cache.
+
+    Args:
+        prompts: token ids, one sequence per row.
+        cache: of the rows.
+        vocabulary: tokens that there are.
+    """
+    rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
+    require_rows("prompts", prompts, rows, "one per row of the cache")
+    for row, prompt in enumerate(prompts):
+        name = f"prompts[{row}]"
+        check_integers(name, prompt, "token ids", 0, vocabulary - 1)
+        if len(prompt) > context:
+            raise ParameterError(
+                f"{name} must have at most {context} tokens, the size of a row of the cache; "
+                f"got {len(prompt)}",
+                "prompts",
+            )
+
+
+def check_limits(max_tokens: Any, seeds: Any, stop: Any, sample: Any, rows: int, vocabulary: int) -> None:
+    """Raises ParameterError for an argument of another type, of another number of rows, or out of range.
+
+    Args:
+        max_tokens: tokens to generate at most, for all rows or one number per row.
+        seeds: one per row; None numbers the rows.
+        stop: token ids that end a row, one sequence per row, −1 where unused; () for none.
+        sample: sampling parameters; None for the defaults.
+        rows: of the batch.
+        vocabulary: tokens that there are.
+    """
+    per_row = "one per row"
+    if is_sequence(max_tokens):
+        require_rows("max_tokens", max_tokens, rows, f"{per_row}, or be an integer")
+        check_integers("max_tokens", max_tokens, "integers", 0, LARGEST_INT)
+    else:
+        check_integer("max_tokens", max_tokens, 0, LARGEST_INT)
+    if seeds is not None:
+        require_rows("seeds", seeds, rows, per_row)
+        check_integers("seeds", seeds, "integers", -LARGEST_INT - 1, LARGEST_INT)
+    if not (is_sequence(stop) and len(stop) == 0):
+        require_rows("stop", stop, rows, "a list of token ids for each row")
+        for row, tokens in enumerate(stop):
+            check_integers(f"stop[{row}]", tokens, "token ids", UNUSED, vocabulary - 1)
+    if sample is not None:
+        shape = np.shape(sample.temperature) if isinstance(sample, Sampling) else None
+        if shape != (rows,):
+            raise ParameterError(
+                f"sample must be a Sampling of {rows} rows, as `parameters` makes it; got "
+                + (short(sample) if shape is None else f"one of shape {shape}"),
+                "sample",
+            )
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a sequence or an array with an axis, and no text."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def require_rows(name: str, value: Any, rows: int, what: str) -> None:
+    """Raises ParameterError unless a value is a sequence of `rows` entries.
+
+    Args:
+        name: of the argument.
+        value: of it.
+        rows: entries that it must have.
+        what: these are.
+    """
+    if not is_sequence(value):
+        raise ParameterError(f"{name} must have {rows} entries, {what}; got {short(value)}", name)
+    if len(value) != rows:
+        raise ParameterError(f"{name} must have {rows} entries, {what}; got {len(value)}", name)
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raises ParameterError unless a value is an integer from `low` to `high`.
+
+    Args:
+        name: of the argument.
+        value: of it.
+        low: least accepted.
+        high: most accepted.
+    """
+    if not is_integer(value) or not low <= int(value) <= high:
+        raise ParameterError(f"{name} must be an integer between {low} and {high}; got {short(value)}", name)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python, NumPy or JAX, and no truth value."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value.ndim == 0 and value.dtype.kind in "iu"
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def check_integers(name: str, values: Any, what: str, low: int, high: int) -> None:
+    """Raises ParameterError unless all values of a sequence are integers from `low` to `high`.
+
+    Args:
+        name: of the argument, with the index of the sequence in it.
+        values: of the sequence.
+        what: they are.
+        low: least accepted.
+        high: most accepted.
+    """
+    param = name.partition("[")[0]
+    accepted = f"{what} between {low} and {high}"
+    if isinstance(values, (np.ndarray, jax.Array)):
+        values = np.asarray(values)
+        if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+            raise ParameterError(
+                f"{name} must hold {accepted}; got an array of {values.dtype} and shape {values.shape}", param
+            )
+        values = values.tolist()
+    if not is_sequence(values):
+        raise ParameterError(f"{name} must be a list of {accepted}; got {short(values)}", param)
+    for value in values:
+        if not is_integer(value) or not low <= int(value) <= high:
+            raise ParameterError(f"{name} must hold {accepted}; got {short(value)}", param)
