@@ -18,12 +18,13 @@ from . import sharding, weights
 from .config import Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
-from .formats import log_activations, weight_format
+from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .quantisation import check_quantization, quantise, quantised_kernels
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
+from .text_towers import text_part, tower_of
 from .tokenizer import Tokenizer, is_there
 
 ACCEPTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -61,6 +62,7 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     file = path / "config.json" if path.is_dir() else path
     raw = read_config_json(path)
     try:
+        raw = text_part(raw)
         config = from_json(raw, family(raw))
         if mesh is not None:
             sharding.check_mesh(config, mesh)
@@ -109,10 +111,13 @@ def load(
     config = read_config(directory, mesh)
     generation = read_generation(directory / "generation_config.json", config)
     tokenizer = Tokenizer.from_directory(directory)
-    stored_format = weight_format(read_config_json(directory))
+    raw = read_config_json(directory)
+    stored_format, is_tower = weight_format(raw), tower_of(raw) is not None
     if stored_format is not None:
         log_activations(stored_format, directory.name, dtype.name)
-    tensors = StoredTensors(directory, config, stored_format)
+    if is_tower:
+        LOG.warning("%s: only its language model is loaded; images are refused", directory.name)
+    tensors = StoredTensors(directory, config, stored_format, is_tower)
     tensors.check_sizes(config)
     try:
         _, shapes = structure(config)

@@ -16,6 +16,7 @@ from .formats.model_files import open_tensors
 from .formats.stored import DTYPES, StoredTensor
 from .formats.weight_format import DequantizedTensor, WeightFormat
 from .tensor_names import EMBEDDING, HEAD, ParameterSource
+from .text_towers import text_tensors
 
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files carry what follows from the config
 STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
@@ -30,11 +31,21 @@ class StoredTensors:
         directory: of the model.
         config: of the model.
         weight_format: of quantised matrices; None where there are none.
+        text_tower: whether the model is a part of one that sees images, whose other tensors are passed over.
     """
 
-    def __init__(self, directory: Path, config: Config, weight_format: WeightFormat | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        weight_format: WeightFormat | None = None,
+        text_tower: bool = False,
+    ) -> None:
         self.directory = directory
-        stored = with_prefix(open_tensors(directory, config))
+        stored = open_tensors(directory, config)
+        if text_tower:
+            stored = {name: stored[in_file] for name, in_file in text_tensors(stored).items()}
+        stored = with_prefix(stored)
         self.tensors: dict[str, Tensor] = (
             dict(stored) if weight_format is None else weight_format.dense_tensors(stored)
         )

@@ -29,7 +29,6 @@ TOWERS = {
     "LlavaNextForConditionalGeneration": TextTower("llama"),
     "SmolVLMForConditionalGeneration": TextTower("llama"),
     "InternVLForConditionalGeneration": TextTower("qwen2"),
-    "AyaVisionForConditionalGeneration": TextTower("cohere2"),
     "Qwen2VLForConditionalGeneration": TextTower("qwen2"),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2"),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3"),

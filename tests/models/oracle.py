@@ -16,28 +16,39 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 
 def random_model(family: str, settings: dict[str, Any], seed: int) -> Any:
-    """A model of transformers whose weights are large enough for attention and experts to matter.
+    """A model of transformers with random weights.
 
     Args:
         family: its name in transformers, without "Config" or "ForCausalLM".
         settings: of its configuration.
         seed: of its weights.
     """
-    import torch
     import transformers
 
     names = {"Gemma3": "Gemma3Text"}
     config = getattr(transformers, f"{names.get(family, family)}Config")(**settings)
     config._attn_implementation = "eager"
-    torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    random_weights(model, seed)
+    return model
+
+
+def random_weights(model: Any, seed: int) -> None:
+    """Gives a model of transformers weights that are large enough for attention and experts to matter.
+
+    Args:
+        model: whose weights become others.
+        seed: of its weights.
+    """
+    import torch
+
+    torch.manual_seed(seed)
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("inv_freq", "embed_scale", ".beta", ".eps")):
+            if name.endswith(("inv_freq", "embed_scale", ".beta", ".eps", "position_ids")):
                 continue
             # Norms that add one to their weight, or not, are both near one or two.
             weight.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
-    return model
 
 
 def greedy(model: Any, prompt: list[int], steps: int) -> tuple[np.ndarray, np.ndarray]:
