@@ -54,16 +54,31 @@ def read(
         int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
         if int8 is not None:
             arrays.append(read_int8(entry, *int8, mesh))
-            advance(math.prod(entry.shape) * dtype.itemsize)
-            continue
-        narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
-        host = np.empty(entry.shape, jnp.bfloat16 if narrow else dtype)
-        parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
-        for piece, part in zip(entry.pieces, parts, strict=True):
-            copy(tensors[piece.name], part, piece)
-        arrays.append(place(host, entry.path, mesh))
-        advance(host.size * dtype.itemsize)
+        else:
+            narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
+            arrays.append(read_array(entry, tensors, jnp.dtype(jnp.bfloat16) if narrow else dtype, mesh))
+        for piece in entry.pieces:
+            tensors[piece.name].release()
+        advance(math.prod(entry.shape) * dtype.itemsize)
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+
+
+def read_array(
+    entry: ParameterSource, tensors: StoredTensors, dtype: np.dtype, mesh: Mesh | None
+) -> jax.Array:
+    """An array of Params.
+
+    Args:
+        entry: which it is.
+        tensors: of the directory.
+        dtype: of the array.
+        mesh: over which it is divided; None for the default device.
+    """
+    host = np.empty(entry.shape, dtype)
+    parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
+    for piece, part in zip(entry.pieces, parts, strict=True):
+        copy(tensors[piece.name], part, piece)
+    return place(host, entry.path, mesh)
 
 
 def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:

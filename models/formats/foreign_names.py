@@ -70,6 +70,10 @@ class ReorderedTensor:
         rows = index[0] if isinstance(index, tuple) else index
         return self.tensor[self.order[rows]]
 
+    def release(self) -> None:
+        """See `release_pages`."""
+        self.tensor.release()
+
 
 ForeignTensor = StoredTensor | GGUFTensor | ReorderedTensor
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..config import ModelError, require_file
 from .ggml_blocks import BLOCK_TYPES, BlockType
+from .stored import release_pages
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {10: "<u8", 11: "<i8", 12: "<f8"}
@@ -41,6 +42,10 @@ class GGUFTensor:
                 return self.kind.decode(self.data.reshape(-1, self.kind.size)).reshape(self.shape)[rows]
             selected = self.data[rows]
             return self.kind.decode(selected.reshape(-1, self.kind.size)).reshape(len(selected), -1)
+
+    def release(self) -> None:
+        """See `release_pages`."""
+        release_pages(self.data)
 
 
 class Cursor:

@@ -1,5 +1,6 @@
 """Tensors as they are stored in a file: memory-mapped, with a name, a shape and a dtype."""
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.array[index]
+
+    def release(self) -> None:
+        """See `release_pages`."""
+        release_pages(self.array)
+
+
+def release_pages(array: np.ndarray) -> None:
+    """Let the system reclaim what was read of the file that an array is mapped from.
+
+    Otherwise the pages of a file count as memory of the process until others need it.
+    """
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    if base is not None and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def numpy_dtype(code: str) -> np.dtype:

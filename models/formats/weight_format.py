@@ -114,6 +114,11 @@ class DequantizedTensor:
         """The matrix in int8 with a float32 scale per row, if that is how it is stored; None otherwise."""
         return self.format.int8_rows(self.name, self.parts)
 
+    def release(self) -> None:
+        """See `release_pages`."""
+        for part in self.parts.values():
+            part.release()
+
 
 def require_parts(name: str, parts: Parts, *required: str) -> None:
     """Raise ModelError unless a matrix has these parts.
