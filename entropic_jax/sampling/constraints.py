@@ -41,6 +41,7 @@ class Constraints(NamedTuple):
     min_length: jax.Array  # int32 [rows], length of the sequence before which no stop token may be sampled
     forced: jax.Array  # int32 [rows], the token to emit instead of sampling one; −1 samples
     report_logprobs: jax.Array  # bool [rows]: the row asks for log-probabilities
+    drafts: jax.Array  # bool [rows]: tokens may be drafted for the row
 
     def planned(self, values: jax.Array, length: jax.Array) -> jax.Array:
         """The entries of `mask` or `expected` for the token about to be sampled.
@@ -80,6 +81,7 @@ def no_constraints(rows: int, vocabulary: int, positions: int = 1, num_sets: int
         min_length=zero,
         forced=zero - 1,
         report_logprobs=no,
+        drafts=jnp.ones(rows, bool),
     )
 
 

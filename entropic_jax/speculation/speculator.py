@@ -81,7 +81,8 @@ def draft(
         model: whose tokens are drafted.
         batch: the rows of the pass.
         room: int32 `[rows]`, positions that a row's pages hold.
-        constraints: of these rows. A forced row gets one token, a masked one those that the host expects.
+        constraints: of these rows. Nothing is drafted for a forced row, nor where `drafts` is false; a masked
+            row gets the tokens that the host expects.
 
     Returns:
         The batch, and the plan of the pass.
@@ -90,7 +91,7 @@ def draft(
     # A pass writes one position a token, and the last token that it may emit fills the row.
     most = jnp.maximum(jnp.minimum(room, state.limit) - state.length - 1, 0)
     if constraints is not None:
-        most = jnp.where(constraints.forced >= 0, 0, most)
+        most = jnp.where((constraints.forced >= 0) | ~constraints.drafts, 0, most)
     batch, drafted = speculator.drafter.draft(model, batch, most)
     if constraints is not None:
         drafted = draft_expected(drafted, constraints, state.length + state.evicted + 1)

@@ -22,7 +22,6 @@ from entropic_jax import models
 from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.parameter_tables.control_gains import DRAFTS, SCALES
 from entropic_jax.parameter_tables.speculation_names import OFF
 
 from ..options import control_options, draft_model, parallelism, samplers
@@ -138,7 +137,7 @@ class LLMEngine:
                 options.method, preset("off"), **dict(options.budgets)
             ).controller,
             branches=self.sizes.shapes.branches,
-            drafts=DRAFTS in SCALES.get(options.preset, ()) or options.drafter != OFF,
+            drafter=options.drafter,
             always_drafts=options.speculate not in (None, OFF),
         )
 

@@ -79,6 +79,7 @@ class LaunchPlanner:
         self.seconds_when_full = SECONDS_WHEN_FULL * factor
         self.min_length = np.zeros(sizes.rows, np.int32)
         self.report_logprobs = np.zeros(sizes.rows, bool)
+        self.drafts = np.zeros(sizes.rows, bool)
         positions = 1 + sizes.shapes.planned_tokens
         num_sets = 1 + positions + SETS_PER_ROW * sizes.rows
         vocabulary = programs.decoder.shape.vocabulary
@@ -177,10 +178,10 @@ class LaunchPlanner:
     def speculates(self, running: list[Sequence], plans: Mapping[int, Plan]) -> bool:
         """Whether to draft tokens for these sequences.
 
-        They are drafted for all if the preset of one drafts. Drafts are verified densely, so not with a
-        sequence that may leave pages unread. A sequence that replays known tokens advances by one token a
-        step in any case. The kind of launch is taken that has emitted more tokens a second or, where there
-        are plans, that is expected to.
+        Drafts are verified densely, so there are none beside a sequence that may leave pages unread. A
+        sequence that replays known tokens, or for which nothing is drafted, advances by one token a step in
+        any case. Chooses the kind of launch with the higher measured rate; with grammar plans, the one with
+        the higher expected rate.
 
         Args:
             running: Sequences that decode.
@@ -196,7 +197,8 @@ class LaunchPlanner:
             return False
         width = self.decode_program(running, speculates=True).width
         if not plans:
-            untried = sum(s.num_scheduled < UNTRIED_STEPS for s in running) / len(running)
+            drafted = [s for s in running if s.row_gains.drafts]
+            untried = sum(s.num_scheduled < UNTRIED_STEPS for s in drafted) / len(running)
             return self.draft_choice.drafts(width, untried)
         expected, shapes = forecast(running, plans), self.sizes.shapes
         plain, drafts = (
@@ -311,7 +313,9 @@ class LaunchPlanner:
         Host arrays are copied, since the device reads them while the host goes on.
         """
         fields: dict[str, Any] = dict(
-            min_length=self.min_length.copy(), report_logprobs=self.report_logprobs.copy()
+            min_length=self.min_length.copy(),
+            report_logprobs=self.report_logprobs.copy(),
+            drafts=self.drafts.copy(),
         )
         if plans:
             fields |= planned_fields(plans, self._constraints)

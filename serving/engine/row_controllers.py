@@ -18,6 +18,7 @@ from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
 from entropic_jax.control.presets import Gains, pruning_law, temperature_law
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MICRO, PRESETS, PRUNING, SCALES
+from entropic_jax.parameter_tables.speculation_names import DRAFTERS, OFF
 
 from ..options import control_options
 from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control
@@ -123,7 +124,7 @@ class RowControllers:
         method: str = "dense",
         method_laws: Chain | None = None,
         branches: int = 1,
-        drafts: bool = False,
+        drafter: str = OFF,
         always_drafts: bool = False,
     ) -> None:
         """What the engine's programs are compiled for.
@@ -138,14 +139,14 @@ class RowControllers:
             method: Name of the method that applies to all requests.
             method_laws: Its laws.
             branches: Of a sequence, at most.
-            drafts: Whether the preset meso is accepted.
+            drafter: Name of the engine's drafter, or the directory of its draft model.
             always_drafts: Whether tokens are drafted under every preset that reads all pages.
         """
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.entropic_schedule = entropic_schedule
         self.sampler, self.sampler_law = sampler, sampler_law
         self.method, self.method_laws = method, chain() if method_laws is None else method_laws
-        self.branches, self.drafts, self.always_drafts = branches, drafts, always_drafts
+        self.branches, self.drafter, self.always_drafts = branches, drafter, always_drafts
         self.row_gains = functools.lru_cache(maxsize=1024)(self._row_gains)
 
     @property
@@ -162,7 +163,7 @@ class RowControllers:
             refused |= {name for name, scales in SCALES.items() if PRUNING in scales}
         if not self.entropic_schedule:
             refused.add("macro")
-        if not self.drafts:
+        if self.drafter == OFF:
             refused.add("meso")
         sampler = () if self.sampler is None else (self.sampler,)
         return (*(name for name in PRESETS if name not in refused), *sampler)
@@ -186,6 +187,7 @@ class RowControllers:
         options = {name: value for name, value in control.gains if name not in SAMPLER_OPTIONS}
         if control.preset == self.sampler:
             control_options.check_sampler(control)
+            self._drafts(control, prunes=True)
             return self._sampler_gains(dict(control.gains).get("branches", self.branches))
         if options.get("law", self.law) != self.law:
             raise RequestError(
@@ -200,8 +202,26 @@ class RowControllers:
         return RowGains(
             _values(controller),
             pruning=prunes or bool(self.method_laws.controllers),
-            drafts=DRAFTS in scales or (self.always_drafts and not prunes),
+            drafts=self._drafts(control, prunes),
         )
+
+    def _drafts(self, control: Control, prunes: bool) -> bool:
+        """Whether tokens are drafted for a row. RequestError where they cannot be.
+
+        Args:
+            control: Of the row.
+            prunes: Whether its preset leaves pages unread.
+        """
+        stated = control.speculate
+        if stated is None:
+            return not prunes and (self.always_drafts or DRAFTS in SCALES[control.preset])
+        if stated not in (OFF, self.drafter):
+            own = f"off or {self.drafter}" if self.drafter in DRAFTERS and self.drafter != OFF else "off"
+            raise RequestError(f"speculate must be {own} in this engine; got {stated!r}", "speculate")
+        if stated != OFF and prunes:
+            reason = f"with preset {control.preset}, which leaves pages unread"
+            raise RequestError(f"speculate must be off {reason}; got {stated!r}", "speculate")
+        return stated != OFF
 
     def _sampler_gains(self, branches: int) -> RowGains:
         if not 1 <= branches <= self.branches:

@@ -99,6 +99,7 @@ class RunningBatch:
         min_tokens = sequence.request.min_tokens
         self.planner.min_length[row] = len(sequence.prompt) + min_tokens if min_tokens else 0
         self.planner.report_logprobs[row] = sequence.logprobs is not None
+        self.planner.drafts[row] = sequence.row_gains.drafts
 
     def reserve(self, running: list[Sequence], tokens: int) -> bool:
         """Reserve pages for that number of further tokens of each; False where the pool has no room."""

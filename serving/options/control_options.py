@@ -52,12 +52,13 @@ BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # a method's arg
 
 
 class Control(NamedTuple):
-    """A preset and a method by name, with their gains and budgets."""
+    """A preset, a method and a drafter by name, with their gains and budgets."""
 
     preset: str = "off"
     gains: tuple[tuple[str, Any], ...] = ()
     method: str = "dense"
     budgets: tuple[tuple[str, int], ...] = ()
+    speculate: str | None = None  # drafter of a request; None is that of the engine
 
 
 def add_arguments(parser: argparse.ArgumentParser, served: bool = False) -> None:

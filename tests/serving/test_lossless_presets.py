@@ -14,6 +14,7 @@ from entropic_jax.parameter_tables.control_gains import DRAFTS, PRESET_TABLE, PR
 from entropic_jax.parameter_tables.speculation_names import AUTO, OFF, drafter_of
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.engine.row_controllers import RowControllers
 from entropic_jax.serving.http.frontend import Frontend
 from entropic_jax.serving.http.served_model import describe
 from entropic_jax.serving.http.settings import Settings
@@ -62,6 +63,35 @@ def test_requests_under_off_alone_are_decoded_plainly(plain, full):
     before = full.snapshot()["num_drafts"]
     assert results(full, under("off")[:4]) == results(plain, under("off")[:4])
     assert full.snapshot()["num_drafts"] == before
+
+
+@pytest.mark.slow
+def test_a_request_says_whether_tokens_are_drafted_for_it(plain, full):
+    """Rows of one launch: tokens are drafted for some and not for others."""
+    undrafted = [replace(r, control=Control("meso", speculate=OFF)) for r in under("off")[:3]]
+    drafted = [replace(r, control=Control("off", speculate=AUTO)) for r in under("off")[3:6]]
+    together = run(full, *undrafted, *drafted)
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in run(plain, *under("off")[:6])]
+    counts = [last.summary["num_drafted"] for _, last in together]
+    assert counts[:3] == [0, 0, 0] and sum(counts[3:]) > 0
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "pruned"])
+def test_a_drafter_that_the_engine_does_not_have_is_refused(full, drafter):
+    with pytest.raises(RequestError, match=f"speculate must be off or auto in .*; got '{drafter}'") as error:
+        full.submit(engine_request("refused", (1, 2), Control("off", speculate=drafter)))
+    assert error.value.param == "speculate"
+
+
+def test_where_drafts_are_refused():
+    options = dict(pruning=True, entropic_schedule=False)
+    controllers = RowControllers("normalised", None, **options)
+    assert not controllers.row_gains(Control("off", speculate=OFF)).drafts
+    with pytest.raises(RequestError, match="speculate must be off in this engine; got 'auto'"):
+        controllers.row_gains(Control("full", speculate=AUTO))
+    drafting = RowControllers("normalised", None, **options, drafter=AUTO)
+    with pytest.raises(RequestError, match="off with preset full-lossy, which leaves pages unread"):
+        drafting.row_gains(Control("full-lossy", speculate=AUTO))
 
 
 def test_a_lossless_engine_has_no_page_summaries(full):

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESET_TABLE
+from entropic_jax.parameter_tables.speculation_names import DRAFTERS
 from entropic_jax.parameter_tables.table import Choice, Flag, Parameter
 
 from ...options.control_options import BRANCHES, SAMPLERS, Control, check_preset
@@ -22,10 +23,12 @@ PER_REQUEST = (
     Parameter("branches", None, BRANCHES, "", BRANCHES_HELP, ""),
 )
 PRESET = Parameter("preset", None, Choice(ACCEPTED_PRESETS), "", PRESET_HELP, "")
+SPECULATE_HELP = "off drafts no tokens for this request; otherwise the drafter of the server"
+SPECULATE = Parameter("speculate", None, Choice(DRAFTERS), "", SPECULATE_HELP, "")
 TRACE = Parameter("trace", False, Flag(), "", "return each token's trace with the answer", "")
-FIELDS = {line.name: line for line in (PRESET, *PER_REQUEST, TRACE)}
+FIELDS = {line.name: line for line in (PRESET, SPECULATE, *PER_REQUEST, TRACE)}
 """Every field of the object `entropic` in a request."""
-GainFields: Any = optional_fields("GainFields", (PRESET, *PER_REQUEST))
+GainFields: Any = optional_fields("GainFields", (PRESET, SPECULATE, *PER_REQUEST))
 
 
 class Entropic(GainFields):
@@ -51,7 +54,9 @@ class Entropic(GainFields):
                 gains[line.name] = line.accepts.check(line.name, value)
         control = default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
         check_preset(control)
-        return control._replace(gains=tuple({**dict(default.gains), **gains}.items()))
+        return control._replace(
+            speculate=self.speculate, gains=tuple({**dict(default.gains), **gains}.items())
+        )
 
 
 class Trace(Answer):
