@@ -21,6 +21,7 @@ from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
+from .gguf_tokenizer import gguf_tokenizer
 from .quantisation import check_quantization, quantise, quantised_kernels
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
@@ -80,6 +81,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return read_json(file)
 
 
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a directory, from tokenizer.json or else a GGUF file; None without either."""
+    tokenizer = Tokenizer.from_directory(directory)
+    if tokenizer is None and (stored := gguf_path(directory)) is not None:
+        return gguf_tokenizer(stored)
+    return tokenizer
+
+
 def load(
     path: str | Path,
     dtype: Any = "float32",
@@ -110,7 +119,7 @@ def load(
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
     generation = read_generation(directory / "generation_config.json", config)
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = read_tokenizer(directory)
     raw = read_config_json(directory)
     stored_format, is_tower = weight_format(raw), tower_of(raw) is not None
     if stored_format is not None:

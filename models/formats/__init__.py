@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import ModelError, abbreviate
@@ -28,11 +29,14 @@ FORMATS: dict[str, type[WeightFormat]] = {
 }
 
 
-def weight_format(raw: Any) -> WeightFormat | None:
+def weight_format(raw: Mapping[str, Any]) -> WeightFormat | None:
     """The format of the weights that a parsed config.json describes; None for weights as they are.
 
     Raises ModelError for a format that is not read.
     """
+    inner = raw.get("text_config")
+    if isinstance(inner, Mapping) and not raw.get("quantization_config"):
+        raw = {**inner, **raw}  # of the text tower of a model that sees images
     field = next((f for f in ("quantization_config", "compression_config") if raw.get(f)), None)
     if field is None:
         return None

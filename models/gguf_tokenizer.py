@@ -1,0 +1,168 @@
+"""Tokenizer of a GGUF file: its vocabulary and merges from the metadata.
+
+Two kinds are read: "gpt2", byte-level BPE with a list of merges, and "llama", SentencePiece BPE, whose merges
+follow from the scores of its tokens.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from .config import ModelError, abbreviate, is_integer, is_number
+from .formats.gguf_files import GGUFFile
+from .tokenizer import Tokenizer
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPLITS = {  # by tokenizer.ggml.pre
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), WORDS % r"\p{N}{1,3}"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % r"\p{N}"),
+}
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+SPACE = "▁"
+KEY = "tokenizer.ggml."
+
+
+def gguf_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a GGUF file; None if it has none. Raises ModelError for one that is not understood."""
+    values = GGUFFile(path).metadata
+    kind = values.get(f"{KEY}model")
+    if kind is None:
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"{path}: {KEY}model must be gpt2 or llama, or tokenizer.json must stand next to it; "
+            f"got {abbreviate(kind)}"
+        )
+    tokens = listed(path, values, "tokens", str)
+    if len(set(tokens)) != len(tokens) or not tokens:
+        raise ModelError(f"{path}: {KEY}tokens must be different strings")
+    try:
+        backend = (byte_level if kind == "gpt2" else sentencepiece)(path, values, tokens)
+    except ModelError:
+        raise
+    except Exception as error:  # the bindings raise nothing narrower
+        text = abbreviate(" ".join(str(error).split()))
+        raise ModelError(f"{path}: {KEY}tokens and merges must fit together ({text})") from None
+    types = listed(path, values, "token_type", int, default=[1] * len(tokens))
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type in (CONTROL, USER_DEFINED):
+            backend.add_tokens([AddedToken(token, special=token_type == CONTROL, normalized=False)])
+    begin, end = (named(path, values, name, tokens) for name in ("bos_token_id", "eos_token_id"))
+    added = {
+        "add_bos_token": bool(values.get(f"{KEY}add_bos_token", kind == "llama")) and begin is not None,
+        "add_eos_token": bool(values.get(f"{KEY}add_eos_token", False)) and end is not None,
+    }
+    template = values.get("tokenizer.chat_template")
+    settings = {"bos_token": begin, "eos_token": end, **added}
+    return Tokenizer(backend, settings, template if isinstance(template, str) else None)
+
+
+def byte_level(path: Path, values: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
+    """The tokenizer of kind "gpt2".
+
+    Args:
+        path: of the file, for messages.
+        values: its metadata.
+        tokens: in the order of their ids.
+    """
+    pre = values.get(f"{KEY}pre")
+    if not isinstance(pre, str) or pre not in SPLITS:
+        raise ModelError(
+            f"{path}: {KEY}pre must be {', '.join(SPLITS)}, or tokenizer.json must stand next to it; "
+            f"got {abbreviate(pre)}"
+        )
+    merges = [tuple(merge.split(" ")) for merge in listed(path, values, "merges", str)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre.startswith("llama")))
+    if not pre.startswith("llama"):
+        backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def sentencepiece(path: Path, values: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
+    """The tokenizer of kind "llama".
+
+    Args:
+        path: of the file, for messages.
+        values: its metadata.
+        tokens: in the order of their ids.
+    """
+    scores = listed(path, values, "scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{path}: {KEY}scores must be {len(tokens)} numbers, one a token; got {len(scores)}")
+    unknown = named(path, values, "unknown_token_id", tokens) or tokens[0]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = merges_of(dict(zip(tokens, scores, strict=True)))
+    backend = tokenizers.Tokenizer(
+        BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefixed = bool(values.get(f"{KEY}add_space_prefix", True))
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefixed else replace
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Pairs of tokens that form a token, those of the highest score first.
+
+    >>> merges_of({"a": 0, "b": 0, "c": 0, "bc": -2, "ab": -1})
+    [('a', 'b'), ('b', 'c')]
+    """
+    pairs = [
+        (token[:i], token[i:])
+        for token in sorted(scores, key=lambda token: -scores[token])
+        for i in range(1, len(token))
+    ]
+    return [(left, right) for left, right in pairs if left in scores and right in scores]
+
+
+def listed(
+    path: Path, values: Mapping[str, Any], name: str, kind: type, default: list[Any] | None = None
+) -> list[Any]:
+    """A list of the metadata.
+
+    Args:
+        path: of the file, for messages.
+        values: the metadata.
+        name: of the list.
+        kind: of its entries.
+        default: if it is absent; None for an error.
+    """
+    value = values.get(f"{KEY}{name}", default)
+    fits = is_number if kind is float else lambda entry: isinstance(entry, kind)
+    if not isinstance(value, list) or not all(map(fits, value)):
+        raise ModelError(f"{path}: {KEY}{name} must be a list of {kind.__name__}; got {abbreviate(value)}")
+    return value
+
+
+def named(path: Path, values: Mapping[str, Any], name: str, tokens: list[str]) -> str | None:
+    """The token whose id a field of the metadata states; None if it is absent.
+
+    Args:
+        path: of the file, for messages.
+        values: the metadata.
+        name: of the field.
+        tokens: in the order of their ids.
+    """
+    value = values.get(f"{KEY}{name}")
+    if value is None:
+        return None
+    if not is_integer(value) or not 0 <= value < len(tokens):
+        raise ModelError(f"{path}: {KEY}{name} must be from 0 to {len(tokens) - 1}; got {abbreviate(value)}")
+    return tokens[value]
