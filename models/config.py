@@ -119,6 +119,7 @@ class Config:
     qkv_bias: bool = option(True, BOOLEAN)
     use_bias: bool = option(False, BOOLEAN)
     use_qk_norm: bool = option(False, BOOLEAN)
+    use_parallel_residual: bool = option(False, BOOLEAN)
     query_pre_attn_scalar: float = option(256, POSITIVE_NUMBER)
     attn_logit_softcapping: float | None = option(None, optional(POSITIVE_NUMBER))
     final_logit_softcapping: float | None = option(None, optional(POSITIVE_NUMBER))
@@ -130,6 +131,7 @@ class Config:
     shared_expert_intermediate_size: int = option(0, COUNT)
     n_shared_experts: int = option(0, integer(0, MOST_EXPERTS))
     first_k_dense_replace: int = option(0, COUNT)
+    num_nextn_predict_layers: int = option(0, COUNT)  # layers on disk after the last; not computed
     n_group: int = option(1, POSITIVE)
     topk_group: int = option(1, POSITIVE)
     topk_method: str = option("greedy", choice("greedy", "group_limited_greedy", "noaux_tc"))

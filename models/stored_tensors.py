@@ -62,7 +62,7 @@ class StoredTensors:
 
     def check_sizes(self, config: Config) -> None:
         """Raise ModelError for more layers or experts than there are tensors, before anything is built."""
-        for name in ("num_hidden_layers", "n_shared_experts"):
+        for name in ("num_hidden_layers", "n_shared_experts", "num_nextn_predict_layers"):
             value, most = getattr(config, name), len(self.tensors)
             if value > most:
                 raise ModelError(
@@ -88,7 +88,16 @@ class StoredTensors:
         if missing:
             raise ModelError(f"{self.directory} lacks {abbreviated(missing)}; config.json asks for them")
         tied = {HEAD} if config.tie_word_embeddings else set()
-        unexpected = [n for n in self.tensors if n not in shapes and n not in tied and not HARMLESS.search(n)]
+        layers = config.num_hidden_layers
+        drafting = tuple(f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers))
+        unexpected = [
+            name
+            for name in self.tensors
+            if name not in shapes
+            and name not in tied
+            and not HARMLESS.search(name)
+            and not name.startswith(drafting)
+        ]
         if unexpected:
             size = f"{config.num_hidden_layers} layers of {config.architecture}"
             raise ModelError(f"{self.directory} holds {abbreviated(unexpected)}, which {size} do not have")

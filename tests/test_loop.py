@@ -289,9 +289,8 @@ def test_start_refuses_by_name(name, value, message):
     arguments = {"prompts": [[1], [2]], "max_tokens": 4, name: value}
     pool = allocate(model.decoder.shape, 2, 128, page_size=8)
     key = jax.random.key(0)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         start(model.decoder, model.params, chain(), pool, arguments.pop("prompts"), key=key, **arguments)
-    assert error.value.param == name
 
 
 def test_start_accepts_arrays():

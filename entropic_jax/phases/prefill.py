@@ -86,8 +86,8 @@ def start(
         The state of the loop.
 
     Raises:
-        ParameterError: an argument has another type or number of rows, a token is outside the vocabulary, or
-            a prompt does not fit; a ValueError.
+        ValueError: an argument has another type or number of rows, a token is outside the vocabulary, or a
+            prompt does not fit.
     """
     check_prompts(prompts, cache, decoder.shape.vocabulary)
     check_limits(max_tokens, seeds, stop, sample, len(prompts), decoder.shape.vocabulary)

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 
 from ..cache import Cache
-from ..parameter_tables.table import LARGEST_INT, ParameterError, short
 from ..state import Sampling
 
+LARGEST_INT = 2**31 - 1  # what the device's integers hold
 UNUSED = -1  # a slot of `stop` that holds no token
 
 
 def check_prompts(prompts: Any, cache: Cache, vocabulary: int) -> None:
-    """Raises ParameterError unless there is one prompt per row, of known tokens, that fits the cache.
+    """Raises ValueError unless there is one prompt per row, of known tokens, that fits the cache.
 
     Args:
         prompts: token ids, one sequence per row.
@@ -27,15 +27,14 @@ def check_prompts(prompts: Any, cache: Cache, vocabulary: int) -> None:
         name = f"prompts[{row}]"
         check_integers(name, prompt, "token ids", 0, vocabulary - 1)
         if len(prompt) > context:
-            raise ParameterError(
+            raise ValueError(
                 f"{name} must have at most {context} tokens, the size of a row of the cache; "
-                f"got {len(prompt)}",
-                "prompts",
+                f"got {len(prompt)}"
             )
 
 
 def check_limits(max_tokens: Any, seeds: Any, stop: Any, sample: Any, rows: int, vocabulary: int) -> None:
-    """Raises ParameterError for an argument of another type, of another number of rows, or out of range.
+    """Raises ValueError for an argument of another type, of another number of rows, or out of range.
 
     Args:
         max_tokens: tokens to generate at most, for all rows or one number per row.
@@ -61,10 +60,9 @@ def check_limits(max_tokens: Any, seeds: Any, stop: Any, sample: Any, rows: int,
     if sample is not None:
         shape = np.shape(sample.temperature) if isinstance(sample, Sampling) else None
         if shape != (rows,):
-            raise ParameterError(
+            raise ValueError(
                 f"sample must be a Sampling of {rows} rows, as `parameters` makes it; got "
-                + (short(sample) if shape is None else f"one of shape {shape}"),
-                "sample",
+                + (f"{sample!r:.200}" if shape is None else f"one of shape {shape}")
             )
 
 
@@ -76,7 +74,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def require_rows(name: str, value: Any, rows: int, what: str) -> None:
-    """Raises ParameterError unless a value is a sequence of `rows` entries.
+    """Raises ValueError unless a value is a sequence of `rows` entries.
 
     Args:
         name: of the argument.
@@ -85,13 +83,13 @@ def require_rows(name: str, value: Any, rows: int, what: str) -> None:
         what: these are.
     """
     if not is_sequence(value):
-        raise ParameterError(f"{name} must have {rows} entries, {what}; got {short(value)}", name)
+        raise ValueError(f"{name} must have {rows} entries, {what}; got {value!r:.200}")
     if len(value) != rows:
-        raise ParameterError(f"{name} must have {rows} entries, {what}; got {len(value)}", name)
+        raise ValueError(f"{name} must have {rows} entries, {what}; got {len(value)}")
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> None:
-    """Raises ParameterError unless a value is an integer from `low` to `high`.
+    """Raises ValueError unless a value is an integer from `low` to `high`.
 
     Args:
         name: of the argument.
@@ -100,7 +98,7 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
         high: most accepted.
     """
     if not is_integer(value) or not low <= int(value) <= high:
-        raise ParameterError(f"{name} must be an integer between {low} and {high}; got {short(value)}", name)
+        raise ValueError(f"{name} must be an integer between {low} and {high}; got {value!r:.200}")
 
 
 def is_integer(value: Any) -> bool:
@@ -111,7 +109,7 @@ def is_integer(value: Any) -> bool:
 
 
 def check_integers(name: str, values: Any, what: str, low: int, high: int) -> None:
-    """Raises ParameterError unless all values of a sequence are integers from `low` to `high`.
+    """Raises ValueError unless all values of a sequence are integers from `low` to `high`.
 
     Args:
         name: of the argument, with the index of the sequence in it.
@@ -120,17 +118,16 @@ def check_integers(name: str, values: Any, what: str, low: int, high: int) -> No
         low: least accepted.
         high: most accepted.
     """
-    param = name.partition("[")[0]
     accepted = f"{what} between {low} and {high}"
     if isinstance(values, (np.ndarray, jax.Array)):
         values = np.asarray(values)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            raise ParameterError(
-                f"{name} must hold {accepted}; got an array of {values.dtype} and shape {values.shape}", param
+            raise ValueError(
+                f"{name} must hold {accepted}; got an array of {values.dtype} and shape {values.shape}"
             )
         values = values.tolist()
     if not is_sequence(values):
-        raise ParameterError(f"{name} must be a list of {accepted}; got {short(values)}", param)
+        raise ValueError(f"{name} must be a list of {accepted}; got {values!r:.200}")
     for value in values:
         if not is_integer(value) or not low <= int(value) <= high:
-            raise ParameterError(f"{name} must hold {accepted}; got {short(value)}", param)
+            raise ValueError(f"{name} must hold {accepted}; got {value!r:.200}")

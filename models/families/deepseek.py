@@ -85,7 +85,7 @@ FAMILIES = (
         {**LATENT, **EXPERTS, "v_head_dim": 128, "attention_bias": False, "max_position_embeddings": 4096}
         | {"num_local_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3}
         | {"moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
-        | {"n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+        | {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
         deepseek_v3,
         aliases=ALIASES,
         renames=RENAMES,

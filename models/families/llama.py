@@ -1,4 +1,4 @@
-"""Llama and families that differ from it in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Arcee."""
+"""Llama and families that differ in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Helium, Arcee."""
 
 from ..block_spec import BlockSpec, Family, block_of, mlp_of, rope_of
 from ..config import Config
@@ -35,6 +35,12 @@ def ernie(config: Config, layer: int) -> BlockSpec:
     """Ernie 4.5: pairs of the rotation are neighbours."""
     bias, rope = config.use_bias, rope_of(config, layer, interleaved=True)
     return block_of(config, layer, mlp_of(config, bias=bias), bias=bias, output_bias=bias, rope=rope)
+
+
+def helium(config: Config, layer: int) -> BlockSpec:
+    """Helium: pairs of the rotation are neighbours."""
+    mlp, rope = mlp_of(config, bias=config.mlp_bias), rope_of(config, layer, interleaved=True)
+    return block_of(config, layer, mlp, bias=config.attention_bias, rope=rope)
 
 
 def arcee(config: Config, layer: int) -> BlockSpec:
@@ -87,6 +93,13 @@ FAMILIES = (
         {**POSITIONS, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
         | {"tie_word_embeddings": True, "use_bias": False},
         ernie,
+    ),
+    Family(
+        "HeliumForCausalLM",
+        "helium",
+        {"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128, **LLAMA_KEYS}
+        | {"rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        helium,
     ),
     Family(
         "ArceeForCausalLM",

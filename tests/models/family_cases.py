@@ -34,6 +34,10 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_h
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
 }
+EXPERTS_OF_GLM = {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3} | {
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
 
 
 def longrope(pairs: int) -> dict[str, Any]:
@@ -141,6 +145,28 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (
         "Nemotron",
         {"mlp_bias": True, **BIAS, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    ("Phi", {"num_key_value_heads": 4}),
+    (
+        "Phi",
+        {"num_key_value_heads": 1, "qk_layernorm": True}
+        | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    ("StableLm", {"num_key_value_heads": 1, "use_qkv_bias": True}),
+    (
+        "StableLm",
+        {"use_parallel_residual": True, **TIED}
+        | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 1}),
+    ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, **BIAS, **TIED}),
+    ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 4}),
+    ("Exaone4", {"sliding_window": None, "layer_types": [FULL, FULL], "rope_parameters": LLAMA3}),
+    ("Helium", {"head_dim": 8, "num_key_value_heads": 1}),
+    ("Glm4Moe", {**EXPERTS_OF_GLM, "n_group": 4, "topk_group": 2}),
+    (
+        "Glm4Moe",
+        {**EXPERTS_OF_GLM, "use_qk_norm": True, **BIAS, "n_shared_experts": 2, "norm_topk_prob": False},
     ),
     ("SeedOss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     ("Ernie4_5", {"head_dim": 8, "use_bias": True}),

@@ -39,6 +39,14 @@ CONFIGS = {
 }
 
 
+VALUES_OF_GLM = (61, 16, 24, 2, 4, 2, 4)
+EXPERTS_OF_GLM = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} | {
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A valid directory, for a test to damage."""
@@ -146,6 +154,17 @@ def test_harmless_tensors_are_passed_over(directory):
     expected = models.load(directory).params
     retensor(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}))
     same(models.load(directory).params, expected)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
+    """DeepSeek V3 and GLM 4.5 have them after the last layer."""
+    model = models.initialise(Config("Glm4MoeForCausalLM", *VALUES_OF_GLM, **EXPERTS_OF_GLM), seed=1)
+    models.save(model, tmp_path)
+    retensor(tmp_path, lambda t: t.update({"model.layers.2.eh_proj.weight": np.ones((2, 2))}))
+    with pytest.raises(ModelError, match=r"holds model\.layers\.2\.eh_proj\.weight, which 2 layers"):
+        models.load(tmp_path)
+    edit(tmp_path / "config.json", num_nextn_predict_layers=1)
+    same(models.load(tmp_path).params, model.params)
 
 
 def test_architecture_by_model_type_alone(directory):
