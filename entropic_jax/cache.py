@@ -256,7 +256,7 @@ def retain(cache: Cache, pages: jax.Array) -> Cache:
     return cache._replace(references=cache.references.at[pages].add(1, mode="drop").at[-1].set(0))
 
 
-def share(cache: Cache, rows: jax.Array, pages: jax.Array, num_pages: jax.Array) -> Cache:
+def share_pages(cache: Cache, rows: jax.Array, pages: jax.Array, num_pages: jax.Array) -> Cache:
     """Assigns pages that have an owner to empty rows as well.
 
     Args:
@@ -297,7 +297,7 @@ def fork(
     partial = real & (length % size > 0)
     enough = ~partial | (jnp.cumsum(partial, dtype=jnp.int32) <= cache.available)
     begun = jnp.take_along_axis(cache.table[sources], jnp.minimum(full, per_row - 1)[:, None], 1)[:, 0]
-    cache = share(cache, destinations, cache.table[sources], jnp.where(enough, full, 0))
+    cache = share_pages(cache, destinations, cache.table[sources], jnp.where(enough, full, 0))
     lengths = jnp.zeros(rows, jnp.int32).at[destinations].set(jnp.where(enough, length, 0), mode="drop")
     cache, _ = grant(cache, lengths)
     target = cache.table[jnp.where(real, destinations, 0), jnp.minimum(full, per_row - 1)]

@@ -15,9 +15,17 @@ from entropic_jax.cache import ModelShape
 SHAPE = ModelShape(layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=8, hidden=4)
 ROWS, PER_ROW, PAGE = 4, 6, 4
 POOL = ROWS * PER_ROW
-grant, release_rows, share, fork, retain, release, rewind = map(
+grant, release_rows, share_pages, fork, retain, release, rewind = map(
     jax.jit,
-    (cache.grant, cache.release_rows, cache.share, cache.fork, cache.retain, cache.release, cache.rewind),
+    (
+        cache.grant,
+        cache.release_rows,
+        cache.share_pages,
+        cache.fork,
+        cache.retain,
+        cache.release,
+        cache.rewind,
+    ),
 )
 rows = st.integers(0, ROWS - 1)
 lengths = st.integers(0, PER_ROW * PAGE)
@@ -83,7 +91,8 @@ class BlockTables(RuleBasedStateMachine):
         first, second = order[:2]
         self.end([row in (first, second) for row in range(ROWS)])
         ids = kept + [POOL] * (PER_ROW - len(kept))
-        self.cache = share(self.cache, ints(first, second, ROWS), ints(ids, ids, ids), ints(*[len(kept)] * 3))
+        counts = ints(*[len(kept)] * 3)
+        self.cache = share_pages(self.cache, ints(first, second, ROWS), ints(ids, ids, ids), counts)
         assert self.pages(first) == self.pages(second) == kept
         self.length[[first, second]] = len(kept) * PAGE
 
@@ -148,13 +157,13 @@ def test_a_fork_copies_the_page_that_is_not_full_and_its_summaries():
         np.testing.assert_array_equal(np.asarray(after)[others], np.asarray(before)[others])
 
 
-@pytest.mark.parametrize("program", ["fork", "release", "share", "grant"])
+@pytest.mark.parametrize("program", ["fork", "release", "share_pages", "grant"])
 def test_pages_change_hands_without_a_copy_of_the_pool(program):
     pool = filled()
     calls = {
         "fork": (cache.fork, (ints(0), ints(1), ints(10))),
         "release": (cache.release_rows, (jnp.array([True, False, False]),)),
-        "share": (cache.share, (ints(1), pool.table[:1], ints(2))),
+        "share_pages": (cache.share_pages, (ints(1), pool.table[:1], ints(2))),
         "grant": (cache.grant, (ints(10, 4, 9),)),
     }
     function, arguments = calls[program]

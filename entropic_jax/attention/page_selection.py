@@ -36,8 +36,8 @@ class Selection:
     The first layer that chooses may leave `first_layer_scale` times `dropped_mass_limit` unread, 0.95 at
     most: where the attention of the lowest layer is spread over all pages, reading part of them suffices.
 
-    A row's lists are chosen every `refresh` of its tokens and shared by groups of `share` layers; pages
-    that begin in between are read. The first `dense_layers` layers, and rows of limit 0, read everything.
+    A row's lists are chosen every `refresh` of its tokens and shared by groups of `layers_per_list` layers;
+    pages that begin in between are read. The first `dense_layers` layers and rows of limit 0 read everything.
 
     `page_size` is the page size that the rules are meant for, preferred when a cache is allocated; None
     accepts any.
@@ -56,7 +56,7 @@ class Selection:
     dense_layers: int = 2
     first_layer_scale: float = 1.0
     refresh: int = 1
-    share: int = 1
+    layers_per_list: int = 1
     softness: float = 0.0
     page_size: int | None = None
 
@@ -64,7 +64,7 @@ class Selection:
         if self.information not in get_args(Information):
             known = ", ".join(get_args(Information))
             raise ValueError(f"information must be one of {known}; got {self.information!r}")
-        lowest = dict(dense_layers=0, refresh=1, share=1)
+        lowest = dict(dense_layers=0, refresh=1, layers_per_list=1)
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}; got {getattr(self, name)}")
@@ -87,7 +87,7 @@ class Selection:
 
     def groups(self, layers: int) -> int:
         """The number of lists of a model with `layers` layers."""
-        return -(-max(0, layers - self.dense_layers) // self.share)
+        return -(-max(0, layers - self.dense_layers) // self.layers_per_list)
 
     def memory(self, shape: ModelShape, cache: Cache) -> "tuple[PageLists, ...]":
         """See `PagePolicy`: lists where they outlive a step."""
@@ -252,7 +252,7 @@ class StepSelection:
             limit = jnp.minimum(selection.first_layer_scale * limit, MAX_DROPPED_MASS)
         if selection.softness > 0:
             return self._gates(layer, q, limit, last)
-        group, follower = divmod(number, selection.share)
+        group, follower = divmod(number, selection.layers_per_list)
         if follower:
             lists, no_row = self.lists[group], jnp.zeros(last.shape, bool)
             return LayerPages(lists.page_list, lists.num_pages, lists.dropped_mass, no_row, no_row, None)

@@ -56,7 +56,7 @@ class Heads(NamedTuple):
     """One layer's attention; each `[rows, heads]` unless stated."""
 
     entropy: jax.Array
-    share: jax.Array  # [rows, heads, places], of positions or pages: sums to 1
+    attention_weights: jax.Array  # [rows, heads, places], of positions or pages: sum to 1
     strength: jax.Array  # mean |score|
 
 
@@ -85,12 +85,13 @@ class Observer:
         most = jnp.log(jnp.maximum(positions, 1).astype(jnp.float32))
         if self.observation.padded:
             heads, padded = _released(layer, self.table, q, first, last, self.observation.padded)
-            distance = jnp.abs(heads.share - heads.share.mean(1, keepdims=True)).mean((1, 2))
+            weights = heads.attention_weights
+            distance = jnp.abs(weights - weights.mean(1, keepdims=True)).mean((1, 2))
             agreement, most = distance, jnp.full_like(most, jnp.log(padded))
         else:
             measure = _by_position if self.observation.exact else by_page
             heads = measure(layer, self.table, q, first, last)
-            agreement = agree(heads.share)
+            agreement = agree(heads.attention_weights)
         focus = Focus(heads.entropy.mean(1), heads.entropy.var(1), agreement, heads.strength.mean(1), most)
         self.seen.append(jax.tree.map(lambda x: jnp.where(positions > 0, x, 0.0), focus))
 
@@ -99,17 +100,17 @@ class Observer:
         return jax.tree.map(lambda *x: jnp.stack(x).mean(0), *self.seen)
 
 
-def agree(share: jax.Array) -> jax.Array:
+def agree(weights: jax.Array) -> jax.Array:
     """How alike the heads attend, in [0, 1], from `[rows, heads, places]`.
 
         1 − (mean over heads of ½ Σ |a_h − ā|) / (1 − 1/H)
 
     The total variation to the mean of all heads is at most 1 − 1/H, where no two heads share a place.
     """
-    heads = share.shape[1]
+    heads = weights.shape[1]
     if heads == 1:
-        return jnp.ones(share.shape[:1], jnp.float32)
-    distance = jnp.abs(share - share.mean(1, keepdims=True)).sum(-1).mean(1) / 2
+        return jnp.ones(weights.shape[:1], jnp.float32)
+    distance = jnp.abs(weights - weights.mean(1, keepdims=True)).sum(-1).mean(1) / 2
     return jnp.clip(1 - distance / (1 - 1 / heads), 0.0, 1.0)
 
 
@@ -150,10 +151,10 @@ def by_page(layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last
     mean = total / jnp.maximum(held, 1.0)[:, :, None, None]
     score = jnp.einsum("rkgd,rpkd->rkgp", q.astype(jnp.float32), mean)
     weight = jnp.where(real, score + jnp.log(jnp.maximum(seen, 1.0))[:, None, None], -1e30)
-    share = jnp.where(real, jax.nn.softmax(weight, -1), 0.0)
+    weights = jnp.where(real, jax.nn.softmax(weight, -1), 0.0)
     strength = (jnp.abs(score) * seen[:, None, None]).sum(-1) / jnp.maximum(seen.sum(-1), 1.0)[:, None, None]
     by_head = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
-    return Heads(attention_entropy(layer, table, q, first, last), by_head(share), by_head(strength))
+    return Heads(attention_entropy(layer, table, q, first, last), by_head(weights), by_head(strength))
 
 
 def _scores(
@@ -171,11 +172,11 @@ def _scores(
 
 
 def _by_position(layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array) -> Heads:
-    """Shares of positions, from all scores."""
+    """Attention weights of positions, from all scores."""
     score, seen = _scores(layer, table, q, first, last)
-    share = jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, -1e30), -1), 0.0)
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, -1e30), -1), 0.0)
     strength = jnp.abs(score).sum(-1) / jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
-    return Heads(attention_entropy(layer, table, q, first, last), share, strength)
+    return Heads(attention_entropy(layer, table, q, first, last), weights, strength)
 
 
 def _released(
@@ -185,6 +186,6 @@ def _released(
     score, _ = _scores(layer, table, q, first, last)
     padded = max(padded, score.shape[-1])
     score = jnp.pad(score, ((0, 0), (0, 0), (0, padded - score.shape[-1])))
-    log_share = jax.nn.log_softmax(score, -1)
-    share = jnp.exp(log_share)
-    return Heads(-(share * log_share).sum(-1), share, jnp.abs(score).mean(-1)), padded
+    log_weights = jax.nn.log_softmax(score, -1)
+    weights = jnp.exp(log_weights)
+    return Heads(-(weights * log_weights).sum(-1), weights, jnp.abs(score).mean(-1)), padded

@@ -26,14 +26,14 @@ class WindowPages:
     whole pages, in proportion to the context, and last layers that read everything.
     """
 
-    share: float = 0.125  # of a row's pages, the newest ones, that are read
+    recent_fraction: float = 0.125  # of a row's pages, the newest ones, that are read
     sink_pages: int = 1  # at the start of the row, read as well
     recent_pages: int = 2  # the newest pages that are read at least
     dense_layers: int = 1  # the last ones, which read every page
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must be between 0 and 1; got {self.share}")
+        if not 0 <= self.recent_fraction <= 1:
+            raise ValueError(f"recent_fraction must be between 0 and 1; got {self.recent_fraction}")
         for name, low in dict(sink_pages=0, recent_pages=1, dense_layers=0).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}; got {getattr(self, name)}")
@@ -41,7 +41,7 @@ class WindowPages:
     def kept(self, layers: int) -> float:
         """The fraction of a long context that a model of `layers` layers reads."""
         dense = min(self.dense_layers, layers)
-        return (dense + (layers - dense) * self.share) / layers
+        return (dense + (layers - dense) * self.recent_fraction) / layers
 
     def reader(self, cache: Cache, length: jax.Array) -> "WindowReader":
         """The reader of one step.
@@ -68,9 +68,10 @@ class WindowReader(LayerAttention):
         self.layer_stats: list[ReadStats] = []
         kv_heads, most = cache.layers[0].keys.shape[1], cache.table.shape[1]
         row_pages = -(-length // cache.page_size)
-        recent = jnp.ceil(row_pages.astype(jnp.float32) * pages.share).astype(jnp.int32)
+        recent = jnp.ceil(row_pages.astype(jnp.float32) * pages.recent_fraction).astype(jnp.int32)
         number = jnp.minimum(row_pages, pages.sink_pages + jnp.maximum(recent, pages.recent_pages))
-        listed = min(most, pages.sink_pages + max(pages.recent_pages, math.ceil(most * pages.share)))
+        most_recent = max(pages.recent_pages, math.ceil(most * pages.recent_fraction))
+        listed = min(most, pages.sink_pages + most_recent)
         entry = jnp.arange(listed, dtype=jnp.int32)
         place = jnp.where(entry < pages.sink_pages, entry, (row_pages - number)[:, None] + entry)
         place = jnp.where(entry < number[:, None], place, 0).astype(jnp.int32)

@@ -13,7 +13,7 @@ class Packing(NamedTuple):
 
     row: jax.Array  # int32 [tokens], whose the token is
     position_in_row: jax.Array  # int32 [tokens], its place among the tokens of its row
-    slot: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
+    packed_index: jax.Array  # int32 [rows, n], where in the array the i-th token of a row stands
 
     def pack(self, x: jax.Array) -> jax.Array:
         """`[tokens, 1, …]` of `[rows, n, …]`."""
@@ -21,7 +21,7 @@ class Packing(NamedTuple):
 
     def unpack(self, x: jax.Array) -> jax.Array:
         """`[rows, n, …]` of `[tokens, 1, …]`; what a row has no token for is that of another."""
-        return x[:, 0][self.slot]
+        return x[:, 0][self.packed_index]
 
     def attention(self, attend: Attend) -> Attend:
         """Attention for packed tokens: unpacked, attended to, packed again.
@@ -52,5 +52,5 @@ def lay_out(num_tokens: jax.Array, total: int, most: int) -> Packing:
     start = end - num_tokens
     place = jnp.arange(total)
     row = jnp.minimum(jnp.searchsorted(end, place, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
-    slot = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
-    return Packing(row, (place - start[row]).astype(jnp.int32), slot.astype(jnp.int32))
+    packed_index = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
+    return Packing(row, (place - start[row]).astype(jnp.int32), packed_index.astype(jnp.int32))

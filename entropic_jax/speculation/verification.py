@@ -83,7 +83,7 @@ def verify(
     if packing is None:
         hidden, slot = hidden.reshape(rows * most, -1), jnp.arange(rows * most).reshape(rows, most)
     else:
-        hidden, slot = hidden[:, 0], packing.slot
+        hidden, slot = hidden[:, 0], packing.packed_index
     return batch._replace(state=state), VerifiedLogits(decoder.logits(params, hidden), slot)
 
 

@@ -1,7 +1,8 @@
-"""Branch state of the engine's slots, for sequences that branch and go back (the sampler `entropix`).
+"""Branch state of the engine, for sequences that branch and go back (the sampler `entropix`).
 
-A slot is a group of `plan.branches` rows of the state. Its first row leads; the others stay empty until the
-sequence branches. The host sees slots only, and receives a token once no branch can take it back.
+A branch group is `plan.branches` consecutive rows of the state. Its first row leads; the others stay empty
+until the sequence branches. The host sees branch groups only, and receives a token once no branch can take it
+back.
 `methods.entropix_search` defines how a sequence searches.
 """
 
@@ -21,17 +22,17 @@ UNKNOWN = -1
 
 
 class BranchState(NamedTuple):
-    """The searches of all slots between two launches."""
+    """The searches of all branch groups between two launches."""
 
     search: SearchState  # its `state` is that of `DeviceState`, and () here
-    delivered: jax.Array  # int32 [slots], position of the last token that the host has; -1 before a launch
+    delivered: jax.Array  # int32 [groups], position of the last token that the host has; -1 before a launch
 
 
 def new_branch_state(state: State, trace: Trace, plan: SearchPlan, capacity: int) -> BranchState:
-    """The branch state of empty slots.
+    """The branch state of groups without a sequence.
 
     Args:
-        state: The state of the loop, with `plan.branches` rows a slot.
+        state: The state of the loop, with `plan.branches` rows a branch group.
         trace: Shapes and dtypes of the trace of one step.
         plan: How sequences branch.
         capacity: Steps of a launch, at most.
@@ -43,32 +44,32 @@ def new_branch_state(state: State, trace: Trace, plan: SearchPlan, capacity: int
     return BranchState(jax.tree.map(jnp.copy, search._replace(state=no_state)), delivered)
 
 
-def assign_slots(
-    branch_state: BranchState, freed: jax.Array, slots: jax.Array, token: jax.Array, branches: jax.Array
+def assign_groups(
+    branch_state: BranchState, freed: jax.Array, groups: jax.Array, token: jax.Array, branches: jax.Array
 ) -> BranchState:
-    """End the searches of freed slots and begin those of newly placed sequences.
+    """End the searches of freed branch groups and begin those of newly placed sequences.
 
     Args:
-        branch_state: The search state of all slots.
-        freed: bool `[slots]`, whose sequence has left.
-        slots: int32 `[k]`, where sequences are placed; numbers past the last slot are ignored.
+        branch_state: The search state of all branch groups.
+        freed: bool `[groups]`, whose sequence has left.
+        groups: int32 `[k]`, where sequences are placed; numbers past the last branch group are ignored.
         token: int32 `[k]`, the last token of each prompt.
         branches: int32 `[k]`, branches that each may have.
     """
     search, count = branch_state.search, branch_state.delivered.shape[0]
     rows = search.alive.shape[0]
     k = rows // count
-    new = jnp.zeros(count, bool).at[slots].set(True, mode="drop")
+    new = jnp.zeros(count, bool).at[groups].set(True, mode="drop")
     old = freed | new
 
     def put(values):
-        return jnp.zeros(count, jnp.int32).at[slots].set(values, mode="drop")
+        return jnp.zeros(count, jnp.int32).at[groups].set(values, mode="drop")
 
-    def by_slot(flag, value, x):
+    def by_group(flag, value, x):
         return jnp.where(flag.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
 
     def by_row(flag, value, x):
-        return by_slot(jnp.repeat(flag, k), value, x)
+        return by_group(jnp.repeat(flag, k), value, x)
 
     text = jax.tree.map(lambda x: by_row(new, jnp.zeros((), x.dtype), x), search.text)
     last = jnp.repeat(put(token), k)[:, None]
@@ -77,11 +78,11 @@ def assign_slots(
         alive=by_row(old, False, search.alive) | (jnp.repeat(new, k) & (jnp.arange(rows) % k == 0)),
         uncertain_position=by_row(old, -1, search.uncertain_position),
         previous_uncertain_position=by_row(old, -1, search.previous_uncertain_position),
-        steps_left=by_slot(old, 0, search.steps_left),
-        looking_ahead=by_slot(old, False, search.looking_ahead),
-        tokens_since_exploration=by_slot(new, NEVER, search.tokens_since_exploration),
-        last_backtrack=by_slot(new, 0, search.last_backtrack),
-        pending_action=by_slot(old, NO_ACTION, search.pending_action),
+        steps_left=by_group(old, 0, search.steps_left),
+        looking_ahead=by_group(old, False, search.looking_ahead),
+        tokens_since_exploration=by_group(new, NEVER, search.tokens_since_exploration),
+        last_backtrack=by_group(new, 0, search.last_backtrack),
+        pending_action=by_group(old, NO_ACTION, search.pending_action),
         max_branches=jnp.where(new, put(branches), search.max_branches),
     )
     return BranchState(search, jnp.where(new, UNKNOWN, branch_state.delivered))
@@ -96,20 +97,20 @@ def launch(
     width: int,
     exact: bool,
 ) -> tuple[BranchState, State, jax.Array, Trace]:
-    """Run up to `steps` decode steps of slots that may branch.
+    """Run up to `steps` decode steps of groups that may branch.
 
     Args:
         step: As in `entropix_search.run_steps`.
-        branch_state: The search state of all slots.
-        state: The state of the loop, with `plan.branches` rows a slot.
+        branch_state: The search state of all branch groups.
+        state: The state of the loop, with `plan.branches` rows a branch group.
         steps: int32 `[]`.
         plan: How sequences branch.
-        width: Slots that a step computes, at most.
+        width: Branch groups that a step computes, at most.
         exact: Whether every step computes the same rows, so that no rounding depends on who branches.
 
     Returns:
-        The new branch state and state, the number of steps that ran, and the trace `[n, slots]` of the tokens
-        that became final in this launch, valid where `emitted`.
+        The new branch state and state, the number of steps that ran, and the trace `[n, groups]` of the
+        tokens that became final in this launch, valid where `emitted`.
     """
     k = plan.branches
 
@@ -127,8 +128,8 @@ def launch(
     last = jnp.maximum(delivered, entropix_search.final_positions(search, plan))
     text_length = search.text.token.shape[1]
     position = delivered[None] + 1 + jnp.arange(text_length)[:, None]
-    slots = jnp.arange(delivered.shape[0])[None]
-    trace = jax.tree.map(lambda x: leading(x)[slots, position % text_length], search.text)
+    groups = jnp.arange(delivered.shape[0])[None]
+    trace = jax.tree.map(lambda x: leading(x)[groups, position % text_length], search.text)
     trace = trace._replace(emitted=position <= last)
     no_state: Any = ()
     delivered = jnp.where(prefilled, last, UNKNOWN)
@@ -144,7 +145,7 @@ def take_tally(branch_state: BranchState) -> tuple[BranchState, jax.Array]:
 
 
 def status(branch_state: BranchState, state: State) -> jax.Array:
-    """Status of each slot, int32 `[slots]`: one that branches runs, even where its leading row has ended."""
+    """Status, int32 `[groups]`: a group that branches runs, even where its leading row has ended."""
     left = branch_state.search.steps_left
     leaders = state.status[:: state.status.shape[0] // left.shape[0]]
     return jnp.where(left > 0, RUNNING, leaders)

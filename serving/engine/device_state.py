@@ -42,8 +42,8 @@ SAVED_FIELDS = ("history", "signal", "action", "control", "ledger", "speculation
 class DeviceState(NamedTuple):
     """Everything on the device that changes: the state of the loop and the gains of the rows' controllers.
 
-    The host's rows are slots: a slot is as many consecutive rows of `state` as a sequence may have branches,
-    one unless the engine runs a branching sampler. The first row of a slot leads it.
+    The host's rows are branch groups: as many consecutive rows of `state` as a sequence may have branches,
+    one unless the engine runs a branching sampler. The first row of a group leads it.
     """
 
     state: State
@@ -51,8 +51,8 @@ class DeviceState(NamedTuple):
     branch_state: BranchState | None = None  # where sequences may branch
 
     @property
-    def rows_per_slot(self) -> int:
-        """Rows of `state` that form one slot."""
+    def rows_per_group(self) -> int:
+        """Rows of `state` that form one branch group."""
         if self.branch_state is None:
             return 1
         return self.state.status.shape[0] // self.branch_state.delivered.shape[0]
@@ -62,11 +62,11 @@ class UpdateBatch(NamedTuple):
     """Host-side changes to the device state, in arrays of fixed size: one compiled program applies them.
 
     They take effect in this order: pages are retained, rows freed, pages released, sequences placed. `s` is
-    the number of slots, `k` the number of placements a batch holds, `m` the number of pages.
+    the number of branch groups, `k` the number of placements a batch holds, `m` the number of pages.
     """
 
     retained_pages: Array  # int32 [m], pages to which the prefix cache takes a reference
-    freed_rows: Array  # bool [s], slots whose sequence has left
+    freed_rows: Array  # bool [s], branch groups whose sequence has left
     released_pages: Array  # int32 [m], pages whose reference the prefix cache gives up
     int_params: Array  # int32 [k, NUM_INTEGERS]; ROW is s where there is no placement
     float_params: Array  # float32 [k, len(FLOAT_PARAMS)]
@@ -82,7 +82,7 @@ class UpdateBatch(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """The result of one launch; the tokens of slot r are the first `num_tokens[r]` of n."""
+    """The result of one launch; the tokens of branch group r are the first `num_tokens[r]` of n."""
 
     num_tokens: jax.Array  # int32 [s]
     # int32 [n, s]; n is the tokens that the capacity allows, plus those that branches may hold back
@@ -106,22 +106,22 @@ def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -
         device_state: Consumed.
         batch: The changes, of fixed size.
     """
-    state, group = device_state.state, device_state.rows_per_slot
-    slot = batch.int_params[:, ROW]
-    row, slot_rows = slot * group, (slot[:, None] * group + jnp.arange(group)).reshape(-1)
+    state, group = device_state.state, device_state.rows_per_group
+    branch_group = batch.int_params[:, ROW]
+    row, group_rows = branch_group * group, (branch_group[:, None] * group + jnp.arange(group)).reshape(-1)
     freed = jnp.repeat(batch.freed_rows, group)
     pool = cache.retain(state.cache, batch.retained_pages)
     pool = cache.release_rows(pool, freed)
     pool = cache.release(pool, batch.released_pages)
-    pool = cache.share(pool, row, batch.shared_pages, batch.int_params[:, NUM_SHARED])
-    state = _clear(state._replace(cache=pool), blank, slot_rows)
+    pool = cache.share_pages(pool, row, batch.shared_pages, batch.int_params[:, NUM_SHARED])
+    state = _clear(state._replace(cache=pool), blank, group_rows)
     state = _place(state._replace(status=jnp.where(freed, FULL, state.status)), row, batch)
     branch_state = device_state.branch_state
     if branch_state is not None:
         branches, token = batch.int_params[:, BRANCHES], batch.int_params[:, TOKEN]
-        branch_state = branching.assign_slots(branch_state, batch.freed_rows, slot, token, branches)
+        branch_state = branching.assign_groups(branch_state, batch.freed_rows, branch_group, token, branches)
     gains = jnp.repeat(batch.gains, group, 0)
-    return DeviceState(state, set_gains(device_state.controller, slot_rows, gains), branch_state)
+    return DeviceState(state, set_gains(device_state.controller, group_rows, gains), branch_state)
 
 
 def _clear(state: State, blank: State, rows: jax.Array) -> State:
@@ -173,20 +173,20 @@ def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
 
 
 def save_row(device_state: DeviceState, row: jax.Array) -> dict[str, Any]:
-    """Control state, ledger and history of a slot, for a sequence about to be preempted. Consumes nothing."""
-    row = row * device_state.rows_per_slot
+    """Control state, ledger and history of a group whose sequence will be preempted. Consumes nothing."""
+    row = row * device_state.rows_per_group
     return map_rows(lambda x: x[row], {name: getattr(device_state.state, name) for name in SAVED_FIELDS})
 
 
 def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]) -> DeviceState:
-    """Give a slot, in which its sequence was placed again, what `save_row` has saved.
+    """Give a branch group, in which its sequence was placed again, what `save_row` has saved.
 
     Args:
         device_state: Consumed.
-        row: int32 `[]`, the slot.
+        row: int32 `[]`, the branch group.
         saved: From `save_row`.
     """
-    row, state = row * device_state.rows_per_slot, device_state.state
+    row, state = row * device_state.rows_per_group, device_state.state
 
     def put(values, saved_value):
         return values.at[row].set(saved_value)
@@ -204,20 +204,20 @@ def prefill(
     scored: bool,
     method: Method | None,
 ) -> tuple[DeviceState, PrefillOutput]:
-    """Append a chunk of some prompts to the KV cache; `chunk.rows` are slots. See `phases.prefill`.
+    """Append a chunk of some prompts to the KV cache; `chunk.rows` are branch groups. See `phases.prefill`.
 
     Args:
         decoder: The model's pure functions.
         params: Its parameters.
         device_state: Consumed.
-        chunk: The tokens, and the slots they belong to.
+        chunk: The tokens, and the branch groups they belong to.
         scored: Whether to compute the log-probability of the token that follows each position; static.
         method: Selects the earlier pages that the chunk attends to, None for all; static.
 
     Returns:
         The new device state, and the result for each prompt.
     """
-    chunk = chunk._replace(rows=chunk.rows * device_state.rows_per_slot)
+    chunk = chunk._replace(rows=chunk.rows * device_state.rows_per_group)
     state = device_state.state._replace(page_policy=method)
     state, output = loop.prefill(decoder, params, state, chunk, scored=scored)
     state = state._replace(page_policy=device_state.state.page_policy)
@@ -227,17 +227,17 @@ def prefill(
 def compress(
     device_state: DeviceState, row: jax.Array, *, method: Method | None
 ) -> tuple[DeviceState, jax.Array]:
-    """Evict from a slot's KV cache what the method does not keep.
+    """Evict from a branch group's KV cache what the method does not keep.
 
-    Returns the new device state, and int32 `[2]`: pages that the slot holds now, and positions evicted.
+    Returns the new device state, and int32 `[2]`: pages that the group holds now, and positions evicted.
 
     Args:
         device_state: Consumed.
-        row: int32 `[]`, the slot.
+        row: int32 `[]`, the branch group.
         method: Whose compression applies; static.
     """
     assert method is not None  # the scheduler compresses only where there is a method
-    row = row * device_state.rows_per_slot
+    row = row * device_state.rows_per_group
     policy = device_state.state.page_policy
     state = cache_compression.compress_row(device_state.state._replace(page_policy=method), row)
     counts = jnp.stack([state.cache.granted[row], state.evicted[row]])
@@ -267,11 +267,11 @@ def decode(
         params: Its weights.
         device_state: Consumed.
         steps: int32 `[]`, at most the capacity.
-        constraints: Per-slot constraints of all steps, without the forced tokens.
-        forced: int32 `[capacity, slots]`, the token that each step must emit, -1 where it samples.
+        constraints: Constraints of each branch group for all steps, without the forced tokens.
+        forced: int32 `[capacity, groups]`, the token that each step must emit, -1 where it samples.
         prior: The prior of H₁ along a sequence, for the expected drop.
         speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
-        width: Slots that a step computes, static; the first `width` that run.
+        width: Branch groups that a step computes, static; the first `width` that run.
         page_policy: Which pages the steps read, None for all; static.
         samples: Whether the engine's sampler draws the tokens of some rows; static.
         plan: How sequences branch, None where none does; static.
@@ -280,7 +280,7 @@ def decode(
     Returns:
         The new device state and what the launch emitted.
     """
-    capacity, group, policy = forced.shape[0], device_state.rows_per_slot, device_state.state.page_policy
+    capacity, group, policy = forced.shape[0], device_state.rows_per_group, device_state.state.page_policy
     branch_state, state = device_state.branch_state, device_state.state._replace(page_policy=page_policy)
     constraints = map_rows(lambda x: jnp.repeat(x, group, 0), constraints)
     constraints = constraints._replace(start=state.length + state.evicted + 1)
@@ -321,7 +321,7 @@ def _resume(state: State, trace: Trace) -> tuple[State, Trace]:
 def _output(
     device_state: DeviceState, trace: Trace, num_steps: jax.Array, tally: jax.Array, prior: AR1
 ) -> DecodeOutput:
-    state, branch_state, group = device_state.state, device_state.branch_state, device_state.rows_per_slot
+    state, branch_state, group = device_state.state, device_state.branch_state, device_state.rows_per_group
 
     def leading(values: jax.Array) -> jax.Array:
         return jnp.copy(values[::group])

@@ -47,7 +47,7 @@ class Ranking:
         self.most_waiting = 0  # sequences that have waited at once, at most
 
     def rank(self, sequences: Iterable[Sequence], rounds: float, expected_drop: np.ndarray) -> list[Sequence]:
-        """The sequences, the first to be served first; sets `Sequence.priority` of each to its π.
+        """The sequences, the first to be served first; sets `Sequence.entropic_priority` of each to its π.
 
         Args:
             sequences: To be ranked.
@@ -59,7 +59,7 @@ class Ranking:
             return ordered
         priorities = self.priorities(ordered, rounds, expected_drop).tolist()
         for sequence, priority in zip(ordered, priorities, strict=True):
-            sequence.priority = priority
+            sequence.entropic_priority = priority
 
         def stated(sequence: Sequence) -> float:
             promotions = sequence.rounds_waited(rounds) * self.law.ageing // self.law.bound
@@ -71,7 +71,7 @@ class Ranking:
             return sorted(ordered, key=stated)
         if self.policy == "fcfs":
             return sorted(ordered, key=lambda s: (stated(s), s.arrival_time))
-        return sorted(ordered, key=lambda s: (stated(s), -s.priority, s.arrival_time))
+        return sorted(ordered, key=lambda s: (stated(s), -s.entropic_priority, s.arrival_time))
 
     def note_first_row(self, sequence: Sequence, rounds: float, num_waiting: int) -> None:
         """Record how long a sequence has waited for its first row, and that it begins.

@@ -201,7 +201,7 @@ class Programs:
 
         Args:
             device_state: Consumed.
-            chunk: Tokens, and the slots they belong to.
+            chunk: Tokens, and the branch groups they belong to.
             scored: Whether to compute the log-probability of the token that follows each position.
         """
         self.launches += 1
@@ -262,7 +262,7 @@ class Programs:
 
         Args:
             device_state: Consumed.
-            row: The slot.
+            row: The branch group.
             saved: From `save_row`.
         """
         arguments = (device_state, np.int32(row), saved)

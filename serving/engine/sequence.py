@@ -114,7 +114,7 @@ class Sequence:
         self.metric_sums = np.zeros(len(TRACE_FIELDS))
         self.last_metrics = np.zeros(len(TRACE_FIELDS), np.float32)
         self.cost = 0.0  # roofline seconds, with those of branches and tokens taken back
-        self.priority = 0.0  # π at the last ranking
+        self.entropic_priority = 0.0  # π at the last ranking
 
     @property
     def request(self) -> Request:
@@ -180,7 +180,7 @@ class Sequence:
             "state": self.stage,
             "prompt_tokens": len(self.prompt),
             "tokens": len(self.generated),
-            "priority": self.priority,
+            "priority": self.entropic_priority,
             "entropy": float(self.last_metrics[ENTROPY]),
             "temperature": float(self.last_metrics[TEMPERATURE]),
             "kept_fraction": float(self.last_metrics[KEPT]),

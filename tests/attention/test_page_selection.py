@@ -68,7 +68,7 @@ def test_nothing_dropped_is_dense_token_for_token(kind):
 @pytest.mark.parametrize(
     ("kind", "change"),
     [(kind, {}) for kind in KINDS]
-    + [("value", x) for x in (dict(refresh=4), dict(share=2), dict(refresh=3, share=2))],
+    + [("value", x) for x in (dict(refresh=4), dict(layers_per_list=2), dict(refresh=3, layers_per_list=2))],
 )
 def test_less_is_read_and_generation_goes_on(kind, change):
     texts = tiny.prompts(60, 33)
@@ -126,7 +126,7 @@ def test_the_certificate_is_never_violated(guard):
 
 def test_shared_lists_certify_nothing_they_do_not_know():
     pool, layer, q = filled(200, 8)
-    choice = Selection(rules=LOOSE, dense_layers=0, share=2)
+    choice = Selection(rules=LOOSE, dense_layers=0, layers_per_list=2)
     last, zero = jnp.full(2, 200, jnp.int32), jnp.zeros(2, jnp.int32)
     reader = choice.reader(pool, jnp.full(2, 0.7), (), zero)
     reader.read(layer, q, zero, last)
@@ -191,7 +191,7 @@ def test_the_surprisals_of_a_page_are_those_of_its_tokens():
     [
         (dict(information="taste"), "information must be one of value, mass, .*; got 'taste'"),
         (dict(refresh=0), "refresh must be at least 1; got 0"),
-        (dict(share=0), "share must be at least 1; got 0"),
+        (dict(layers_per_list=0), "layers_per_list must be at least 1; got 0"),
         (dict(dense_layers=-1), "dense_layers must be at least 0; got -1"),
         (dict(rules=SelectionRules(bound_weight=2.0)), "bound_weight between 0 and 1; got"),
     ],

@@ -41,7 +41,7 @@ def attention(cache, layer, q, row: int, positions: list[int]) -> np.ndarray:
 
 
 def test_listed_pages_are_read_and_no_others(cache):
-    pages, length = WindowPages(share=0.25, recent_pages=1), jnp.array(LENGTH)
+    pages, length = WindowPages(recent_fraction=0.25, recent_pages=1), jnp.array(LENGTH)
     reader = pages.reader(cache, length)
     q = np.random.default_rng(1).normal(size=(3, 2, 2, 16)).astype(np.float32)
     # Of ten pages, the first and the newest three; of three pages, the first and the newest one.
@@ -57,14 +57,14 @@ def test_listed_pages_are_read_and_no_others(cache):
 
 
 def test_the_fraction_that_is_kept():
-    assert WindowPages(share=0.25).kept(3) == pytest.approx((1 + 2 * 0.25) / 3)
+    assert WindowPages(recent_fraction=0.25).kept(3) == pytest.approx((1 + 2 * 0.25) / 3)
     assert WindowPages(dense_layers=5).kept(3) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share": 1.5}, "share must be between 0 and 1; got 1.5"),
+        ({"recent_fraction": 1.5}, "recent_fraction must be between 0 and 1; got 1.5"),
         ({"recent_pages": 0}, "recent_pages must be at least 1; got 0"),
         ({"dense_layers": -1}, "dense_layers must be at least 0; got -1"),
     ],

@@ -166,7 +166,7 @@ def test_work_given_ahead(reference, exact, monkeypatch):
 
 
 def test_cancelling_within_a_branch(exact, monkeypatch):
-    """Rows and pages of a slot come back at once, and the next sequence in it is not affected."""
+    """Rows and pages of a branch group come back at once, and the next sequence in it is not affected."""
     scheduler, left = exact.scheduler, []
     vacate = scheduler.batch.vacate
     looked = lambda s: (
