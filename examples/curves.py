@@ -8,11 +8,7 @@ Needs matplotlib (`pip install -e '.[train]'`).
 import argparse
 from pathlib import Path
 
-from entropic_jax.parameter_tables.control_gains import PRESETS
-from entropic_jax.serving.offline.generation import load
-from entropic_jax.serving.options.control_options import Control
-from entropic_jax.serving.options.model import EMBEDDED
-from entropic_jax.serving.request import Request
+from entropic_jax import LLM, SamplingParams
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""
@@ -33,19 +29,18 @@ PANELS = (
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("run.svg"))
-    parser.add_argument("--model", type=Path, default=EMBEDDED)
-    parser.add_argument("--preset", choices=PRESETS, default="full-lossy")
+    parser.add_argument("--model", help="model directory (default: the embedded model)")
+    parser.add_argument("--preset", default="full-lossy", help="preset of LLM (default: full-lossy)")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)
     options = parser.parse_args(arguments)
-    engine = load(options.model, control=Control(options.preset))
-    request = Request(prompt=options.prompt, max_tokens=options.max_tokens, temperature=1.0, seed=1)
-    pieces, series = [], {name: [] for names, _ in PANELS for name in names}
-    for token in engine.stream(request):
-        pieces.append(token.text)
-        for name, values in series.items():
-            values.append(token.metrics[name])
-    draw(options.file, pieces, series, options.preset)
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=1.0, seed=1, logprobs=0)
+    with LLM(options.model, preset=options.preset) as llm:
+        (completion,) = llm.generate(options.prompt, params)[0].outputs
+    assert completion.logprobs is not None
+    tokens = zip(completion.logprobs, completion.token_ids, strict=True)
+    pieces = [alternatives[token].decoded_token for alternatives, token in tokens]
+    draw(options.file, pieces, completion.trace, options.preset)
 
 
 def draw(file: Path, pieces: list[str], series: dict[str, list[float]], title: str) -> None:

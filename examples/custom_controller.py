@@ -10,7 +10,6 @@ import numpy as np
 import entropic_jax as ej
 from entropic_jax import models
 from entropic_jax.control import pytree
-from entropic_jax.serving.options.model import EMBEDDED
 
 
 @pytree
@@ -29,7 +28,7 @@ class HoldEntropy:
 
 
 def main() -> None:
-    model = models.load(EMBEDDED)
+    model = models.load()
     assert model.tokenizer is not None
     decoder, prompt = model.decoder, model.tokenizer.encode("import os\n\n\ndef ")
     for controller in (ej.chain(), HoldEntropy(0.5, 0.1), HoldEntropy(2.0, 0.1)):

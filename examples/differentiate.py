@@ -20,14 +20,13 @@ import entropic_jax as ej
 from entropic_jax import models
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control.pruning import Pruning
-from entropic_jax.serving.options.model import EMBEDDED
 
 PRICE = 0.5  # nats per token for reading everything
 SCORED, CONTEXT, STEPS = 24, 768, 12
 
 
 def main() -> list[float]:
-    model = models.load(EMBEDDED)
+    model = models.load()
     spec = importlib.util.find_spec("rich.table")
     assert model.tokenizer is not None and spec is not None and spec.origin is not None
     tokens = model.tokenizer.encode(Path(spec.origin).read_text())[:CONTEXT]

@@ -7,10 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from entropic_jax import LLM, SamplingParams
 from entropic_jax.serving.commands.terminal import legend, tint
-from entropic_jax.serving.offline.generation import load
-from entropic_jax.serving.options.model import EMBEDDED
-from entropic_jax.serving.request import Request
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""
@@ -24,17 +22,18 @@ PROMPT = '''class Stack:
 
 def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "generation.svg")
-    text, entropies, resolved = Text(PROMPT, "bold"), [], 0.0
-    for token in load(EMBEDDED).stream(
-        Request(prompt=PROMPT, max_tokens=160, temperature=0.6, top_p=0.95, seed=1)
-    ):
-        entropies.append(token.metrics["entropy"])
-        text.append(token.text, tint(entropies[-1]))
-        resolved = token.metrics["entropic_time"]
+    params = SamplingParams(max_tokens=160, temperature=0.6, top_p=0.95, seed=1, logprobs=0)
+    with LLM() as llm:
+        (completion,) = llm.generate(PROMPT, params)[0].outputs
+    assert completion.logprobs is not None
+    text, summary = Text(PROMPT, "bold"), completion.summary
+    for number, token in enumerate(completion.token_ids):
+        entropy = completion.trace["entropy"][number]
+        text.append(completion.logprobs[number][token].decoded_token, tint(entropy))
     text.append(
-        f"\n\n{len(entropies)} tokens · mean entropy {sum(entropies) / len(entropies):.2f} nats", "dim"
+        f"\n\n{len(completion.token_ids)} tokens · mean entropy {summary['mean_entropy']:.2f} nats", "dim"
     )
-    text.append(f" · entropic time {resolved:.1f} nats\n", "dim").append(legend())
+    text.append(f" · entropic time {summary['entropic_time']:.1f} nats\n", "dim").append(legend())
     console = Console(record=True, width=92, file=io.StringIO())
     console.print(text)
     console.save_svg(str(path), title="entropic generate")

@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     dtype: Any = "float32",
     progress: bool = True,
     as_stored: bool = True,
@@ -100,7 +100,7 @@ def load(
     """Read a Hugging Face model directory.
 
     Args:
-        path: the path of the directory.
+        path: the path of the directory; None is the model that ships with the package.
         dtype: that the weights become and the model computes in, whatever is on disk: "float32", "bfloat16"
             or "float16".
         progress: whether to show a bar on stderr where that is a terminal.
@@ -114,7 +114,8 @@ def load(
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
     """
-    directory, dtype, quantization = Path(path), checked(dtype), check_quantization(quantization)
+    directory = Path(__file__).with_name("embedded") if path is None else Path(path)
+    dtype, quantization = checked(dtype), check_quantization(quantization)
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
