@@ -19,12 +19,23 @@ from .mesh import sharding
 from .phases.batch import gather_active, record, scatter
 from .phases.emission import emit
 from .phases.forward import Decoder, decode, decode_cost
-from .phases.prefill import launch_prefill, prefill, start
+from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
 from .sampling.constraints import Constraints
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, SchedulingSignal, State, Trace
 
-__all__ = ["Decoder", "generate", "launch_prefill", "prefill", "replay", "run", "schedule", "start", "step"]
+__all__ = [
+    "Decoder",
+    "PrefillChunk",
+    "generate",
+    "launch_prefill",
+    "prefill",
+    "replay",
+    "run",
+    "schedule",
+    "start",
+    "step",
+]
 
 
 def step(

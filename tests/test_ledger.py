@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import entropy, ledger, models
+from entropic_jax import entropy, models
 from entropic_jax.cache import ModelShape
-from entropic_jax.ledger import HARDWARE, Hardware
 from entropic_jax.models.decoder import structure
+from entropic_jax.phases import ledger
+from entropic_jax.phases.ledger import HARDWARE, Hardware
 
 FLAT = Hardware(1e9, 1e9)
 

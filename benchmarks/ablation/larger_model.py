@@ -10,8 +10,8 @@ from entropic_jax import cache, parameters, start
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Row, interleave
 from entropic_jax.control.presets import FINE_PAGES, Gains, Preset, preset
-from entropic_jax.ledger import HARDWARE
 from entropic_jax.pallas import skinny_matmul
+from entropic_jax.phases.ledger import HARDWARE
 
 from ..baselines.pool import EngineError, EnginePool
 from ..baselines.reference_model import random_model, write_prompts

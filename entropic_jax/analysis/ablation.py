@@ -18,7 +18,6 @@ from ..cache import Cache, Layer, allocate
 from ..control import Controller, chain
 from ..control.presets import Preset
 from ..control.scheduling import default_load, with_load
-from ..pallas.paged_attention.quantised import Quantised
 from ..sampling import parameters
 from ..state import FULL, RUNNING, State, plain_action
 
@@ -107,7 +106,7 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
         length: int32 `[rows]`, positions that each row holds.
         page_size: positions per new page, a multiple of the cache's.
     """
-    if isinstance(cache.layers[0].keys, Quantised):
+    if not isinstance(cache.layers[0].keys, jax.Array):  # values with scales
         raise ValueError(f"cache must be of float32 or bfloat16; got {cache.layers[0].keys.dtype}")
     pages_per_page, remainder = divmod(page_size, cache.page_size)
     if remainder or not pages_per_page:

@@ -16,7 +16,7 @@ from ..cache import default_page_size
 from ..control import chain
 from ..control.presets import Gains, Preset, preset
 from ..control.scheduling import FirstComeFirstServed
-from ..ledger import prefill_seconds
+from ..phases.ledger import prefill_seconds
 from ..state import State
 from . import ablation
 from .ablation import LN2, Subject

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from ..cache import ModelShape
 from ..devices import default_device, processor, user_cache
-from ..ledger import Hardware, default_hardware, weights_read
 from ..pallas.paged_attention.quantised import bytes_per_number
 from ..phases.forward import Decoder, narrowest
+from ..phases.ledger import Hardware, default_hardware, weights_read
 from ..speculation.pass_costs import PassCosts
 from ..speculation.pruned import WINDOW
 from ..speculation.registry import UNMEASURED_CONTEXT

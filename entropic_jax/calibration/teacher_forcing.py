@@ -11,7 +11,7 @@ import numpy as np
 
 from ..attention.attend import TokenSpan, attend_to
 from ..cache import Cache, allocate, grant
-from ..loop import Decoder
+from ..phases.forward import Decoder
 
 CHUNK, CHUNK_LOGITS = 512, 1 << 25  # most positions, and most logits, computed at once
 

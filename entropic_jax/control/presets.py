@@ -16,8 +16,7 @@ Differs from the paper: its meso scale serves from pruned pages. Here only the p
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ..attention.page_selection import Selection
-from ..pallas.paged_attention import SelectionRules
+from ..attention.page_selection import Selection, SelectionRules
 from ..parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,

@@ -14,7 +14,6 @@ import numpy as np
 from .. import loop
 from ..cache import allocate
 from ..control import chain
-from ..phases.prefill import PrefillChunk
 from .entropy_prefill import EntropyPrefill, HeadBudgets
 from .method import Method
 from .oracle import page_attention
@@ -121,7 +120,7 @@ def profile_heads(
         piece = tokens[start : start + policy.segment]
         padded[0, : len(piece)] = piece
         count = np.array([len(piece)], np.int32)
-        chunk = PrefillChunk(np.zeros(1, np.int32), padded, count, count + start)
+        chunk = loop.PrefillChunk(np.zeros(1, np.int32), padded, count, count + start)
         state, _ = loop.launch_prefill(decoder, params, state, chunk)
         layers: tuple[Any, ...] = state.page_policy_state.prefill
         budgets: list[HeadBudgets] = [layer.budgets if unread else layer for layer in layers]

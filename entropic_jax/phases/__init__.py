@@ -1,1 +1,1 @@
-"""The phases of a step: gather, forward, emit, scatter; and prefill, which runs the same forward pass."""
+"""The phases of a step: gather, forward, emit, account, scatter; and prefill, a forward pass alone."""

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import control, entropy, ledger, sampling
+from .. import control, entropy, sampling
 from ..entropy import EntropyStatistics
 from ..row_subset import where_rows
 from ..sampling import step_entropy
 from ..sampling.constraints import Constraints, any_constraint, constrain, pauses, top_logprobs
 from ..sampling.randomness import row_keys
 from ..state import FAILED, FULL, PAUSED, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
+from . import ledger
 from .batch import Batch
 from .forward import Forward
 

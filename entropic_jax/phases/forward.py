@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from .. import ledger
 from ..attention.attend import TokenSpan, attend_to
 from ..attention.page_reader import ReadStats, dense_step_stats
 from ..attention.statistics import Observer
 from ..cache import ModelShape, note_surprisal
 from ..mesh import max_over_shards, sum_over_shards, tensor_shards
 from ..state import Focus, State
+from . import ledger
 from .batch import Batch
 from .packing import Packing
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import entropy, ledger, sampling
+from .. import entropy, sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_selection import PagePolicy
 from ..cache import Cache, grant, note_surprisal
@@ -17,6 +17,7 @@ from ..mesh import sharding
 from ..row_subset import RowSubset, require_rows
 from ..sampling.constraints import top_logprobs
 from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
+from . import ledger
 from .batch import gather, scatter
 from .forward import Decoder, forward
 from .start_check import check_limits, check_prompts

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import ledger, sampling
+from .. import sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
+from ..phases import ledger
 from ..phases.batch import Batch
 from ..phases.emission import emit
 from ..phases.forward import Decoder, Forward, forward, narrowest

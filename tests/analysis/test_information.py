@@ -14,8 +14,8 @@ from entropic_jax.analysis.information import information_gained, order_zero_sur
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
-from entropic_jax.ledger import prefill_seconds, step_cost
 from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.phases.ledger import prefill_seconds, step_cost
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.state import Hardware
 

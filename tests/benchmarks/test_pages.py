@@ -77,6 +77,9 @@ def test_the_summary_links_every_page_and_begins_with_plots():
 
 
 def test_measured_code_exists():
-    reports = [report for report, _ in sections.REPORTS.values()] + [sections.ablation, sections.decode]
+    reports = [report for report, _ in sections.REPORTS.values()] + [
+        sections.ABLATION_REPORT,
+        sections.DECODE_REPORT,
+    ]
     for report in reports:
         assert [path for path in report.MEASURED_CODE if not (ROOT / path).exists()] == []

@@ -12,7 +12,7 @@ from entropic_jax.calibration.stored_costs import (
     roofline_pass_costs,
     write_costs,
 )
-from entropic_jax.ledger import default_hardware
+from entropic_jax.phases.ledger import default_hardware
 from entropic_jax.speculation import PassCosts
 from tests import tiny
 

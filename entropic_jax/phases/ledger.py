@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .cache import ModelShape
-from .state import Hardware, Ledger
+from ..cache import ModelShape
+from ..state import Hardware, Ledger
 
 # Dense bfloat16 products and main memory of one chip, as published. That of a CPU is a round number for a few
 # cores, good for comparing costs in one run: for seconds, measure (`benchmarks.bandwidth`) and pass yours.
