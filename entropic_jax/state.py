@@ -105,7 +105,7 @@ class Action(NamedTuple):
     temperature: jax.Array  # micro: of the token about to be sampled
     surprisal_limit: jax.Array  # micro: tokens with a larger −log softmax(z / T) are excluded; inf: none
     dropped_mass_limit: jax.Array  # meso-lossy: ε, attention mass the next step may leave unread, in [0, 1)
-    quota: jax.Array  # macro: in the next step, 0 waits, 1 decodes, n lets it draft n − 1 tokens
+    quota: jax.Array  # macro: whether the row advances in the next step, 1, or waits, 0
     token: jax.Array  # int32: the token that a controller has chosen itself; −1 where it is to be sampled
 
 

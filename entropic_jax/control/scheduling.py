@@ -20,7 +20,6 @@ from .controller import STATIC, pytree
 from .entropy_drop import (
     AR1,
     PRIOR,
-    SMALLEST_SCALE,
     EntropyPredictor,
     new_predictor,
     predicted_drop,
@@ -176,54 +175,20 @@ def select_rows(score: jax.Array, wait: jax.Array, runnable: jax.Array, width: i
     return jnp.zeros_like(runnable).at[order[:width]].set(True) & runnable
 
 
-def allocate_drafts(
-    weight: jax.Array, selected: jax.Array, draft_budget: jax.Array | int | None, max_per_row: int
-) -> jax.Array:
-    """Distributes the draft tokens of a step over the selected rows in proportion to their weight.
-
-    Tokens are assigned one by one to the largest weight / (2 · assigned + 1), which keeps every row near its
-    proportion (the Sainte-Laguë method).
-
-    Args:
-        weight: float32 `[rows]`, > 0.
-        selected: bool `[rows]`; other rows get none.
-        draft_budget: draft tokens in total; None is no limit.
-        max_per_row: most draft tokens of one row; static.
-
-    Returns:
-        int32 `[rows]`.
-
-    >>> allocate_drafts(jnp.array([3.0, 1.0, 9.0]), jnp.array([True, True, False]), 4, 8).tolist()
-    [3, 1, 0]
-    """
-    if draft_budget is None or max_per_row == 0:
-        return max_per_row * selected.astype(jnp.int32)
-    divisor = 2 * jnp.arange(max_per_row, dtype=jnp.float32) + 1
-    quotient = jnp.maximum(weight, SMALLEST_SCALE)[:, None] / divisor
-    eligible = jnp.broadcast_to(selected[:, None], quotient.shape)
-    index = jnp.arange(quotient.size, dtype=jnp.int32)
-    order = lax.sort((1 - eligible.ravel().astype(jnp.int32), -quotient.ravel(), index), num_keys=3)[-1]
-    rank = jnp.zeros_like(index).at[order].set(index).reshape(quotient.shape)
-    return jnp.sum((rank < draft_budget) & eligible, axis=1, dtype=jnp.int32)
-
-
 @pytree
 class _SchedulingLaw:
     """Everything the laws share; a law adds the `score` that rows are ranked by."""
 
     width: Annotated[int, STATIC]  # c, sequences that advance in a step
-    max_quota: Annotated[int, STATIC] = 1  # tokens of a sequence in a step, drafts included
-    draft_budget: Any = None  # draft tokens of a step in total, int; None is no limit
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """The rank of each row, `[rows]`: the highest advance first."""
         raise NotImplementedError
 
     def init(self, action: Action) -> ScheduleState:
-        """See `Controller`. Raises ValueError for a width or max_quota below 1."""
-        for name in ("width", "max_quota"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {getattr(self, name)}")
+        """See `Controller`. Raises ValueError for a width below 1."""
+        if self.width < 1:
+            raise ValueError(f"width must be an integer of at least 1; got {self.width}")
         rows = action.quota.shape[0]
         none_selected = jnp.zeros(rows, bool)
         return ScheduleState(
@@ -248,10 +213,7 @@ class _SchedulingLaw:
         selected = select_rows(score, state.wait, signal.runnable, self.width)
         # Where all fit, ended rows keep quota 1, as in an action that no law has rewritten.
         all_fit = jnp.sum(signal.runnable, dtype=jnp.int32) <= self.width
-        # An integer score only orders the rows: drafts are then shared evenly.
-        weight = score if jnp.issubdtype(score.dtype, jnp.floating) else jnp.ones(score.shape, jnp.float32)
-        drafts = allocate_drafts(weight, selected, self.draft_budget, self.max_quota - 1)
-        quota = (all_fit | selected).astype(jnp.int32) + drafts
+        quota = (all_fit | selected).astype(jnp.int32)
         return action._replace(quota=quota), state._replace(selected=selected)
 
 
@@ -267,8 +229,6 @@ class Scheduling(_SchedulingLaw):
 
     Args:
         width: c ≥ 1, rows that advance in a step; static.
-        max_quota: most tokens of a row in a step, drafts included, ≥ 1; static.
-        draft_budget: draft tokens of a step in total, shared in proportion to π; None is no limit.
         cost: α ≥ 0, weight of the expected cost.
         memory: β ≥ 0, weight of the KV cache held.
         slack: γ ≥ 0, weight of the time left to the deadline.
@@ -318,8 +278,6 @@ class PaperScheduling(_SchedulingLaw):
 
     Args:
         width: c ≥ 1, rows that advance in a step; static.
-        max_quota: most tokens of a row in a step, drafts included, ≥ 1; static.
-        draft_budget: draft tokens of a step in total; None is no limit.
         cost: α ≥ 0, weight of the expected cost.
         memory: β ≥ 0, weight of the KV cache held.
         urgency: γ ≥ 0, weight of 1 − slack.
@@ -341,7 +299,7 @@ class PaperScheduling(_SchedulingLaw):
 
 @pytree
 class FirstComeFirstServed(_SchedulingLaw):
-    """First come, first served, each sequence to its end: the baseline. Drafts are shared evenly."""
+    """First come, first served, each sequence to its end: the baseline."""
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
@@ -352,7 +310,7 @@ class FirstComeFirstServed(_SchedulingLaw):
 class ShortestJob(_SchedulingLaw):
     """Shortest remaining job first by the true length (`RowLoad.true_end`), an oracle baseline.
 
-    If all sequences arrive together, no law has a smaller mean completion time. Drafts are shared evenly.
+    If all sequences arrive together, no law has a smaller mean completion time.
     """
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
@@ -364,7 +322,7 @@ class ShortestJob(_SchedulingLaw):
 class ShortestRemaining(_SchedulingLaw):
     """Shortest remaining job first by the predicted length (`RowLoad.expected_end`).
 
-    A sequence that exceeds its prediction has 0 tokens left and stays first. Drafts are shared evenly.
+    A sequence that exceeds its prediction has 0 tokens left and stays first.
     """
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:

@@ -216,8 +216,8 @@ class RowControllers:
         if stated is None:
             return not prunes and (self.always_drafts or DRAFTS in SCALES[control.preset])
         if stated not in (OFF, self.drafter):
-            own = f"off or {self.drafter}" if self.drafter in DRAFTERS and self.drafter != OFF else "off"
-            raise RequestError(f"speculate must be {own} in this engine; got {stated!r}", "speculate")
+            accepted = f"off or {self.drafter}" if self.drafter in DRAFTERS and self.drafter != OFF else "off"
+            raise RequestError(f"speculate must be {accepted} in this engine; got {stated!r}", "speculate")
         if stated != OFF and prunes:
             reason = f"with preset {control.preset}, which leaves pages unread"
             raise RequestError(f"speculate must be off {reason}; got {stated!r}", "speculate")

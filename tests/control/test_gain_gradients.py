@@ -105,7 +105,7 @@ CASES = {
     ),
 }
 # Counts of steps have no derivative; a hysteresis decides and is never part of what it lets through.
-WITHOUT = {"patience", "hysteresis", "draft_budget"}
+WITHOUT = {"patience", "hysteresis"}
 
 
 def defaults(kind: type) -> dict[str, float]:
@@ -114,7 +114,7 @@ def defaults(kind: type) -> dict[str, float]:
     if fields.get("highest_temperature") == 0:  # the requested temperature
         fields["highest_temperature"] = 2.0
     prior = PRIOR if "prior" in fields else {}
-    without = {"width", "max_quota", "prior"} | WITHOUT
+    without = {"width", "prior"} | WITHOUT
     return {n: x for n, x in fields.items() if n not in without and x is not dataclasses.MISSING} | prior
 
 
@@ -159,7 +159,7 @@ def test_no_gain_is_left_out():
     laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.LinearPruning}
     for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
         seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
-        fields = {field.name for field in dataclasses.fields(law)} - {"width", "max_quota", "prior"} - WITHOUT
+        fields = {field.name for field in dataclasses.fields(law)} - {"width", "prior"} - WITHOUT
         assert fields <= seen, (law.__name__, fields - seen)
 
 

@@ -26,9 +26,9 @@ PRESET = Parameter("preset", None, Choice(ACCEPTED_PRESETS), "", PRESET_HELP, ""
 SPECULATE_HELP = "off drafts no tokens for this request; otherwise the drafter of the server"
 SPECULATE = Parameter("speculate", None, Choice(DRAFTERS), "", SPECULATE_HELP, "")
 TRACE = Parameter("trace", False, Flag(), "", "return each token's trace with the answer", "")
-FIELDS = {line.name: line for line in (PRESET, SPECULATE, *PER_REQUEST, TRACE)}
+FIELDS = {line.name: line for line in (PRESET, *PER_REQUEST, SPECULATE, TRACE)}
 """Every field of the object `entropic` in a request."""
-GainFields: Any = optional_fields("GainFields", (PRESET, SPECULATE, *PER_REQUEST))
+GainFields: Any = optional_fields("GainFields", (PRESET, *PER_REQUEST, SPECULATE))
 
 
 class Entropic(GainFields):
