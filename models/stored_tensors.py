@@ -97,6 +97,7 @@ class StoredTensors:
             and name not in tied
             and not HARMLESS.search(name)
             and not name.startswith(drafting)
+            and not self.is_zero_bias(name)
         ]
         if unexpected:
             size = f"{config.num_hidden_layers} layers of {config.architecture}"
@@ -112,6 +113,11 @@ class StoredTensors:
                 f"{self.directory}: with tie_word_embeddings, {HEAD} must be absent or equal {EMBEDDING}; "
                 "got another tensor"
             )
+
+    def is_zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, which older GPTQ files have next to every quantised matrix."""
+        matrix = self.tensors.get(name.removesuffix(".bias") + ".weight")
+        return isinstance(matrix, DequantizedTensor) and name.endswith(".bias") and not self[name][...].any()
 
     def same(self, first: str, second: str) -> bool:
         left, right = self[first], self[second]

@@ -46,6 +46,7 @@ class GPTQ(WeightFormat):
         layouts = ("gptq", "gptq_v2")
         layout = settings.choice("checkpoint_format", layouts, settings.choice("format", layouts, "gptq"))
         self.offset = 1 if layout == "gptq" else 0
+        self.reordered = settings.boolean("desc_act", False)
         settings.choice("pack_dtype", ("int32",), "int32")
         settings.absent("dynamic", "is_marlin_format", "rotation")
 
@@ -61,6 +62,8 @@ class GPTQ(WeightFormat):
         require_floats(f"{stem}.scales", parts["scales"])
         require_shape(f"{stem}.scales", parts["scales"], (groups, out))
         require_shape(f"{stem}.qzeros", parts["qzeros"], (groups, -(-out // per_word)))
+        if self.reordered and groups > 1:
+            require_parts(name, parts, "g_idx")
         if "g_idx" in parts:
             index = parts["g_idx"]
             require_dtype(f"{stem}.g_idx", index, "I32", "I64")

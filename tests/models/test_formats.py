@@ -239,6 +239,18 @@ DAMAGE = {
         r"q_proj\.weight is quantised, but its scales is missing",
     ),
     "order": ("gptq", f"{Q}.g_idx", np.full(160, 10, "i4"), r"g_idx must be from 0 to 9; got 10"),
+    "no order": (
+        "gptq by activation",
+        f"{Q}.g_idx",
+        None,
+        r"q_proj\.weight is quantised, but its g_idx is missing",
+    ),
+    "a bias": (
+        "gptq",
+        f"{MATRICES[-1]}.bias",
+        np.ones(160, "f4"),
+        r"holds .*down_proj\.bias, which 1 layers of",
+    ),
     "zeros of gptq": ("gptq", f"{Q}.qzeros", np.ones((10, 3), "i4"), r"qzeros must have shape \(10, 20\)"),
     "words of awq": (
         "awq",
@@ -272,7 +284,7 @@ def test_parts_that_do_not_fit_are_named(name, plain, tmp_path):
     kind, tensor, value, expected = DAMAGE[name]
     quantise(plain, tmp_path, kind)
     tensors = read(tmp_path / "model.safetensors")
-    assert tensor in tensors
+    assert tensor in tensors or tensor.endswith(".bias")
     tensors = {n: x for n, x in tensors.items() if n != tensor} | ({} if value is None else {tensor: value})
     write.save(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=expected) as raised:
@@ -296,6 +308,14 @@ def read(path):
     header = {n: e for n, e in json.loads(data[8 : 8 + length]).items() if n != "__metadata__"}
     parts = {n: data[8 + length :][slice(*e["data_offsets"])] for n, e in header.items()}
     return {n: np.frombuffer(parts[n], names[e["dtype"]]).reshape(e["shape"]) for n, e in header.items()}
+
+
+def test_biases_of_zeros_next_to_gptq_are_passed_over(plain, tmp_path):
+    """A model without biases in its feed-forward block has them in older files."""
+    quantise(plain, tmp_path, "gptq")
+    tensors = read(tmp_path / "model.safetensors") | {f"{MATRICES[-1]}.bias": np.zeros(160, "f4")}
+    write.save(tensors, tmp_path / "model.safetensors")
+    assert "bias" not in models.load(tmp_path, progress=False).params["layers"][0]["mlp"]["down_proj"]
 
 
 @pytest.mark.parametrize("name", ["int8", "8 bits of bitsandbytes"])
