@@ -76,6 +76,9 @@ def describe(path: Path) -> list[str]:
         ("parameters", f"{parameters:,}"),
         ("weights", f"{' and '.join(kind for kind, _ in kinds.most_common())}, {size / 1e6:,.1f} MB"),
     ]
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict):
+        rows.append(("quantization", str(quantization.get("quant_method"))))
     for label, *keys in ROWS:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
