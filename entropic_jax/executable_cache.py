@@ -63,7 +63,7 @@ def load_or_compile(
     """The compiled program of a function, from the cache if it is there.
 
     Args:
-        function: of `arguments`; its static arguments are bound by `functools.partial`.
+        function: the function of `arguments`; its static arguments are bound by `functools.partial`.
         arguments: arrays, or their shapes; only these count.
         donate_argnums: those that the program consumes.
 

@@ -68,7 +68,7 @@ def byte_level(path: Path, values: Mapping[str, Any], tokens: list[str]) -> toke
     """The tokenizer of kind "gpt2".
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         values: its metadata.
         tokens: in the order of their ids.
     """
@@ -95,7 +95,7 @@ def sentencepiece(path: Path, values: Mapping[str, Any], tokens: list[str]) -> t
     """The tokenizer of kind "llama".
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         values: its metadata.
         tokens: in the order of their ids.
     """
@@ -138,10 +138,10 @@ def listed(
     """A list of the metadata.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         values: the metadata.
-        name: of the list.
-        kind: of its entries.
+        name: the name of the list.
+        kind: the type of its entries.
         default: if it is absent; None for an error.
     """
     value = values.get(f"{KEY}{name}", default)
@@ -155,9 +155,9 @@ def named(path: Path, values: Mapping[str, Any], name: str, tokens: list[str]) -
     """The token whose id a field of the metadata states; None if it is absent.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         values: the metadata.
-        name: of the field.
+        name: the name of the field.
         tokens: in the order of their ids.
     """
     value = values.get(f"{KEY}{name}")

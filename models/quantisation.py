@@ -53,8 +53,9 @@ def quantise(params: Any, shapes: Any) -> Any:
     """The parameters with quantised matrices.
 
     Args:
-        params: of the model, not quantised but for matrices that were int8 on disk.
-        shapes: of the quantised model's parameters: where these have a scale, a matrix becomes int8.
+        params: the model's parameters, not quantised but for matrices that were int8 on disk.
+        shapes: the shapes of the quantised model's parameters: where these have a scale, a matrix becomes
+            int8.
     """
     if isinstance(shapes, tuple):
         return tuple(quantise(x, shape) for x, shape in zip(params, shapes, strict=True))

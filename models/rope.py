@@ -107,7 +107,7 @@ def context_key(rope: RopeSpec, length: int) -> tuple[int, ...]:
     """A key that is equal for texts whose common prefix is rotated alike when they are prefilled.
 
     Args:
-        rope: of a layer.
+        rope: a layer's rotary embedding.
         length: tokens of the text.
 
     Returns:

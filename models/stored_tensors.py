@@ -28,9 +28,9 @@ class StoredTensors:
     """The tensors of a model directory. Raises ModelError for broken files.
 
     Args:
-        directory: of the model.
-        config: of the model.
-        weight_format: of quantised matrices; None where there are none.
+        directory: the directory of the model.
+        config: the model's configuration.
+        weight_format: the format of quantised matrices; None where there are none.
         text_tower: whether the model is a part of one that sees images, whose other tensors are passed over.
     """
 

@@ -70,8 +70,8 @@ def read_array(
 
     Args:
         entry: which it is.
-        tensors: of the directory.
-        dtype: of the array.
+        tensors: the tensors of the directory.
+        dtype: the dtype of the array.
         mesh: over which it is divided; None for the default device.
     """
     host = np.empty(entry.shape, dtype)
@@ -86,7 +86,7 @@ def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Arr
 
     Args:
         host: its numbers.
-        path: of it in Params.
+        path: its path in Params.
         mesh: over which it is divided; None for the default device.
     """
     if mesh is None:

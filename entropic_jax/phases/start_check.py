@@ -18,7 +18,7 @@ def check_prompts(prompts: Any, cache: Cache, vocabulary: int) -> None:
 
     Args:
         prompts: token ids, one sequence per row.
-        cache: of the rows.
+        cache: the cache of the rows.
         vocabulary: tokens that there are.
     """
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
@@ -41,7 +41,7 @@ def check_limits(max_tokens: Any, seeds: Any, stop: Any, sample: Any, rows: int,
         seeds: one per row; None numbers the rows.
         stop: token ids that end a row, one sequence per row, −1 where unused; () for none.
         sample: sampling parameters; None for the defaults.
-        rows: of the batch.
+        rows: number of rows of the batch.
         vocabulary: tokens that there are.
     """
     per_row = "one per row"
@@ -77,8 +77,8 @@ def require_rows(name: str, value: Any, rows: int, what: str) -> None:
     """Raises ValueError unless a value is a sequence of `rows` entries.
 
     Args:
-        name: of the argument.
-        value: of it.
+        name: the name of the argument.
+        value: the argument's value.
         rows: entries that it must have.
         what: these are.
     """
@@ -92,8 +92,8 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
     """Raises ValueError unless a value is an integer from `low` to `high`.
 
     Args:
-        name: of the argument.
-        value: of it.
+        name: the name of the argument.
+        value: the argument's value.
         low: least accepted.
         high: most accepted.
     """
@@ -112,8 +112,8 @@ def check_integers(name: str, values: Any, what: str, low: int, high: int) -> No
     """Raises ValueError unless all values of a sequence are integers from `low` to `high`.
 
     Args:
-        name: of the argument, with the index of the sequence in it.
-        values: of the sequence.
+        name: the name of the argument, with the index of the sequence in it.
+        values: the values of the sequence.
         what: they are.
         low: least accepted.
         high: most accepted.

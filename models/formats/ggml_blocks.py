@@ -26,7 +26,7 @@ def halves(blocks: np.ndarray, begin: int, count: int = 1) -> np.ndarray:
 
     Args:
         blocks: bytes.
-        begin: of the first one in a block.
+        begin: where the first one begins in a block.
         count: how many.
     """
     part = np.ascontiguousarray(blocks[:, begin : begin + 2 * count])

@@ -52,9 +52,9 @@ def rope_scaling(path: Path, values: dict[str, Any], name: str) -> dict[str, Any
     """The scaling of the rotation.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         values: its metadata.
-        name: of the architecture.
+        name: the name of the architecture.
     """
     kind = values.get(f"{name}.rope.scaling.type", "none")
     if kind not in SCALINGS:

@@ -25,8 +25,8 @@ class GGUFTensor:
 
     Args:
         data: the bytes of its rows, `[rows, bytes]`.
-        shape: of the tensor.
-        kind: of its blocks.
+        shape: the shape of the tensor.
+        kind: the type of its blocks.
         file: that holds it.
     """
 
@@ -125,10 +125,10 @@ class GGUFFile:
 
         Args:
             data: the bytes behind the metadata.
-            name: of the tensor.
-            shape: of the tensor.
+            name: the name of the tensor.
+            shape: the shape of the tensor.
             kind: number of its type.
-            offset: of its first byte.
+            offset: the offset of its first byte.
         """
         if kind not in BLOCK_TYPES:
             names = ", ".join(known.name for known in BLOCK_TYPES.values())

@@ -61,8 +61,8 @@ class WeightFormat:
         """The matrix in int8 with a float32 scale per row, if that is how it is stored; None otherwise.
 
         Args:
-            name: of the matrix.
-            parts: of it.
+            name: the name of the matrix.
+            parts: the matrix's parts.
         """
         return None
 
@@ -124,7 +124,7 @@ def require_parts(name: str, parts: Parts, *required: str) -> None:
     """Raise ModelError unless a matrix has these parts.
 
     Args:
-        name: of the matrix.
+        name: the name of the matrix.
         parts: that it has.
         *required: names of the parts.
     """
