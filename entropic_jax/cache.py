@@ -74,6 +74,7 @@ class Cache(NamedTuple):
 
     @property
     def page_size(self) -> int:
+        """Positions per page."""
         return self.layers[0].keys.shape[2]
 
     @property
@@ -84,6 +85,7 @@ class Cache(NamedTuple):
 
     @property
     def pages(self) -> int:
+        """Pages of the pool, without the scratch page."""
         return self.free.shape[0]
 
 

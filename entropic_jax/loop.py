@@ -164,12 +164,11 @@ def generate(
         check_speculation(controller, state)
 
     def program(params, state, controller, speculator, steps):
-        if speculator is None:
-            advance = lambda state, number: step(decoder, params, controller, state, width=width)
-        else:
-            advance = lambda state, number: speculative_step(
-                decoder, params, controller, speculator, state, width
-            )
+        def advance(state: State, number: jax.Array) -> tuple[State, Trace]:
+            if speculator is None:
+                return step(decoder, params, controller, state, width=width)
+            return speculative_step(decoder, params, controller, speculator, state, width)
+
         state, _, trace = run(advance, state, steps, capacity)
         return state, trace
 

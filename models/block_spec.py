@@ -43,10 +43,12 @@ class AttentionSpec:
 
     @property
     def cache_heads(self) -> int:
+        """KV heads that the cache holds."""
         return self.kv_heads
 
     @property
     def cache_dim(self) -> int:
+        """The head dimension that the cache holds."""
         return self.head_dim
 
 
@@ -67,10 +69,12 @@ class LatentAttentionSpec:
 
     @property
     def cache_heads(self) -> int:
+        """KV heads that the cache holds."""
         return 1
 
     @property
     def cache_dim(self) -> int:
+        """The head dimension that the cache holds."""
         return self.latent + self.rope.dim
 
 
@@ -141,6 +145,7 @@ class OutputSpec:
 
 
 def rms_norm_of(config: Config) -> NormSpec:
+    """The RMS norm of a Config."""
     return NormSpec(config.rms_norm_eps)
 
 

@@ -64,6 +64,7 @@ def check(directory: Path, stored_arrays: dict[str, Any], expected: dict[str, ja
 
 
 def form(leaf: Any) -> str:
+    """Dtype and shape of a leaf in one word, for messages."""
     return "absent" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
@@ -77,10 +78,12 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of random keys."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def plain(leaf: Any) -> jax.Array:
+    """The leaf as an array of numbers, which random keys become."""
     return jax.random.key_data(leaf) if is_key(leaf) else jnp.asarray(leaf)
 
 
@@ -93,6 +96,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def revive(stored: jax.Array, like: Any) -> jax.Array:
+    """The stored leaf in the form of `like`: random keys again where it holds them."""
     if not is_key(like):
         return stored
     kind: list[Any] = []  # asked of a traced key, since an abstract one does not tell

@@ -32,28 +32,34 @@ class Check(NamedTuple):
 
 
 def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number and no boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def integer(low: int, high: int = LARGEST_INTEGER) -> Check:
+    """Accepts integers from `low` to `high`."""
     text = f"an integer of at least {low}" if high == LARGEST_INTEGER else f"an integer from {low} to {high}"
     return Check(lambda value: is_integer(value) and low <= value <= high, text)
 
 
 def optional(check: Check) -> Check:
+    """Accepts null and all that `check` accepts."""
     return Check(lambda value: value is None or check.accepts(value), f"null or {check.requirement}")
 
 
 def choice(*names: str) -> Check:
+    """Accepts one of these strings."""
     text = ", ".join(map(repr, names))
     return Check(lambda value: isinstance(value, str) and value in names, f"one of {text}")
 
 
 def items(check: Check) -> Check:
+    """Accepts lists whose entries `check` accepts."""
     accepts = lambda value: isinstance(value, tuple) and all(map(check.accepts, value))
     return Check(accepts, f"a list, each entry {check.requirement}")
 

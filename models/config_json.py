@@ -74,12 +74,14 @@ def with_our_names(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def as_object(name: str, value: Any) -> Mapping[str, Any]:
+    """The value if it is an object, {} for null. Raises ModelError for anything else."""
     if not isinstance(value, Mapping | None):
         raise ModelError(f"{name} must be null or an object; got {abbreviate(value)}")
     return value or {}
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of a list. Raises ModelError for anything else."""
     if not isinstance(value, (list, tuple)):
         raise ModelError(f"{name} must be a list; got {abbreviate(value)}")
     return tuple(value)
@@ -129,6 +131,7 @@ def layer_count(merged: Mapping[str, Any]) -> int:
 
 
 def positive(name: str, merged: Mapping[str, Any]) -> int:
+    """The field if it is an integer of at least 1. Raises ModelError for anything else."""
     value = merged[name]
     if not is_integer(value) or value < 1:
         raise ModelError(f"{name} must be an integer of at least 1; got {abbreviate(value)}")

@@ -260,6 +260,7 @@ class DecoderLayer(nnx.Module):
 
 
 def normalised(x: jax.Array, layer: RMSNorm | LayerNorm | None) -> jax.Array:
+    """The vectors after the norm of a layer; as they are without one."""
     return x if layer is None else layer(x)
 
 

@@ -44,6 +44,7 @@ class Model:
 
     @property
     def decoder(self) -> Decoder:
+        """The model's pure functions, static in compiled programs."""
         return Decoder(self.config, self.mesh, self.quantization)
 
     @property
@@ -239,6 +240,7 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
 
 
 def checked(dtype: Any) -> np.dtype:
+    """The NumPy dtype of that name. Raises ModelError unless it is one of `ACCEPTED_DTYPES`."""
     try:
         result = jnp.dtype(dtype)
     except TypeError:

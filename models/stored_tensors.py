@@ -120,6 +120,7 @@ class StoredTensors:
         return isinstance(matrix, DequantizedTensor) and name.endswith(".bias") and not self[name][...].any()
 
     def same(self, first: str, second: str) -> bool:
+        """Whether two tensors have equal shapes and values; reads them in strips."""
         left, right = self[first], self[second]
         if left.shape != right.shape:
             return False
@@ -134,9 +135,11 @@ def with_prefix(tensors: Mapping[str, ForeignTensor]) -> Mapping[str, ForeignTen
 
 
 def abbreviated(names: list[str]) -> str:
+    """The first three names, and how many follow."""
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def strips(length: int) -> list[slice]:
+    """Slices of at most `STRIP` rows that cover `length` rows."""
     return [slice(start, min(start + STRIP, length)) for start in range(0, length, STRIP)]

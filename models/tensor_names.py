@@ -37,6 +37,7 @@ class ParameterSource(NamedTuple):
 
     @property
     def is_kernel(self) -> bool:
+        """Whether the parameter is the matrix of a linear layer."""
         return self.path[-1] == "kernel"
 
 

@@ -119,10 +119,12 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
+        """The token that begins a text, as text."""
         return self._named("bos_token")
 
     @property
     def eos_token(self) -> str | None:
+        """The token that ends a text, as text."""
         return self._named("eos_token")
 
     def _named(self, name: str) -> str | None:
@@ -189,6 +191,7 @@ class Tokenizer:
         return [self.escape(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """The text of tokens."""
         return self.backend.decode(list(tokens), skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> "Detokenizer":

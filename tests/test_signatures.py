@@ -17,6 +17,27 @@ PENDING: tuple[str, ...] = ()
 # The parameters of a route are those of the request, which its schema documents.
 ROUTES = {"get", "post", "put", "delete", "api_route"}
 
+# A line of Args is a phrase of its own: `state: the loop's state`, not `state: of the loop`.
+ELLIPTIC = re.compile(r"^ +\w+: [Oo]f .*", re.MULTILINE)
+# Files that may still have such lines: kernel sources, whose text is the key of their compiled code, and these.
+ELLIPTIC_KERNELS = re.compile(r"entropic_jax/(cpu_runtime/|pallas/.*cpu\w*\.py)")
+ELLIPTIC_FILES = {
+    "entropic_jax/speculation/draft_length.py",
+    "entropic_jax/speculation/model_drafter.py",
+    "entropic_jax/speculation/pass_costs.py",
+    "entropic_jax/speculation/pruned.py",
+    "entropic_jax/speculation/registry.py",
+    "entropic_jax/speculation/speculator.py",
+    "entropic_jax/speculation/verification.py",
+    "serving/engine/initial_state.py",
+    "serving/engine/launch_costs.py",
+    "serving/engine/launch_planner.py",
+    "serving/engine/priority.py",
+    "serving/engine/programs.py",
+    "serving/engine/row_controllers.py",
+    "serving/offline/engine.py",
+}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -191,3 +212,24 @@ def test_what_is_left_out_is_found(tmp_path, text, said):
     (tmp_path / "serving/x.py").write_text(text)
     assert violations(tmp_path) == said
     assert violations(tmp_path, ("serving",)) == []
+
+
+def elliptic(root: Path) -> dict[str, list[str]]:
+    """The elliptic lines of each file that has any."""
+    files = (path for folder in (*FOLDERS, "benchmarks") for path in root.glob(f"{folder}/**/*.py"))
+    lines_of = {
+        path.relative_to(root).as_posix(): ELLIPTIC.findall(path.read_text("utf-8")) for path in files
+    }
+    return {file: lines for file, lines in lines_of.items() if lines and not ELLIPTIC_KERNELS.match(file)}
+
+
+def test_arguments_are_described_by_full_phrases():
+    assert {file: lines for file, lines in elliptic(ROOT).items() if file not in ELLIPTIC_FILES} == {}
+
+
+def test_an_elliptic_line_is_found(tmp_path):
+    text = 'def f(state: int) -> int:\n    """F.\n\n    Args:\n        state: {}.\n    """\n'
+    for name, line in (("a", "of the loop"), ("b", "the loop's state"), ("c", "Of the loop")):
+        (tmp_path / "serving").mkdir(exist_ok=True)
+        (tmp_path / f"serving/{name}.py").write_text(text.format(line))
+    assert sorted(elliptic(tmp_path)) == ["serving/a.py", "serving/c.py"]

@@ -21,9 +21,10 @@ EVERYTHING_MAY_GO = 0.999  # ε at which the rules alone decide which pages are 
 
 def halved(subject: Subject) -> Subject:
     """The same model with matrices of bfloat16, where products read them without conversion."""
-    narrow = lambda x: (
-        x.astype("bfloat16") if x.ndim == 2 and skinny_matmul.reads_as_stored("bfloat16") else x
-    )
+
+    def narrow(x: Any) -> Any:
+        return x.astype("bfloat16") if x.ndim == 2 and skinny_matmul.reads_as_stored("bfloat16") else x
+
     kept = {"embed_tokens": subject.params["embed_tokens"]}  # looked up, not multiplied
     return subject._replace(params={**jax.tree.map(narrow, subject.params), **kept})
 

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ class Run:
             presets = {name: workload.preset(name) for name in names}
             for law in () if quick else LAWS:
                 presets[f"micro, {law}"] = preset("micro", None, workload.gains.replace(law=law))
-            make = lambda s=seed, w=presets: studies.writing(
-                workload, s, presets=w, tokens=32 if quick else 256
-            )
+            tokens = 32 if quick else 256
+            make = partial(studies.writing, workload, seed, presets=presets, tokens=tokens)
             yield "writing", {"seed": seed}, make
         for seed in range(min(3, self.seeds)):
             context = 384 if quick else 1024

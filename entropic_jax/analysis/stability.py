@@ -42,6 +42,7 @@ class HeldLogits:
 
     @property
     def shape(self) -> Any:
+        """The sizes of the decoder whose logits are held."""
         return self.decoder.shape
 
     def hidden(self, params: Any, *arguments: Any) -> Any:

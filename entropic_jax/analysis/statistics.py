@@ -109,10 +109,12 @@ def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
 
 
 def middle(rows: Rows, field: str) -> float:
+    """The median of a field over rows."""
     return statistics.median(r[field] for r in rows)
 
 
 def mean(rows: Rows, field: str) -> float:
+    """The mean of a field over rows."""
     return statistics.fmean(r[field] for r in rows)
 
 

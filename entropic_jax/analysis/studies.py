@@ -40,6 +40,7 @@ class Workload:
     gains: Gains
 
     def preset(self, name: str, width: int | None = None) -> Preset:
+        """The preset of that name, with the workload's gains."""
         return preset(name, width, self.gains)
 
     def windows(self, count: int, length: int, seed: int) -> list[list[int]]:
@@ -56,6 +57,7 @@ class Workload:
         return [self.stream[s : s + length].tolist() for s in starts]
 
     def bits_per_byte(self, surprisal: np.ndarray) -> float:
+        """Bits per byte of text, from nats per token."""
         return float(surprisal.mean() / LN2 / self.bytes_per_token)
 
 

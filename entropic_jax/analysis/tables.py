@@ -1,6 +1,7 @@
 """The studies of an ablation as tables: a title, a header, and lines of text."""
 
 from collections.abc import Callable
+from functools import partial
 
 from .statistics import Rows, compared, differences, estimate, mean, middle, split, spread, worded
 from .studies import EQUIVALENT_PRESETS
@@ -17,10 +18,12 @@ LIKE_THE_PAPER = {"meso": "meso-lossy", "full": "full-lossy"}  # our presets tha
 
 
 def of(rows: Rows, name: str) -> Rows:
+    """The rows of one preset."""
     return [r for r in rows if r["preset"] == name]
 
 
 def quality(rows: Rows) -> Grid:
+    """Bits per byte and fraction of the cache read, per context and preset."""
     lines = []
     for (context,), in_context in split(rows, "context"):
         base = of(in_context, "off")
@@ -41,15 +44,17 @@ def quality(rows: Rows) -> Grid:
     return "Quality under teacher forcing, held-out text", head, lines
 
 
+def _change(of_preset: Rows, base: Rows, field: str, digits: int) -> str:
+    return worded(differences(of_preset, base, field, "seed", "window"), digits)
+
+
 def information(rows: Rows) -> Grid:
     """Information gained about the text and dτ/dC, per roofline second of prompt and text together."""
     lines = []
     for (context,), in_context in split(rows, "context"):
         base = of(in_context, "off")
         for (name,), of_preset in split(in_context, "preset"):
-            change = lambda field, digits, of_preset=of_preset, base=base: worded(
-                differences(of_preset, base, field, "seed", "window"), digits
-            )
+            change = partial(_change, of_preset, base)
             spent = sum(r["prefill_seconds"] + r["decode_seconds"] for r in of_preset)
             lines.append(
                 [
@@ -100,6 +105,7 @@ def timed(title: str) -> Callable[[Rows], Grid]:
 
 
 def load(rows: Rows) -> Grid:
+    """Completion times under load, per preset."""
     base = of(rows, "off")
     change = lambda of_preset, field: worded(compared(of_preset, base, field, "seed"), 0)
     lines = [
@@ -119,6 +125,7 @@ def load(rows: Rows) -> Grid:
 
 
 def writing(rows: Rows) -> Grid:
+    """Statistics of free generation, per preset."""
     fields = ("entropy_variance", "error", "clipped", "temperature", "fall", "distinct_4", "repetition")
     lines = []
     for (name,), of_preset in split(rows, "preset"):

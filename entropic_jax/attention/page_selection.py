@@ -166,9 +166,11 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
     if selection.refresh == 1:
         return ()
     zeros = lambda *shape: jnp.zeros((rows, *shape), jnp.int32)
-    empty = lambda: PageLists(
-        zeros(kv_heads, most), zeros(kv_heads), zeros(), jnp.zeros((rows, kv_heads), jnp.float32)
-    )
+
+    def empty() -> PageLists:
+        dropped_mass = jnp.zeros((rows, kv_heads), jnp.float32)
+        return PageLists(zeros(kv_heads, most), zeros(kv_heads), zeros(), dropped_mass)
+
     return tuple(empty() for _ in range(selection.groups(len(cache.layers))))
 
 

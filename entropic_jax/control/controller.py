@@ -143,6 +143,7 @@ class Chain:
 
     @property
     def observes(self) -> Any:
+        """The attention statistics that any of the controllers needs."""
         return required_observation(*self.controllers)
 
     def init(self, action: Action) -> tuple[Any, ...]:
@@ -203,6 +204,7 @@ class Every:
 
     @property
     def observes(self) -> Any:
+        """The attention statistics that the controller needs."""
         return required_observation(self.controller)
 
     def init(self, action: Action) -> EveryState:
@@ -239,6 +241,7 @@ class When:
 
     @property
     def observes(self) -> Any:
+        """The attention statistics that the controller needs."""
         return required_observation(self.controller)
 
     def init(self, action: Action) -> Any:
@@ -271,6 +274,7 @@ class PerRow:
 
     @property
     def observes(self) -> Any:
+        """The attention statistics that the controller needs."""
         return required_observation(self.controller)
 
     def gather(self, rows: RowSubset) -> "PerRow":

@@ -181,6 +181,7 @@ class DSlider:
 
     @property
     def size(self) -> int:
+        """Tokens over which the running distributions extend."""
         return self.support or self.vocabulary
 
     def init(self, action: Action) -> Running:

@@ -46,12 +46,16 @@ GENERATED_HEAD = re.compile(
 
 
 class Document(NamedTuple):
+    """A file of a package."""
+
     package: str
     path: str
     text: str
 
 
 class Package(NamedTuple):
+    """A package with its licence and its documents."""
+
     name: str
     version: str
     licence: str
@@ -95,6 +99,7 @@ def read_wheel(wheel: Path) -> Package:
 
 
 def read_standard_library() -> Package:
+    """The Python standard library, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
     documents = [

@@ -40,6 +40,8 @@ class Fact(NamedTuple):
 
 
 class Piece(NamedTuple):
+    """A stretch of text with its weight in the loss."""
+
     text: str
     weight: float  # of the loss on its tokens
 
@@ -49,11 +51,13 @@ def _name(rng: np.random.Generator) -> str:
 
 
 def key_value(rng: np.random.Generator) -> Fact:
+    """An entry of a table, and the assertion that recalls it."""
     key, value = _name(rng), rng.choice(WORDS)
     return Fact(f'table["{key}"] = "{value}"\n', f'assert table["{key}"] == "', f'{value}"\n')
 
 
 def needle(rng: np.random.Generator) -> Fact:
+    """A number in a comment, and the same comment that recalls it."""
     key, value = " ".join(rng.choice(WORDS, 2)), int(rng.integers(100, 1000))
     head = f"# The secret number of the {key} is "
     return Fact(f"{head}{value}.\n", head, f"{value}.\n")
@@ -69,6 +73,7 @@ def variable(rng: np.random.Generator) -> Fact:
 
 
 def definition(rng: np.random.Generator) -> Fact:
+    """A short function, and its repetition."""
     name, (a, b, c) = _name(rng), rng.choice(WORDS, 3)
     operator, number = rng.choice(list("+-*")), int(rng.integers(2, 100))
     head, body = f"def {name}(", f"{a}, {b}):\n    return {c}({a} {operator} {number}, {b})\n"

@@ -27,17 +27,20 @@ def initialise(shape: Shape, seed: int) -> forward.Params:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     normal = lambda *size: (rng.standard_normal(size) * size[0] ** -0.5).astype(np.float32)
-    layer = lambda: {
-        "input_layernorm": np.ones(hidden, np.float32),
-        "q_proj": normal(hidden, q),
-        "k_proj": normal(hidden, kv),
-        "v_proj": normal(hidden, kv),
-        "o_proj": np.zeros((q, hidden), np.float32),
-        "post_attention_layernorm": np.ones(hidden, np.float32),
-        "gate_proj": normal(hidden, inner),
-        "up_proj": normal(hidden, inner),
-        "down_proj": np.zeros((inner, hidden), np.float32),
-    }
+
+    def layer() -> dict[str, np.ndarray]:
+        return {
+            "input_layernorm": np.ones(hidden, np.float32),
+            "q_proj": normal(hidden, q),
+            "k_proj": normal(hidden, kv),
+            "v_proj": normal(hidden, kv),
+            "o_proj": np.zeros((q, hidden), np.float32),
+            "post_attention_layernorm": np.ones(hidden, np.float32),
+            "gate_proj": normal(hidden, inner),
+            "up_proj": normal(hidden, inner),
+            "down_proj": np.zeros((inner, hidden), np.float32),
+        }
+
     embedding = rng.standard_normal((shape.vocab_size, hidden)).astype(np.float32) * 0.02
     return {
         "embed_tokens": embedding,

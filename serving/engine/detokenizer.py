@@ -30,9 +30,11 @@ class ByteLevelDetokenizer:
         self._bytes, self._decode = table, INCREMENTAL("replace").decode
 
     def push(self, token: int) -> str:
+        """The text that a token completes."""
         return self._decode(self._bytes.get(token, b""))
 
     def flush(self) -> str:
+        """The rest of the text, with U+FFFD for an unfinished character."""
         return self._decode(b"", True)
 
 

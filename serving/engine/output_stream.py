@@ -21,6 +21,7 @@ class QueuedOutputStream:
         self._deltas.put(delta)
 
     def cancel(self) -> None:
+        """Ask the engine to end the request."""
         self._cancel(self)
 
     def __iter__(self) -> Iterator[Delta]:

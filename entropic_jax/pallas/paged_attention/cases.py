@@ -29,6 +29,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the case, for pytest."""
         listed = "all" if self.kept is None else f"kept{self.kept:g}"
         parts = [
             f"{self.rows}x{self.kv_heads}x{self.group}x{self.head_dim}",

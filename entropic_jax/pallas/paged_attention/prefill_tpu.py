@@ -183,11 +183,9 @@ def _kernel(
 
     def copies(chunk, slot, page):
         place = page_table[row * shape.per_row + _entry(shape, listed, chunk * shape.pages + page)]
-        copy = lambda pool, buffer: pltpu.make_async_copy(
-            pool.at[place, head], buffer.at[slot, page, 0], input_semaphore.at[slot]
-        )
         pairs = zip(jax.tree.leaves((keys, values)), jax.tree.leaves((k_buffer, v_buffer)), strict=True)
-        return [copy(pool, buffer) for pool, buffer in pairs]
+        moves = ((pool.at[place, head], buffer.at[slot, page, 0]) for pool, buffer in pairs)
+        return [pltpu.make_async_copy(*pair, input_semaphore.at[slot]) for pair in moves]
 
     def ends(chunk):
         """The range of the pages in a chunk that are read."""

@@ -23,10 +23,12 @@ class Quantised(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the pool, without the scales."""
         return self.tiles.shape
 
     @property
     def dtype(self) -> Any:
+        """The dtype of the stored values."""
         return self.tiles.dtype
 
 

@@ -249,12 +249,10 @@ class _Part:
         entry = item.list * shape.max_listed + self.begin(item.list) + item.chunk * shape.pages + page
         place = refs.pages[entry]
         head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
-        copy = lambda pool, buffer: pltpu.make_async_copy(
-            pool.at[place, head], buffer.at[slot, page], refs.input_semaphore.at[slot]
-        )
         pools, buffers = (refs.keys, refs.values), (refs.k_buffer, refs.v_buffer)
         pairs = zip(jax.tree.leaves(pools), jax.tree.leaves(buffers), strict=True)
-        return [copy(pool, buffer) for pool, buffer in pairs]
+        moves = ((pool.at[place, head], buffer.at[slot, page]) for pool, buffer in pairs)
+        return [pltpu.make_async_copy(*pair, refs.input_semaphore.at[slot]) for pair in moves]
 
     def query_copy(self, item: Item, slot):
         """The copy of the queries of an item's list."""

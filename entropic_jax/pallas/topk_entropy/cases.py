@@ -19,6 +19,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the case, for pytest."""
         return f"{self.rows}x{self.vocabulary}-k{self.k}-{self.kind}-{self.dtype}"
 
 
@@ -107,9 +108,10 @@ def exact(arguments: Arguments, k: int) -> TopkEntropy:
     # A stable sort keeps ties in order; adding 0 turns −0 into +0.
     indices = np.argsort(-(candidates + 0.0), axis=-1, kind="stable")[:, :k]
     values: Any = np.take_along_axis(candidates, indices, axis=-1)
-    moments = lambda z, temperature: Moments(
-        *np.transpose([_moments(*pair) for pair in zip(z, temperature, strict=True)])
-    )
+
+    def moments(z: Any, temperature: Any) -> Moments:
+        return Moments(*np.transpose([_moments(*pair) for pair in zip(z, temperature, strict=True)]))
+
     calibration = arguments.calibration.astype(np.float64)
     head: Any = np.array([_head(*of) for of in zip(logits, values, calibration, strict=True)]).T
     token: Any = np.where(values > -np.inf, indices, vocabulary)
