@@ -19,7 +19,7 @@ ROUTES = {"get", "post", "put", "delete", "api_route"}
 
 # A line of Args is a phrase of its own: `state: the loop's state`, not `state: of the loop`.
 ELLIPTIC = re.compile(r"^ +\w+: [Oo]f .*", re.MULTILINE)
-# Files that may still have such lines: kernel sources, whose text is the key of their compiled code, and these.
+# Files that may still have such lines: kernel sources, whose text is the key of compiled code, and these.
 ELLIPTIC_KERNELS = re.compile(r"entropic_jax/(cpu_runtime/|pallas/.*cpu\w*\.py)")
 ELLIPTIC_FILES = {
     "entropic_jax/speculation/draft_length.py",

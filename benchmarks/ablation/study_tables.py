@@ -193,16 +193,19 @@ def estimators(rows: Rows) -> Table:
     base = [r for r in rows if r["estimator"] == "exact"]
     lines = []
     for (name,), selected in split(rows, "estimator"):
-        faster = worded(compared(selected, base, "milliseconds", "seed"), 1)
+        changes = [
+            "" if name == "exact" else worded(compared(selected, base, field, "seed"), digits)
+            for field, digits in (("milliseconds", 1), ("bits_per_byte", 2))
+        ]
         lines.append(
             [
                 name,
                 f"{mean(selected, 'correlation'):.4f}",
                 f"{mean(selected, 'error'):.3f}",
                 f"{middle(selected, 'milliseconds'):.3f}",
-                "" if name == "exact" else faster,
+                changes[0],
                 f"{mean(selected, 'kept'):.3f}",
-                "" if name == "exact" else change("bits_per_byte", 2),
+                changes[1],
             ]
         )
     head = ["estimator", "correlation", "|error|, nats", "ms/token", "change, %", "kept", "bits/byte, %"]
