@@ -1,6 +1,7 @@
 """Imports point down only: the layers follow the decode loop, from arrays up to the server."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,39 @@ def test_imports_point_down():
 @pytest.mark.parametrize(("package", "most"), MOST_ARROWS.items())
 def test_there_are_no_more_arrows(package, most):
     assert len(arrows(package, ROOT)) <= most, sorted(arrows(package, ROOT))
+
+
+def circle(root: Path) -> list[str]:
+    """Modules that import one another in a circle, the first named again at the end; empty without one.
+
+    Imports for type checkers alone do not run. Those inside functions count: they only delay a circle.
+    """
+    graph: dict[str, set[str]] = {}
+    for path in sources(root):
+        module, lazy = module_name(path, root), for_type_checkers(path)
+        others = {name for line, name in imports(path, root) if line not in lazy}
+        graph[module] = others - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_there_is_no_circle():
+    assert circle(ROOT) == []
+
+
+@pytest.mark.parametrize("text", ["from . import scheduler", "def late():\n    from .scheduler import step"])
+def test_a_circle_is_found(tmp_path, text):
+    engine = {"serving/engine/scheduler.py": "from .block_manager import BlockManager"}
+    write(tmp_path, {**GOOD, **engine, "serving/engine/block_manager.py": ""})
+    assert circle(tmp_path) == []
+    write(tmp_path, {"serving/engine/block_manager.py": text})
+    names = [f"entropic_jax.serving.engine.{name}" for name in ("block_manager", "scheduler")]
+    assert set(circle(tmp_path)) == {*names}
+    write(tmp_path, {"serving/engine/block_manager.py": "if TYPE_CHECKING:\n    from . import scheduler"})
+    assert circle(tmp_path) == []
 
 
 def between_benchmarks(root: Path) -> set[tuple[str, str]]:

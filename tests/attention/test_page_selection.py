@@ -154,6 +154,43 @@ def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     np.testing.assert_allclose(reached, 0.6, atol=1e-4)
 
 
+def test_the_dropped_mass_of_soft_selection_is_that_of_the_hard_one():
+    pool, layer, q = filled(200, 8)
+    zero, last, drop = jnp.zeros(2, jnp.int32), jnp.full(2, 200, jnp.int32), jnp.full(2, 0.6)
+    rules = LOOSE._replace(min_pages=0)
+
+    def dropped(softness):
+        reader = Selection(rules=rules, dense_layers=0, softness=softness).reader(pool, drop, (), zero)
+        reader.read(layer, q, zero, last)
+        return np.asarray(reader.total().dropped)
+
+    hard = dropped(0.0)
+    assert (hard > 0.2).all()
+    np.testing.assert_allclose(dropped(1e-4), hard, atol=0.08)  # one page may be open in part
+
+
+@pytest.mark.parametrize("length", [17, 24, 33])
+def test_pages_far_from_the_mean_value_weigh_more(length):
+    """Mahalanobis: the mean over dimensions and positions of (v − mean)² / variance, per page and head."""
+    rng, page = np.random.default_rng(length), 8
+    v = rng.standard_normal((1, length, 2, 16)).astype(np.float32) * rng.uniform(0.2, 3, (1, 1, 2, 16))
+    v = v.astype(np.float32)
+    pool = cache.allocate(SHAPE, 1, 64, page_size=page, moments=True)
+    pool, _ = cache.grant(pool, jnp.array([length], jnp.int32))
+    span = attend.TokenSpan(jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32))
+    layer = attend.write(pool.layers[0], pool.table, span, jnp.asarray(v), jnp.asarray(v))
+    weight = page_selection.information("mahalanobis", layer, pool, jnp.array([length], jnp.int32))
+    far = (v[0] - v[0].mean(0)) ** 2 / v[0].var(0)
+    for number, start_ in enumerate(range(0, length, page)):  # the last page may have one position
+        expected = far[start_ : start_ + page].mean((0, 2))
+        np.testing.assert_allclose(weight[pool.table[0, number]], expected, rtol=2e-3)
+
+
+def test_layers_share_lists_in_groups():
+    choice = Selection(dense_layers=2, layers_per_list=2)
+    assert [choice.groups(layers) for layers in (1, 2, 3, 4, 5, 8)] == [0, 0, 1, 1, 2, 3]
+
+
 @pytest.mark.slow
 def test_the_gradient_of_soft_selection_is_the_difference_quotient():
     m = tiny.model()

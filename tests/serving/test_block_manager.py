@@ -49,6 +49,28 @@ def test_pages_without_a_user_are_given_up_oldest_and_latest_in_the_text_first()
     assert known.match(texts[0]) == [0] and known.match(texts[1]) == []
 
 
+def test_every_page_counts():
+    blocks, updates = BlockManager(4, 16, PAGE, PrefixCache()), state_updates()
+    assert blocks.reset_prefix_cache(updates) == (0, 0)
+    assert BlockManager(1, 4, PAGE, None).reset_prefix_cache(updates) == (0, 0)
+    assert blocks.allocate(0, [], 4, 0, updates, spare=2) == [] and blocks.num_free_pages == 13
+    one = np.array([0])
+    assert blocks.reserve(one, np.array([13]), updates) and blocks.num_free_pages == 12  # a single page
+    blocks.trim(0, 9)
+    assert blocks.num_free_pages == 13
+    blocks.trim(0, 16)
+    assert blocks.num_free_pages == 13  # nothing is taken back
+    blocks.free(0)
+    text = keys(*range(12))
+    assert blocks.allocate(0, text, 12, 0, updates) == []
+    blocks.cache_prefix(0, text, np.array([5, 6, 7]), updates)
+    blocks.free(0)
+    assert blocks.allocate(1, text, 14, 0, updates) == [5, 6, 7]  # an odd number of pages
+    assert (blocks.prefix_cache.queries, blocks.prefix_cache.hits) == (4 + 12 + 14, 12)
+    blocks.free(1)
+    assert blocks.allocate(2, text, 14, 0, updates, multiple=2) == [5, 6]
+
+
 def test_what_rows_may_come_to_hold_is_reserved():
     blocks, updates, text = BlockManager(4, 16, PAGE, PrefixCache()), state_updates(), keys(*range(40))
     assert blocks.allocate(0, text, 40, 0, updates) == []
