@@ -17,6 +17,7 @@ from .mxfp4 import MXFP4
 from .settings import Settings
 from .weight_format import WeightFormat
 
+FIELDS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
 LOG = logging.getLogger("entropic_jax.models")
 FORMATS: dict[str, type[WeightFormat]] = {
     "fp8": FP8,
@@ -34,13 +35,13 @@ def weight_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
     Raises ModelError for a format that is not read.
     """
-    inner = raw.get("text_config")
-    if isinstance(inner, Mapping) and not raw.get("quantization_config"):
-        raw = {**inner, **raw}  # of the text tower of a model that sees images
-    field = next((f for f in ("quantization_config", "compression_config") if raw.get(f)), None)
-    if field is None:
+    inner = raw.get("text_config")  # of the text tower of a model that sees images
+    parts = (raw, inner) if isinstance(inner, Mapping) else (raw,)
+    fields = [(name, part[name]) for part in parts for name in FIELDS if part.get(name)]
+    if not fields:
         return None
-    settings = Settings(raw[field], field)
+    field, value = fields[0]
+    settings = Settings(value, field)
     method = settings.fields.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise ModelError(

@@ -2,13 +2,15 @@
 
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from entropic_jax import models
-from entropic_jax.models import Config, ModelError
+from entropic_jax.models import Config, ModelError, formats
+from entropic_jax.models.formats import weight_format
 from tests.models import format_writers as write
 
 # Widths are not multiples of what is read at a time, 64 rows, nor of the blocks of FP8, 128.
@@ -151,6 +153,47 @@ def test_experts_of_gpt_oss(tmp_path):
     actual = tensors_of(models.load(tmp_path, progress=False), tmp_path / "dense")
     for tensor, expected in dense.items():
         np.testing.assert_array_equal(actual[tensor], expected, err_msg=tensor)
+
+
+OTHERS = {
+    "fused": Config("Phi3ForCausalLM", 61, 160, 224, 1, 5, 5),
+    "experts": Config(
+        *("MixtralForCausalLM", 61, 160, 224, 1, 5, 5), num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_fused_matrices_and_experts(family, quantization, tmp_path):
+    """Parts of a stored matrix are arrays of their own, and matrices of experts are one array."""
+    models.save(models.initialise(OTHERS[family], seed=0), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = dict(tensors)
+    for name in [n for n, x in tensors.items() if x.ndim == 2 and LAYER in n and ".gate." not in n]:
+        stored, dense[name] = write.int8_rows(name.removesuffix(".weight"), tensors.pop(name))
+        tensors |= stored
+    write.save(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": groups(CHANNELS)}))
+    model = models.load(tmp_path, progress=False, quantization=quantization)
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    write.save({n: x.astype(np.float32) for n, x in dense.items()}, tmp_path / "dense" / "model.safetensors")
+    expected = models.load(tmp_path / "dense", progress=False)
+    for name, part in expected.params["layers"][0]["self_attn"].items():
+        actual = model.params["layers"][0]["self_attn"][name]
+        assert (actual["kernel"].dtype == np.int8) == (quantization is not None)
+        wide = np.asarray(actual["kernel"], np.float32) * np.asarray(actual.get("scale", 1.0))
+        np.testing.assert_allclose(wide, part["kernel"], rtol=1e-5, atol=1e-6, err_msg=name)
+    if quantization is None:
+        close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, model.params, expected.params)
+
+
+def test_the_settings_of_a_text_tower_are_read():
+    raw = {"text_config": {"quantization_config": {**GPTQ, "bits": 4}}, "quantization_config": None}
+    assert isinstance(weight_format(raw), formats.GPTQ)
 
 
 def test_activations_that_stay_are_logged(plain, tmp_path, caplog):
