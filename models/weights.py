@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ from .quantisation import Int8Kernel
 from .sharding import partition_spec
 from .stored_tensors import StoredTensors, Tensor, strips
 from .tensor_names import ParameterSource, Piece, entries
+
+ALIGNMENT = 64  # bytes, of arrays that a device need not copy
+AHEAD = 8  # arrays that the system reads before they are copied
+SHARED = 1 << 22  # bytes of an array from which several threads copy it
+RELEASED = 1 << 24  # bytes that are copied before the pages of a file are given back
+THREADS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights")
 
 
 def read(
@@ -50,7 +57,9 @@ def read(
     expected = entries(config)
     tensors.check(expected, config)
     arrays: list[jax.Array | Int8Kernel] = []
-    for entry in expected:
+    fetch(expected[:AHEAD], tensors)
+    for number, entry in enumerate(expected):
+        fetch(expected[number + AHEAD : number + AHEAD + 1], tensors)
         int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
         if int8 is not None:
             arrays.append(read_int8(entry, *int8, mesh))
@@ -61,6 +70,14 @@ def read(
             tensors[piece.name].release()
         advance(math.prod(entry.shape) * dtype.itemsize)
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+
+
+def fetch(expected: list[ParameterSource], tensors: StoredTensors) -> None:
+    """Have the system begin to read the tensors of arrays."""
+    for entry in expected:
+        for piece in entry.pieces:
+            if isinstance(tensor := tensors[piece.name], StoredTensor):
+                tensor.fetch()
 
 
 def read_array(
@@ -74,11 +91,19 @@ def read_array(
         dtype: the dtype of the array.
         mesh: over which it is divided; None for the default device.
     """
-    host = np.empty(entry.shape, dtype)
+    host = aligned_empty(entry.shape, dtype)
     parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
     for piece, part in zip(entry.pieces, parts, strict=True):
         copy(tensors[piece.name], part, piece)
     return place(host, entry.path, mesh)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that a CPU device takes over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
@@ -134,15 +159,32 @@ def copy(tensor: Tensor, out: np.ndarray, piece: Piece) -> None:
     if not piece.stored_shape:
         out[...] = tensor[...].astype(out.dtype, copy=False)
         return
-    if not piece.transposed and len(piece.stored_shape) - len(lead) > 1:
-        for rows in strips(out.shape[0]):
-            out[rows] = tensor[(*lead, rows)][..., piece.outputs].astype(out.dtype, copy=False)
-        return
+    as_is = not piece.transposed and len(piece.stored_shape) - len(lead) > 1
     first, _, step = piece.outputs.indices(piece.stored_shape[len(lead)])
-    for rows in strips(out.shape[-1]):
+
+    def fill(rows: slice) -> None:
+        if as_is:
+            strip = tensor[(*lead, rows)][..., piece.outputs].astype(out.dtype, copy=False)
+            bits(out)[rows] = bits(strip)
+            return
         on_disk = slice(first + rows.start * step, first + (rows.stop - 1) * step + 1)
         strip = tensor[(*lead, on_disk)][::step].astype(out.dtype, copy=False)
-        out[..., rows] = strip.T if piece.transposed else strip
+        bits(out)[..., rows] = bits(strip).T if piece.transposed else bits(strip)
+
+    parts = strips(out.shape[0] if as_is else out.shape[-1])
+    if out.nbytes < SHARED:
+        for rows in parts:
+            fill(rows)
+        return
+    width = max(1, len(parts) * RELEASED // out.nbytes)
+    for begin in range(0, len(parts), width):
+        list(THREADS.map(fill, parts[begin : begin + width]))
+        tensor.release()
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """A view that NumPy copies fast: its own integers in place of bfloat16."""
+    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
 
 
 class TensorPart(NamedTuple):

@@ -41,9 +41,25 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.array[index]
 
+    def fetch(self) -> None:
+        """Have the system begin to read the tensor from its file."""
+        base = mapping_of(self.array)
+        if base is not None and self.array.nbytes and hasattr(mmap, "MADV_WILLNEED"):
+            begin = self.array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            base.madvise(mmap.MADV_WILLNEED, page, begin - page + self.array.nbytes)
+
     def release(self) -> None:
         """See `release_pages`."""
         release_pages(self.array)
+
+
+def mapping_of(array: np.ndarray) -> mmap.mmap | None:
+    """The mapping of a file that an array is a part of; None for one in memory."""
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return base
 
 
 def release_pages(array: np.ndarray) -> None:
@@ -51,9 +67,7 @@ def release_pages(array: np.ndarray) -> None:
 
     Otherwise the pages of a file count as memory of the process until others need it.
     """
-    base: Any = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    base = mapping_of(array)
     if base is not None and hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED)
 

@@ -16,11 +16,10 @@ BENCHMARKS = sorted(
 
 
 def test_all_are_there():
-    names = (
-        "ablation bandwidth decode embedded_model entropy kernels long_context optimisers publish sampling"
-    )
+    names = "ablation bandwidth decode embedded_model entropy kernels loading long_context optimisers publish"
     assert [
         *names.split(),
+        "sampling",
         "scheduling",
         "serving",
         "serving_overhead",
@@ -37,7 +36,7 @@ def test_files_have_the_names_of_their_parts(name):
     assert "__main__.py" in files
     if name != "publish":
         assert "measure.py" in files
-    if name not in ("publish", "bandwidth", "embedded_model", "serving_overhead"):
+    if name not in ("publish", "bandwidth", "embedded_model", "loading", "serving_overhead"):
         assert "report.py" in files
 
 
@@ -48,5 +47,12 @@ def test_a_benchmark_tells_its_options(name):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout and "--help" in done.stdout
-    if name not in ("publish", "bandwidth", "embedded_model", "serving_overhead", "baselines.worker"):
+    if name not in (
+        "publish",
+        "bandwidth",
+        "embedded_model",
+        "loading",
+        "serving_overhead",
+        "baselines.worker",
+    ):
         assert "--document" in done.stdout and "docs/results/" in done.stdout
