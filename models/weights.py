@@ -30,7 +30,7 @@ from .tensor_names import ParameterSource, Piece, entries
 ALIGNMENT = 64  # bytes, of arrays that a device need not copy
 AHEAD = 8  # arrays that the system reads before they are copied
 SHARED = 1 << 22  # bytes of an array from which several threads copy it
-RELEASED = 1 << 24  # bytes that are copied before the pages of a file are given back
+RELEASED = 1 << 23  # bytes that are copied before the pages of a file are given back
 THREADS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights")
 
 

@@ -4,8 +4,8 @@
 
 writes a sharded bfloat16 checkpoint of random weights to a temporary directory under DIR, loads it in a
 process of its own while none of its files is in the page cache, deletes it, and prints one JSON object.
-*disk* is the rate of reading the files into one small buffer, *memory* that of writing to memory that is new to
-the process, measured before the load: on a virtual machine it can be the lower of the two.
+*disk* is the rate of reading the files into one small buffer, *memory* that of writing to memory that is new
+to the process, measured before the load: on a virtual machine it can be the lower of the two.
 """
 
 import argparse
