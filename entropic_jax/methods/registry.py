@@ -57,6 +57,17 @@ METHODS: dict[str, Entry] = {
 }
 
 
+def budgets_of(name: str) -> tuple[str, ...]:
+    """The budgets that a method has, among the arguments `base` and `budget` of `add_method`.
+
+    >>> budgets_of("dense"), budgets_of("snapkv")
+    ((), ('budget',))
+    """
+    entry = METHODS[name]
+    has = {"base": entry.prefill, "budget": entry.decode_policy or entry.compression}
+    return tuple(argument for argument, part in has.items() if part is not None)
+
+
 def add_method(name: str, preset: Preset, *, base: int | None = None, budget: int | None = None) -> Preset:
     """Adds a published method to a preset of control.
 
@@ -67,8 +78,8 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
         budget: budget of a compression or of a decode step, in tokens per KV head; None is the published one.
 
     Raises:
-        ValueError: for an unknown name, a budget below 64, or a method that selects the pages of decode steps
-            with a preset that does so too.
+        ValueError: for an unknown name, a budget below 64 or that the method does not have, or a method that
+            selects the pages of decode steps with a preset that does so too.
 
     >>> from ..control.presets import preset
     >>> add_method("snapkv", preset("micro")).page_policy.compression.budget
@@ -81,6 +92,9 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
             raise ParameterError(
                 f"{argument} must be an integer of at least {MIN_BUDGET}; got {value}", argument
             )
+        if value is not None and argument not in budgets_of(name):
+            message = f"{argument} must not be set with the method {name}, which has none; got {value}"
+            raise ParameterError(message, argument)
     entry = METHODS[name]
     if name == "dense":
         return preset

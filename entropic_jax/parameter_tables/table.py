@@ -182,6 +182,7 @@ class TokenIds(NamedTuple):
         """The token ids as a tuple. Raises ParameterError."""
         if (
             isinstance(value, Sequence)
+            and not isinstance(value, bytes | bytearray)
             and len(value) <= self.most
             and all(type(token) is int and 0 <= token <= LARGEST_INT for token in value)
         ):

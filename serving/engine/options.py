@@ -18,7 +18,7 @@ from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterE
 
 from .. import memory
 from ..options import control_options, parallelism, speculation_options
-from ..options.control_options import BUDGETS, METHODS, SAMPLERS
+from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
 from .programs import Shapes
@@ -84,8 +84,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Check every field."""
         optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
-        for name in (*optional, "branches", "compile_workers"):
+        for name in (*optional, "compile_workers"):
             _check_integer(name, getattr(self, name), 1)
+        if self.branches is not None:
+            control_options.BRANCHES.check("branches", self.branches)
         for name in ("max_num_seqs", "max_queue", "max_steps"):
             _check_integer(name, getattr(self, name), 1, optional=False)
         if self.max_num_seqs > MOST_ROWS:
@@ -108,7 +110,7 @@ class EngineOptions:
             divided=self.mesh is not None or self.tensor_parallel_size != 1,
         )
         parallelism.check(self)
-        _check_budgets(self.budgets)
+        control_options.check_budgets(self.budgets, self.method)
         control_options.check_clarification(self.clarification, self.preset)
         choices = {
             "warmup": get_args(Warmup),
@@ -145,22 +147,6 @@ def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> No
         not isinstance(value, int) or isinstance(value, bool) or value < low
     ):
         raise ParameterError(f"{name} must be an integer of at least {low}; got {short(value)}", name)
-
-
-def _check_budgets(budgets: Any) -> None:
-    """Raise ParameterError where the budgets are not pairs of a known name and an integer."""
-    names = " and ".join(BUDGETS)
-    if not isinstance(budgets, tuple):
-        raise ParameterError(
-            f"budgets must be a mapping with the keys {names}; got {short(budgets)}", "budgets"
-        )
-    for name, value in budgets:
-        if name not in BUDGETS:
-            raise ParameterError(f"budgets must have no keys but {names}; got {short(name)}", "budgets")
-        least = registry.MIN_BUDGET
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
-            raise ParameterError(message, "budgets")
 
 
 class Sizes(NamedTuple):

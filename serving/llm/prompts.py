@@ -76,6 +76,14 @@ def tokenize_conversation(
     """
     if not _all(messages, Mapping) or not all({"role", "content"} <= message.keys() for message in messages):
         raise RequestError(f"it must be a list of mappings with role and content; got {short(messages)}")
+    if not isinstance(variables, Mapping | None):
+        message = f"chat_template_kwargs must be a mapping; got {short(variables)}"
+        raise RequestError(message, "chat_template_kwargs")
+    if (tools := stated.get("tools")) is not None and not _all(tools, Mapping):
+        raise RequestError(f"tools must be a list of mappings; got {short(tools)}", "tools")
+    for content in (message["content"] for message in messages):
+        if not isinstance(content, str | Sequence | None):
+            raise RequestError(f"content must be a string or a list of parts; got {short(content)}")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
     return TokenizedPrompt(text.replace(MARK, ""), tokens)
@@ -92,6 +100,8 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
     try:
         return check(item)
     except RequestError as error:
+        if error.param in ("chat_template_kwargs", "tools"):  # of all items
+            raise
         raise RequestError(f"{place}: {error}", place) from None
 
 

@@ -138,6 +138,27 @@ def calibration_of(model: Path) -> "Calibration | None":
         raise RequestError(f"model has a calibration.json that cannot be used: {error}", "model") from error
 
 
+def check_budgets(budgets: Any, method: str) -> None:
+    """Raise ParameterError where the budgets are not pairs of a name that the method knows and an integer."""
+    from entropic_jax.methods import registry
+
+    names = " and ".join(BUDGETS)
+    if not isinstance(budgets, tuple):
+        raise ParameterError(
+            f"budgets must be a mapping with the keys {names}; got {short(budgets)}", "budgets"
+        )
+    for name, value in budgets:
+        if name not in BUDGETS:
+            raise ParameterError(f"budgets must have no keys but {names}; got {short(name)}", "budgets")
+        least = registry.MIN_BUDGET
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
+            raise ParameterError(message, "budgets")
+        if name not in registry.budgets_of(method):
+            message = f"budgets must not have the key {name} with the method {method}; got {value}"
+            raise ParameterError(message, "budgets")
+
+
 def build(control: Control, calibration: "Calibration | None", width: int | None) -> "Preset":
     """The preset with its gains: those given, else those of the calibration, else the defaults.
 

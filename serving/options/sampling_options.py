@@ -8,6 +8,7 @@ from entropic_jax.parameter_tables.table import (
     Flag,
     Number,
     Parameter,
+    ParameterError,
     Strings,
     TokenBiases,
     TokenIds,
@@ -44,6 +45,10 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
     """The parameters that the command line gives, by name. Their values are checked."""
     values = {line.name: value for line in OPTIONS if (value := getattr(options, line.name)) is not None}
     if "logit_bias" in values:
+        tokens = [token for token, _ in values["logit_bias"]]
+        if repeated := [token for token in tokens if tokens.count(token) > 1]:
+            message = f"logit_bias must state each token once; got {repeated[0]} twice"
+            raise ParameterError(message, "logit_bias")
         values["logit_bias"] = dict(values["logit_bias"])
     for line in OPTIONS:
         if line.name in values:
@@ -60,7 +65,7 @@ def _help(line: Parameter) -> str:
 
 
 def _token(text: str) -> int:
-    if text.isdecimal():
+    if text.isascii() and text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"must be a token id; got {text}")
 

@@ -1,0 +1,76 @@
+"""Refusals that name the caller's argument: options that nothing would read, and values of another kind."""
+
+import pytest
+
+from entropic_jax import SamplingParams
+from entropic_jax.parameter_tables.table import ParameterError
+from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.llm.prompts import at, tokenize_conversation
+from entropic_jax.serving.request import RequestError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(budgets=(("budget", 100),)),
+            "must not have the key budget with the method dense; got 100",
+        ),
+        (
+            dict(method="snapkv", budgets=(("base", 100),)),
+            "not have the key base with the method snapkv",
+        ),
+        (dict(preset="entropix", branches=65), "branches must be an integer between 1 and 64; got 65"),
+    ],
+)
+def test_engine_options(options, message):
+    with pytest.raises(ParameterError, match=message):
+        EngineOptions(**options)
+    assert EngineOptions(method="snapkv", budgets=(("budget", 100),)).budgets == (("budget", 100),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cache-budget 100", "--cache-budget must not be set with the method dense, which has none"),
+        ("--method snapkv --prefill-budget 100", "--prefill-budget must not be set with the method snapkv"),
+        ("--logit-bias 1=1 --logit-bias 1=2", "--logit-bias must state each token once; got 1 twice"),
+        ("--stop-token-ids \u0663", "must be a token id; got \u0663"),
+    ],
+)
+def test_the_generate_command(entropic, directory, flags, message):
+    status, _, err = entropic("generate", "--model", directory, "--prompt", "x", *flags.split())
+    assert status != 0 and message in " ".join(err.split())
+
+
+def test_bytes_are_no_token_ids():
+    with pytest.raises(ParameterError, match="allowed_token_ids must be a list of up to"):
+        SamplingParams(allowed_token_ids=b"ab")
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param", "message"),
+    [
+        (
+            dict(variables={"self": 1}),
+            "chat_template_kwargs",
+            "chat_template_kwargs must not have the key",
+        ),
+        (dict(variables=3), "chat_template_kwargs", "chat_template_kwargs must be a mapping; got 3"),
+        (dict(tools=3), "tools", "tools must be a list of mappings; got 3"),
+        (
+            dict(messages=[{"role": "user", "content": 3}]),
+            "messages[2]",
+            r"messages\[2\]: content must be",
+        ),
+    ],
+)
+def test_conversations(arguments, param, message):
+    messages = arguments.pop("messages", MESSAGES)
+    check = lambda item: tokenize_conversation(item, None, **arguments)
+    with pytest.raises(RequestError, match=f"^{message}") as error:
+        at("messages[2]", check, messages)
+    assert error.value.param == param
