@@ -6,11 +6,10 @@ import math
 import time
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 import pytest
 
-from entropic_jax import cache, chain, loop, models, parameters
+from entropic_jax import cache, models
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, Grammar, QueueFullError
 from entropic_jax.serving.options.control_options import Control
@@ -155,32 +154,6 @@ def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch
         assert 0 < snapshot["longest_wait"] <= snapshot["longest_wait_allowed"]
         for (_, last), (_, expected) in zip(results, reference, strict=True):
             assert last.summary["entropic_time"] == pytest.approx(expected.summary["entropic_time"], rel=1e-3)
-
-
-def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):
-    page = exact.sizes.page_size
-    prompts = [prompt(n, 40 + n) for n in (1, 2, page, page + 1, page + 2, 2 * page + 2)]
-    pool = cache.allocate(model.decoder.shape, len(prompts), 128, page_size=page)
-    state = loop.start(
-        model.decoder,
-        model.params,
-        chain(),
-        pool,
-        prompts,
-        key=jax.random.key(0),
-        max_tokens=6,
-        sample=parameters(len(prompts), temperature=0.0),
-    )
-    _, trace = loop.generate(model.decoder, model.params, chain(), state, 6, capacity=6)
-    expected = trace.token.T.tolist()
-    for _ in range(2):  # the second time with cached prefixes
-        requests = [engine_request(f"{len(p)}", p, max_tokens=6, temperature=0.0) for p in prompts]
-        assert [tokens for tokens, _ in run(exact, *requests)] == expected
-
-
-def test_a_prompt_of_one_token_is_scored(exact):
-    deltas = list(exact.submit(engine_request("one", (5,), prompt_logprobs=1, max_tokens=2)))
-    assert [(p.id, p.logprob) for d in deltas for p in d.prompt] == [(5, None)]
 
 
 def test_control_is_a_matter_of_each_sequence(exact):
