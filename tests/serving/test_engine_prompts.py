@@ -6,7 +6,7 @@ from entropic_jax import cache, chain, loop, parameters
 from tests.serving.test_engine import engine_request, exact, model, prompt, run  # noqa: F401  (fixtures)
 
 
-def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):
+def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F811
     page = exact.sizes.page_size
     prompts = [prompt(n, 40 + n) for n in (1, 2, page, page + 1, page + 2, 2 * page + 2)]
     pool = cache.allocate(model.decoder.shape, len(prompts), 128, page_size=page)
@@ -27,6 +27,6 @@ def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):
         assert [tokens for tokens, _ in run(exact, *requests)] == expected
 
 
-def test_a_prompt_of_one_token_is_scored(exact):
+def test_a_prompt_of_one_token_is_scored(exact):  # noqa: F811
     deltas = list(exact.submit(engine_request("one", (5,), prompt_logprobs=1, max_tokens=2)))
     assert [(p.id, p.logprob) for d in deltas for p in d.prompt] == [(5, None)]
