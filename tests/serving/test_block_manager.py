@@ -54,8 +54,8 @@ def test_every_page_counts():
     assert blocks.reset_prefix_cache(updates) == (0, 0)
     assert BlockManager(1, 4, PAGE, None).reset_prefix_cache(updates) == (0, 0)
     assert blocks.allocate(0, [], 4, 0, updates, spare=2) == [] and blocks.num_free_pages == 13
-    one = np.array([0])
-    assert blocks.reserve(one, np.array([13]), updates) and blocks.num_free_pages == 12  # a single page
+    rows = np.array([0])
+    assert blocks.reserve(rows, np.array([13]), updates) and blocks.num_free_pages == 12  # a single page
     blocks.trim(0, 9)
     assert blocks.num_free_pages == 13
     blocks.trim(0, 16)
