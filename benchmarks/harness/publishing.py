@@ -26,6 +26,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "soak": "soak.md",
     "speculation": "speculation.md",
     "stability": "stability.md",
+    "start_up": "start-up.md",
     "temperature": "sampling.md",
 }
 

@@ -26,6 +26,7 @@ FILES = {  # benchmarks whose section comes from one file
     "soak": "soak-amd-epyc.json",
     "speculation": "speculation-intel-xeon-processor.json",
     "stability": "stability-intel-xeon-processor.json",
+    "start_up": "start-up-intel-xeon-processor.json",
     "temperature": "temperature-intel-xeon-processor.json",
 }
 

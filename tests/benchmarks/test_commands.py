@@ -26,6 +26,7 @@ def test_all_are_there():
         "soak",
         "speculation",
         "stability",
+        "start_up",
         "temperature",
     ] == BENCHMARKS
 

@@ -1,0 +1,46 @@
+"""Benchmark of start-up: from the start of a process to its first token, or to its exit.
+
+    python -m benchmarks.start_up [--repeat 5] [--document]
+
+`generate` writes 20 tokens and exits; `serve` answers a streamed request that waits for it. Each runs once
+with empty caches and then with those of that run. A control has every cache but that of compiled programs
+(`ENTROPIC_PROGRAM_CACHE=`), so that it traces programs and finds them in JAX's cache.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from ..harness.provenance import describe_run
+from ..harness.publishing import add_document_option, load_or_measure, publish
+from . import measure, report
+
+
+def main() -> None:
+    """Measure or read results, print them, store them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=5, help="starts with filled caches, of each kind")
+    parser.add_argument("--quick", action="store_true", help="one start of each kind of `generate` alone")
+    parser.add_argument("--output", type=Path, help="benchmarks/results/start-up-CPU.json")
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    add_document_option(parser, "start_up")
+    options = parser.parse_args()
+    console = Console()
+    results = load_or_measure(options, "start-up", lambda: run(options, console), "cpu")
+    publish("start_up", report, results, options.document and not options.quick, console)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Every command with every preset, cold and warm."""
+    description = describe_run(console)
+    commands, repeat = (("generate",), 1) if options.quick else (tuple(measure.COMMANDS), options.repeat)
+    return {**description, "starts": measure.measure(commands, repeat, console)}
+
+
+if __name__ == "__main__":
+    main()
