@@ -76,7 +76,7 @@ def loaded(directory: Path, dtype: str) -> dict[str, Any]:
     """Measurements of one load, and of reading the files before it.
 
     Args:
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
         dtype: that the weights become.
     """
     files = sorted(directory.glob("*.safetensors"))

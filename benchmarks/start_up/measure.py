@@ -26,7 +26,7 @@ def environment(folder: Path, caches: str) -> dict[str, str]:
     """The environment of a process with its caches in a folder.
 
     Args:
-        folder: of the caches, empty before the first process.
+        folder: the folder that holds the caches, empty before the first process.
         caches: one of `CACHES`.
     """
     left_out = {*NAMED_FOLDERS, "ENTROPIC_PROGRAM_CACHE", "PYTHONDONTWRITEBYTECODE"}
@@ -39,7 +39,7 @@ def generate(preset: str, settings: dict[str, str]) -> dict[str, float]:
     """Seconds from the start of `entropic generate` to its exit.
 
     Args:
-        preset: of control.
+        preset: the name of the preset.
         settings: the environment of the process.
     """
     command = [sys.executable, "-m", "entropic_jax", "generate", "--preset", preset, "--prompt", "import "]
@@ -59,7 +59,7 @@ def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
     """Seconds from the start of a server to the first token of a waiting request, and to the warm-up's end.
 
     Args:
-        preset: of control.
+        preset: the name of the preset.
         settings: the environment of the process.
     """
     command = [sys.executable, "-m", "entropic_jax.serving.server", "--port", "0", "--preset", preset]

@@ -57,7 +57,7 @@ class DraftLength:
         """The rate at which all active rows advance if each expects of its draft what this row does.
 
         Args:
-            draft: of the drafter.
+            draft: the drafter's draft.
             active: bool `[rows]`.
             shift: correction of each row, float32 `[rows]`.
             length: int32 `[rows]`, cached positions.
@@ -78,7 +78,7 @@ class DraftLength:
         """Shares a pass among the rows.
 
         Args:
-            draft: of the drafter.
+            draft: the drafter's draft.
             active: bool `[rows]`.
             shift: correction of each row, float32 `[rows]`.
             length: int32 `[rows]`, cached positions.
@@ -106,7 +106,7 @@ class DraftLength:
         """The corrected shift after a pass, float32 `[rows]`.
 
         Args:
-            draft: of the drafter.
+            draft: the drafter's draft.
             shift: before the pass, float32 `[rows]`.
             num_verified: int32 `[rows]`, drafted tokens in the pass.
             num_accepted: int32 `[rows]`, those that were accepted.
@@ -124,8 +124,8 @@ def draft_length(
     """The law with costs that grow linearly: each further token costs `marginal_cost` passes of one token.
 
     Args:
-        rows: of the batch.
-        marginal_cost: of one more token in a pass, in passes of one token.
+        rows: number of rows of the batch.
+        marginal_cost: the cost of one more token in a pass, in passes of one token.
         widths: compiled sizes of a pass, tokens a row.
     """
     cost = lambda tokens: 1 + marginal_cost * (tokens - 1)

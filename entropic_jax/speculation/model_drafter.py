@@ -43,8 +43,8 @@ def model_drafter(
     Args:
         most_tokens: k, the tokens drafted at most.
         law: what passes cost; None drafts as if they cost nothing.
-        step_costs: of a draft step of the batch, in the law's unit of time: without context, and what each
-            cached position of a row adds.
+        step_costs: the costs of a draft step of the batch, in the law's unit of time: without context, and
+            what each cached position of a row adds.
     """
     tables = jnp.asarray(ACCEPTANCE, jnp.float32), jnp.asarray(ENTROPY_EDGES, jnp.float32)
     costs = jnp.asarray(step_costs, jnp.float32)

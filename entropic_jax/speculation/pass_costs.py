@@ -35,7 +35,7 @@ class PassCosts(NamedTuple):
         """Seconds of a step of the pruned drafter for all rows, and those that each cached position adds.
 
         Args:
-            rows: of the batch.
+            rows: number of rows of the batch.
 
         Raises:
             ValueError: they were not measured.
@@ -49,7 +49,7 @@ class PassCosts(NamedTuple):
         """The draft-length law of a batch, interpolated between the sizes that were measured.
 
         Args:
-            rows: of the batch.
+            rows: number of rows of the batch.
             widths: compiled sizes of a pass, tokens a row.
         """
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)

@@ -45,8 +45,8 @@ def pruned_drafter(
         most_tokens: k, the tokens drafted at most.
         pages: which pages the drafts read.
         law: what passes cost; None drafts as if they cost nothing.
-        step_costs: of a draft step of the batch, in the law's unit of time: without context, and what each
-            cached position of a row adds.
+        step_costs: the costs of a draft step of the batch, in the law's unit of time: without context, and
+            what each cached position of a row adds.
         shortest_context: cached positions of a row below which nothing is drafted.
     """
     numbers = (np.asarray(x, np.float32) for x in (ACCEPTANCE, ENTROPY_EDGES, step_costs))

@@ -33,11 +33,11 @@ def make_speculator(
     """The speculator of a batch; None for the name "off".
 
     Args:
-        name: of the drafter, one of `speculation_names.DRAFTERS`, or the directory of a draft model. The
-            passes must then be those of a `DraftingDecoder`.
-        rows: of the batch.
+        name: the name of the drafter, one of `speculation_names.DRAFTERS`, or the directory of a draft model.
+            The passes must then be those of a `DraftingDecoder`.
+        rows: number of rows of the batch.
         num_tokens: k, the tokens drafted for a row at most; None for the default.
-        costs: of a pass, as measured; None for those of `draft_length`.
+        costs: the costs of a pass, as measured; None for those of `draft_length`.
 
     Raises:
         ParameterError: for another name or number.
@@ -55,8 +55,8 @@ def drafts_tokens(name: str, rows: int, num_tokens: int) -> bool:
     """Whether a batch drafts tokens: there is a drafter, and room for drafts in a pass.
 
     Args:
-        name: of the drafter, or "off".
-        rows: of the batch.
+        name: the name of the drafter, or "off".
+        rows: number of rows of the batch.
         num_tokens: k, the tokens drafted for a row at most.
     """
     return name != OFF and len(pass_widths(rows, num_tokens)) > 1
@@ -89,7 +89,7 @@ def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple
     """Compiled sizes of a pass, in tokens a row on average, ascending; with one alone nothing is drafted.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
         num_tokens: k, the tokens drafted for a row at most.
         largest: tokens of a pass, at most; None for `largest_pass()`.
 

@@ -42,7 +42,7 @@ def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | Non
     """A speculator for a batch.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
         drafter: by default the suffix drafter.
         law: by default one whose costs grow by a tenth of a pass with every token.
     """
@@ -81,8 +81,8 @@ def draft(
         model: whose tokens are drafted.
         batch: the rows of the pass.
         room: int32 `[rows]`, positions that a row's pages hold.
-        constraints: of these rows. Nothing is drafted for a forced row, nor where `drafts` is false; a masked
-            row gets the tokens that the host expects.
+        constraints: the constraints of these rows. Nothing is drafted for a forced row, nor where `drafts` is
+            false; a masked row gets the tokens that the host expects.
 
     Returns:
         The batch, and the plan of the pass.
@@ -110,8 +110,8 @@ def draft_expected(drafted: Draft, constraints: Constraints, length: jax.Array) 
     """The draft, in which masked rows have the tokens that the host expects.
 
     Args:
-        drafted: of the drafter. It holds for rows without a mask, and where any token may come.
-        constraints: of the rows.
+        drafted: the drafter's draft. It holds for rows without a mask, and where any token may come.
+        constraints: the constraints of the rows.
         length: int32 `[rows]`, of the sequence with the next token.
     """
     rows, k = drafted.tokens.shape
@@ -139,8 +139,8 @@ def verify_and_emit(
         speculator: the law whose widths are compiled.
         model: whose tokens are verified.
         batch: the rows of the pass.
-        plan: of the pass.
-        constraints: of these rows.
+        plan: the plan of the pass.
+        constraints: the constraints of these rows.
 
     Returns:
         The state of the rows, and the trace `[k + 1, rows]`.

@@ -39,7 +39,7 @@ class VerifiedLogits(NamedTuple):
 
         Args:
             tokens: that the pass may have.
-            rows: of the batch.
+            rows: number of rows of the batch.
             n: tokens that a row may have.
             vocabulary: number of tokens.
         """
@@ -130,11 +130,11 @@ def emit_accepted(
         decoder: the model's pure functions.
         controller: the control law of these rows.
         batch: the rows, with the cache as the pass left it.
-        logits: of the positions, n of every row.
+        logits: the logits of the positions, n of every row.
         draft: the drafted tokens, at least n − 1 of every row.
         num_drafted: int32 `[rows]`, how many of them were verified.
-        cost: of the pass; it is charged to the first token.
-        constraints: of these rows.
+        cost: the cost of the pass; it is charged to the first token.
+        constraints: the constraints of these rows.
 
     Returns:
         The state of the rows, and the trace `[n, rows]`.

@@ -30,9 +30,9 @@ def initial_device_state(
 
     Args:
         model: To be served.
-        sizes: Of rows, pages and programs.
+        sizes: The sizes of rows, pages and programs.
         row_controllers: Makes the rows' controller.
-        cache_dtype: Of the KV cache, as `allocate` takes it.
+        cache_dtype: The dtype of the KV cache, as `allocate` takes it.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
     """
     controller = row_controllers.controller(sizes.rows * sizes.shapes.branches)
@@ -56,10 +56,10 @@ def _new_device_state(
 
     Args:
         decoder: The model's pure functions.
-        sizes: Of rows, pages and programs.
-        cache_dtype: Of the KV cache.
-        params: Of the model.
-        controller: Of all rows.
+        sizes: The sizes of rows, pages and programs.
+        cache_dtype: The dtype of the KV cache.
+        params: The parameters of the model.
+        controller: The controller of all rows.
         belief_temperature: T_cal.
     """
     mesh, shapes = getattr(decoder, "mesh", None), sizes.shapes

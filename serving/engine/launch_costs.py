@@ -26,7 +26,7 @@ class Forecast(NamedTuple):
         """Tokens of a launch.
 
         Args:
-            steps: Of the launch.
+            steps: Number of steps of the launch.
             speculates: Whether the steps draft tokens.
         """
         emitted = (1 + count if speculates else min(steps, 1 + count) for count in self.planned)
@@ -43,7 +43,7 @@ def forecast(running: Iterable[Sequence], plans: Mapping[int, Plan]) -> Forecast
 
     Args:
         running: The sequences.
-        plans: Of those with a grammar, by row.
+        plans: The plans of those with a grammar, by row.
     """
     planned, free, free_tokens, free_drafts = [], 0, 0.0, 0.0
     for sequence in running:
@@ -81,9 +81,9 @@ class LaunchCosts:
         """Expected tokens a second of a launch.
 
         Args:
-            forecast: Of the sequences.
+            forecast: The forecast of the sequences.
             width: Rows of the program.
-            steps: Of the launch.
+            steps: Number of steps of the launch.
             speculates: Whether its steps draft tokens.
         """
         step = self._step_seconds.get((width, False), LAUNCH_SECONDS)

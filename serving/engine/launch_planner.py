@@ -70,7 +70,7 @@ class LaunchPlanner:
 
         Args:
             programs: Compiled programs.
-            sizes: Of rows, pages and programs.
+            sizes: The sizes of rows, pages and programs.
             overlapped: As in `Scheduler`.
         """
         self.programs, self.sizes = programs, sizes
@@ -185,7 +185,7 @@ class LaunchPlanner:
 
         Args:
             running: Sequences that decode.
-            plans: Of sequences with a grammar, by row.
+            plans: The plans of sequences with a grammar, by row.
         """
         if not (
             self.sizes.shapes.speculates
@@ -230,7 +230,7 @@ class LaunchPlanner:
             prefilling: Number of sequences in prefill.
             waiting: Whether requests wait for a row.
             speculates: Whether the steps draft tokens.
-            plans: Of sequences with a grammar, by row.
+            plans: The plans of sequences with a grammar, by row.
         """
         if plans and self.sizes.shapes.plan is not None:
             return 1
@@ -297,7 +297,7 @@ class LaunchPlanner:
 
         Args:
             running: Sequences that decode.
-            steps: Of the launch.
+            steps: Number of steps of the launch.
         """
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
             return self.nothing_forced
@@ -338,7 +338,7 @@ def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
     Args:
         prompts: How many the chunk has room for.
         size: Tokens of a prompt that it has room for.
-        rows: Of the batch; a chunk's row with this number stands for none.
+        rows: Number of rows of the batch; a chunk's row with this number stands for none.
     """
     return PrefillChunk(
         rows=np.full(prompts, rows, np.int32),

@@ -51,7 +51,7 @@ class Ranking:
 
         Args:
             sequences: To be ranked.
-            rounds: Of admissions so far.
+            rounds: Number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """
         ordered = list(sequences)
@@ -78,7 +78,7 @@ class Ranking:
 
         Args:
             sequence: That gets its first row.
-            rounds: Of the scheduler so far.
+            rounds: Number of admission rounds so far.
             num_waiting: Sequences that waited, this one included.
         """
         self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
@@ -95,7 +95,7 @@ class Ranking:
 
         Args:
             sequences: To be ranked.
-            rounds: Of the scheduler so far.
+            rounds: Number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """
         timestamp = time.perf_counter()

@@ -136,7 +136,7 @@ class Programs:
         Args:
             decoder: The model's pure functions.
             params: Its parameters.
-            device_state: Of the shapes to come, without a sequence.
+            device_state: A device state of the shapes to come, without a sequence.
             prior: Model of H₁ along a sequence.
             shapes: What the programs are compiled for.
         """
@@ -160,7 +160,7 @@ class Programs:
         What was measured while requests ran is used, but not stored.
 
         Args:
-            cache: Of the engine: the passes run on pages of the same kind.
+            cache: The cache of the engine: the passes run on pages of the same kind.
         """
         context, model = cache.table.shape[1] * cache.page_size, self._timed_model(cache)
         if not self.shapes.speculates or context < SHORTEST_TIMED or read_costs(model) is not None:
@@ -225,7 +225,7 @@ class Programs:
         Args:
             device_state: Consumed.
             steps: The most steps.
-            constraints: Of the rows.
+            constraints: The constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             program: Its static arguments.
         """
@@ -246,7 +246,7 @@ class Programs:
         Args:
             device_state: Consumed.
             steps: The most steps.
-            constraints: Of the rows.
+            constraints: The constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             program: Its static arguments.
         """

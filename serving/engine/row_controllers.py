@@ -131,14 +131,14 @@ class RowControllers:
 
         Args:
             law: Name of the temperature law of the presets micro, full and full-lossy.
-            calibration: Of the model, or None.
+            calibration: The model's calibration, or None.
             pruning: Whether pages may be left unread (presets meso-lossy and full-lossy).
             entropic_schedule: Whether sequences are served in the order of π (preset macro).
             sampler: Name of the engine's sampler, None without one.
             sampler_law: Its law.
             method: Name of the method that applies to all requests.
             method_laws: Its laws.
-            branches: Of a sequence, at most.
+            branches: Largest number of branches of a sequence.
             drafter: Name of the engine's drafter, or the directory of its draft model.
             always_drafts: Whether tokens are drafted under every preset that reads all pages.
         """
@@ -209,7 +209,7 @@ class RowControllers:
         """Whether tokens are drafted for a row. RequestError where they cannot be.
 
         Args:
-            control: Of the row.
+            control: The control of the row.
             prunes: Whether its preset leaves pages unread.
         """
         stated = control.speculate

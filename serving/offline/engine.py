@@ -39,9 +39,9 @@ class Engine:
 
     Args:
         model: With a tokenizer.
-        preset: Of control, with the name of its drafter; None for `off`.
+        preset: The preset of control, with the name of its drafter; None for `off`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
-        kv_cache_dtype: Of the KV cache.
+        kv_cache_dtype: The dtype of the KV cache.
     """
 
     def __init__(
@@ -281,9 +281,9 @@ def _generate(
     """`loop.generate`, with what is static first.
 
     Args:
-        decoder: Of the model.
+        decoder: The decoder of the model.
         options: Static arguments by name.
-        params: Of the model.
+        params: The parameters of the model.
         controller: The control law.
         state: Consumed.
         steps: The most steps.
