@@ -81,20 +81,19 @@ def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
 @contextlib.contextmanager
 def running(command: Sequence[str], settings: dict[str, str]) -> Iterator[Iterator[dict]]:
     """A process, and the entries of its log as they are written; it is ended with the block."""
-    with tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(command, env=settings, cwd=ROOT, stdout=file, stderr=file)
+    with tempfile.NamedTemporaryFile("w+") as file, open(file.name, "ab") as written:
+        process = subprocess.Popen(command, env=settings, cwd=ROOT, stdout=written, stderr=written)
 
         def entries() -> Iterator[dict]:
-            place = 0
+            line = ""
             while process.poll() is None:
-                file.seek(place)
-                line = file.readline()
+                line += file.readline()
                 if not line.endswith("\n"):
                     time.sleep(0.02)
                     continue
-                place = file.tell()
                 if line.startswith("{"):
                     yield json.loads(line)
+                line = ""
             file.seek(0)
             raise RuntimeError(f"{' '.join(command)} has ended:\n{file.read()[-2000:]}")
 
