@@ -70,7 +70,7 @@ def weights_read(shape: ModelShape, rows: jax.Array | float = 1.0) -> jax.Array:
         shape: sizes of the model.
         rows: n, the rows of the step.
 
-    >>> from .cache import ModelShape
+    >>> from ..cache import ModelShape
     >>> sizes = dict(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2)
     >>> shape = ModelShape(**sizes, weights=40, expert_weights=80, expert_share=0.25)
     >>> float(weights_read(shape)), float(weights_read(shape, 2.0))
@@ -150,7 +150,7 @@ def prefill_seconds(
         bytes_per_cache: b_KV, per number of K or V.
         hardware: peak FLOP/s and memory bandwidth.
 
-    >>> from .cache import ModelShape
+    >>> from ..cache import ModelShape
     >>> shape = ModelShape(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2, weights=50)
     >>> chip = Hardware(peak=100.0, bandwidth=1e9)
     >>> prefill_seconds(shape, 2, bytes_per_weight=4, bytes_per_cache=4, hardware=chip)  # 200 + 24 FLOPs

@@ -38,7 +38,7 @@ def begin(
         plan,
         key=jax.random.key(7),
         sample=sample,
-        **{"max_tokens": TOKENS, "stop": [(-1, -1)], **options},
+        **{"max_tokens": TOKENS, "stop": [(-1, -1)] * rows, **options},
     )
 
 

@@ -298,7 +298,7 @@ def test_what_cannot_be(model, calibration, exact):
         (dict(preset="off"), "branches must be 1 with the preset off; got 3"),
         (dict(method="snapkv"), "method must be dense where sequences branch; got 'snapkv'"),
         (dict(num_pages=6), "num_pages must be at least 7 with .*; got 6"),
-        (dict(branches=0), "branches must be an integer of at least 1; got 0"),
+        (dict(branches=0), "branches must be an integer between 1 and 64; got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             LLMEngine(model, EngineOptions(**{**OPTIONS, **options}), calibration)

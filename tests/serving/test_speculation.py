@@ -10,6 +10,7 @@ from entropic_jax.calibration import stored_costs
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine import programs
+from entropic_jax.serving.engine.draft_choice import DraftChoice
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
@@ -121,7 +122,10 @@ def expected(off):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped):
+@pytest.mark.parametrize("always", [True, False])
+def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped, always, monkeypatch):
+    if always:  # else launches with and without drafts alternate, by how fast each kind is on this machine
+        monkeypatch.setattr(DraftChoice, "drafts", lambda *_: True)
     before = suffix.snapshot()
     suffix.scheduler.overlapped = overlapped
     assert results(suffix, requests()) == expected
@@ -130,7 +134,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped)
         after[name] - before[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
     assert 0 < drafts <= drafted <= 3 * drafts
-    assert drafted >= accepted > 40
+    assert drafted >= accepted > (40 if always else 0)
 
 
 @pytest.mark.slow
