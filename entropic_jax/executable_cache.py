@@ -180,9 +180,9 @@ def _structure(tree: Any) -> str:
 
 
 def _array(leaf: Any) -> str:
-    """The shape and type of an array."""
+    """The shape and type of an array, which may have been consumed: only its shape counts."""
     device = default_device()
-    if isinstance(leaf, jax.Array) and leaf.devices() != {device}:
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != {device}:
         raise NotStorableError(f"an array is not on {device} alone")
     kind = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     return f"{kind.dtype}{kind.shape}{getattr(kind, 'weak_type', False)}"

@@ -114,6 +114,16 @@ def test_what_the_key_cannot_describe_is_compiled_and_not_stored(folder, functio
         assert compiled and np.array_equal(program(argument), argument) and not stored(folder)
 
 
+def test_arrays_that_were_consumed_have_their_shape(folder):
+    arguments = jnp.array([True, False]), jnp.ones((2, 4)), jnp.zeros((2, 4))
+    random_key = jax.random.key(0)
+    keys = key(where_rows, arguments), executable_cache._array(random_key)
+    for array in (*arguments, random_key):
+        array.delete()
+    assert keys == (key(where_rows, arguments), executable_cache._array(random_key))
+    assert load_or_compile(where_rows, arguments)[1] and not load_or_compile(where_rows, arguments)[1]
+
+
 def test_arrays_on_another_device_are_not_stored(monkeypatch):
     assert executable_cache._array(jnp.ones(3)) == executable_cache._array(np.ones(3, np.float32))
     monkeypatch.setattr(executable_cache, "default_device", lambda: "another device")

@@ -64,7 +64,7 @@ def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
     """
     command = [sys.executable, "-m", "entropic_jax.serving.server", "--port", "0", "--preset", preset]
     begin = time.perf_counter()
-    with running([*command, "--log-format", "json"], settings) as log:
+    with running([*command, "--log-format", "json"], settings) as (process, log):
         url = next(entry["address"] for entry in log if entry["message"] == "listening")
         body = json.dumps(REQUEST).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -74,12 +74,16 @@ def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
             first = time.perf_counter() - begin
             answer.read()
         while not is_ready(url):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server has ended with status {process.returncode}")
             time.sleep(0.05)
         return {"first token": first, "ready": time.perf_counter() - begin}
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], settings: dict[str, str]) -> Iterator[Iterator[dict]]:
+def running(
+    command: Sequence[str], settings: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict]]]:
     """A process, and the entries of its log as they are written; it is ended with the block."""
     with tempfile.NamedTemporaryFile("w+") as file, open(file.name, "ab") as written:
         process = subprocess.Popen(command, env=settings, cwd=ROOT, stdout=written, stderr=written)
@@ -98,7 +102,7 @@ def running(command: Sequence[str], settings: dict[str, str]) -> Iterator[Iterat
             raise RuntimeError(f"{' '.join(command)} has ended:\n{file.read()[-2000:]}")
 
         try:
-            yield entries()
+            yield process, entries()
         finally:
             process.terminate()
             process.wait(60)

@@ -3,6 +3,8 @@
 import pytest
 
 from entropic_jax import LLM, SamplingParams
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from tests.serving.test_engine import collect, engine_request, model, prompt  # noqa: F401  (fixture)
 
 
 @pytest.fixture
@@ -21,6 +23,27 @@ def test_an_engine(folder, directory):
     (first, compilations), (second, again) = run(), run()
     assert first == second and compilations > 0 and again == 0
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.rglob("*.program"))
+
+
+@pytest.mark.slow
+def test_requests_run_while_programs_are_loaded_or_compiled(folder, model):  # noqa: F811
+    """The first programs consume the state whose shapes the later ones are compiled for."""
+
+    def run_all():
+        options = EngineOptions(max_num_seqs=2, max_model_len=128, block_size=4, compile_workers=1)
+        engine = LLMEngine(model, options)
+        tokens, number = [], 0
+        while not engine.warmup.ended.is_set() or number < 3:
+            request = engine_request(f"{number}", prompt(5 + number % 3, number), max_tokens=3, seed=number)
+            tokens.append(collect(engine.submit(request))[0])
+            assert engine.failure() is None
+            number += 1
+        compilations = engine.programs.compilations
+        engine.close()
+        return tokens[:3], compilations
+
+    (first, compilations), (second, again) = run_all(), run_all()
+    assert first == second and compilations > 5 and again == 0
 
 
 @pytest.mark.slow
