@@ -87,7 +87,8 @@ def _new_device_state(
         sample=parameters(rows, bias_slots=BIASES),
         stop=[[-1] * STOPS] * rows,
         belief_temperature=belief_temperature,
-        speculator=shapes.speculator(rows),
+        # Any bucket's: what it adds to the state has an entry for each row, also of larger batches.
+        speculator=shapes.speculator(shapes.drafting_widths[0]) if shapes.speculates else None,
     )
     if shapes.method is not None:
         # Programs consume the state, so no two leaves may share a buffer.

@@ -138,6 +138,15 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped,
 
 
 @pytest.mark.slow
+def test_more_rows_than_a_batch_that_drafts(model, off):  # noqa: F811
+    """Batches that are too large for drafts do not keep smaller ones of the same engine from drafting."""
+    for engine in engine_of(model, **{**SUFFIX, "max_num_seqs": 40}):
+        assert max(engine.sizes.shapes.drafting_widths) < 40
+        assert results(engine, requests()[:4]) == results(off, requests()[:4])
+        assert engine.snapshot()["num_drafts"] > 0
+
+
+@pytest.mark.slow
 def test_drafts_from_a_pruned_cache_change_nothing(model, off, monkeypatch):  # noqa: F811
     cheap = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
     monkeypatch.setattr(programs, "known_costs", lambda _: cheap)
