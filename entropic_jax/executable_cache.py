@@ -11,6 +11,7 @@ is empty, nothing is stored. Loading one runs what is in it, so files and folder
 written are ignored.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -75,7 +76,8 @@ def load_or_compile(
         digest = key(function, arguments, donate_argnums) if folder else ""
     except NotStorableError as reason:
         LOG.debug("a program is not stored: %s", reason)
-    if not (folder and digest):
+    # What could not be stored before is left to JAX's cache.
+    if not (folder and digest) or _refusal(folder / f"{digest[:32]}.program").exists():
         return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile(), True
     file = folder / f"{digest[:32]}.program"
     program = _read(file, arguments)
@@ -94,7 +96,7 @@ def load_or_compile(
 
 
 def _innermost(function: Any) -> Any:
-    """The function to which arguments were bound, or that a function of a mesh calls."""
+    """The function inside nested partials, which names the program in profiles."""
     while isinstance(function, partial):
         functions = [x for x in function.args if callable(x) and not isinstance(x, type)]
         function = functions[-1] if functions else function.func
@@ -236,8 +238,10 @@ def _is_ours(path: Path) -> bool:
 def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The program in a file; None if there is none, or it cannot be used."""
     try:
-        if not (file.exists() and _is_ours(file.parent) and _is_ours(file)):
+        if not file.exists():
             return None
+        if not (_is_ours(file.parent) and _is_ours(file)):
+            raise ValueError("another user could have written it")
         data = file.read_bytes()
         if hashlib.sha256(data[32:]).digest() != data[:32]:
             raise ValueError("it is damaged")
@@ -260,17 +264,24 @@ def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
 def _write(file: Path, program: Any) -> None:
     """Store a program. One that cannot be stored, or a folder that cannot be written to, is not an error."""
     try:
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask says, see `_is_ours`
         executable, _, structure = serialize_executable.serialize(program)
         result = jax.tree.unflatten(structure, range(structure.num_leaves))
         text = program.as_text()
         kernels = {name: package for name, package in _packages() if f'custom_call_target="{name}"' in text}
         body = pickle.dumps(tuple(StoredProgram(kernels, executable, pickle.dumps(result))))
-        file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
             stream.write(hashlib.sha256(body).digest() + body)
         os.replace(stream.name, file)
     except Exception as error:
         LOG.info("a program is not stored: %s", error)
+        with contextlib.suppress(OSError):
+            _refusal(file).touch()
+
+
+def _refusal(file: Path) -> Path:
+    """The file that exists where a program could not be stored."""
+    return file.with_suffix(".refused")
 
 
 def _packages() -> Iterator[tuple[str, str]]:

@@ -154,6 +154,27 @@ def test_a_file_that_cannot_be_trusted_or_used_is_ignored(folder, harm, monkeypa
     chex.assert_trees_all_close(program(LOGITS).entropy, entropy.entropy_statistics(LOGITS).entropy)
 
 
+def test_a_folder_is_of_its_owner_alone_under_any_umask(folder):
+    before = os.umask(0o002)
+    try:
+        load_or_compile(entropy.entropy_statistics, (LOGITS,))
+    finally:
+        os.umask(before)
+    assert not load_or_compile(entropy.entropy_statistics, (LOGITS,))[1]
+
+
+def test_what_could_not_be_stored_is_left_to_the_cache_of_jax(folder, monkeypatch):
+    def serialize(program):
+        raise ValueError("it has a callback")
+
+    monkeypatch.setattr(executable_cache.serialize_executable, "serialize", serialize)
+    for _ in range(2):
+        program, compiled = load_or_compile(entropy.entropy_statistics, (LOGITS,))
+        names = program.as_text().partition("\n")[0]
+        assert compiled and program(LOGITS).entropy.shape == (2,) and not stored(folder)
+    assert "HloModule jit_entropy_statistics," in names  # without a random name
+
+
 def test_nothing_is_stored_where_the_variable_is_empty(folder, monkeypatch):
     monkeypatch.setenv("ENTROPIC_PROGRAM_CACHE", "")
     assert load_or_compile(entropy.entropy_statistics, (LOGITS,))[1] and not stored(folder)

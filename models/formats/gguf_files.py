@@ -49,7 +49,7 @@ class GGUFTensor:
 
 
 class Cursor:
-    """Reads a file of metadata from its beginning; an end that comes too early is a ValueError."""
+    """Reads a file of metadata from its beginning; a truncated file is a ValueError."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.place = data, 0

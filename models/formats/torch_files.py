@@ -84,7 +84,7 @@ REBUILD = {
 
 
 class TensorUnpickler(pickle._Unpickler):
-    """Reads dicts of tensors; the implementation in Python, whose memory a file cannot blow up."""
+    """Unpickles dicts of tensors in Python, so that a malformed file cannot exhaust the memory."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
