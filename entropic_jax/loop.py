@@ -153,8 +153,7 @@ def generate(
         steps: traced, at most `capacity`.
         capacity: steps of the trace. Static.
         width: as in `step`. Static.
-        speculator: drafts tokens, so that a step may emit several; None decodes one by one. The state must
-            have been started with it.
+        speculator: drafts tokens for a state that was started with it; None decodes one by one.
 
     Returns:
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the

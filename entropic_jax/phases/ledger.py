@@ -99,22 +99,18 @@ def step_cost(
 
     W weights used for one token, W(n) those that n active rows read together (`weights_read`), d = head_dim,
     g = query heads per KV head. A multiply-add counts as two FLOPs. Norms, softmax, sampling and writes are
-    not counted. An inactive row costs nothing and holds what it holds. A shape without weight counts pays for
-    attention alone.
+    not counted. An inactive row costs nothing.
 
     Args:
         shape: sizes of the model.
         active: bool `[rows]`.
-        positions_read: r, float `[rows]`: positions whose K and V are read, summed over layers and KV heads
-            (`dense_positions` where all are read).
+        positions_read: r, float `[rows]`: positions whose K and V are read, summed over layers and KV heads.
         length: L, int `[rows]`, positions held.
         bytes_per_weight: b_W.
         bytes_per_cache: b_KV, per number of K or V.
         hardware: peak FLOP/s and memory bandwidth.
 
-    Source: Kiruluta 2026 (arXiv 2603.03310), cost of a step. Differs from the paper: C is in roofline
-        seconds,
-    together with the counts that it derives from.
+    Source: Kiruluta 2026 (arXiv 2603.03310). Differs from the paper: C is in roofline seconds.
     """
     rows = jnp.sum(active, dtype=jnp.float32)
     read = jnp.asarray(positions_read, jnp.float32)

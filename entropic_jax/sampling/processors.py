@@ -91,8 +91,7 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
         sampling: the parameters of the rows.
         history: tokens of the prompt and generated ones.
 
-    Source: repetition from Keskar et al. 2019, arXiv 1909.05858, as in transformers; presence and frequency
-    from the OpenAI API.
+    Source: Keskar et al. 2019 (arXiv 1909.05858) for repetition, the OpenAI API for presence and frequency.
 
     >>> from entropic_jax.sampling import parameters
     >>> sampling = parameters(1, repetition_penalty=2.0, logit_bias={2: 1.5})

@@ -5,10 +5,9 @@ drafted token is accepted if and only if it is the token that the verified logit
 of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
 
 The life of a pass: drafters continue each row's text (`suffix`, then `pruned` or a second model, in a
-`cascade`), the
-draft-length law decides how many of the drafted tokens to verify (`draft_length`), one forward pass runs over
-all of them, and emission is repeated position by position, up to the first token that differs
-(`verification`).
+`cascade`), the draft-length law decides how many of the drafted tokens to verify (`draft_length`), one
+forward pass runs over all of them, and emission is repeated position by position, up to the first token that
+differs (`verification`).
 """
 
 from ..phases.drafting_decoder import DraftingDecoder, DraftingParams
@@ -19,8 +18,9 @@ from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
 from .pruned import PrunedDrafter, pruned_drafter
 from .registry import drafts_tokens, make_speculator
-from .speculator import PassPlan, Speculator, check_speculation, draft, speculator, verify_and_emit
+from .speculator import Speculator, check_speculation, draft, speculator, verify_and_emit
 from .suffix import SuffixDrafter, suffix_drafter
+from .verification import PassPlan
 
 __all__ = [
     "Cascade",

@@ -28,7 +28,7 @@ from ..sampling import record
 from ..state import RUNNING, State
 from .draft_length import DraftLength, correct
 from .drafter import ControlledModel, Draft
-from .verification import CHANGED
+from .verification import changed_fields
 
 
 @pytree
@@ -68,10 +68,10 @@ class AutoregressiveDrafter:
             reach = jnp.where(emitted, reach * correct(chance, shift), reach)
             going = emitted & (after.status == RUNNING) & (number + 1 < most)
             going &= reach >= least[jnp.minimum(number + 1, k - 1)]
-            changed = {name: getattr(after, name) for name in CHANGED}
+            changed = changed_fields(after)
             return number + 1, going, reach, after.cache.layers, changed, drafted
 
-        changed, layers = {name: getattr(state, name) for name in CHANGED}, state.cache.layers
+        changed, layers = changed_fields(state), state.cache.layers
         carry = jnp.int32(0), going, jnp.ones(rows), layers[place], changed, drafted
         *_, written, changed, drafted = jax.lax.while_loop(lambda c: c[1].any(), body, carry)
         first, end, _ = place.indices(len(layers))

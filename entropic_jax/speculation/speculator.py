@@ -1,6 +1,6 @@
 """Speculator: a drafter and the draft-length law, and the pass that they make."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from ..state import State, Trace
 from .draft_length import DraftLength, draft_length
 from .drafter import ControlledModel, Draft, Drafter
 from .suffix import suffix_drafter
-from .verification import VerifiedLogits, emit_accepted, pass_cost, verify
+from .verification import PassPlan, VerifiedLogits, emit_accepted, pass_cost, verify
 
 EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
@@ -28,14 +28,6 @@ class Speculator:
         """The correction of each drafter's probabilities (`State.speculation`); `[rows, drafters]`."""
         drafters = getattr(self.drafter, "drafters", (self.drafter,))
         return jnp.stack([self.law.init(rows)] * len(drafters), 1)
-
-
-class PassPlan(NamedTuple):
-    """What one pass verifies."""
-
-    draft: Draft
-    num_drafted: jax.Array  # int32 [rows], drafted tokens to verify
-    size: jax.Array  # int32 [], index of the pass's size among the law's widths
 
 
 def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | None = None) -> Speculator:
@@ -145,31 +137,45 @@ def verify_and_emit(
     Returns:
         The state of the rows, and the trace `[k + 1, rows]`.
     """
-    decoder, params, controller = model
-    drafted, num_drafted, size = plan
-    state, (rows, k), widths = batch.state, drafted.tokens.shape, speculator.law.widths
-    cost = pass_cost(decoder, params, batch, num_drafted)
+    cost = pass_cost(model, batch, plan)
+    batch, logits = run_pass(speculator.law.widths, model, batch, plan)
+    after, trace = emit_accepted(model, batch, plan, logits, cost, constraints)
+    accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
+    place = _drafter_of_row(plan.draft)
+    before = batch.state.speculation[place]
+    shift = speculator.law.learn(plan.draft, before, plan.num_drafted, accepted)
+    shifts = batch.state.speculation.at[place].set(jnp.where(batch.active, shift, before))
+    return after._replace(speculation=shifts), trace
+
+
+def run_pass(
+    widths: tuple[int, ...], model: ControlledModel, batch: Batch, plan: PassPlan
+) -> tuple[Batch, VerifiedLogits]:
+    """Runs the pass of the size that the plan names.
+
+    Args:
+        widths: the compiled sizes of a pass, in tokens per row.
+        model: whose tokens are verified.
+        batch: the rows of the pass.
+        plan: the plan of the pass.
+
+    Returns:
+        The batch with the cache as written, and the logits of k + 1 positions of every row.
+    """
+    state, (rows, k) = batch.state, plan.draft.tokens.shape
 
     def with_layers(layers: Any) -> Batch:
         return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers)))
 
-    def run(width: int, layers: Any, logits: VerifiedLogits) -> tuple[Any, VerifiedLogits]:
-        verified, computed = verify(decoder, params, with_layers(layers), drafted, num_drafted, width)
+    def run(tokens_per_row: int, layers: Any, logits: VerifiedLogits) -> tuple[Any, VerifiedLogits]:
+        verified, computed = verify(model, with_layers(layers), plan, tokens_per_row)
         return verified.state.cache.layers, logits.filled(computed)
 
-    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, decoder.shape.vocabulary)
+    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, model.decoder.shape.vocabulary)
     carry = state.cache.layers, room
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
-        turns = (size == index).astype(jnp.int32)
+        turns = (plan.size == index).astype(jnp.int32)
         carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x), carry)
     layers, logits = carry
-    after, trace = emit_accepted(
-        decoder, controller, with_layers(layers), logits, drafted, num_drafted, cost, constraints
-    )
-    accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
-    place = _drafter_of_row(drafted)
-    before = state.speculation[place]
-    shift = speculator.law.learn(drafted, before, num_drafted, accepted)
-    shifts = state.speculation.at[place].set(jnp.where(batch.active, shift, before))
-    return after._replace(speculation=shifts), trace
+    return with_layers(layers), logits

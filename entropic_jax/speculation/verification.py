@@ -17,14 +17,22 @@ from ..attention.page_reader import dense_step_stats
 from ..phases import ledger
 from ..phases.batch import Batch
 from ..phases.emission import emit
-from ..phases.forward import Decoder, Forward, forward, narrowest
+from ..phases.forward import Forward, forward, narrowest
 from ..phases.packing import lay_out
 from ..sampling.constraints import Constraints
 from ..state import RUNNING, State, Trace
-from .drafter import Draft
+from .drafter import ControlledModel, Draft
 
 # The fields of `State` that emission changes.
 CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger")
+
+
+class PassPlan(NamedTuple):
+    """What one pass verifies."""
+
+    draft: Draft
+    num_drafted: jax.Array  # int32 [rows], drafted tokens to verify
+    size: jax.Array  # int32 [], index of the pass's size among the law's widths
 
 
 class VerifiedLogits(NamedTuple):
@@ -48,57 +56,54 @@ class VerifiedLogits(NamedTuple):
 
     def filled(self, logits: "VerifiedLogits") -> "VerifiedLogits":
         """Room in which the logits of a pass stand first; the rest of it is never read."""
-        update = lambda room, x: jax.lax.dynamic_update_slice(room, x, (0, 0))
-        return VerifiedLogits(update(self.logits, logits.logits), update(self.slot, logits.slot))
+        return jax.tree.map(lambda room, x: jax.lax.dynamic_update_slice(room, x, (0, 0)), self, logits)
 
     def at(self, number: jax.Array) -> jax.Array:
         """The logits after token `number` of every row, float32 `[rows, vocabulary]`."""
-        return self.logits[jax.lax.dynamic_index_in_dim(self.slot, number, 1, keepdims=False)]
+        return self.logits[take_column(self.slot, number)]
 
 
 def verify(
-    decoder: Decoder, params: Any, batch: Batch, draft: Draft, num_drafted: jax.Array, width: int
+    model: ControlledModel, batch: Batch, plan: PassPlan, tokens_per_row: int
 ) -> tuple[Batch, VerifiedLogits]:
     """Runs the model densely over the last token of every active row and the tokens drafted after it.
 
     A pass of fewer tokens than `rows · n` is packed: the tokens of a row follow those of the row before.
 
     Args:
-        decoder: the model's pure functions.
-        params: its parameters.
+        model: whose tokens are verified.
         batch: the rows of the pass.
-        draft: tokens for the following positions.
-        num_drafted: int32 `[rows]`, how many of them to verify; at most rows · (width − 1) together.
-        width: tokens a row on average; static.
+        plan: tokens for the following positions, and how many of them to verify: at most
+            rows · (tokens_per_row − 1) together.
+        tokens_per_row: on average; static.
 
     Returns:
         The batch with the cache as written, and the logits of the positions.
     """
-    state = batch.state
-    rows, k = draft.tokens.shape
-    num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
-    most = min(k, rows * (width - 1)) + 1
-    tokens = jnp.concatenate([state.token[:, None], draft.tokens[:, : most - 1]], 1)
-    packing = None if width == most else lay_out(num_tokens, rows * width, most)
+    state, (decoder, params, _) = batch.state, model
+    rows, k = plan.draft.tokens.shape
+    num_tokens = jnp.where(batch.active, 1 + plan.num_drafted, 0)
+    n = min(k, rows * (tokens_per_row - 1)) + 1
+    tokens = jnp.concatenate([state.token[:, None], plan.draft.tokens[:, : n - 1]], 1)
+    packing = None if tokens_per_row == n else lay_out(num_tokens, rows * tokens_per_row, n)
     hidden, state = forward(decoder, params, state, tokens, num_tokens, packing=packing)
     if packing is None:
-        hidden, slot = hidden.reshape(rows * most, -1), jnp.arange(rows * most).reshape(rows, most)
+        hidden, slot = hidden.reshape(rows * n, -1), jnp.arange(rows * n).reshape(rows, n)
     else:
         hidden, slot = hidden[:, 0], packing.packed_index
     return batch._replace(state=state), VerifiedLogits(decoder.logits(params, hidden), slot)
 
 
-def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Array) -> ledger.Cost:
+def pass_cost(model: ControlledModel, batch: Batch, plan: PassPlan) -> ledger.Cost:
     """What the ledger charges every active row for a pass; float32 `[rows]` each.
 
     Args:
-        decoder: the model's pure functions.
-        params: its parameters.
+        model: whose tokens are verified.
         batch: the rows before the pass.
-        num_drafted: int32 `[rows]`, drafts that the pass verifies.
+        plan: what the pass verifies.
     """
-    state = batch.state
-    num_tokens = jnp.where(batch.active, 1 + num_drafted, 0)
+    state, (decoder, params, _) = batch.state, model
+    num_tokens = jnp.where(batch.active, 1 + plan.num_drafted, 0)
     read = ledger.dense_positions(decoder.shape, state.length + num_tokens)
     cost = ledger.step_cost(
         decoder.shape,
@@ -114,61 +119,88 @@ def pass_cost(decoder: Decoder, params: Any, batch: Batch, num_drafted: jax.Arra
     return cost._replace(flops=flops, seconds=jnp.where(batch.active, seconds, 0.0))
 
 
+class PassEmission(NamedTuple):
+    """Emission at the positions of a pass: what all of them share."""
+
+    model: ControlledModel
+    logits: VerifiedLogits
+    cost: ledger.Cost  # of the pass; it is charged to a row's first token
+    later: ledger.Cost  # of each later token: zeros
+    constraints: Constraints | None
+
+    def at(self, number: jax.Array, batch: Batch, plan: PassPlan) -> tuple[State, Trace]:
+        """Emits the token after position `number` of every active row; arrays of the trace are `[rows]`.
+
+        Args:
+            number: int32 `[]`, of the position in the pass.
+            batch: the rows, with the tokens that were emitted at the positions before.
+            plan: the plan of the pass.
+        """
+        first, state = number == 0, batch.state
+        charged = jax.tree.map(lambda x, y: jnp.where(first, x, y), self.cost, self.later)
+        charged = charged._replace(kv_bytes=self.cost.kv_bytes)
+        span = TokenSpan(state.length, batch.active.astype(jnp.int32))
+        read = dense_step_stats(self.model.decoder.shape, span)
+        output = Forward(self.logits.at(number), read, None)
+        after, trace = emit(self.model.controller, batch, output, charged, None, self.constraints)
+        after = after._replace(history=sampling.record(after.history, trace.token, trace.emitted))
+        return after, trace._replace(
+            num_drafted=jnp.where(batch.active & (number == 0), plan.num_drafted, 0),
+            from_draft=trace.emitted & (number > 0),
+        )
+
+
 def emit_accepted(
-    decoder: Decoder,
-    controller: Any,
+    model: ControlledModel,
     batch: Batch,
+    plan: PassPlan,
     logits: VerifiedLogits,
-    draft: Draft,
-    num_drafted: jax.Array,
     cost: ledger.Cost,
     constraints: Constraints | None,
 ) -> tuple[State, Trace]:
     """Emits tokens in every active row up to the first that is not the drafted one, that one included.
 
     Args:
-        decoder: the model's pure functions.
-        controller: the control law of these rows.
+        model: whose tokens were verified, with the control law of these rows.
         batch: the rows, with the cache as the pass left it.
+        plan: the drafted tokens, at least n − 1 of every row, and how many of them were verified.
         logits: the logits of the positions, n of every row.
-        draft: the drafted tokens, at least n − 1 of every row.
-        num_drafted: int32 `[rows]`, how many of them were verified.
-        cost: the cost of the pass; it is charged to the first token.
+        cost: the cost of the pass, float32 `[rows]` each.
         constraints: the constraints of these rows.
 
     Returns:
         The state of the rows, and the trace `[n, rows]`.
     """
-    cache, n = batch.state.cache, logits.slot.shape[1]
-    free = jax.tree.map(jnp.zeros_like, cost)
-    drafted = jnp.where(jnp.arange(n - 1) < num_drafted[:, None], draft.tokens[:, : n - 1], -1)
-    drafted = jnp.pad(drafted, ((0, 0), (0, 1)), constant_values=-1)
-    take = lambda x, number: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+    before, n = batch.state, logits.slot.shape[1]
+    emission = PassEmission(model, logits, cost, jax.tree.map(jnp.zeros_like, cost), constraints)
+    drafted = verified_tokens(plan, n)
 
-    def emit_at(number: jax.Array, active: jax.Array, state: State) -> tuple[State, Trace]:
-        first = number == 0
-        charged = jax.tree.map(lambda x, y: jnp.where(first, x, y), cost, free)._replace(
-            kv_bytes=cost.kv_bytes
-        )
-        read = dense_step_stats(decoder.shape, TokenSpan(state.length, active.astype(jnp.int32)))
-        output = Forward(logits.at(number), read, None)
-        after, trace = emit(controller, Batch(state, active), output, charged, None, constraints)
-        return after._replace(history=sampling.record(after.history, trace.token, trace.emitted)), trace
-
-    def body(carry: Any) -> Any:
+    def emit_next(carry: Any) -> Any:
         number, active, changed, trace = carry
-        after, new = emit_at(number, active, batch.state._replace(**changed))
-        new = new._replace(
-            num_drafted=jnp.where(active & (number == 0), num_drafted, 0),
-            from_draft=new.emitted & (number > 0),
-        )
+        after, new = emission.at(number, Batch(before._replace(**changed), active), plan)
         trace = jax.tree.map(lambda rows, x: rows.at[number].set(x), trace, new)
-        active &= new.emitted & (new.token == take(drafted, number)) & (after.status == RUNNING)
-        return number + 1, active, {name: getattr(after, name) for name in CHANGED}, trace
+        active &= new.emitted & (new.token == take_column(drafted, number)) & (after.status == RUNNING)
+        return number + 1, active, changed_fields(after), trace
 
-    changed = {name: getattr(batch.state, name) for name in CHANGED}
-    blank = jax.eval_shape(lambda s: emit_at(jnp.int32(0), batch.active, s)[1], batch.state)
+    blank = jax.eval_shape(lambda s: emission.at(jnp.int32(0), Batch(s, batch.active), plan)[1], before)
     trace = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), blank)
-    carry = jnp.int32(0), batch.active, changed, trace
-    _, _, changed, trace = jax.lax.while_loop(lambda c: (c[0] < n) & c[1].any(), body, carry)
-    return batch.state._replace(**changed, cache=cache), trace
+    carry = jnp.int32(0), batch.active, changed_fields(before), trace
+    _, _, changed, trace = jax.lax.while_loop(lambda c: (c[0] < n) & c[1].any(), emit_next, carry)
+    return before._replace(**changed), trace
+
+
+def changed_fields(state: State) -> dict[str, Any]:
+    """The fields of the state that emission changes."""
+    return {name: getattr(state, name) for name in CHANGED}
+
+
+def verified_tokens(plan: PassPlan, n: int) -> jax.Array:
+    """int32 `[rows, n]`: the drafted token that was verified after each position, −1 where there is none."""
+    verified = jnp.arange(n - 1) < plan.num_drafted[:, None]
+    tokens = jnp.where(verified, plan.draft.tokens[:, : n - 1], -1)
+    return jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=-1)
+
+
+def take_column(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Column `number` of `[rows, n]`, `[rows]`."""
+    return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
