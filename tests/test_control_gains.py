@@ -65,7 +65,7 @@ def test_a_body_brings_each_to_the_preset():
     values |= {"dropped_mass_limit": 0.5, "lowest_dropped_mass_limit": 0.25}
     values |= {"low_entropy": 1.0, "high_entropy": 3.0}
     assert values.keys() == {name for name, line in GAINS.items() if line.scope != MACRO}
-    control = Entropic.model_validate({"preset": "full-lossy", **values}).control(Control())
+    control = Entropic.model_validate({"preset": "full-lossy", **values}).control(Control(), 1.0)
     assert control_options.gains(control, None).asdict() == {**values, "schedule": "entropic"}
 
 
@@ -106,6 +106,35 @@ def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
         with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
             control_options.gains(Control("full-lossy", tuple(stated.items())), None)
         assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("preset", "stated", "temperature"),
+    [
+        ("micro", {"lowest_temperature": 5}, 0.7),
+        ("full", {"lowest_temperature": 0.8, "highest_temperature": 0}, 0.7),
+    ],
+)
+def test_a_lowest_temperature_above_that_of_the_request_is_refused(preset, stated, temperature):
+    """The request's temperature is T_max, so no law could obey both."""
+    control = Control(preset, tuple(stated.items()))
+    with pytest.raises(RequestError, match=r"^lowest_temperature must be at most .* 0\.7 while") as error:
+        control_options.check_temperature(control, temperature)
+    assert error.value.param == "lowest_temperature"
+
+
+@pytest.mark.parametrize(
+    ("preset", "stated", "temperature"),
+    [
+        ("micro", {"lowest_temperature": 0.7}, 0.7),
+        ("micro", {"lowest_temperature": 5, "highest_temperature": 6}, 0.7),  # it heats
+        ("micro", {"lowest_temperature": 5}, 0.0),  # greedy
+        ("micro", {}, 0.1),  # the default is not stated: such a request keeps its temperature
+        ("off", {}, 0.1),
+    ],
+)
+def test_a_lowest_temperature_that_can_be_obeyed_is_accepted(preset, stated, temperature):
+    control_options.check_temperature(Control(preset, tuple(stated.items())), temperature)
 
 
 def test_the_lowest_limit_of_dropped_mass_is_at_most_the_limit():

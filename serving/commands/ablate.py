@@ -146,7 +146,9 @@ def _workload(options: argparse.Namespace) -> "Workload":
 
     texts = [read_text(path, "--text") for path in options.text]
     calibration = control_options.calibration_of(options.model)
-    gains = control_options.gains(control_options.read(options), calibration)
+    control = control_options.read(options)
+    control_options.check_temperature(control._replace(preset="micro"), 1.0)  # of every text it writes
+    gains = control_options.gains(control, calibration)
     model, tokenizer = model_options.load_model(options)
     stream = [token for text in texts for token in tokenizer.encode(text)]
     belief = 1.0 if calibration is None else calibration.temperature

@@ -14,7 +14,7 @@ from ..engine.interface import Engine, EngineRequest
 from ..engine.options import EngineOptions
 from ..http.served_model import ServedModel, describe
 from ..options import generation_config
-from ..options.control_options import Control
+from ..options.control_options import Control, check_temperature
 from ..request import Request, RequestError
 from . import model_options
 from .chat_backend import Message, Piece, check_preset
@@ -119,10 +119,11 @@ class LocalChat:
         if self.model.tokenizer.chat_template == DEFAULT_TEMPLATE:
             fields.setdefault("stop", [NEXT_TURN])
         fields["seed"] += number
-        request = EngineRequest(
-            id=f"chat-{number}", request=Request(prompt=prompt, **fields), control=self.control
+        request = Request(prompt=prompt, **fields)
+        check_temperature(self.control, request.temperature)
+        output_stream = self.engine.submit(
+            EngineRequest(id=f"chat-{number}", request=request, control=self.control)
         )
-        output_stream = self.engine.submit(request)
         try:
             for delta in output_stream:
                 for token in delta.tokens:

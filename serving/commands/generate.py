@@ -75,6 +75,7 @@ def _single(options: argparse.Namespace, overrides: Mapping[str, Any], prompt: s
     text = generator.chat([{"role": "user", "content": prompt}]) if options.chat else prompt
     fields: dict[str, Any] = {**generator.defaults, **overrides, "prompt": text}
     request = Request(**fields)
+    control_options.check_temperature(control_options.read(options), request.temperature)
     if options.json:
         (completion,) = generator.batch([request])
         print(json.dumps({**completion.as_json(), "seed": request.seed}, allow_nan=False))
@@ -109,6 +110,8 @@ def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
     generator = _load(options)
     try:
         requests = list(requests_of(records, generator, overrides, options.chat))
+        for request in requests:
+            control_options.check_temperature(control_options.read(options), request.temperature)
     except RequestError as error:
         raise RequestError(f"--batch-file {options.batch_file}: {error}") from None
     return int(run_batch(records, requests, generator) > 0)

@@ -31,6 +31,7 @@ from ..compilation import remember_compilations
 from ..engine.engine import start
 from ..engine.interface import EngineRequest, OutputStream
 from ..engine.metrics_hooks import MetricsHooks
+from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
 from ..request import Request
 from .options import IN_FLIGHT, read_options
@@ -253,6 +254,7 @@ class LLM:
 
     def _requests(self, prompt: TokenizedPrompt, params: SamplingParams) -> list[EngineRequest]:
         """The `n` sequences of a prompt, which differ in their seeds."""
+        check_temperature(self._control, params.temperature)
         requests = []
         for k in range(params.n):
             if params.seed is not None:

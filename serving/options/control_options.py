@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, of `samplers.law`
 ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
 SAMPLER_OPTIONS = ("branches", "clarification")  # of entropix
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = "lowest_temperature", "highest_temperature"
 SERVED_GAINS = tuple(name for name in GAINS if name != "schedule")  # an engine has `scheduling_policy`
 BRANCHES = Number(int, 1, 64)
 METHODS = (
@@ -268,6 +269,27 @@ def check_preset(control: Control) -> None:
                 f"{MISSING_LAW[scale]}; got {value!r}",
                 name,
             )
+
+
+def check_temperature(control: Control, temperature: float) -> None:
+    """Raise RequestError for a stated `lowest_temperature` that no law can obey at a request's temperature.
+
+    The request's temperature is T_max where `highest_temperature` is 0. A greedy request has no law.
+
+    Args:
+        control: The preset of the request, with its gains.
+        temperature: That the request asks for.
+    """
+    if MICRO not in SCALES.get(control.preset, ()) or temperature == 0:
+        return
+    stated = dict(control.gains)
+    lowest = stated.get(LOWEST_TEMPERATURE, 0)
+    if lowest > temperature and not stated.get(HIGHEST_TEMPERATURE, GAINS[HIGHEST_TEMPERATURE].default):
+        raise RequestError(
+            f"{LOWEST_TEMPERATURE} must be at most temperature = {temperature:g} while "
+            f"{HIGHEST_TEMPERATURE} is 0; got {lowest:g}",
+            LOWEST_TEMPERATURE,
+        )
 
 
 def _check_sampler_options(control: Control) -> None:

@@ -83,6 +83,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "entropic.lowest_temperature must be below highest_temperature = 1; got 2",
         ),
         (
+            {"prompt": "x", "temperature": 0.7, "entropic": {"preset": "micro", "lowest_temperature": 5}},
+            "lowest_temperature",
+            "entropic.lowest_temperature must be at most temperature = 0.7 while highest_temperature is 0",
+        ),
+        (
             {"prompt": "x", "entropic": {"preset": "full", "branches": 2}},
             "branches",
             "entropic.branches needs the preset entropix; got the preset full",

@@ -1,6 +1,7 @@
 """Prompts in the engine: of any length they continue as in the loop, and short ones are scored."""
 
 import jax
+import pytest
 
 from entropic_jax import cache, chain, loop, parameters
 from tests.serving.test_engine import engine_request, exact, model, prompt, run  # noqa: F401  (fixtures)
@@ -30,3 +31,36 @@ def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F
 def test_a_prompt_of_one_token_is_scored(exact):  # noqa: F811
     deltas = list(exact.submit(engine_request("one", (5,), prompt_logprobs=1, max_tokens=2)))
     assert [(p.id, p.logprob) for d in deltas for p in d.prompt] == [(5, None)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "scores"),
+    [("_prefill", 64), ("_decode", 0)],  # the first of two chunks is collected, or still on the device
+)
+def test_a_prompt_preempted_while_it_is_scored_is_scored_once(exact, monkeypatch, phase, scores):  # noqa: F811
+    """Its chunks are prefilled again, and the answer has every log-probability once."""
+    scored = engine_request("scored", prompt(100, 7), prompt_logprobs=2, max_tokens=2)
+    alone = list(exact.submit(scored))
+    scheduler, then, scored_before = exact.scheduler, getattr(exact.scheduler, phase), []
+
+    def preempt_in_prefill(*arguments):
+        begun = [s for s in scheduler.batch.prefilling if s.num_prefilled and not s.prompt_scored]
+        if begun and not begun[0].preemptions and len(scheduler.batch.occupied) > 1:
+            scheduler.collect_all()
+            scored_before.append(len(begun[0].prompt_scores))
+            scheduler._preempt()
+            assert begun[0].row < 0
+        return then(*arguments)
+
+    def scored_last(sequences, *_):
+        return sorted(sequences, key=lambda s: s.engine_request.prompt_logprobs is not None)
+
+    monkeypatch.setattr(scheduler, phase, preempt_in_prefill)
+    monkeypatch.setattr(scheduler.ranking, "rank", scored_last)
+    other = exact.submit(engine_request("other", prompt(20, 8), max_tokens=60))
+    deltas = list(exact.submit(scored))
+    assert len(list(other)) > 1
+    assert deltas[-1].summary["preemptions"] == 1 and scored_before == [scores]
+    assert [len(delta.prompt) for delta in deltas if delta.prompt] == [100]
+    assert [p for d in deltas for p in d.prompt] == [p for d in alone for p in d.prompt]
+    assert [t.id for d in deltas for t in d.tokens] == [t.id for d in alone for t in d.tokens]

@@ -76,6 +76,10 @@ def test_what_does_not_go_together_is_said(entropic, directory):
             ("--lowest-temperature", "0.5"),
             "--lowest-temperature must not be set with the preset off, which has no temperature law; got 0.5",
         ),
+        (
+            ("--preset", "micro", "--lowest-temperature", "5", "--temperature", "0.7"),
+            "--lowest-temperature must be at most temperature = 0.7 while --highest-temperature is 0; got 5",
+        ),
         (("--branches", "2"), "--branches needs the preset entropix; got the preset off"),
         (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),
     ],

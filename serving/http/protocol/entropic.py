@@ -8,7 +8,14 @@ from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESET_TAB
 from entropic_jax.parameter_tables.speculation_names import DRAFTERS
 from entropic_jax.parameter_tables.table import Choice, Flag, Parameter
 
-from ...options.control_options import BRANCHES, SAMPLERS, Control, check_preset
+from ...options.control_options import (
+    BRANCHES,
+    LOWEST_TEMPERATURE,
+    SAMPLERS,
+    Control,
+    check_preset,
+    check_temperature,
+)
 from .fields import Answer, optional_fields
 
 REQUEST_PRESETS = {name: line.help for name, line in PRESET_TABLE.items() if name != "paper"}
@@ -42,11 +49,16 @@ class Entropic(GainFields):
 
     trace: bool = Field(False, description=TRACE.help)
 
-    def control(self, default: Control) -> Control:
+    def control(self, default: Control, temperature: float) -> Control:
         """The server's control with what this request changes.
 
-        Raises ParameterError for a gain of this request that its preset would ignore. Gains that the server
-        was started with are defaults: a preset takes those that it has a use for.
+        Raises ParameterError for a gain of this request that its preset would ignore or its temperature
+        contradicts. Gains that the server was started with are defaults: a preset takes those that it has a
+        use for.
+
+        Args:
+            default: The server's control.
+            temperature: That the request asks for.
         """
         gains: dict[str, Any] = {}
         for line in PER_REQUEST:
@@ -54,9 +66,12 @@ class Entropic(GainFields):
                 gains[line.name] = line.accepts.check(line.name, value)
         control = default._replace(preset=self.preset or default.preset, gains=tuple(gains.items()))
         check_preset(control)
-        return control._replace(
+        control = control._replace(
             speculate=self.speculate, gains=tuple({**dict(default.gains), **gains}.items())
         )
+        if LOWEST_TEMPERATURE in gains:
+            check_temperature(control, temperature)
+        return control
 
 
 class Trace(Answer):

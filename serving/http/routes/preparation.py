@@ -80,7 +80,7 @@ def engine_requests_of(
         EngineRequest(
             id=f"{name}-{index}",
             request=request,
-            control=default if body.entropic is None else body.entropic.control(default),
+            control=default if body.entropic is None else body.entropic.control(default, request.temperature),
             priority=body.priority or 0,
             deadline=body.deadline,
             timeout=frontend.settings.request_timeout,
