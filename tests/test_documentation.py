@@ -67,6 +67,20 @@ def test_named_files_exist(page):
     assert missing_paths(page.read_text("utf-8"), ROOT) == []
 
 
+def test_the_first_page_is_a_screen_and_a_half():
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 75 and max(map(len, lines)) <= 100
+
+
+def test_the_lists_for_contributors_have_at_most_ten_lines():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    sections = re.findall(r"^## (Add a [^\n]+)\n(.+?)(?=^## |\Z)", text, re.M | re.S)
+    assert len(sections) == 5
+    for title, section in sections:
+        steps = section.partition("\n1. ")[2].strip()
+        assert 0 < len(steps.splitlines()) <= 10, title
+
+
 def test_a_file_that_does_not_exist_is_found(tmp_path):
     (tmp_path / "models").mkdir()
     page = "See `models/`, `models/gone.py`, `serving/engine/` and `import models`."

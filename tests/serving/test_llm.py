@@ -326,13 +326,6 @@ def test_a_refused_control_leaves_no_engine_running(options, message):
     assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
 
 
-def test_a_lowest_temperature_above_that_of_the_prompt_is_refused():
-    with LLM(preset="micro", lowest_temperature=5, **SIZES) as llm:
-        for params in (SamplingParams(temperature=0.7), SamplingParams(temperature=4.9, max_tokens=1)):
-            with pytest.raises(ValueError, match=r"^lowest_temperature must be at most .* got 5"):
-                llm.generate("x", params)
-
-
 def test_options_go_where_they_belong():
     control, options = read_options("micro", {"target_entropy": 0.5, "law": "integral", "dtype": "bfloat16"})
     assert (control.preset, dict(control.gains)) == ("micro", {"law": "integral", "target_entropy": 0.5})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from entropic_jax import SamplingParams
+from entropic_jax import LLM, SamplingParams
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.llm.prompts import at, tokenize_conversation
@@ -74,3 +74,10 @@ def test_conversations(arguments, param, message):
     with pytest.raises(RequestError, match=f"^{message}") as error:
         at("messages[2]", check, messages)
     assert error.value.param == param
+
+
+def test_a_lowest_temperature_above_that_of_the_prompt():
+    with LLM(preset="micro", lowest_temperature=5, max_num_seqs=1, max_model_len=64) as llm:
+        for temperature in (0.7, 4.9):
+            with pytest.raises(ValueError, match=r"^lowest_temperature must be at most .* got 5"):
+                llm.generate("x", SamplingParams(temperature=temperature))
