@@ -238,7 +238,9 @@ def replay(
     """
 
     def program(params, state, controller, tokens):
-        body = lambda state, token: step(decoder, params, controller, state, token)
+        def body(state, token):
+            return step(decoder, params, controller, state, token)
+
         return jax.lax.scan(body, state, tokens.T)
 
     return sharding.launch(decoder, program, params, state, controller, tokens)

@@ -38,7 +38,10 @@ def main() -> None:
         )
         _, trace = ej.generate(decoder, model.params, controller, state, 128, capacity=128)
         emitted = np.asarray(trace.emitted)
-        mean = lambda field: np.asarray(getattr(trace, field))[emitted].mean()
+
+        def mean(field):
+            return np.asarray(getattr(trace, field))[emitted].mean()
+
         print(f"{controller}: entropy {mean('tempered_entropy'):.2f} nats at T = {mean('temperature'):.2f}")
 
 

@@ -60,7 +60,10 @@ def choice(*names: str) -> Check:
 
 def items(check: Check) -> Check:
     """Accepts lists whose entries `check` accepts."""
-    accepts = lambda value: isinstance(value, tuple) and all(map(check.accepts, value))
+
+    def accepts(value):
+        return isinstance(value, tuple) and all(map(check.accepts, value))
+
     return Check(accepts, f"a list, each entry {check.requirement}")
 
 

@@ -119,8 +119,11 @@ def look_up(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     """The rows of a table for tokens; those outside of it have the nearest row."""
     if tokens.size > MOST_SLICES or default_device().platform != "cpu":
         return jnp.take(weight, tokens, axis=0, mode="clip")
+
     # XLA's CPU backend divides a gather among threads, and waking them takes longer than the gather.
-    row = lambda token: jax.lax.dynamic_index_in_dim(weight, token, 0, keepdims=False)
+    def row(token):
+        return jax.lax.dynamic_index_in_dim(weight, token, 0, keepdims=False)
+
     vectors = jax.lax.map(row, jnp.clip(tokens.reshape(-1), 0, weight.shape[0] - 1))
     return vectors.reshape(*tokens.shape, weight.shape[1])
 

@@ -42,7 +42,11 @@ def random_context(subject: Subject, setting: Preset, context: int, room: int, d
     page_size = setting.page_policy.page_size if setting.page_policy else None
     pool = cache.allocate(subject.decoder.shape, 1, context + room, page_size=page_size, dtype=dtype)
     keys = iter(jax.random.split(jax.random.key(1), 256))
-    noise = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # small: no page has all the mass
+
+    # small: no page has all the mass
+    def noise(x):
+        return 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)
+
     layers = (jax.tree.map(noise, layer) for layer in pool.layers)
     pool = pool._replace(layers=tuple(x._replace(value_norm=jnp.abs(x.value_norm)) for x in layers))
     state = start(

@@ -95,19 +95,31 @@ class Run:
             yield "speed", {"context": timed}, lambda c=timed: studies.speed(workload, c, **turns)
         for seed in seeds:
             for context in contexts:
-                make = lambda c=context, s=seed: studies.quality(workload, c, s, **small)
+
+                def make(c=context, s=seed):
+                    return studies.quality(workload, c, s, **small)
+
                 yield "quality", {"context": context, "seed": seed}, make
-                make = lambda c=context, s=seed: studies.information(workload, c, s, **small)
+
+                def make(c=context, s=seed):
+                    return studies.information(workload, c, s, **small)
+
                 yield "information", {"context": context, "seed": seed}, make
         filler = filler_of(self.texts, self.options.model)
         for distance in (512,) if quick else (512, 2048, 7500):
             more: dict[str, Any] = dict(drops=(0.01, 0.1), refreshes=(2, 4)) if distance > 512 else {}
             for seed in seeds:
-                make = lambda d=distance, s=seed, m=more: recall(workload, filler, d, s, **m)
+
+                def make(d=distance, s=seed, m=more):
+                    return recall(workload, filler, d, s, **m)
+
                 yield "recall", {"distance": distance, "seed": seed}, make
         for seed in range(1 if quick else 2):
             distance = 512 if quick else 7500
-            make = lambda d=distance, s=seed: selectors(workload, filler, d, s, quick)
+
+            def make(d=distance, s=seed):
+                return selectors(workload, filler, d, s, quick)
+
             yield "selectors", {"distance": distance, "seed": seed}, make
         yield from self.shapes()
         near = 384 if quick else LONGEST

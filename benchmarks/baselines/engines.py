@@ -121,7 +121,10 @@ class Transformers:
             parts.append(self.cache.layers)
         copies = len(prompts) // len(read)
         if len(parts) * copies > 1:
-            gather = lambda layers, name: self.torch.cat([getattr(x, name) for x in layers] * copies)
+
+            def gather(layers, name):
+                return self.torch.cat([getattr(x, name) for x in layers] * copies)
+
             joined = (
                 (gather(layers, "keys"), gather(layers, "values")) for layers in zip(*parts, strict=True)
             )

@@ -26,7 +26,10 @@ def cells(
     """
     entry = {(row["vocabulary"], row["k"], row["estimator"]): write(row) for row in rows}
     places = sorted({(row["vocabulary"], row["k"]) for row in rows if row["k"] is not None})
-    find = lambda v, k, name: entry.get((v, None if name in WITHOUT_TOP_K else k, name), "–")
+
+    def find(v, k, name):
+        return entry.get((v, None if name in WITHOUT_TOP_K else k, name), "–")
+
     return [[str(v), str(k), *(find(v, k, name) for name in names)] for v, k in places]
 
 
@@ -36,8 +39,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
     times = cells(results["time"], list(TIMED), lambda row: f"{row['ms']:.3f}")
     tables_made: list[Table] = [("Milliseconds a token, median", [*sizes, *TIMED], times)]
     number = lambda value: "–" if value is None else f"{value:.3f}"
-    error = lambda row: "< 1e-4" if row["mean_error"] < 1e-4 else f"{row['mean_error']:.3g}"
-    correlations = lambda row: f"{number(row['pearson'])} {number(row['spearman'])}"
+
+    def error(row):
+        return "< 1e-4" if row["mean_error"] < 1e-4 else f"{row['mean_error']:.3g}"
+
+    def correlations(row):
+        return f"{number(row['pearson'])} {number(row['spearman'])}"
+
     for family in dict.fromkeys(row["family"] for row in results["accuracy"]):
         rows = [row for row in results["accuracy"] if row["family"] == family]
         mean = statistics.fmean(row["mean_entropy"] for row in rows)

@@ -109,7 +109,10 @@ def arrays(shape: Shape) -> tuple[jax.Array, ...]:
     """Queries, page pools of a full batch, and a page table in random order."""
     keys = jax.random.split(jax.random.key(0), 3)
     pool = (shape.rows * shape.pages + 1, shape.kv_heads, shape.page, shape.head_dim)
-    normal = lambda key, sizes: jax.random.normal(key, sizes, shape.dtype)
+
+    def normal(key, sizes):
+        return jax.random.normal(key, sizes, shape.dtype)
+
     q = normal(keys[0], (shape.rows, shape.kv_heads, shape.group, shape.head_dim)) * shape.head_dim**-0.5
     order = np.random.default_rng(0).permutation(shape.rows * shape.pages).astype(np.int32)
     table = jnp.asarray(order.reshape(shape.rows, shape.pages))

@@ -53,5 +53,8 @@ def _decode(case: paged_cases.Case, backend: str) -> float:
 def _topk_entropy(case: topk_cases.Case, backend: str) -> float:
     inputs = topk_cases.build(case)
     logits, *at = map(jnp.asarray, inputs)
-    call = lambda logits, *at: topk_entropy.topk_entropy(logits, case.k, *at, backend=backend)
+
+    def call(logits, *at):
+        return topk_entropy.topk_entropy(logits, case.k, *at, backend=backend)
+
     return difference(jax.jit(call)(logits, *at), topk_cases.exact(inputs, case.k)) / FLOAT32

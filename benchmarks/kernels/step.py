@@ -118,8 +118,11 @@ def random_context(subject: Subject, setting: Preset, context: int, room: int) -
     layers = []
     for number, layer in enumerate(state.cache.layers):
         keys = iter(jax.random.split(jax.random.key(number), len(layer)))
+
         # Small: no page has all the mass.
-        noise = lambda x: jax.random.normal(next(keys), x.shape, x.dtype) * jnp.asarray(0.1, x.dtype)
+        def noise(x):
+            return jax.random.normal(next(keys), x.shape, x.dtype) * jnp.asarray(0.1, x.dtype)
+
         filled = jax.tree.map(noise, layer)
         layers.append(filled._replace(value_norm=jnp.abs(filled.value_norm)))
     grown = state.cache._replace(layers=tuple(layers))

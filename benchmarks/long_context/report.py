@@ -44,7 +44,10 @@ def quality(rows: Rows) -> Table:
         for (budget, name), (cell, *_) in split(selected, "budget", "method"):
             answers = cell["answers"]
             first, later = ([a for a in answers if a["asked"] == when] for when in ("first", "later"))
-            part = lambda field, cell=cell, dense=dense: f"{cell[field] / dense[field]:.2f}" if dense else "–"
+
+            def part(field, cell=cell, dense=dense):
+                return f"{cell[field] / dense[field]:.2f}" if dense else "–"
+
             lines.append(
                 [
                     str(context),
@@ -81,7 +84,10 @@ def speed(rows: Rows) -> Table:
     for (context,), selected in split(rows, "context"):
         times = {name: [r["seconds"] for r in runs] for (name,), runs in split(selected, "method")}
         for (name,), runs in split(selected, "method"):
-            middle = lambda field, runs=runs: statistics.median(r[field] for r in runs)
+
+            def middle(field, runs=runs):
+                return statistics.median(r[field] for r in runs)
+
             over = statistics.median(times["dense"]) / middle("seconds") if "dense" in times else None
             lines.append(
                 [
@@ -109,7 +115,10 @@ def files(cells: dict[str, Any]) -> Table:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     cells = results["cells"]
-    of = lambda study: with_current_names([c for c in cells.values() if c.get("study") == study], "method")
+
+    def of(study):
+        return with_current_names([c for c in cells.values() if c.get("study") == study], "method")
+
     tables_made = []
     if of("quality"):
         tables_made += [quality(of("quality")), by_task(of("quality"))]

@@ -73,7 +73,10 @@ def load(rows: Rows) -> Table:
         base = [row for row in rows if row["trace"] == trace and row["policy"] == "fcfs"]
         for policy in ("fcfs", "entropic"):
             selected = [row for row in rows if row["trace"] == trace and row["policy"] == policy]
-            column = lambda name, scale=1.0: spread([row[name] * scale for row in selected])
+
+            def column(name, scale=1.0):
+                return spread([row[name] * scale for row in selected])
+
             over = "" if policy == "fcfs" else spread(ratios(selected, base, "mean"))
             rounds, bound = max(row["rounds"] for row in selected), min(row["allowed"] for row in selected)
             lines.append(

@@ -26,7 +26,10 @@ def tables(results: dict[str, Any]) -> list[Table]:
     header = ["tokens of context", "decode step, ms", *(f"{width} tokens" for width in WIDTHS)]
     result_tables: list[Table] = [("A verification pass ÷ a decode step, median", header, rows)]
     rows = []
-    cell_of = lambda entry: (entry["text"], entry["context"], entry["temperature"])
+
+    def cell_of(entry):
+        return (entry["text"], entry["context"], entry["temperature"])
+
     for cell in dict.fromkeys(map(cell_of, results["rates"])):
         entries = [entry for entry in results["rates"] if cell_of(entry) == cell]
         greedy = cell[2] == 0  # most greedy texts loop

@@ -93,7 +93,10 @@ def measure(folder: Path, rows: int, steps: int, console: Console) -> dict[str, 
 def controllers(calibration: Calibration) -> dict[str, list[Any]]:
     """The levels of every sweep, by its name: temperature and pruning act together in all of them."""
     limits = dict(low_entropy=calibration.low_entropy, high_entropy=calibration.high_entropy)
-    prune = lambda budget, dead_band=0.0: Pruning(budget, hysteresis=dead_band, **limits)
+
+    def prune(budget, dead_band=0.0):
+        return Pruning(budget, hysteresis=dead_band, **limits)
+
     series = {
         f"H*: {name}": [chain(law(target), prune(0.1)) for target in SET_POINTS]
         for name, law in TEMPERATURE_LAWS.items()

@@ -92,7 +92,10 @@ def signed(e: Estimate, digits: int) -> str:
 def branches(results: dict[str, Any]) -> list[Table]:
     """The entropy reached at each set-point, law by law: mean over rows."""
     names = [name for name in results["sweeps"] if name.startswith("H*")]
-    mean = lambda name, branch: np.mean(results["sweeps"][name][branch]["tempered_entropy"], axis=1)
+
+    def mean(name, branch):
+        return np.mean(results["sweeps"][name][branch]["tempered_entropy"], axis=1)
+
     columns = [(name, branch) for name in names for branch in ("up", "down")]
     head = ["H*", *(f"{name.partition(': ')[2]}, {branch}" for name, branch in columns)]
     values = np.stack([mean(*column) for column in columns], axis=1)

@@ -361,5 +361,8 @@ def divergence(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], n
 
     p, q = shares(ours), shares(theirs)
     middle = {gram: (p.get(gram, 0) + q.get(gram, 0)) / 2 for gram in {*p, *q}}
-    part = lambda x: sum(v * np.log(v / middle[gram]) for gram, v in x.items())
+
+    def part(x):
+        return sum(v * np.log(v / middle[gram]) for gram, v in x.items())
+
     return float((part(p) + part(q)) / 2)

@@ -107,7 +107,10 @@ def timed(title: str) -> Callable[[Rows], Grid]:
 def load(rows: Rows) -> Grid:
     """Completion times under load, per preset."""
     base = of(rows, "off")
-    change = lambda of_preset, field: worded(compared(of_preset, base, field, "seed"), 0)
+
+    def change(of_preset, field):
+        return worded(compared(of_preset, base, field, "seed"), 0)
+
     lines = [
         [
             name,

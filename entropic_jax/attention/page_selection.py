@@ -283,7 +283,10 @@ class StepSelection:
             return choice, jnp.ones(last.shape, bool)
         row_pages = -(-last // self.cache.page_size)
         keep = lambda: extended(self.lists[group], row_pages, q.shape[:3])
-        renewed = lambda: where_rows(self.renew, self._select(layer, q, limit, last), keep())
+
+        def renewed():
+            return where_rows(self.renew, self._select(layer, q, limit, last), keep())
+
         choice = jax.lax.cond(self.renew.any(), renewed, keep)
         self.lists[group] = PageLists(
             choice.page_list, choice.num_pages, row_pages.astype(jnp.int32), choice.dropped_mass

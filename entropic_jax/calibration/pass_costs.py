@@ -78,7 +78,10 @@ def measure_pass_costs(
     widths = [size for size in sizes if size <= LARGEST_WIDTH]
     short = [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes]
     long = [PassShape(1, width, context) for width in widths]
-    run = lambda shape: _pass(decoder, params, shape, page_size, dtype)
+
+    def run(shape):
+        return _pass(decoder, params, shape, page_size, dtype)
+
     ends, drafting = (SHORT, context) if pages is not None else (), (decoder, params)
     if isinstance(decoder, DraftingDecoder):
         drafting, pages = (decoder.draft_model, params.draft), None

@@ -86,7 +86,10 @@ def load_calibration(path: str | Path) -> Calibration:
 
 def _checked(file: Path, name: str, tree: dict[str, Any]) -> Any:
     value = tree[name]
-    number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+    def number(x):
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
     if name.endswith("quantiles"):
         levels = [str(level) for level in LEVELS]
         complete = isinstance(value, dict) and list(value) == levels and all(map(number, value.values()))

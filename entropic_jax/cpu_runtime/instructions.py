@@ -261,7 +261,10 @@ def lanes_between(builder: Any, offset: Any, begin: Any, end: Any) -> Any:
         begin: the first number that counts.
         end: behind the last number that counts.
     """
-    spread = lambda value: splat(builder, builder.trunc(builder.sub(value, offset), NARROW))
+
+    def spread(value):
+        return splat(builder, builder.trunc(builder.sub(value, offset), NARROW))
+
     after_begin = builder.icmp_signed(">=", LANE_NUMBERS, spread(begin))
     return builder.and_(after_begin, builder.icmp_signed("<", LANE_NUMBERS, spread(end)))
 

@@ -168,7 +168,10 @@ def select_branch(search: SearchState, plan: SearchPlan) -> SearchState:
     state, cache = _from_rows(search.state, source), search.state.cache
     cache = cache._replace(table=cache.table[source], granted=cache.granted[source])
     leads = jnp.tile(slot == 0, sequences)
-    total = lambda x: jnp.where(leads, jnp.repeat(groups(x).sum(1), k), 0.0)
+
+    def total(x):
+        return jnp.where(leads, jnp.repeat(groups(x).sum(1), k), 0.0)
+
     ledger = state.ledger
     state = state._replace(
         seed=jnp.where(leads, seed, state.seed),

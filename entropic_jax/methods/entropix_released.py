@@ -75,7 +75,10 @@ def _released_features(signal: Signal, logits: jax.Array, together: bool = True)
     if not together:
         return each
     num_emitting = jnp.maximum(signal.emitting.sum(), 1).astype(jnp.float32)
-    batch_mean = lambda x: jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / num_emitting, x.shape)
+
+    def batch_mean(x):
+        return jnp.broadcast_to(jnp.where(signal.emitting, x, 0.0).sum() / num_emitting, x.shape)
+
     return jax.tree.map(batch_mean, each)
 
 

@@ -79,7 +79,10 @@ def start(
         )
     if cache.surprisal is not None:
         raise ValueError("cache must be allocated without surprisals, which cannot be taken back")
-    spread = lambda values: np.repeat(np.broadcast_to(np.asarray(values, np.int32), count), plan.branches)
+
+    def spread(values):
+        return np.repeat(np.broadcast_to(np.asarray(values, np.int32), count), plan.branches)
+
     prompt_rows: list[Sequence[int]] = [[] for _ in range(rows)]
     prompt_rows[:: plan.branches] = prompts
     state = loop.start(
@@ -230,7 +233,10 @@ def _record_step(search: SearchState, trace: Trace, plan: SearchPlan) -> SearchS
     emitted, law_state = trace.emitted, entropix_state(search)
     held = search.text.token.shape[1]
     place = jnp.where(emitted, state.length % held, held)
-    enter = lambda all_, x: all_.at[jnp.arange(rows), place].set(x, mode="drop")
+
+    def enter(all_, x):
+        return all_.at[jnp.arange(rows), place].set(x, mode="drop")
+
     uncertain = (
         emitted & law_state.uncertain & (law_state.tokens_since_clarification > 0)
     )  # clarifications are not taken back

@@ -184,8 +184,11 @@ def _write(dtype: str) -> KernelCheck:
         folds = (np.minimum, np.maximum, np.add, np.maximum)
         for summary, fold, x in zip(summaries, folds, new, strict=True):
             summary[p] = x if s == 0 else fold(summary[p], x)
+
     # The last page is scratch space, whose content is undefined.
-    without_bin = lambda pools: [np.asarray(x)[:-1] for x in jax.tree.leaves(pools)]
+    def without_bin(pools):
+        return [np.asarray(x)[:-1] for x in jax.tree.leaves(pools)]
+
     expected = without_bin((tiles, summaries))
     error = lambda result: difference(without_bin(result), expected)
     return KernelCheck(paged_attention.WRITE, arguments, (), error, FLOAT32)
@@ -239,8 +242,11 @@ def _topk_entropy(dtype: str) -> KernelCheck:
 
 def _project(dtype: str) -> KernelCheck:
     rng = np.random.default_rng(4)
+
     # Eighths: their products are exact in float32, so that ties are ties in every order of summation.
-    small = lambda *shape: (rng.integers(-8, 9, shape) / 8).astype(jnp.dtype(dtype))
+    def small(*shape):
+        return (rng.integers(-8, 9, shape) / 8).astype(jnp.dtype(dtype))
+
     hidden, weight = small(4, 128), small(128, 3001)
     temperature, calibration = np.exp(rng.uniform(-1, 1, (2, 4))).astype(np.float32)
     logits = hidden.astype(np.float32) @ weight.astype(np.float32)

@@ -83,7 +83,10 @@ def training_data(work: Path, compression: dict[str, Any]) -> str:
     held = json.loads((work / "held_out.json").read_text())
     files, tokens = (len(np.load(work / f"{n}.npy", mmap_mode="r")) for n in ("starts", "training"))
     rows = [[p["name"], p["version"], p["licence"], megabytes(p["bytes"])] for p in packages]
-    row = lambda is_held_out: [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is is_held_out]
+
+    def row(is_held_out):
+        return [r for r, p in zip(rows, packages, strict=True) if p["held_out"] is is_held_out]
+
     training = sum(p["bytes"] for p in packages if not p["held_out"])
     kept = sum(len(d["text"].encode()) for d in held)
     head = ["package", "version", "licence", "MB"]
@@ -188,7 +191,10 @@ def results(report: dict[str, Any]) -> str:
         for row in report["context"]
     ]
     kinds = list(report["recall"])
-    cell = lambda r: f"{100 * r['accuracy']:.0f} % ({100 * r['low']:.0f} – {100 * r['high']:.0f})"
+
+    def cell(r):
+        return f"{100 * r['accuracy']:.0f} % ({100 * r['low']:.0f} – {100 * r['high']:.0f})"
+
     recall = [
         [f"{rows[0]['distance']:,}", *map(cell, rows)]
         for rows in zip(*(report["recall"][kind] for kind in kinds), strict=True)

@@ -186,7 +186,10 @@ def collect(folder: Path) -> tuple[list[Document], list[Document], list[Package]
 def collect_text(folder: Path) -> tuple[list[Document], list[Document], list[Package]]:
     """Training and held-out documents of a folder of text, of which it holds out one file in twenty."""
     package = read_folder(folder)
-    chosen = lambda d: hashlib.blake2b(d.path.encode(), digest_size=4).digest()[0] % HELD_OUT_EVERY == 0
+
+    def chosen(d):
+        return hashlib.blake2b(d.path.encode(), digest_size=4).digest()[0] % HELD_OUT_EVERY == 0
+
     seen: set[bytes] = set()
     held_out = [d for d in package.documents if chosen(d)] or package.documents[:1]
     validation = list(deduplicate(iter(held_out), seen))

@@ -172,7 +172,10 @@ def samples(model: Path, params: Any, shape: Any, tokenizer: Tokenizer, files: l
     settings = json.loads((model / "generation_config.json").read_text())
     temperature, top_p, penalty = (settings[k] for k in ("temperature", "top_p", "repetition_penalty"))
     continuations = scoring.sample(params, shape, prompts, CONTINUATION, temperature, top_p, penalty, rng)
-    decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def decode(ids):
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
     return [
         {"package": f.package, "path": f.path, "prompt": decode(prompt), "continuation": decode(row)}
         for f, prompt, row in zip(chosen, prompts, continuations, strict=True)

@@ -47,7 +47,10 @@ def newest(checkpoints: Path) -> tuple[Params, int]:
 
 def tensors(params: Params) -> dict[str, np.ndarray]:
     """Parameters `[in, out]` under their Hugging Face names `[out, in]`, in bfloat16; no `lm_head`: tied."""
-    half = lambda x: np.ascontiguousarray(np.asarray(x).astype(ml_dtypes.bfloat16))
+
+    def half(x):
+        return np.ascontiguousarray(np.asarray(x).astype(ml_dtypes.bfloat16))
+
     result = {
         "model.embed_tokens.weight": half(params["embed_tokens"]),
         "model.norm.weight": half(params["norm"]),

@@ -254,7 +254,10 @@ def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
     frequency = shape.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    per_head = lambda z, count: z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
+
+    def per_head(z, count):
+        return z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
+
     flat = lambda z: z.reshape(batch * kv_heads, length, dim)
     x = params["embed_tokens"][tokens.reshape(-1)]
     for w in params["layers"]:

@@ -26,7 +26,9 @@ def initialise(shape: Shape, seed: int) -> forward.Params:
     rng = np.random.default_rng(seed)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    normal = lambda *size: (rng.standard_normal(size) * size[0] ** -0.5).astype(np.float32)
+
+    def normal(*size):
+        return (rng.standard_normal(size) * size[0] ** -0.5).astype(np.float32)
 
     def layer() -> dict[str, np.ndarray]:
         return {
@@ -84,7 +86,10 @@ def optimiser(name: str, schedule: optax.Schedule) -> optax.GradientTransformati
 
 def _by_layer(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Shardings that split stacked matrices over the devices by layer, and nothing else."""
-    spec = lambda x: P("data") if x.ndim == 3 and x.shape[0] % mesh.size == 0 else P()
+
+    def spec(x):
+        return P("data") if x.ndim == 3 and x.shape[0] % mesh.size == 0 else P()
+
     return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree)
 
 

@@ -133,7 +133,10 @@ def drawn(
         seed: The seed of times and lengths.
     """
     random = np.random.default_rng(seed)
-    between = lambda bounds: random.integers(bounds[0], bounds[1] + 1, count)
+
+    def between(bounds):
+        return random.integers(bounds[0], bounds[1] + 1, count)
+
     return _together(times(count, rate, cv, random), between(prompt), between(output))
 
 

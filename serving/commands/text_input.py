@@ -33,7 +33,9 @@ def has_standard_input() -> bool:
 
 
 def _standard_input() -> bytes:
-    tell = lambda: print("entropic: reading standard input, which has not ended yet …", file=sys.stderr)
+    def tell():
+        return print("entropic: reading standard input, which has not ended yet …", file=sys.stderr)
+
     timer = threading.Timer(PATIENCE, tell)
     timer.daemon = True
     timer.start()

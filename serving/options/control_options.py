@@ -121,7 +121,10 @@ def read(options: argparse.Namespace) -> Control:
     """The control that parsed options describe."""
     gains = {name: getattr(options, name, None) for name in (*GAINS, *SAMPLER_OPTIONS)}
     budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
-    stated = lambda values: tuple((k, v) for k, v in values.items() if v is not None)
+
+    def stated(values):
+        return tuple((k, v) for k, v in values.items() if v is not None)
+
     preset, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
     return Control(preset, stated(gains), method, stated(budgets))
 

@@ -30,7 +30,10 @@ def select_pages(
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: only multiples of 16 are supported")
     name = _register(kv_heads, group, head_dim, page_size, rules)
-    flat = lambda kind, *shape: jax.ShapeDtypeStruct((rows, kv_heads, *shape), kind)
+
+    def flat(kind, *shape):
+        return jax.ShapeDtypeStruct((rows, kv_heads, *shape), kind)
+
     shapes = (
         flat(jnp.int32, page_table.shape[1]),
         flat(jnp.int32),

@@ -176,7 +176,9 @@ def _kernel(shape: Shape, chunks, total, pages, q, *refs):
     block = jax.lax.axis_index("block")
     blocks = jax.lax.axis_size("block")
     num_chunks = jax.lax.div(total[0] - block + blocks - 1, blocks)
-    chunk_of = lambda i: [chunks[(block + i * blocks) * FIELDS + field] for field in range(FIELDS)]
+
+    def chunk_of(i):
+        return [chunks[(block + i * blocks) * FIELDS + field] for field in range(FIELDS)]
 
     @pl.when(warpgroup == shape.consumers)
     def _produce():

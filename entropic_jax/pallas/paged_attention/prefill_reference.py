@@ -37,7 +37,10 @@ def _of_all(q, keys, values, page_table, window_start, query_start, context_leng
             position = i * pages * size + jnp.arange(pages * size)[:, None]
             position = jnp.where(position < context_length, position, FAR)
             place = page * kv_heads + jnp.arange(kv_heads)[:, None]
-            flat = lambda x: gather(quantised.flat(x), place, dtype).reshape(kv_heads, pages * size, head_dim)
+
+            def flat(x):
+                return gather(quantised.flat(x), place, dtype).reshape(kv_heads, pages * size, head_dim)
+
             # Slots past the context length may hold NaN, which must not reach a product, nor a query of the
             # padding, whose own position is past them.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
@@ -179,7 +182,10 @@ def _of_listed(
             page = jnp.where(listed, pages_of_row[entry], keys.shape[0] - 1)
             position = entry[:, None] * size + jnp.arange(size)
             position = jnp.where(listed[:, None] & (position < end), position, FAR).reshape(-1, 1)
-            flat = lambda x: gather(quantised.flat(x), page * kv_heads + head, dtype).reshape(-1, head_dim)
+
+            def flat(x):
+                return gather(quantised.flat(x), page * kv_heads + head, dtype).reshape(-1, head_dim)
+
             # Slots that are not visible may hold NaN, which must not reach a product.
             k, v = flat(keys), jnp.where(position < FAR, flat(values), 0)
             score = capped(jnp.matmul(k, q, preferred_element_type=jnp.float32), soft_cap)

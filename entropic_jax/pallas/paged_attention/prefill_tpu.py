@@ -128,7 +128,10 @@ def _call(shape: Shape, q, keys, values, positions):
     column = pl.BlockSpec((1, shape.queries, LANES), lambda i, block, *_: (i // kv_heads, block, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     each = lambda pool, what: jax.tree.map(what, pool)
-    buffer = lambda x: pltpu.VMEM((2, shape.pages, 1, *x.shape[2:]), x.dtype)
+
+    def buffer(x):
+        return pltpu.VMEM((2, shape.pages, 1, *x.shape[2:]), x.dtype)
+
     height = group * shape.queries
     work = rows * kv_heads * group * n * shape.max_listed * shape.page
     out = pl.pallas_call(
@@ -241,7 +244,10 @@ def _attend(shape: Shape, listed: ListedPages, chunk, step, window, q, buffers, 
     position = _position(shape, listed, at)
     _clear(shape, listed, at, context_length, tiles_of(buffers[1]).at[slot, block_pages])
     k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in buffers)
-    wide = lambda x: joined(tiles_of(x)[block_pages, 0], shape.position_axis).astype(q.dtype)
+
+    def wide(x):
+        return joined(tiles_of(x)[block_pages, 0], shape.position_axis).astype(q.dtype)
+
     queries = q[0].reshape(shape.group * shape.queries, shape.head_dim)
     score = product(queries, wide(k), 1 - shape.position_axis)
     seen = (position >= window_start) & (position <= own_position) & (position < context_length)

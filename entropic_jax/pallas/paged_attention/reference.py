@@ -101,7 +101,10 @@ def decode(
                 & (position < context_length)
             )
             page = jnp.where(listed, page_table[entry], keys.shape[0] - 1)
-            flat = lambda x: gather(x, (page, heads), wide).reshape(kv_heads, pages * size, head_dim)
+
+            def flat(x):
+                return gather(x, (page, heads), wide).reshape(kv_heads, pages * size, head_dim)
+
             # A slot that is not seen may hold NaN, which must not reach a product.
             score = jnp.einsum("kgd,ksd->kgs", q.astype(wide), flat(keys), preferred_element_type=jnp.float32)
             score = jnp.where(seen, capped(score, soft_cap), NEGATIVE)
@@ -321,7 +324,10 @@ def prefill_gathered(
     """
     rows, kv_heads, _, n, head_dim = q.shape
     size, most = keys.shape[2], page_table.shape[1]
-    flat = lambda x: jnp.swapaxes(gather(x, page_table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
+
+    def flat(x):
+        return jnp.swapaxes(gather(x, page_table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
+
     position = jnp.arange(most * size)
     held = (position < context_length[:, None])[:, None]  # [rows, kv_heads, positions]
     if page_list is not None:

@@ -361,9 +361,10 @@ def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
                 )
 
         for head in range(shape.heads):
-            wide = lambda x, head=head: joined(tiles_of(x)[block_pages, head], shape.position_axis).astype(
-                q.dtype
-            )
+
+            def wide(x, head=head):
+                return joined(tiles_of(x)[block_pages, head], shape.position_axis).astype(q.dtype)
+
             score = product(q[head], wide(k), 1 - shape.position_axis)
             at = start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
             seen = (at >= low) & (at < high)

@@ -59,7 +59,10 @@ def _put(pool: Any, x, page, slot) -> Any:
         return pool.at[page].set(jnp.where(in_slot, x[:, :, None], pool[page]))
     if platform != "cpu":
         return pool.at[page, :, slot].set(x)
-    put = lambda i, pool: jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
+
+    def put(i, pool):
+        return jax.lax.dynamic_update_slice(pool, x[i][None, :, None], (page[i], 0, slot[i], 0))
+
     return _over_rows(x.shape[0], put, pool)
 
 

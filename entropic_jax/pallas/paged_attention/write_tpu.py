@@ -38,7 +38,10 @@ def write(
     rows_per_step = max(1, min(rows, BUFFER_BYTES // bytes_of_row))
     padded = -rows % rows_per_step
     bin_page = keys.shape[0] - 1
-    pad = lambda x, value=0: jnp.pad(x, ((0, padded), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+
+    def pad(x, value=0):
+        return jnp.pad(x, ((0, padded), *((0, 0),) * (x.ndim - 1)), constant_values=value)
+
     # The new rows of tiles, their scales, and the keys for the summaries.
     new = [pad(x)[:, :, None] for x in (k, v)]
     scales = []
@@ -48,7 +51,10 @@ def write(
         new += [pad(scale)[:, :, None, None] for _, scale in parts]
         scales = [keys.scale, values.scale]
     new.append(pad(key))
-    per_step = lambda x: pl.BlockSpec((rows_per_step, *x.shape[1:]), lambda i, *_: (i, *(0,) * (x.ndim - 1)))
+
+    def per_step(x):
+        return pl.BlockSpec((rows_per_step, *x.shape[1:]), lambda i, *_: (i, *(0,) * (x.ndim - 1)))
+
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     pools = (tiles_of(keys), tiles_of(values), *scales, *key_summaries)
     tile = pltpu.VMEM((rows_per_step, kv_heads, sublanes, head_dim), keys.dtype)

@@ -95,7 +95,10 @@ def _segments(shape: Segments, logits: jax.Array, scales: jax.Array) -> tuple[ja
     if shape.portable:
         # A copy on a GPU may read past the end and is cut off or filled up; the interpreter refuses it.
         flat = jnp.pad(flat, (0, shape.size))
-    out = lambda dtype: jax.ShapeDtypeStruct((shape.rows, shape.num_segments, LARGEST_K), dtype)
+
+    def out(dtype):
+        return jax.ShapeDtypeStruct((shape.rows, shape.num_segments, LARGEST_K), dtype)
+
     return plgpu.kernel(
         partial(kernel, shape),
         out_type=(out(jnp.float32), out(jnp.int32), out(jnp.float32)),

@@ -30,8 +30,11 @@ def _exchange(values, indices, distance, flipped):
     """Order each pair of lanes at a distance that is a power of two; ascending where `flipped`."""
     lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     upper = (lane & distance) != 0
+
     # Lane i receives lane i ^ distance.
-    exchange = lambda x: jnp.where(upper, pltpu.roll(x, distance, 1), pltpu.roll(x, LANES - distance, 1))
+    def exchange(x):
+        return jnp.where(upper, pltpu.roll(x, distance, 1), pltpu.roll(x, LANES - distance, 1))
+
     others, other_indices = exchange(values), exchange(indices)
     keep = before(values, indices, others, other_indices) ^ upper ^ flipped
     return jnp.where(keep, values, others), jnp.where(keep, indices, other_indices)
@@ -39,15 +42,21 @@ def _exchange(values, indices, distance, flipped):
 
 def _exchange_from(start, values, indices, flipped):
     """Exchange at distances 2^start, …, 2, 1. A loop: unrolled, the network takes a minute to compile."""
-    step = lambda n, pair: _exchange(pair[0], pair[1], jnp.int32(1) << (start - n), flipped)
+
+    def step(n, pair):
+        return _exchange(pair[0], pair[1], jnp.int32(1) << (start - n), flipped)
+
     return lax.fori_loop(0, start + 1, step, (values, indices))
 
 
 def _sort(values, indices, ascending):
     """Sort every row of lanes."""
     lane = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+
     # Merges runs of 2, 4, … lanes, of which every other one is ascending.
-    runs = lambda n, pair: _exchange_from(n, pair[0], pair[1], (lane & (jnp.int32(2) << n)) != 0)
+    def runs(n, pair):
+        return _exchange_from(n, pair[0], pair[1], (lane & (jnp.int32(2) << n)) != 0)
+
     values, indices = lax.fori_loop(0, STAGES - 1, runs, (values, indices))
     return _exchange_from(STAGES - 1, values, indices, ascending)
 

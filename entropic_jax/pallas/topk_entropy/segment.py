@@ -90,7 +90,10 @@ def kernel(
     _fetch(shape, logits_ref, row * shape.length + begin, held)
 
     cast = (lambda x: x) if shape.portable else (lambda x: plgpu.layout_cast(x, LAYOUT))
-    full = lambda value, dtype=jnp.float32: cast(jnp.full((LENGTH,), value, dtype))
+
+    def full(value, dtype=jnp.float32):
+        return cast(jnp.full((LENGTH,), value, dtype))
+
     iota = cast(lax.broadcasted_iota(jnp.int32, (LENGTH,), 0))
     held.values[...] = full(-jnp.inf)
     held.places[...] = full(NOWHERE, jnp.int32)

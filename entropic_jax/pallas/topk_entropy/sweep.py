@@ -74,7 +74,9 @@ def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_
     step = pl.program_id(1)
     active = active_ref[pl.program_id(0)] > 0
     groups = shape.block // shape.group
-    rows_of = lambda g: pl.ds(pl.multiple_of(g * shape.group, shape.group) if groups > 1 else 0, shape.group)
+
+    def rows_of(g):
+        return pl.ds(pl.multiple_of(g * shape.group, shape.group) if groups > 1 else 0, shape.group)
 
     @pl.when(step == 0)
     def begin():
@@ -198,7 +200,10 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     strips, group = shape.buckets // LANES, shape.group
     # Blocks of a group of rows by strip and level: [strips · DEPTH · group, LANES].
     blocks = [(strip, level) for strip in range(strips) for level in range(DEPTH)]
-    lanes_of = lambda ref, level, strip: ref[level, rows, strip * LANES : (strip + 1) * LANES]
+
+    def lanes_of(ref, level, strip):
+        return ref[level, rows, strip * LANES : (strip + 1) * LANES]
+
     values = jnp.concatenate([lanes_of(lists.values, level, strip) for strip, level in blocks])
     lane = lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
 

@@ -119,7 +119,9 @@ def _parts(shape: Shape, hidden: jax.Array | None, source: jax.Array, scales: ja
         rows = jnp.pad(lost[:, 0], (0, blocks * shape.block - shape.rows))
         return (rows.reshape(blocks, -1).max(-1) > 0).astype(jnp.int32)
 
-    again = lambda state: _sweep(shape, state, of_blocks(state.overflow), hidden, source, scales)
+    def again(state):
+        return _sweep(shape, state, of_blocks(state.overflow), hidden, source, scales)
+
     state = _sweep(shape, None, jnp.ones(blocks, jnp.int32), hidden, source, scales)
     state = lax.while_loop(lambda state: (state.overflow > 0).any(), again, state)
     # `best` is ascending: the tokens before the k-th belong to the rest.
@@ -150,8 +152,11 @@ def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales
         return pl.BlockSpec((*sizes[:-2], block, sizes[-1]), lambda row, step, active: (*leading, row, 0))
 
     states = [spec(*sizes) for sizes in shapes]
+
     # An inactive block of rows keeps the block index, so that nothing is fetched.
-    step_of = lambda row, step, active: jnp.where(active[row] > 0, step, 0)
+    def step_of(row, step, active):
+        return jnp.where(active[row] > 0, step, 0)
+
     if not projecting:
         inputs = [pl.BlockSpec((block, shape.width), lambda row, *at: (row, step_of(row, *at)))]
     elif shape.transposed:

@@ -46,7 +46,10 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
     if body.stream:
         head = rendering.head_of(name, "chat.completion.chunk", model)
         parsers = [frontend.tool_calling.parser(body) for _ in choices]
-        render = lambda choice, delta: _pieces(frontend, body, choice, delta, parsers[choice.index])
+
+        def render(choice, delta):
+            return _pieces(frontend, body, choice, delta, parsers[choice.index])
+
         news = generation.arriving(frontend, choices, silent)
         source = generation.events(choices, body, head, render, news)
         return generation.EventStream(source, frontend, choices)

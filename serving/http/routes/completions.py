@@ -39,7 +39,10 @@ async def _answer(frontend: Frontend, body: CompletionBody, http: Request) -> Re
     silent = body.max_tokens == 0
     choices = await preparation.start(frontend, http, body, lambda: _prepare(frontend, body, name))
     head = rendering.head_of(name, "text_completion", model)
-    render = lambda choice, delta: [_rendered(frontend, body, choice, delta)]
+
+    def render(choice, delta):
+        return [_rendered(frontend, body, choice, delta)]
+
     if body.stream:
         news = generation.arriving(frontend, choices, silent)
         if body.candidates > body.choices:
