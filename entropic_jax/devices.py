@@ -1,7 +1,9 @@
 """The default device, where a program that is being traced will run, and the machine that traces it."""
 
+import contextlib
 import os
 import platform
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,20 @@ def default_device() -> jax.Device:
     settings: Any = jax.config
     device = settings.jax_default_device
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
+def chosen_device() -> jax.Device | None:
+    """The device that this thread has been told to use; None: the first of the process."""
+    settings: Any = jax.config
+    return settings.jax_default_device
+
+
+def use_device(device: jax.Device | None) -> AbstractContextManager[Any]:
+    """A block in which this thread's default device is `device`; None changes nothing.
+
+    JAX keeps the choice per thread, so every thread of an engine that is not on the first device needs one.
+    """
+    return contextlib.nullcontext() if device is None else jax.default_device(device)
 
 
 def user_cache() -> Path:

@@ -4,7 +4,8 @@ JAX's compilation cache spares the work of XLA, but every process still traces a
 which takes seconds for a step that drafts tokens. Here the key is what the trace depends on: the program's
 name and static arguments, the shapes of its arrays, the source text of this package, JAX's settings, and the
 machine. Programs that the key cannot describe (laws or models defined elsewhere, several devices, callbacks)
-are compiled as usual.
+are compiled as usual. Which of several devices of one kind runs a program is not in the key: it is compiled
+for one, and loaded for the others.
 
 Files are kept below XDG_CACHE_HOME (`~/.cache`), or in the folder that ENTROPIC_PROGRAM_CACHE names; if that
 is empty, nothing is stored. Loading one runs what is in it, so files and folders that another user could have
@@ -14,6 +15,7 @@ written are ignored.
 import contextlib
 import dataclasses
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -21,6 +23,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jaxlib import xla_client
 
 from .cpu_runtime.custom_call import register_stored, registered
 from .cpu_runtime.threads import num_threads
@@ -42,8 +46,13 @@ PACKAGE = Path(__file__).resolve().parent
 NAME = __name__.partition(".")[0]
 DEPENDENCIES = ("jax", "jaxlib", "numpy", "flax", "llvmlite", "numba")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "ENTROPIC_KERNELS")  # read where a program is traced or compiled
-# Of JAX: where it keeps and what it reports, which no program depends on.
-OTHER_SETTINGS = ("cache", "log", "dump", "profiler", "traceback", "distributed")
+# Of JAX: where it keeps and what it reports, which no program depends on. Of the default device, the kind is
+# listed elsewhere.
+OTHER_SETTINGS = ("cache", "log", "dump", "profiler", "traceback", "distributed", "default_device")
+
+
+# One for each program: while a thread compiles it, others that need it wait to load it.
+LOCKS: dict[str, threading.Lock] = {}
 
 
 class NotStorableError(Exception):
@@ -56,6 +65,7 @@ class StoredProgram(NamedTuple):
     kernels: dict[str, str]  # CPU kernels that it calls, and their packages
     executable: bytes
     result: bytes  # pickled tree of the results, with numbers in place of arrays
+    device: int  # that it was compiled for
 
 
 def load_or_compile(
@@ -79,7 +89,21 @@ def load_or_compile(
     # What could not be stored before is left to JAX's cache.
     if not (folder and digest) or _refusal(folder / f"{digest[:32]}.program").exists():
         return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile(), True
-    file = folder / f"{digest[:32]}.program"
+    with LOCKS.setdefault(digest, threading.Lock()):
+        return _load_or_compile(function, arguments, donate_argnums, folder / f"{digest[:32]}.program")
+
+
+def _load_or_compile(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: Any, file: Path
+) -> tuple[Callable[..., Any], bool]:
+    """As `load_or_compile`, for a program that can be stored.
+
+    Args:
+        function: as for `load_or_compile`.
+        arguments: as for `load_or_compile`.
+        donate_argnums: as for `load_or_compile`.
+        file: where it is stored.
+    """
     program = _read(file, arguments)
     if program is not None:
         return program, False
@@ -211,7 +235,7 @@ def _environment() -> str:
     parts = [f"{name} {metadata.version(name)}" for name in DEPENDENCIES if find_spec(name)]
     parts += [f"{name}={os.environ.get(name, '')}" for name in SETTINGS]
     parts += [f"{name}={value}" for name, value in sorted(relevant.items())]
-    parts += [_sources(), _machine(), str(num_threads()), sys.version, str(device)]
+    parts += [_sources(), _machine(), str(num_threads()), sys.version]
     return "\0".join([*parts, device.platform, device.device_kind, device.client.platform_version])
 
 
@@ -249,16 +273,62 @@ def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         for kernel, package in stored.kernels.items():
             if not register_stored(kernel, PACKAGE / package):
                 raise ValueError(f"the kernel {kernel} is not stored")
-        return serialize_executable.deserialize_and_load(
-            stored.executable,
-            jax.tree.structure((arguments, {})),
-            jax.tree.structure(pickle.loads(stored.result)),
-            backend=default_device().client,
-            execution_devices=[default_device()],
-        )
+        result = jax.tree.structure(pickle.loads(stored.result))
+        return _load(stored, jax.tree.structure((arguments, {})), result, default_device())
     except Exception as error:  # whatever it is, the program can be compiled
         LOG.info("%s cannot be used: %s", file, error)
         return None
+
+
+def _load(stored: StoredProgram, arguments: Any, result: Any, device: jax.Device) -> Callable[..., Any]:
+    """A stored program, for a device of the kind that it was compiled for.
+
+    Args:
+        stored: the contents of its file.
+        arguments: structure of its positional and keyword arguments.
+        result: structure of its results.
+        device: that runs it.
+    """
+    if device.id == stored.device:
+        return serialize_executable.deserialize_and_load(
+            stored.executable, arguments, result, backend=device.client, execution_devices=[device]
+        )
+    unloaded, leaves, no_kwargs = _ForDevice(io.BytesIO(stored.executable), device).load()
+    return jax.stages.Compiled(unloaded.load(), [], arguments.unflatten(leaves), result, no_kwargs=no_kwargs)
+
+
+class _ForDevice(pickle.Unpickler):
+    """Reads what `serialize_executable.serialize` has written, with one device in the place of another.
+
+    JAX would look for the device that the program was compiled for, and XLA's CPU client would run it there.
+    """
+
+    def __init__(self, stream: io.BytesIO, device: jax.Device) -> None:
+        super().__init__(stream)
+        self.device = device
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        """The executable, the device or the client that a persistent id stands for."""
+        match pid:
+            case ("exec", executable):
+                return self.device.client.deserialize_executable(
+                    executable, (self.device,), _assigned_to(self.device)
+                )
+            case ("device", _):
+                return self.device
+            case ("client",):
+                return self.device.client
+        raise pickle.UnpicklingError(f"it refers to {pid[:1]}")
+
+
+def _assigned_to(device: jax.Device) -> Any:
+    """XLA's options of a program that runs on one device."""
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    build = options.executable_build_options
+    build.num_replicas = build.num_partitions = 1
+    build.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    return options
 
 
 def _write(file: Path, program: Any) -> None:
@@ -269,7 +339,9 @@ def _write(file: Path, program: Any) -> None:
         result = jax.tree.unflatten(structure, range(structure.num_leaves))
         text = program.as_text()
         kernels = {name: package for name, package in _packages() if f'custom_call_target="{name}"' in text}
-        body = pickle.dumps(tuple(StoredProgram(kernels, executable, pickle.dumps(result))))
+        body = pickle.dumps(
+            tuple(StoredProgram(kernels, executable, pickle.dumps(result), default_device().id))
+        )
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
             stream.write(hashlib.sha256(body).digest() + body)
         os.replace(stream.name, file)

@@ -13,7 +13,7 @@ if __name__ == "models":  # the folder of a checkout, found on the path instead 
 from .config import Config, ModelError
 from .decoder import FAMILIES, Decoder, Params
 from .layers import Attend
-from .model import Model, initialise, load, save, shard
+from .model import Model, copied, initialise, load, save, shard
 from .rope import RopeScaling
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -28,6 +28,7 @@ __all__ = [
     "Params",
     "RopeScaling",
     "Tokenizer",
+    "copied",
     "initialise",
     "load",
     "save",

@@ -4,6 +4,9 @@ Only the weights of selected experts are read. Pairs (token, expert) are sorted 
 processed in blocks of pairs of one expert, elsewhere by XLA's grouped matrix product. Both multiply every
 pair by the same expert, so they agree up to rounding.
 
+On a mesh whose devices hold different experts, each computes the pairs of its own for all tokens, and the sum
+over the devices adds them up. The other pairs are sorted to the end, where no expert reads them.
+
 The grouped product is not used on CPUs because there it multiplies every pair by every expert. Gathering the
 selected kernels into one array is not used because the gather alone takes longer than the blocks.
 """
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from entropic_jax.mesh import sum_over_shards
+from entropic_jax.mesh import EXPERT, TENSOR, first_of_shard, shards_along, sum_over_shards
 
 from .activations import FUNCTIONS, clamped_swiglu
 from .block_spec import ExpertsSpec, RouterSpec
@@ -68,6 +71,11 @@ class Experts(nnx.Module):
         layers = self.gate_proj, self.up_proj, self.down_proj
         kernels = [layer.kernel[...] for layer in layers]
         biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        if (
+            biases and shards_along(TENSOR) > 1
+        ):  # the devices that share an expert add up its outputs, so one of them adds the bias
+            biases[-1] = jnp.where(first_of_shard(1, TENSOR) == 0, biases[-1], 0)
+        expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
         rule = {"product": partial(gate_product, activation=self.activation, clamp=self.clamp)}
         ways = (partial(way, **rule) for way in (in_blocks, grouped))
         return jax.lax.platform_dependent(
@@ -155,7 +163,6 @@ class SparseMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
-        flat = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.gate(flat)
         out = sum_over_shards(self.experts(flat, expert_ids, weights.astype(x.dtype))).reshape(x.shape)
         if self.shared_expert is None:
@@ -164,6 +171,19 @@ class SparseMLP(nnx.Module):
         if self.shared_expert_gate is not None:
             shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * shared
         return out + shared
+
+
+def local_numbers(expert_ids: jax.Array, experts: int) -> jax.Array:
+    """Numbers of experts among those that this device holds; those that it does not are past the end.
+
+    Args:
+        expert_ids: among all experts.
+        experts: that each device holds.
+    """
+    if shards_along(EXPERT) == 1:
+        return expert_ids
+    local = expert_ids - first_of_shard(experts, EXPERT)
+    return jnp.where((local >= 0) & (local < experts), local, experts)
 
 
 def grouped(
@@ -189,13 +209,13 @@ def grouped(
         product: the product of the two inner projections; see `gate_product`.
     """
     rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
-    added = [bias[expert_ids.reshape(-1)[order]] for bias in biases] or [None] * 3
+    added = [jnp.take(bias, expert_ids.reshape(-1)[order], 0, mode="clip") for bias in biases] or [None] * 3
     plus = lambda y, bias: y if bias is None else y + bias
     gated, raised = (
         plus(jax.lax.ragged_dot(rows, w, sizes), b) for w, b in zip((gate, up), added[:2], strict=True)
     )
     out = plus(jax.lax.ragged_dot(product(gated, raised), down, sizes), added[2])
-    return _combine(out, order, weights)
+    return _combine(out, order, weights, sizes)
 
 
 def in_blocks(
@@ -224,7 +244,7 @@ def in_blocks(
     """
     experts = gate.shape[0]
     rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
-    mean = -(-expert_ids.size // experts)
+    mean = -(-expert_ids.size // (experts * shards_along(EXPERT)))
     block = min(1 << (mean - 1).bit_length(), LARGEST_BLOCK)
     rows = jnp.pad(rows, ((0, block), (0, 0)))
     blocks = -(-sizes // block)
@@ -245,7 +265,7 @@ def in_blocks(
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0)
 
     out = jax.lax.fori_loop(0, ends[-1], advance, jnp.zeros_like(rows))
-    return _combine(out[: expert_ids.size], order, weights)
+    return _combine(out[: expert_ids.size], order, weights, sizes)
 
 
 def _sort_by_expert(
@@ -258,7 +278,16 @@ def _sort_by_expert(
     return x[order // expert_ids.shape[1]], sizes, order
 
 
-def _combine(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    """Undoes the sort and sums over each token's experts in a fixed order, so the result is deterministic."""
+def _combine(rows: jax.Array, order: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Undoes the sort and sums over each token's experts in a fixed order, so the result is deterministic.
+
+    Args:
+        rows: outputs of the pairs `[pairs, hidden]`, sorted by expert.
+        order: the permutation that sorted them.
+        weights: `[tokens, experts per token]`, of the outputs.
+        sizes: number of pairs of each of this device's experts.
+    """
+    if shards_along(EXPERT) > 1:  # rows of other devices' pairs hold anything
+        rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < sizes.sum(), rows, 0)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     return jnp.einsum("tch,tc->th", rows[place].reshape(*weights.shape, -1), weights)

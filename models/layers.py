@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from entropic_jax.devices import default_device
-from entropic_jax.mesh import first_of_shard, gather_last_axis, sum_over_shards, tensor_shards
+from entropic_jax.mesh import first_of_shard, gather_last_axis, num_shards, sum_over_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .activations import FUNCTIONS, XIELU
@@ -105,10 +105,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         weight = self.weight[...]
-        if tensor_shards() == 1:
+        if num_shards() == 1:
             return look_up(weight, tokens)
         rows = weight.shape[0]
-        last = rows * tensor_shards() - 1
+        last = rows * num_shards() - 1
         local = jnp.clip(tokens, 0, last) - first_of_shard(rows)
         held = (local >= 0) & (local < rows)
         vectors = jnp.take(weight, local, axis=0, mode="clip")

@@ -186,6 +186,20 @@ def shard(model: Model, mesh: Mesh) -> Model:
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
+def copied(model: Model, place: jax.Device | Mesh) -> Model:
+    """The model on other devices, of which there are as many.
+
+    On a CPU, whose devices share their memory, the copy shares that of the model.
+
+    Args:
+        model: to be copied.
+        place: the device, or the mesh for a model that is divided over one.
+    """
+    mesh = place if isinstance(place, Mesh) else None
+    params = jax.tree.map(lambda x: sharding.copied(x, place), model.params)
+    return dataclasses.replace(model, params=params, mesh=mesh)
+
+
 def save(model: Model, path: str | Path, dtype: Any = None) -> None:
     """Write a directory that `load` and transformers read.
 

@@ -1,7 +1,8 @@
-"""Sharding of a model's parameters over the tensor axis of a mesh: a PartitionSpec for each array.
+"""Sharding of a model's parameters over a mesh: a PartitionSpec for each array.
 
-Heads, feed-forward blocks and the vocabulary are divided. A pass needs two sums over the axis per layer,
-after the output projection of the attention and after that of the feed-forward block, one sum for the
+Heads, feed-forward blocks and the vocabulary are divided over tensor and expert together. Each position along
+expert holds some of the experts, which are divided over tensor. A pass needs two sums over all devices per
+layer, after the output projection of the attention and after that of the feed-forward block, one sum for the
 embedding, and one gathering of the logits.
 
 Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
@@ -10,10 +11,11 @@ Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from entropic_jax.mesh import AXES, DATA, EXPERT, TENSOR
+from entropic_jax.mesh import AXES, DATA, EXPERT, SHARDS, TENSOR
 
 from .block_spec import BlockSpec, ExpertsSpec, LatentAttentionSpec
 from .config import Config, ModelError
@@ -22,6 +24,8 @@ from .families import FAMILIES
 # Modules whose matrices [in, out] are divided by outputs, and those divided by inputs.
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 ROW_PARALLEL = ("o_proj", "down_proj")
+EXPERTS = "experts"  # the module whose matrices are one per expert
+PER_HEAD = ("sinks",)  # arrays with a number per head
 VOCABULARY_PARALLEL = ("embed_tokens",)
 # Modules whose arrays every device has: norms of one vector, and the router of experts. So has every module
 # whose name ends with NORM.
@@ -41,15 +45,21 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     """
     module, kind = path[-2], path[-1]
     if module in VOCABULARY_PARALLEL:
-        return P(TENSOR)
+        return P(SHARDS)
+    if EXPERTS in path and module in COLUMN_PARALLEL:
+        return P(EXPERT, *(None,) * (ndim - 2), TENSOR)
+    if EXPERTS in path and module in ROW_PARALLEL:
+        return P(EXPERT, TENSOR, None) if kind == "kernel" else P(EXPERT)
     if module in COLUMN_PARALLEL:
-        return P(*(None,) * (ndim - 1), TENSOR)
+        return P(*(None,) * (ndim - 1), SHARDS)
     if module in ROW_PARALLEL and kind == "kernel":
-        return P(*(None,) * (ndim - 2), TENSOR, None)
+        return P(*(None,) * (ndim - 2), SHARDS, None)
+    if kind in PER_HEAD:
+        return P(SHARDS)
     # A vector that is added after the sum over the devices, or that every device needs.
     if (ndim == 1 and module in (*ROW_PARALLEL, *REPLICATED)) or str(module).endswith(NORM):
         return P()
-    if module in ("gate", "shared_expert_gate") and kind == "kernel":
+    if module in ("gate", "shared_expert_gate"):
         return P()
     name = ".".join(map(str, path))
     raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")
@@ -69,44 +79,78 @@ def shardings(shapes: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(shapes))
 
 
+def copied(x: jax.Array, place: jax.Device | Mesh) -> jax.Array:
+    """An array on other devices, each of which gets one of its shards.
+
+    Args:
+        x: an array on one device, or on a mesh of as many devices as `place`.
+        place: the device, or the mesh.
+    """
+    source: Any = x.sharding
+    if isinstance(place, Mesh):
+        target = NamedSharding(place, source.spec)
+        order, devices = list(source.mesh.devices.flat), list(place.devices.flat)
+    else:
+        target, order, devices = SingleDeviceSharding(place), list(x.devices()), [place]
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    # What NumPy sees is the memory of a CPU device, and another one takes it over as it is.
+    data = [np.asarray(shards[d]) if d.platform == "cpu" else shards[d] for d in order]
+    parts = [jax.device_put(part, device) for part, device in zip(data, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, target, parts)
+
+
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ModelError, naming what does not fit, unless the model can be divided over the mesh."""
     if mesh.axis_names != AXES:
         raise ModelError(f"mesh must have the axes {', '.join(AXES)}; got {', '.join(mesh.axis_names)}")
-    for axis in (DATA, EXPERT):
-        if mesh.shape[axis] > 1:
-            raise ModelError(f"mesh must have one device along {axis}; got {mesh.shape[axis]}")
-    check_sizes(config, mesh.shape[TENSOR])
+    if mesh.shape[DATA] > 1:
+        raise ModelError(f"mesh must have one device along {DATA}; got {mesh.shape[DATA]}")
+    check_sizes(config, mesh.shape[TENSOR], mesh.shape[EXPERT])
 
 
-def check_sizes(config: Config, size: int) -> None:
-    """Raise ModelError unless `size` devices divide the heads, the feed-forward blocks and the vocabulary."""
+def check_sizes(config: Config, size: int, experts: int = 1) -> None:
+    """Raise ModelError unless the heads, the feed-forward blocks and the vocabulary can be divided.
+
+    Args:
+        config: the model's configuration.
+        size: devices along tensor.
+        experts: devices along expert.
+    """
+    family, shards = FAMILIES[config.architecture], size * experts
+    blocks = [family.block(config, layer) for layer in range(config.num_hidden_layers)]
+    reason = next(filter(None, map(undivided, blocks)), None)
+    names = "tensor_parallel_size" if experts == 1 else "expert_parallel_size"
+    if shards > 1 and reason is not None:
+        raise ModelError(f"{names} must be 1 for {config.architecture}: {reason}; got {max(size, experts)}")
+    routed = [block.mlp for block in blocks if isinstance(block.mlp, ExpertsSpec)]
+    if experts > 1 and not routed:
+        raise ModelError(
+            f"expert_parallel_size must be 1 for {config.architecture}, which has no experts; got {experts}"
+        )
+    if size > 1 and experts > 1:
+        names = "tensor_parallel_size times expert_parallel_size"
     divided = {
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
+        "num_key_value_heads": (names, config.num_key_value_heads, shards),
+        "vocab_size": (names, config.vocab_size, shards),
     }
-    if config.num_local_experts:
-        divided["moe_intermediate_size"] = config.moe_intermediate_size
-    family = FAMILIES[config.architecture]
-    reasons = (undivided(family.block(config, layer)) for layer in range(config.num_hidden_layers))
-    reason = next(filter(None, reasons), None)
-    if size > 1 and reason is not None:
-        raise ModelError(f"tensor_parallel_size must be 1 for {config.architecture}: {reason}; got {size}")
-    for name, value in divided.items():
-        if value % size:
-            raise ModelError(f"tensor_parallel_size must divide {name}, {value}; got {size}")
+    if len(routed) < len(blocks):
+        divided["intermediate_size"] = (names, config.intermediate_size, shards)
+    for mlp in routed:
+        divided["num_local_experts"] = ("expert_parallel_size", mlp.experts, experts)
+        inner = "moe_intermediate_size" if mlp.inner == config.moe_intermediate_size else "intermediate_size"
+        divided.setdefault(inner, ("tensor_parallel_size", mlp.inner, size))
+        if mlp.shared is not None:
+            divided["shared_expert_intermediate_size"] = (names, mlp.shared.inner, shards)
+    for name, (option, value, number) in divided.items():
+        if value % number:
+            raise ModelError(f"{option} must divide {name}, {value}; got {number}")
 
 
 def undivided(block: BlockSpec) -> str | None:
-    """Why a layer cannot be divided over the tensor axis; None if it can."""
-    attention, mlp = block.attention, block.mlp
+    """Why a layer cannot be divided over a mesh; None if it can."""
+    attention = block.attention
     if isinstance(attention, LatentAttentionSpec):
         return "all heads share one latent vector"
-    if attention.sinks:
-        return "attention sinks are not divided"
     if attention.head_norm is not None and attention.norm_span != "head":
         return "the norms of queries and keys span several heads"
-    if isinstance(mlp, ExpertsSpec) and mlp.bias:
-        return "biases of experts are not divided"
     return None

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from entropic_jax.devices import default_device
+
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless an option sets its size
 UTILIZATION = 0.9  # of an accelerator's memory that may be in use, KV cache included
@@ -33,28 +35,29 @@ def pooled_devices(mesh: Any) -> int:
 def available_memory() -> int | None:
     """Bytes that can still be allocated on the default device; None where it does not tell."""
     if jax.default_backend() != "cpu":
-        stats = jax.local_devices()[0].memory_stats() or {}
+        stats = default_device().memory_stats() or {}
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
     limits = [number for number in (_of_system(), *_of_control_group()) if number is not None]
     return min(limits, default=None)
 
 
-def cache_room(utilization: float | None) -> int:
+def cache_room(utilization: float | None, sharers: int = 1) -> int:
     """Bytes for the KV cache where its size is not set.
 
     Args:
         utilization: The fraction of the device's memory that may be in use, cache included. None is
             UTILIZATION on an accelerator; on a CPU, CPU_CACHE, or half of what is available if that is less.
+        sharers: Engines that share the memory of a CPU equally.
     """
     available = available_memory()
     if jax.default_backend() == "cpu":
         if available is None:
-            return CPU_CACHE
+            return CPU_CACHE // sharers
         if utilization is None:
-            return min(CPU_CACHE, available // 2)
+            return min(CPU_CACHE, available // 2) // sharers
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return max(0, available - int((1 - utilization) * total))
-    stats = jax.local_devices()[0].memory_stats() or {}
+        return max(0, available - int((1 - utilization) * total)) // sharers
+    stats = default_device().memory_stats() or {}
     limit = stats.get("bytes_limit", UNKNOWN)
     return max(0, int((utilization or UTILIZATION) * limit) - stats.get("bytes_in_use", 0))
 

@@ -1,10 +1,13 @@
 """Runs tiny models on meshes of virtual devices, in a process of its own: prints what the tests compare.
 
-    python -m tests.mesh_programs llama 1 2 8
+    python -m tests.mesh_programs mixtral 1 2 1x2
+
+A mesh is its number of devices along tensor, or those along tensor and expert.
 
 JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS.
 """
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -40,6 +43,21 @@ FAMILIES = {
         num_experts_per_tok=2,
         moe_intermediate_size=96,
     ),
+    "qwen3-moe": dict(
+        architecture="Qwen3MoeForCausalLM",
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "gpt-oss": dict(
+        architecture="GptOssForCausalLM",
+        num_key_value_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        attention_bias=True,
+    ),
 }
 PAGE_SIZE, ROWS, TOKENS = 8, 4, 16
 PAGES = Selection(dense_layers=0, rules=SelectionRules(sink_pages=1, recent_pages=1, min_pages=2), refresh=2)
@@ -47,9 +65,20 @@ PAGES = Selection(dense_layers=0, rules=SelectionRules(sink_pages=1, recent_page
 GAINS = presets.Gains(low_entropy=6.0, high_entropy=12.0, dropped_mass_limit=0.4, target_entropy=3.0)
 
 
-def model_of(family: str, shards: int) -> models.Model:
+def model_of(family: str, mesh: str) -> models.Model:
+    """A model with random weights, divided over a mesh; a bias, like a sink, is not zero."""
     model = models.initialise(models.Config(**COMMON, **FAMILIES[family]), 1)
-    return model if shards == 1 else models.shard(model, make_mesh(shards))
+    keys = iter(jax.random.split(jax.random.key(5), 100))
+    named = lambda path: jax.tree_util.keystr(path[-1:]) in ("['bias']", "['sinks']")
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype) if named(path) else x,
+        model.params,
+    )
+    model = dataclasses.replace(model, params=params)
+    tensor, experts = (int(size) for size in f"{mesh}x1".split("x")[:2])
+    if tensor == experts == 1:
+        return model
+    return models.shard(model, make_mesh(tensor, expert_parallel_size=experts))
 
 
 def begin(model: models.Model, preset: presets.Preset) -> Any:
@@ -84,9 +113,9 @@ def pass_of(model: models.Model, state: Any) -> Any:
     return jax.jit(launch, donate_argnums=1).lower(model.params, state).compile()
 
 
-def report(family: str, shards: int) -> dict[str, Any]:
-    """What a mesh of `shards` devices computes, and how."""
-    model = model_of(family, shards)
+def report(family: str, mesh: str) -> dict[str, Any]:
+    """What a mesh computes, and how."""
+    model = model_of(family, mesh)
     off, full = presets.preset("off"), presets.preset("full-lossy", gains=GAINS)
     full = full._replace(page_policy=PAGES)
     state = begin(model, off)
@@ -119,4 +148,4 @@ def report(family: str, shards: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({number: report(sys.argv[1], int(number)) for number in sys.argv[2:]}))
+    print(json.dumps({number: report(sys.argv[1], number) for number in sys.argv[2:]}))

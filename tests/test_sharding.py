@@ -1,6 +1,7 @@
 """Meshes: the same tokens on 1 to 8 devices, no hidden collective, and no device with more than its share."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,13 +19,20 @@ from entropic_jax.analysis.collectives import Collective, collectives
 from entropic_jax.mesh import AXES, make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = {"llama": (2, 8), "qwen3": (4,), "mixtral": (2,)}
+# Devices along tensor, or along tensor and expert.
+CASES = {
+    "llama": ("2", "8"),
+    "qwen3": ("4",),
+    "mixtral": ("2", "2x2"),
+    "qwen3-moe": ("1x4",),
+    "gpt-oss": ("1x2", "2x2"),
+}
 # Virtual devices; what runs for a moment is compiled fast.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-IN_CI = {"llama": 8, "mixtral": 2}  # the others are exhaustive
+IN_CI = {"llama": "8", "mixtral": "2x2", "gpt-oss": "1x2"}  # the others are exhaustive
 MESHES = [
     pytest.param(family, shards, marks=() if IN_CI.get(family) == shards else pytest.mark.exhaustive)
     for family, sizes in CASES.items()
@@ -32,15 +40,20 @@ MESHES = [
 ]
 
 
+def size_of(mesh: str) -> int:
+    """Devices of a mesh of `CASES`."""
+    return math.prod(int(size) for size in mesh.split("x"))
+
+
 @cache
-def reports(family: str, shards: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def reports(family: str, mesh: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one device reports, and what a mesh does (`tests.mesh_programs`)."""
-    arguments = [sys.executable, "-m", "tests.mesh_programs", family, "1", str(shards)]
+    arguments = [sys.executable, "-m", "tests.mesh_programs", family, "1", mesh]
     environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=1200, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    return report["1"], report[str(shards)]
+    return report["1"], report[mesh]
 
 
 @pytest.mark.slow
@@ -99,7 +112,7 @@ def test_no_copy_of_the_pool(family, shards):
 @pytest.mark.parametrize(("family", "shards"), MESHES)
 def test_no_device_has_more_than_its_share(family, shards):
     device, mesh = reports(family, shards)
-    divided = (mesh["weight_bytes"] + mesh["pool_bytes"]) / shards
+    divided = (mesh["weight_bytes"] + mesh["pool_bytes"]) / size_of(shards)
     replicated = device["argument_bytes"] - device["weight_bytes"] - device["pool_bytes"]
     undivided = sum(
         4 * size
@@ -108,7 +121,7 @@ def test_no_device_has_more_than_its_share(family, shards):
     )
     assert mesh["argument_bytes"] <= divided + 1.05 * (replicated + undivided)
     assert undivided < 0.05 * mesh["weight_bytes"]
-    assert mesh["pool_shape"][1] * shards == device["pool_shape"][1]
+    assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
 
 
 CONFIG = dict(
@@ -119,6 +132,13 @@ CONFIG = dict(
     num_hidden_layers=1,
     num_attention_heads=4,
 )
+MIXTRAL = dict(
+    architecture="MixtralForCausalLM",
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    num_key_value_heads=4,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +148,24 @@ CONFIG = dict(
         ({"intermediate_size": 50}, ((1, 4, 1),), "must divide intermediate_size, 50; got 4"),
         ({"vocab_size": 97}, ((1, 2, 1),), "must divide vocab_size, 97; got 2"),
         ({}, ((2, 1, 1),), "mesh must have one device along data; got 2"),
-        ({}, ((1, 1, 2),), "mesh must have one device along expert; got 2"),
+        (
+            {},
+            ((1, 1, 2),),
+            "expert_parallel_size must be 1 for LlamaForCausalLM, which has no experts; got 2",
+        ),
+        (MIXTRAL, ((1, 1, 4),), "expert_parallel_size must divide num_local_experts, 6; got 4"),
+        (MIXTRAL, ((1, 7, 1),), "tensor_parallel_size must divide num_key_value_heads, 4; got 7"),
+        ({**MIXTRAL, "moe_intermediate_size": 50}, ((1, 4, 1),), "divide moe_intermediate_size, 50; got 4"),
+        (
+            {**MIXTRAL, "num_key_value_heads": 2},
+            ((1, 2, 2),),
+            "tensor_parallel_size times expert_parallel_size must divide num_key_value_heads, 2; got 4",
+        ),
+        (
+            {"architecture": "DeepseekV2ForCausalLM"},
+            ((1, 2, 1),),
+            "must be 1 for DeepseekV2ForCausalLM: all heads share one latent vector; got 2",
+        ),
         ({}, ((2,), ("x",)), "mesh must have the axes data, tensor, expert; got x"),
     ],
 )
@@ -151,8 +188,11 @@ def test_a_lack_of_devices_is_refused_before_weights_are_read():
 def test_arrays_that_are_not_known_are_refused():
     from entropic_jax.models.sharding import partition_spec
 
-    with pytest.raises(models.ModelError, match=r"a model with layers\.0\.self_attn\.sinks, which"):
-        partition_spec(("layers", 0, "self_attn", "sinks"), 1)
+    with pytest.raises(models.ModelError, match=r"a model with layers\.0\.self_attn\.q_norm\.weight, which"):
+        partition_spec(("layers", 0, "self_attn", "q_norm", "weight"), 2)
+
+
+SHARDED = {"tensor", "expert"}
 
 
 def test_every_matrix_is_divided():
@@ -177,5 +217,9 @@ def test_every_matrix_is_divided():
             matrix = shape.ndim > 1 and "'gate'" not in name and "'shared_expert_gate'" not in name
             divided_outputs = ("_proj" in name or "lm_head" in name) and "o_proj" not in name
             bias = "bias" in name and divided_outputs and "down_proj" not in name
-            assert ("tensor" in spec) == (matrix or bias), name
-    assert refused == {"GptOss", "DeepseekV2", "DeepseekV3"}
+            axes = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+            if "'experts'" in name:
+                assert axes - {None} == ({"expert"} if name.endswith("['down_proj']['bias']") else SHARDED)
+            else:
+                assert axes - {None} == (SHARDED if matrix or bias or "'sinks'" in name else set()), name
+    assert refused == {"DeepseekV2", "DeepseekV3"}

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from entropic_jax.serving.compilation import remember_compilations
-from entropic_jax.serving.engine.engine import EngineOptions, start
+from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.options.model import EMBEDDED
 
 from .measure import engine_seconds, offline_seconds
@@ -33,6 +34,7 @@ def main() -> None:
         max_num_seqs=options.requests, max_model_len=2 * (options.prompt + options.tokens)
     )
     engine = start(options.model, EngineOptions(**sizes, enable_prefix_caching=False, warmup="full"))
+    assert isinstance(engine, LLMEngine), "data_parallel_size is 1"
     while not engine.ready():
         time.sleep(0.1)
     rng = np.random.default_rng(0)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from entropic_jax.mesh import TENSOR
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.sharding import check_sizes, partition_specs
@@ -85,7 +84,7 @@ def weight_bytes(config: Config, devices: int, itemsize: int) -> tuple[int, int]
     """
     shapes = structure(config)[1]
     parts = jax.tree.map(
-        lambda x, spec: x.size // (devices if TENSOR in spec else 1), shapes, partition_specs(shapes)
+        lambda x, spec: x.size // (devices if any(spec) else 1), shapes, partition_specs(shapes)
     )
     total = sum(jax.tree.leaves(parts)) * itemsize
     return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize

@@ -1,8 +1,9 @@
 """Mesh of devices: its axes, and the collectives that a program on it runs over them.
 
 A program on a mesh is written for one device and runs on all of them (`jax.shard_map`). Each device holds its
-shard of the weights and of the page pool. What rows share is the same on all devices of the tensor axis. The
-collectives do nothing in a program for one device, so the same code serves both.
+shard of the weights and of the page pool. Heads, feed-forward blocks and the vocabulary are divided over the
+axes `tensor` and `expert` together, experts over `expert`, and each of them over `tensor`. What rows share is
+the same on all devices. The collectives do nothing in a program for one device, so the same code serves both.
 """
 
 from collections.abc import Sequence
@@ -12,31 +13,53 @@ import jax
 import jax.numpy as jnp
 
 DATA, TENSOR, EXPERT = AXES = ("data", "tensor", "expert")
+SHARDS = (TENSOR, EXPERT)  # the axes of the devices that run one program
 
 T = TypeVar("T")
 
 
-def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A mesh with the axes `AXES`, of which only the tensor axis has more than one device.
+def make_mesh(
+    tensor_parallel_size: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    data_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+) -> jax.sharding.Mesh:
+    """A mesh with the axes `AXES`.
+
+    A program runs on the devices of one position along `data`: each of them has an engine of its own.
 
     Args:
-        tensor_parallel_size: Devices over which heads, feed-forward blocks and the vocabulary are divided.
+        tensor_parallel_size: Devices over which heads, feed-forward blocks and the vocabulary are divided,
+            and the width of each expert.
         devices: To take the first ones of; None takes those of the process.
+        data_parallel_size: Copies of the model.
+        expert_parallel_size: Groups of devices over which the experts are divided. Everything else is divided
+            over all devices of a copy.
 
     Raises:
         ValueError: There are fewer devices.
     """
     available = jax.devices() if devices is None else list(devices)
-    if not 1 <= tensor_parallel_size <= len(available):
-        raise ValueError(
-            f"tensor_parallel_size must be between 1 and {len(available)}, the number of devices; "
-            f"got {tensor_parallel_size}"
-        )
+    sizes = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    taken = 1
+    for name, size in sizes.items():
+        most = len(available) // taken
+        if not 1 <= size <= most:
+            number = "the number of devices"
+            if taken > 1:
+                number = f"for {len(available)} devices in groups of {taken}"
+            raise ValueError(f"{name} must be between 1 and {most}, {number}; got {size}")
+        taken *= size
     return jax.make_mesh(
-        (1, tensor_parallel_size, 1),
+        (data_parallel_size, tensor_parallel_size, expert_parallel_size),
         AXES,
         axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-        devices=available[:tensor_parallel_size],
+        devices=available[:taken],
     )
 
 
@@ -45,26 +68,36 @@ def on_mesh() -> bool:
     return TENSOR in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def tensor_shards() -> int:
-    """Devices of the tensor axis; 1 in a program for one device."""
-    return jax.sharding.get_abstract_mesh().shape[TENSOR] if on_mesh() else 1
+def shards_along(axis: str) -> int:
+    """Devices of an axis; 1 in a program for one device."""
+    return jax.sharding.get_abstract_mesh().shape[axis] if on_mesh() else 1
+
+
+def num_shards() -> int:
+    """Devices that run the program."""
+    return shards_along(TENSOR) * shards_along(EXPERT)
 
 
 def sum_over_shards(tree: T) -> T:
-    """The sum over the tensor axis of every array of a pytree."""
-    return jax.lax.psum(tree, TENSOR) if tensor_shards() > 1 else tree
+    """The sum over the shards of every array of a pytree."""
+    return jax.lax.psum(tree, SHARDS) if num_shards() > 1 else tree
 
 
 def max_over_shards(x: jax.Array) -> jax.Array:
-    """The element-wise maximum over the tensor axis."""
-    return jax.lax.pmax(x, TENSOR) if tensor_shards() > 1 else x
+    """The element-wise maximum over the shards."""
+    return jax.lax.pmax(x, SHARDS) if num_shards() > 1 else x
 
 
 def gather_last_axis(x: jax.Array) -> jax.Array:
-    """The shards of x side by side along its last axis, in the order of the tensor axis."""
-    return jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True) if tensor_shards() > 1 else x
+    """The shards of x side by side along its last axis, in their order."""
+    return jax.lax.all_gather(x, SHARDS, axis=x.ndim - 1, tiled=True) if num_shards() > 1 else x
 
 
-def first_of_shard(size: int) -> jax.Array | int:
-    """The number of the first of a shard's `size` entries among those of all shards."""
-    return jax.lax.axis_index(TENSOR) * jnp.int32(size) if tensor_shards() > 1 else 0
+def first_of_shard(size: int, axes: str | tuple[str, ...] = SHARDS) -> jax.Array | int:
+    """The number of the first of a shard's `size` entries among those of all shards.
+
+    Args:
+        size: entries of each shard.
+        axes: over which they are divided.
+    """
+    return jax.lax.axis_index(axes) * jnp.int32(size) if num_shards() > 1 else 0

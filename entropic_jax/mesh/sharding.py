@@ -1,6 +1,6 @@
 """Sharding of the loop's state over a mesh, and the programs of the loop on one.
 
-The page pool is divided over the tensor axis by KV heads: keys, values and page summaries, and with them the
+The page pool is divided over the shards by KV heads: keys, values and page summaries, and with them the
 page lists that are chosen per KV head. Everything else of the state is the same on every device, and every
 device computes it.
 """
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .collectives import TENSOR
+from .collectives import SHARDS
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def partition_specs(tree: T) -> T:
 
     def spec(path: tuple[Any, ...], x: Any) -> P:
         per_head = any(getattr(key, "name", None) in PER_KV_HEAD for key in path) and x.ndim > 1
-        return P(None, TENSOR) if per_head else P()
+        return P(None, SHARDS) if per_head else P()
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 

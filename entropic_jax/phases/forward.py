@@ -10,7 +10,7 @@ from ..attention.attend import TokenSpan, attend_to
 from ..attention.page_reader import ReadStats, dense_step_stats
 from ..attention.statistics import Observer
 from ..cache import ModelShape, note_surprisal
-from ..mesh import max_over_shards, sum_over_shards, tensor_shards
+from ..mesh import max_over_shards, num_shards, sum_over_shards
 from ..state import Focus, State
 from . import ledger
 from .batch import Batch
@@ -130,7 +130,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
 
 def over_shards(read: ReadStats) -> ReadStats:
     """Read statistics over the KV heads of all shards, from those of this shard."""
-    shards = tensor_shards()
+    shards = num_shards()
     if shards == 1:
         return read
     summed = sum_over_shards(read._replace(certificate=jnp.zeros_like(read.certificate)))

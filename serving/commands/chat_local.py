@@ -9,9 +9,9 @@ from typing import Any
 
 from ..chat_template import DEFAULT_TEMPLATE
 from ..compilation import remember_compilations
-from ..engine import engine
 from ..engine.interface import Engine, EngineRequest
 from ..engine.options import EngineOptions
+from ..engine.start import start as start_engine
 from ..http.served_model import ServedModel, describe
 from ..options import generation_config
 from ..options.control_options import Control, check_temperature
@@ -43,7 +43,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
         print(f"loading {options.model.name} …", end="\r", file=sys.stderr, flush=True)
     chosen = {name: getattr(options, name) for name in ("dtype", "quantization", "max_model_len")}
     try:
-        llm_engine = engine.start(
+        llm_engine = start_engine(
             options.model,
             EngineOptions(
                 **{name: value for name, value in chosen.items() if value is not None},

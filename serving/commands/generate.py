@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_parse_special(parser)
     kv_cache.add_argument(parser)
     parallelism.add_tensor_parallel_size(parser)
+    parallelism.add_expert_parallel_size(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
@@ -133,6 +134,7 @@ def _load(options: argparse.Namespace) -> "Generator":
             options.tensor_parallel_size,
             options.quantization,
             options.parse_special,
+            options.expert_parallel_size,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

@@ -101,8 +101,8 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         settings: The settings of the front end.
         text_side: Tokenizer and template of the model.
     """
-    from ..engine import engine
     from ..engine.options import EngineOptions
+    from ..engine.start import start
     from ..http import served_model
     from ..http.frontend import Frontend
     from .warm_progress import WarmProgress
@@ -122,7 +122,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         "law": dict(settings.control.gains).get("law"),
     }
     try:
-        llm_engine = engine.start(
+        llm_engine = start(
             options.model,
             EngineOptions(
                 **{name: value for name, value in chosen.items() if value is not None},

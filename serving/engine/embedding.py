@@ -17,6 +17,7 @@ import numpy as np
 from entropic_jax import cache, models
 from entropic_jax.attention.attend import TokenSpan, attend_to
 from entropic_jax.cache import Cache
+from entropic_jax.mesh import EXPERT, TENSOR
 
 from ..options.kv_cache import pages_of
 from ..request import RequestError
@@ -105,9 +106,9 @@ class Embedder:
             RequestError: The model is divided over a mesh.
         """
         if self.model.mesh is not None:
-            raise RequestError(
-                f"tensor_parallel_size must be 1 for embeddings; got {self.model.mesh.size}", "model"
-            )
+            size = self.model.mesh.shape[TENSOR]
+            name, size = ("tensor", size) if size > 1 else ("expert", self.model.mesh.shape[EXPERT])
+            raise RequestError(f"{name}_parallel_size must be 1 for embeddings; got {size}", "model")
         result = np.zeros((len(texts), self.limits.dimensions), np.float32)
         for shape, indices in batches([len(text) for text in texts], self.limits.tokens):
             if stop.is_set():

@@ -1,6 +1,6 @@
 """The engine: serves requests over one model in a separate thread, by continuous batching.
 
-engine = start("models/embedded", EngineOptions(max_num_seqs=16))
+engine = start("models/embedded", EngineOptions(max_num_seqs=16))  # of the module `start`
 for delta in engine.submit(EngineRequest(id="1", request=Request(prompt="def add("))):
     print("".join(token.text for token in delta.tokens), end="")
 engine.close()
@@ -11,38 +11,36 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from entropic_jax import models
-from entropic_jax.control.presets import preset
-from entropic_jax.methods import registry
+from entropic_jax.devices import chosen_device, use_device
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
-from entropic_jax.parameter_tables.speculation_names import OFF
 
-from ..options import control_options, draft_model, parallelism, samplers
-from ..options.control_options import SAMPLERS, Control, calibration_of
+from ..options import draft_model
+from ..options.control_options import Control
 from ..options.kv_cache import pages_of
-from ..options.model import default_dtype
 from ..transcript import Transcript
 from . import description
 from .block_manager import BlockManager
 from .detokenizer import detokenizer_factory
 from .embedding import Embedder
+from .engine_controllers import row_controllers_of
 from .initial_state import initial_device_state
 from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
 from .metrics_hooks import MetricsHooks
-from .options import EngineOptions, Sizes, may_prune, sizes
+from .options import EngineOptions, Sizes, sizes
 from .output_stream import QueuedOutputStream, wake
-from .prefix_cache import PrefixCache, page_hashes, root_hash
+from .prefix_cache import PageHash, PrefixCache, page_hashes, root_hash
 from .priority import Ranking
 from .programs import Programs
 from .request_check import check_prompt, check_request
-from .row_controllers import RowControllers, num_gains
+from .row_controllers import num_gains
 from .scheduler import Scheduler
 from .sequence import ENDED, Sequence
 from .state_updates import StateUpdates
@@ -68,6 +66,7 @@ class LLMEngine:
         metrics_hooks: MetricsHooks | None = None,
         progress: Callable[[int, int], None] = no_progress,
         control: Control | None = None,
+        sharers: int = 1,
     ) -> None:
         """Allocate the KV cache, start the engine's thread, and begin to compile its programs.
 
@@ -78,10 +77,12 @@ class LLMEngine:
             metrics_hooks: Called at each event, None without any.
             progress: `progress(done, total)` is called after each program of the warm-up.
             control: The control of requests to come; checked before anything is allocated.
+            sharers: Engines that the memory of this machine is left for, if the device is a CPU.
 
         Raises:
             ValueError: Where the options do not suit the model.
         """
+        self.device = chosen_device()  # of this thread; what the engine's threads do is done there
         if model.tokenizer is None:
             raise ValueError("model must have a tokenizer (tokenizer.json in its directory); got none")
         self.model, self.tokenizer = model, model.tokenizer
@@ -90,10 +91,10 @@ class LLMEngine:
         self.new_detokenizer = detokenizer_factory(self.tokenizer)
         cache_dtype = pages_of(self.options.kv_cache_dtype, model.params)
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
-        self.sizes: Sizes = sizes(model, self.options, itemsize)
+        self.sizes: Sizes = sizes(model, self.options, itemsize, sharers)
         self.method = self.sizes.shapes.method
         log.info("KV cache", extra=description.cache_size(model, self.sizes, cache_dtype))
-        self.row_controllers = self._row_controllers(calibration)
+        self.row_controllers = row_controllers_of(model, self.options, self.sizes.shapes, calibration)
         if control is not None:
             self.row_controllers.row_gains(control)  # refused now rather than at each request
         belief_temperature = 1.0 if calibration is None else calibration.temperature
@@ -107,6 +108,7 @@ class LLMEngine:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
+        self.load = 0  # requests accepted that have not ended
         self._service_seconds = 1.0  # that a request takes, smoothed
         self._open, self._stopping = True, threading.Event()
         self._failure: BaseException | None = None
@@ -117,29 +119,6 @@ class LLMEngine:
         self.warmup = Warmup(self.programs, self.scheduler, self.options, progress, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    def _row_controllers(self, calibration: Any) -> RowControllers:
-        options, sampler, sampler_law = self.options, None, None
-        if options.preset in SAMPLERS:
-            sampler = options.preset
-            text = options.clarification
-            control = Control(sampler, (("clarification", text),) if text else ())
-            sampler_law = samplers.law(control, calibration, self.model, together=False)
-        return RowControllers(
-            options.law,
-            calibration,
-            pruning=may_prune(options, self.method),
-            entropic_schedule=options.policy == "entropic",
-            sampler=sampler,
-            sampler_law=sampler_law,
-            method=options.method,
-            method_laws=registry.add_method(
-                options.method, preset("off"), **dict(options.budgets)
-            ).controller,
-            branches=self.sizes.shapes.branches,
-            drafter=options.drafter,
-            always_drafts=options.speculate not in (None, OFF),
-        )
 
     def _scheduler(self, device_state: Any, metrics_hooks: MetricsHooks) -> Scheduler:
         rows, pages, page_size = self.sizes.rows, self.sizes.pages, self.sizes.page_size
@@ -176,6 +155,7 @@ class LLMEngine:
                 rounds = self._queued / self.sizes.rows + 1
                 raise QueueFullError(min(60.0, max(1.0, rounds * self._service_seconds)))
             self._queued += 1
+            self.load += 1
             self._inbox.put(sequence)
         return sequence.output_stream
 
@@ -190,6 +170,16 @@ class LLMEngine:
     def failure(self) -> BaseException | None:
         """The exception that has stopped the engine, if any."""
         return self._failure
+
+    @property
+    def ranks(self) -> int:
+        """One: see `Engine.ranks`."""
+        return 1
+
+    def device_ids(self) -> list[int]:
+        """Numbers of the devices that the engine runs on."""
+        leaf = jax.tree.leaves(self.model.params)[0]
+        return sorted(device.id for device in leaf.sharding.device_set)
 
     @property
     def context(self) -> int:
@@ -219,7 +209,8 @@ class LLMEngine:
             pooling: "mean" or "last".
             stop: Ends the work when it is set.
         """
-        return self._embedder.embed(texts, pooling, stop)
+        with use_device(self.device):
+            return self._embedder.embed(texts, pooling, stop)
 
     def describe(self) -> Mapping[str, Any]:
         """The configuration of the engine, see `Engine.describe`."""
@@ -264,10 +255,21 @@ class LLMEngine:
         sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains, rules)
         sequence.stop_tokens, sequence.context_key = stop_tokens, self.model.decoder.context_key
         sequence.private_pages = self.method is not None and self.method.alters(len(prompt) - 1)
-        if self.options.enable_prefix_caching and not sequence.private_pages:
-            root = root_hash(sequence.context_key(len(prompt)))
-            sequence.page_hashes = list(page_hashes(root, prompt, self.sizes.page_size))
+        sequence.page_hashes = self.page_hashes(prompt)
         return sequence
+
+    def page_hashes(self, prompt: Many[int]) -> list[PageHash]:
+        """Hashes of the full pages of a prompt; none where it shares no page with others."""
+        private = self.method is not None and self.method.alters(len(prompt) - 1)
+        if private or not self.options.enable_prefix_caching:
+            return []
+        root = root_hash(self.model.decoder.context_key(len(prompt)))
+        return list(page_hashes(root, prompt, self.sizes.page_size))
+
+    def is_cached(self, page_hash: PageHash) -> bool:
+        """Whether the prefix cache holds a page; from any thread."""
+        prefix_cache = self.scheduler.block_manager.prefix_cache
+        return prefix_cache is not None and page_hash in prefix_cache
 
     def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
         """A prompt as token ids; RequestError if the model cannot take it."""
@@ -278,6 +280,10 @@ class LLMEngine:
     # The engine's thread.
 
     def _run(self) -> None:
+        with use_device(self.device):
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             busy = False
             while not self._stopping.is_set():
@@ -327,6 +333,8 @@ class LLMEngine:
 
     def _finished(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
+        with self._lock:
+            self.load -= 1
         self._live.pop(sequence.output_stream, None)
         self._with_timeout.pop(sequence, None)
         if sequence.admitted_time is not None:
@@ -360,36 +368,4 @@ class LLMEngine:
                 sequence.output_stream.put(sequence.delta(tokens))
         wake(list(self._live))
         self._live.clear()
-
-
-def start(
-    path: str | Path,
-    options: EngineOptions | None = None,
-    metrics_hooks: MetricsHooks | None = None,
-    progress: Callable[[int, int], None] = no_progress,
-    control: Control | None = None,
-) -> LLMEngine:
-    """The engine of a Hugging Face model directory, with the calibration in it if there is one.
-
-    Programs are compiled in the background: requests may be submitted at once, and run when it `serves` them.
-
-    Args:
-        path: The directory.
-        options: As in `LLMEngine`, like the rest.
-        metrics_hooks: Called at each event.
-        progress: Called after each program of the warm-up.
-        control: Default control of the requests, checked before the model is loaded.
-
-    Raises:
-        ValueError: Where the directory or the options are at fault.
-        OSError: Where a file cannot be read.
-    """
-    options = EngineOptions() if options is None else options
-    calibration = calibration_of(Path(path))
-    if control is not None:
-        control_options.check_engine_control(control, calibration, options.policy)
-    mesh = parallelism.mesh_of(options.tensor_parallel_size, options.mesh)
-    dtype = options.dtype or default_dtype()
-    model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
-    model = draft_model.load(model, options.speculate, dtype, options.quantization)
-    return LLMEngine(model, options, calibration, metrics_hooks, progress, control)
+        self.load = 0

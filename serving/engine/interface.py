@@ -118,6 +118,7 @@ class OutputStream(Protocol):
     """The output of one request as it is generated."""
 
     engine_request: EngineRequest
+    rank: int  # which of several data-parallel engines has the request; 0 where there is one
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas as they come, for threads; the last has a finish_reason."""
@@ -153,8 +154,13 @@ class Engine(Protocol):
         first row and `longest_wait_allowed` are in rounds of admissions. `sequences` are those in flight,
         each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the
         scheduler's π), `entropy`, `entropic_time` and `waited` (seconds). `presets` are the names
-        that requests may state.
+        that requests may state. Where there are several `ranks`, `engines` are the snapshots of each, without
+        `sequences`, and every sequence has the rank of its `engine`.
         """
+
+    @property
+    def ranks(self) -> int:
+        """How many data-parallel engines there are behind this one; 1 if it is one itself."""
 
     def describe(self) -> Mapping[str, Any]:
         """The configuration of the engine and its model, as JSON can hold it; no part of it is secret."""
@@ -172,7 +178,8 @@ class Engine(Protocol):
     def embed(self, texts: list[list[int]], pooling: Pooling, stop: Event) -> np.ndarray | None:
         """Pooled hidden states after the last norm, float32 `[texts, dimensions]`; not normalised.
 
-        It blocks its thread while requests go on. Programs are compiled when they are first needed.
+        It blocks its thread while requests go on, and runs at the first of several `ranks`. Programs are
+        compiled when they are first needed.
 
         Args:
             texts: Token ids of each text.

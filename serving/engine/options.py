@@ -77,8 +77,8 @@ class EngineOptions:
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     compile_workers: int | None = None
     tensor_parallel_size: int = 1  # devices over which the model is divided
-    data_parallel_size: int = 1
-    expert_parallel_size: int = 1
+    data_parallel_size: int = 1  # engines, each with a copy of the model and these rows, pages and queue
+    expert_parallel_size: int = 1  # groups of devices over which experts are divided
     mesh: Any = None  # a `jax.sharding.Mesh` from `entropic_jax.mesh.make_mesh`, instead of the sizes
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class EngineOptions:
             num_speculative_tokens=self.num_speculative_tokens,
             batch_invariant=self.batch_invariant,
             pruning=self.pruning,
-            divided=self.mesh is not None or self.tensor_parallel_size != 1,
+            divided=self.mesh is not None or parallelism.divided(self),
         )
         parallelism.check(self)
         control_options.check_budgets(self.budgets, self.method)
@@ -208,13 +208,14 @@ def plan_of(options: EngineOptions) -> SearchPlan | None:
     return plan
 
 
-def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes:
+def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers: int = 1) -> Sizes:
     """The sizes for a model.
 
     Args:
         model: To be served.
         options: What the user sets; the rest follows from the model and the default device.
         itemsize: Bytes of a number in the KV cache; less than 1 where two share a byte.
+        sharers: Engines that share the memory of the machine, if the device is a CPU.
 
     Raises:
         ValueError: Where the options do not fit together, or no page fits into the memory.
@@ -234,7 +235,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float) -> Sizes
         widest = method.segment
         budget = max(budget, widest)
     chunk = max(page_size, min(widest, 1 << (context - 1).bit_length()) // page_size * page_size)
-    pages = _num_pages(model, options, itemsize, context, page_size, plan)
+    pages = _num_pages(model, options, itemsize, context, page_size, plan, sharers)
     shapes = _shapes(options, chunk, budget, method, plan)
     allocated = Sizes(options.max_num_seqs, context, page_size, pages, chunk, shapes)
     return allocated._replace(context=min(context, allocated.longest))
@@ -254,29 +255,31 @@ def _num_pages(
     context: int,
     page_size: int,
     plan: SearchPlan | None,
+    sharers: int,
 ) -> int:
     """Pages of the pool: as many as all rows can use, or as fit into the memory."""
     spare = 0 if plan is None else (plan.branches - 1) * branch_pages(plan, page_size)
     of_page, pages = memory.page_bytes(model.decoder.shape, page_size, itemsize), options.num_pages
     devices = memory.pooled_devices(model.mesh)
     if pages is None:
-        room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization)
+        room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization, sharers)
         pages = min(options.max_num_seqs * (-(-context // page_size) + spare), room // of_page)
         if pages < 1:
             raise ValueError(f"kv_cache_bytes must be at least {of_page}, for one page; got {room}")
     if pages <= spare:
         raise ValueError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}")
-    _check_room(options, pages, of_page, devices)
+    _check_room(options, pages, of_page, devices, sharers)
     return pages
 
 
-def _check_room(options: EngineOptions, pages: int, of_page: int, devices: int) -> None:
+def _check_room(options: EngineOptions, pages: int, of_page: int, devices: int, sharers: int) -> None:
     """Raise ParameterError where pages of `of_page` bytes each are more than the memory has room for."""
     available = memory.available_memory()
-    if available is None or pages * of_page <= devices * available:
+    if available is None or pages * of_page * sharers <= devices * available:
         return
-    available *= devices
+    available = devices * available // sharers
     why = f"with {memory.gibibytes(available)} of memory available"
+    why += f" to each of {sharers} engines" if sharers > 1 else ""
     if options.num_pages is not None:
         raise ParameterError(
             f"num_pages must be at most {available // of_page} {why}, at {of_page} bytes a page; "

@@ -13,6 +13,7 @@ class QueuedOutputStream:
     def __init__(self, engine_request: EngineRequest, cancel: Callable[["QueuedOutputStream"], None]) -> None:
         self.engine_request = engine_request
         self._cancel = cancel
+        self.rank = 0
         self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 

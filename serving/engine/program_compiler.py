@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from entropic_jax.devices import chosen_device, use_device
+
 
 class ProgramCompiler:
     """A queue of programs to compile, and the threads that compile them. Safe to call from any thread."""
@@ -25,6 +27,7 @@ class ProgramCompiler:
             notify: Called after each program, in a thread of this compiler, with the exception if it failed.
         """
         self._compile, self._examples, self._notify = compile_program, examples, notify
+        self._device = chosen_device()  # of this thread: programs are compiled for it
         self._pool = ThreadPoolExecutor(workers, "compiler")
         self._changed = threading.Condition()
         self._queue: list[tuple] = []
@@ -90,14 +93,15 @@ class ProgramCompiler:
             key = self._queue.pop(0)
             self._begun.add(key)
         failure: BaseException | None = None
-        try:
-            self._compile(key, self._examples[key])
-        except BaseException as error:  # for the engine's thread to raise
-            failure = error
-        with self._changed:
-            self._ended.add(key)
-            self._changed.notify_all()
-        self._notify(failure)
+        with use_device(self._device):
+            try:
+                self._compile(key, self._examples[key])
+            except BaseException as error:  # for the engine's thread to raise
+                failure = error
+            with self._changed:
+                self._ended.add(key)
+                self._changed.notify_all()
+            self._notify(failure)
 
 
 def cores() -> int:

@@ -45,6 +45,7 @@ from .program_compiler import ProgramCompiler
 
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 LONGEST_TIMED = 4096  # positions of the context at which passes are timed
+TIMING = threading.Lock()  # engines of one process time their passes one after the other
 
 
 class DecodeProgram(NamedTuple):
@@ -146,7 +147,8 @@ class Programs:
         self.blank = load_or_compile(_first_row, (state,))[0](state)  # to clear other rows with
         self._speculators: dict[int, Speculator | None] = dict.fromkeys(shapes.widths)
         if shapes.speculates:
-            self._use_costs(known_costs(self._timed_model(device_state.state.cache)))
+            self._known_costs = known_costs(self._timed_model(device_state.state.cache))
+            self._use_costs(self._known_costs)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
@@ -162,8 +164,23 @@ class Programs:
         Args:
             cache: The cache of the engine: the passes run on pages of the same kind.
         """
-        context, model = cache.table.shape[1] * cache.page_size, self._timed_model(cache)
-        if not self.shapes.speculates or context < SHORTEST_TIMED or read_costs(model) is not None:
+        context = cache.table.shape[1] * cache.page_size
+        if not self.shapes.speculates or context < SHORTEST_TIMED:
+            return
+        with TIMING:
+            self._measure_pass_costs(cache, context, self._timed_model(cache))
+
+    def _measure_pass_costs(self, cache: Cache, context: int, model: TimedModel) -> None:
+        """See `measure_pass_costs`.
+
+        Args:
+            cache: The cache of the engine.
+            context: Positions that a row of it has.
+            model: Under which the costs are stored.
+        """
+        if (known := read_costs(model)) is not None:
+            if known != self._known_costs:  # another engine of this process has timed them meanwhile
+                self._use_costs(known)
             return
         launches = self.launches
         costs = measure_pass_costs(

@@ -138,7 +138,7 @@ class Frontend:
 
     async def follow(self, output_stream: OutputStream) -> AsyncIterator[Delta]:
         """The deltas of an engine request; closing the iterator before the last one cancels it."""
-        watch = self.metrics.watch(output_stream.engine_request)
+        watch = self.metrics.watch(output_stream)
         try:
             async for delta in output_stream:
                 watch.note(delta)
@@ -157,7 +157,7 @@ class Frontend:
             if output_stream in self.output_streams:
                 self.output_streams.discard(output_stream)
                 output_stream.cancel()
-                self.metrics.abandoned()
+                self.metrics.abandoned(output_stream)
 
     def abandon(self) -> None:
         """End all engine requests in flight at once; readers get the text so far, or 503 without one."""

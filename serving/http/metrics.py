@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..engine.interface import Delta, Engine, EngineRequest
+from ..engine.interface import Delta, Engine, OutputStream
 
 LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -54,59 +54,22 @@ class Metrics:
         """
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, prefix))
-        label = {"labelnames": ["model_name"], "registry": self.registry}
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, buckets=buckets, **label).labels(model)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, **label).labels(model)
-
-        namespace = f"{prefix}:"
-        self.prompt_tokens = counter(f"{namespace}prompt_tokens", "Tokens of prompts.")
-        self.generation_tokens = counter(f"{namespace}generation_tokens", "Tokens generated.")
-        self.first = histogram(
-            f"{namespace}time_to_first_token_seconds", "From a request to its first token.", LATENCY
+        named = {"labelnames": ["model_name"], "registry": self.registry}
+        refused = Counter("entropic_refused_requests", "Requests that found the queue full.", **named)
+        limited = Counter(
+            "entropic_rate_limited_requests", "Requests above the rate of their API key.", **named
         )
-        self.between = histogram(
-            f"{namespace}inter_token_latency_seconds", "From a token to the next.", BETWEEN
-        )
-        self.e2e = histogram(f"{namespace}e2e_request_latency_seconds", "From a request to its end.", LATENCY)
-        self.queue = histogram(
-            f"{namespace}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
-        )
-        self.prefill = histogram(f"{namespace}request_prefill_time_seconds", "Reading a prompt.", LATENCY)
-        self.prompt_length = histogram(f"{namespace}request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self.text_length = histogram(
-            f"{namespace}request_generation_tokens", "Tokens generated for a request.", TOKENS
-        )
-        reasons = Counter(
-            f"{namespace}request_success",
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self.ended = {
-            reason: reasons.labels(model, reason) for reason in ("stop", "length", "abort", "error")
-        }
-        self.refusals = counter("entropic_refused_requests", "Requests that found the queue full.")
-        self.rate_limited = counter(
-            "entropic_rate_limited_requests", "Requests above the rate of their API key."
-        )
-        self.timeouts = counter("entropic_timed_out_requests", "Requests that took longer than allowed.")
-        self.entropy = histogram("entropic_entropy_nats", "Entropy of the belief at each token.", NATS)
-        self.temperature = histogram("entropic_temperature", "Temperature of each token.", TEMPERATURES)
-        self.kept = histogram("entropic_kept_fraction", "Share of the KV pages that a token read.", SHARES)
-        self.time = counter("entropic_time_nats", "Entropic time; its rate is nats resolved a second.")
-        self.cost = histogram("entropic_token_cost_seconds", "Roofline cost of a token.", COSTS)
+        self.refusals, self.rate_limited = refused.labels(model), limited.labels(model)
+        families = request_metrics(f"{prefix}:", self.registry)
+        self.engines = [RequestMetrics(families, model, str(rank)) for rank in range(engine.ranks)]
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
         return exposition.generate_latest(self.registry)
 
-    def watch(self, engine_request: EngineRequest) -> "Watch":
+    def watch(self, output_stream: OutputStream) -> "Watch":
         """Start measuring an engine request."""
-        return Watch(self, engine_request)
+        return Watch(self.engines[output_stream.rank])
 
     def refused(self) -> None:
         """Count a request that found the queue full."""
@@ -116,16 +79,85 @@ class Metrics:
         """Count a request above the rate limit of its client."""
         self.rate_limited.inc()
 
-    def abandoned(self) -> None:
+    def abandoned(self, output_stream: OutputStream) -> None:
         """Count an engine request whose client has disconnected."""
-        self.ended["abort"].inc()
+        self.engines[output_stream.rank].ended["abort"].inc()
+
+
+def request_metrics(namespace: str, registry: CollectorRegistry) -> dict[str, Any]:
+    """The families of what is measured at each request, by their name in `RequestMetrics`.
+
+    Args:
+        namespace: Before the names that vLLM has.
+        registry: That they belong to.
+    """
+    label: dict[str, Any] = {"labelnames": ["model_name", "engine"], "registry": registry}
+
+    def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, **label)
+
+    return {
+        "prompt_tokens": Counter(f"{namespace}prompt_tokens", "Tokens of prompts.", **label),
+        "generation_tokens": Counter(f"{namespace}generation_tokens", "Tokens generated.", **label),
+        "first": histogram(
+            f"{namespace}time_to_first_token_seconds", "From a request to its first token.", LATENCY
+        ),
+        "between": histogram(f"{namespace}inter_token_latency_seconds", "From a token to the next.", BETWEEN),
+        "e2e": histogram(f"{namespace}e2e_request_latency_seconds", "From a request to its end.", LATENCY),
+        "queue": histogram(
+            f"{namespace}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
+        ),
+        "prefill": histogram(f"{namespace}request_prefill_time_seconds", "Reading a prompt.", LATENCY),
+        "prompt_length": histogram(f"{namespace}request_prompt_tokens", "Tokens of a prompt.", TOKENS),
+        "text_length": histogram(
+            f"{namespace}request_generation_tokens", "Tokens generated for a request.", TOKENS
+        ),
+        "ended": Counter(
+            f"{namespace}request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "engine", "finished_reason"],
+            registry=registry,
+        ),
+        "timeouts": Counter(
+            "entropic_timed_out_requests", "Requests that took longer than allowed.", **label
+        ),
+        "entropy": histogram("entropic_entropy_nats", "Entropy of the belief at each token.", NATS),
+        "temperature": histogram("entropic_temperature", "Temperature of each token.", TEMPERATURES),
+        "kept": histogram("entropic_kept_fraction", "Share of the KV pages that a token read.", SHARES),
+        "time": Counter("entropic_time_nats", "Entropic time; its rate is nats resolved a second.", **label),
+        "cost": histogram("entropic_token_cost_seconds", "Roofline cost of a token.", COSTS),
+    }
+
+
+class RequestMetrics:
+    """What is measured at each request of one engine, by the names of `request_metrics`."""
+
+    def __init__(self, families: dict[str, Any], model: str, engine: str) -> None:
+        """The series of one engine.
+
+        Args:
+            families: From `request_metrics`.
+            model: Value of the label `model_name`.
+            engine: Value of the label `engine`.
+        """
+        self.ended = {
+            reason: families["ended"].labels(model, engine, reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        self._series = {
+            name: family.labels(model, engine) for name, family in families.items() if name != "ended"
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """The series of a name."""
+        return self._series[name]
 
 
 class Watch:
     """Measures an engine request from its creation to its end."""
 
-    def __init__(self, metrics: Metrics, engine_request: EngineRequest) -> None:
-        self.metrics, self.engine_request = metrics, engine_request
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self.metrics = metrics
         self.start = time.perf_counter()
         self.latest: float | None = None
         self.tokens = 0
@@ -186,19 +218,20 @@ class EngineCollector(Collector):
         self.engine, self.model, self.prefix = engine, model, prefix
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the engine."""
+        """The metric families of the engine, with a series for each data-parallel one."""
         snapshot = self.engine.snapshot()
+        parts = snapshot.get("engines") or [{**snapshot, "ready": self.engine.ready()}]
         for key, name, text in GAUGES:
-            yield self._family(GaugeMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
+            yield self._family(GaugeMetricFamily, f"{self.prefix}:{name}", text, key, parts)
         for key, name, text in COUNTERS:
-            yield self._family(CounterMetricFamily, f"{self.prefix}:{name}", text, snapshot.get(key, 0))
+            yield self._family(CounterMetricFamily, f"{self.prefix}:{name}", text, key, parts)
         for key, name, text in ENTROPIC_COUNTERS:
-            yield self._family(CounterMetricFamily, f"entropic_{name}", text, snapshot.get(key, 0))
-        yield self._family(
-            GaugeMetricFamily, "entropic_ready", "Whether the warm-up is over.", self.engine.ready()
-        )
+            yield self._family(CounterMetricFamily, f"entropic_{name}", text, key, parts)
+        text = "Whether the warm-up is over."
+        yield self._family(GaugeMetricFamily, "entropic_ready", text, "ready", parts)
 
-    def _family(self, family: type, name: str, text: str, value: float) -> Any:
-        metric = family(name, text, labels=["model_name"])
-        metric.add_metric([self.model], float(value))
+    def _family(self, family: type, name: str, text: str, key: str, parts: Sequence[Any]) -> Any:
+        metric = family(name, text, labels=["model_name", "engine"])
+        for rank, part in enumerate(parts):
+            metric.add_metric([self.model, str(rank)], float(part.get(key, 0)))
         return metric

@@ -28,9 +28,9 @@ from entropic_jax.parameter_tables.table import short
 
 from ..chat_template import set_template
 from ..compilation import remember_compilations
-from ..engine.engine import start
 from ..engine.interface import EngineRequest, OutputStream
 from ..engine.metrics_hooks import MetricsHooks
+from ..engine.start import start
 from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
 from ..request import Request

@@ -50,6 +50,7 @@ def load(
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
     parse_special: bool = True,
+    expert_parallel_size: int = 1,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -65,6 +66,7 @@ def load(
         tensor_parallel_size: Devices over which the model is divided.
         quantization: The quantization of the weights: "int8"; None keeps their dtype.
         parse_special: Whether special tokens in prompts and messages are more than plain text.
+        expert_parallel_size: Groups of so many devices over which experts are divided.
     """
     from entropic_jax import models
 
@@ -72,8 +74,9 @@ def load(
     from . import engine, search_engine
 
     control, dtype = control or Control(), dtype or default_dtype()
-    speculation_options.check(speculate, control.preset, control.method, divided=tensor_parallel_size != 1)
-    if tensor_parallel_size > 1:
+    on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
+    speculation_options.check(speculate, control.preset, control.method, divided=on_mesh)
+    if on_mesh:
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
     if control.preset in SAMPLERS:
@@ -82,7 +85,7 @@ def load(
         return search_engine.make_engine(control, calibration, model, kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
     preset = build(control, calibration, engine.MOST_ROWS)
-    mesh = parallelism.mesh_of(tensor_parallel_size)
+    mesh = parallelism.mesh_of(tensor_parallel_size, expert_parallel_size)
     model = models.load(path, dtype, mesh=mesh, quantization=quantization)
     set_parse_special(model, parse_special)
     model = draft_model.load(model, speculate, dtype, quantization)

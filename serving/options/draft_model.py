@@ -4,6 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from entropic_jax import models
 from entropic_jax.parameter_tables.speculation_names import is_draft_model
 from entropic_jax.parameter_tables.table import ParameterError
@@ -61,6 +64,19 @@ def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:
     fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
     fields["params"] = DraftingParams(model.params, draft.params)
     return ModelWithDraft(**fields, draft=draft, target=model)
+
+
+def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models.Model:
+    """The model, with the one that drafts for it, on other devices.
+
+    Args:
+        model: To be copied.
+        device: Of the copy, unless there is a mesh.
+        mesh: Of as many devices as that of the model, None for one device.
+    """
+    if isinstance(model, ModelWithDraft) and model.draft is not None and model.target is not None:
+        return with_draft(copied(model.target, device, mesh), copied(model.draft, device, mesh))
+    return models.copied(model, device if mesh is None else mesh)
 
 
 def target_of(model: models.Model) -> models.Model:

@@ -1,18 +1,17 @@
 """Options for several devices, by vLLM's names, and the mesh that they stand for."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
 
 if TYPE_CHECKING:
+    from jax import Device
     from jax.sharding import Mesh
 
-# No program divides rows or experts yet.
-UNDIVIDED = ("data_parallel_size", "expert_parallel_size")
-SIZES = ("tensor_parallel_size", *UNDIVIDED)
+SIZES = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
 
 
 def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
@@ -27,13 +26,30 @@ def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_expert_parallel_size(parser: argparse._ActionsContainer) -> None:
+    """Declare `--expert-parallel-size`."""
+    parser.add_argument(
+        "--expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="INT",
+        help="groups of devices over which experts are divided; the rest is divided over all of their "
+        "devices, this many times --tensor-parallel-size (default: 1)",
+    )
+
+
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare `--tensor-parallel-size`, and the sizes that must be 1."""
+    """Declare the sizes of the mesh."""
     add_tensor_parallel_size(parser)
-    for name in UNDIVIDED:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=1, metavar="INT", help="1: not supported yet"
-        )
+    parser.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        default=1,
+        metavar="INT",
+        help="engines, each with a copy of the model on devices of its own (default: 1)",
+    )
+    add_expert_parallel_size(parser)
 
 
 def fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -51,16 +67,19 @@ def check(options: Any) -> None:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ParameterError(f"{name} must be an integer of at least 1; got {short(value)}", name)
-        if name in UNDIVIDED and value > 1:
-            raise ParameterError(f"{name} must be 1: more is not supported yet; got {short(value)}", name)
-    size = options.tensor_parallel_size
-    if options.mesh is None and size == 1:
-        return
-    if options.mesh is not None and size > 1:
-        raise ParameterError(
-            f"tensor_parallel_size must be 1 with a mesh, which has it; got {size}", SIZES[0]
-        )
-    check_control(options.preset, options.method)
+        if options.mesh is not None and value > 1:
+            raise ParameterError(f"{name} must be 1 with a mesh, which has it; got {value}", name)
+    if options.mesh is not None or divided(options):
+        check_control(options.preset, options.method)
+
+
+def divided(options: Any) -> bool:
+    """Whether the model is divided over several devices.
+
+    Args:
+        options: With the fields `SIZES`.
+    """
+    return options.tensor_parallel_size != 1 or options.expert_parallel_size != 1
 
 
 def check_control(preset: str, method: str) -> None:
@@ -71,16 +90,61 @@ def check_control(preset: str, method: str) -> None:
         raise ParameterError(f"method must be dense on a mesh; got {short(method)}", "method")
 
 
-def mesh_of(tensor_parallel_size: int, mesh: "Mesh | None" = None) -> "Mesh | None":
-    """The mesh of that many devices, unless one is given; None for one device.
+def mesh_of(tensor_parallel_size: int, expert_parallel_size: int = 1) -> "Mesh | None":
+    """The mesh of one engine; None for one device. Raises ParameterError where there are fewer devices."""
+    ((_, mesh),) = places_of(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
+    return mesh
 
-    Raises ParameterError where there are fewer devices.
+
+class Place(NamedTuple):
+    """Where an engine runs."""
+
+    device: "Device | None"  # its default device; None: that of the process
+    mesh: "Mesh | None" = None  # over which its model is divided; None: it runs on one device
+
+
+def places_of(
+    tensor_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    mesh: "Mesh | None" = None,
+) -> list[Place]:
+    """Where each of the data-parallel engines runs.
+
+    Args:
+        tensor_parallel_size: Devices over which a model is divided.
+        data_parallel_size: Engines.
+        expert_parallel_size: Groups of so many devices over which experts are divided.
+        mesh: Has the sizes, and says which devices; None takes the first ones of the process.
+
+    Raises:
+        ParameterError: There are fewer devices.
     """
-    from entropic_jax.mesh import make_mesh
+    from entropic_jax.mesh import AXES, DATA, make_mesh
 
-    if mesh is not None or tensor_parallel_size == 1:
-        return mesh
-    try:
-        return make_mesh(tensor_parallel_size)
-    except ValueError as error:
-        raise ParameterError(str(error), "tensor_parallel_size") from None
+    if mesh is None:
+        if tensor_parallel_size == data_parallel_size == expert_parallel_size == 1:
+            return [Place(None)]
+        try:
+            mesh = make_mesh(
+                tensor_parallel_size,
+                data_parallel_size=data_parallel_size,
+                expert_parallel_size=expert_parallel_size,
+            )
+        except ValueError as error:
+            name = next(name for name in SIZES if str(error).startswith(name))
+            raise ParameterError(str(error), name) from None
+    elif mesh.axis_names != AXES or mesh.shape[DATA] == 1:
+        return [Place(None, mesh)]  # other axes are refused where the model is divided
+    return [place_of(mesh, rank) for rank in range(mesh.shape[DATA])]
+
+
+def place_of(mesh: "Mesh", rank: int) -> Place:
+    """Where a data-parallel engine runs: on its slice of the mesh."""
+    from jax.sharding import Mesh
+
+    devices = mesh.devices[rank : rank + 1]
+    first = devices.flat[0]
+    if devices.size == 1:
+        return Place(first)
+    return Place(first, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))

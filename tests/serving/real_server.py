@@ -15,11 +15,11 @@ from .live import Live, serving
 @contextlib.contextmanager
 def real_server(settings: Settings | None = None, **options: Any) -> Iterator[Live]:
     """Serve the embedded model while the block runs; `options` are the engine's."""
-    from entropic_jax.serving.engine import engine
     from entropic_jax.serving.engine.options import EngineOptions
+    from entropic_jax.serving.engine.start import start
 
     small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "warmup": "none"}
-    llm_engine = engine.start(EMBEDDED, EngineOptions(**{**small, **options}))
+    llm_engine = start(EMBEDDED, EngineOptions(**{**small, **options}))
     try:
         model = served_model.describe(llm_engine.model, str(EMBEDDED), ("embedded",), llm_engine.context)
         with serving(Frontend(llm_engine, model, settings or Settings(port=0))) as live:

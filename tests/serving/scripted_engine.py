@@ -29,6 +29,8 @@ SCRIPT = "def add(a, b):\n    return a + b\n"
 class ScriptedOutputStream:
     """Emits the script token by token, starting at the token of index `seed`."""
 
+    rank = 0
+
     def __init__(self, engine: "ScriptedEngine", engine_request: EngineRequest) -> None:
         self.engine, self.engine_request, self.cancelled = engine, engine_request, asyncio.Event()
 
@@ -146,6 +148,8 @@ class ScriptedOutputStream:
 
 class ScriptedEngine:
     """Runs up to `room` requests at a time. `prefill` and `pace` are seconds before and between tokens."""
+
+    ranks = 1
 
     def __init__(self, model: ServedModel, text: str = SCRIPT) -> None:
         self.model = model

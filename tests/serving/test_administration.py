@@ -8,7 +8,7 @@ import pytest
 
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.commands import serve
-from entropic_jax.serving.engine import engine
+from entropic_jax.serving.engine import start
 from entropic_jax.serving.engine.interface import EngineRequest, PrefixCacheReset
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.request import Request
@@ -52,7 +52,7 @@ def test_a_profile_is_recorded(live):
 
 def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):
     options = EngineOptions(max_num_seqs=1, block_size=16, num_pages=8, warmup="none", pruning=False)
-    running = engine.start(directory, options)
+    running = start.start(directory, options)
     try:
         info = running.describe()
         assert info["versions"]["jax"] and info["devices"][0]["platform"] == "cpu"

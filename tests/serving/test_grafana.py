@@ -50,6 +50,8 @@ def test_every_metric_exists():
     metrics = pytest.importorskip("entropic_jax.serving.http.metrics")
 
     class Engine:
+        ranks = 1
+
         def snapshot(self):
             return {}
 

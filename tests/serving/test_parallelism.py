@@ -21,8 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"tensor_parallel_size": 64}, "tensor_parallel_size must be between 1 and .*devices; got 64"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1; got 0"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size must be an integer of at least 1; got True"),
-        ({"data_parallel_size": 2}, "data_parallel_size must be 1: more is not supported yet; got 2"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size must be 1: more is not supported yet; got 2"),
+        ({"data_parallel_size": 64}, "data_parallel_size must be between 1 and .*devices; got 64"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1; got 0"),
+        ({"expert_parallel_size": 64}, "expert_parallel_size must be between 1 and .*devices; got 64"),
+        ({"expert_parallel_size": 2, "preset": "dslider"}, "preset must not be a sampler on a mesh"),
+        (
+            {"mesh": jax.sharding.AbstractMesh((2,), ("x",)), "data_parallel_size": 2},
+            "data_parallel_size must be 1 with a mesh, which has it; got 2",
+        ),
         (
             {"tensor_parallel_size": 2, "preset": "dslider"},
             "preset must not be a sampler on a mesh; got dslider",
@@ -43,13 +49,21 @@ def test_options_that_are_refused(options, message):
         LLM(**options)
 
 
-@pytest.mark.parametrize("command", ["generate", "serve"])
-def test_a_lack_of_devices_is_one_line(command, capsys):
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate", "--tensor-parallel-size"),
+        ("generate", "--expert-parallel-size"),
+        ("serve", "--tensor-parallel-size"),
+        ("serve", "--data-parallel-size"),
+    ],
+)
+def test_a_lack_of_devices_is_one_line(command, option, capsys):
     with pytest.raises(SystemExit) as exit_status:
-        main([command, "--tensor-parallel-size", "64"])
+        main([command, option, "64"])
     error = capsys.readouterr().err
     assert exit_status.value.code == 2
-    assert error.count("\n") == 1 and "--tensor-parallel-size must be between 1 and" in error, error
+    assert error.count("\n") == 1 and f"{option} must be between 1 and" in error, error
 
 
 SCRIPT = """

@@ -83,7 +83,7 @@ async def embedded(
     if vectors is not None and not np.isfinite(vectors).all():
         raise FrontendError(500, "the model computed hidden states that are not finite")
     if vectors is not None:
-        frontend.metrics.prompt_tokens.inc(sum(map(len, texts)))
+        frontend.metrics.engines[0].prompt_tokens.inc(sum(map(len, texts)))
     return vectors
 
 

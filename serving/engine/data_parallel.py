@@ -1,0 +1,220 @@
+"""Data-parallel engines behind the interface of one: each request goes to one of them, its rank.
+
+Each engine has a copy of the model on devices of its own, a page pool, a prefix cache, rows and a thread. No
+program runs on the devices of two engines, so none has a collective over them. What a request is answered
+does not depend on its rank: noise follows from its seed and the position.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
+from .output_stream import QueuedOutputStream
+from .routing import Router
+
+if TYPE_CHECKING:
+    from entropic_jax.models import Model, Tokenizer
+
+    from .engine import LLMEngine
+
+# Of `Engine.snapshot`: what all ranks have in common, and what is the largest or the mean of theirs. Other
+# numbers are added up.
+COMMON, LARGEST = ("page_size", "scheduling_policy", "presets"), ("longest_wait", "longest_wait_allowed")
+MEAN = "kv_usage"
+
+
+class DataParallelEngine:
+    """An `Engine` that spreads requests over several.
+
+    Args:
+        engines: Of equal sizes; their ranks are their places.
+    """
+
+    def __init__(self, engines: "Sequence[LLMEngine]") -> None:
+        self.engines = tuple(engines)
+        first = self.engines[0]
+        self.model: Model = first.model
+        self.tokenizer: Tokenizer = first.tokenizer
+        bound = max(1, first.sizes.rows // 4)
+        pages = sum(engine.sizes.pages for engine in self.engines)
+        held = lambda rank, page_hash: self.engines[rank].is_cached(page_hash)
+        self.router = Router(len(self.engines), bound, pages, held)
+        self._lock = threading.Lock()
+
+    @property
+    def ranks(self) -> int:
+        """How many engines there are."""
+        return len(self.engines)
+
+    @property
+    def context(self) -> int:
+        """Positions of a sequence, prompt and continuation, at most."""
+        return self.engines[0].context
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled after the warm-up."""
+        return sum(engine.compilations for engine in self.engines)
+
+    def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
+        """A prompt as token ids; RequestError if the model cannot take it."""
+        return self.engines[0].prompt_tokens(prompt)
+
+    def submit(self, engine_request: EngineRequest) -> QueuedOutputStream:
+        """Queue a request at the best rank, or at the next whose queue is not full; see `Engine.submit`."""
+        hashes = self.engines[0].page_hashes(self.prompt_tokens(engine_request.request.prompt))
+        with self._lock:
+            order = self.router.order(hashes, [engine.load for engine in self.engines], self._able())
+            full: list[QueueFullError] = []
+            for rank in order:
+                try:
+                    output_stream = self.engines[rank].submit(engine_request)
+                except QueueFullError as error:
+                    full.append(error)
+                    continue
+                output_stream.rank = rank
+                self.router.sent(rank, hashes)
+                return output_stream
+        raise min(full, key=lambda error: error.retry_after)
+
+    def _able(self) -> list[int]:
+        """Ranks that requests may be given to: those that serve, else those that have not failed."""
+        alive = self._alive()
+        serving = [rank for rank in alive if self.engines[rank].serves()]
+        return serving or alive or [0]  # which says why it cannot
+
+    def _alive(self) -> list[int]:
+        return [rank for rank, engine in enumerate(self.engines) if engine.failure() is None]
+
+    def ready(self) -> bool:
+        """Whether the warm-up of every rank is over."""
+        return all(engine.ready() for engine in self.engines)
+
+    def serves(self) -> bool:
+        """Whether most requests can run, if only at one rank."""
+        return any(engine.serves() for engine in self.engines)
+
+    def failure(self) -> BaseException | None:
+        """The exception that has stopped one of the engines, if any. The others go on."""
+        return next(filter(None, (engine.failure() for engine in self.engines)), None)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The state of all engines together, see `Engine.snapshot`; `engines` are those of each."""
+        parts = [engine.snapshot() for engine in self.engines]
+        numbers = [{name: part[name] for name in part if name != "sequences"} for part in parts]
+        total = {name: combined(name, [part[name] for part in numbers]) for name in numbers[0]}
+        return {
+            **total,
+            "sequences": [
+                {**sequence, "engine": rank}
+                for rank, part in enumerate(parts)
+                for sequence in part["sequences"]
+            ],
+            "engines": [
+                {"engine": rank, "ready": engine.ready(), "load": engine.load, **part}
+                for rank, (engine, part) in enumerate(zip(self.engines, numbers, strict=True))
+            ],
+        }
+
+    def describe(self) -> Mapping[str, Any]:
+        """The configuration of the first engine and the devices of each; see `Engine.describe`."""
+        return {
+            **self.engines[0].describe(),
+            "engines": [
+                {"engine": rank, "devices": engine.device_ids(), "pages": engine.sizes.pages}
+                for rank, engine in enumerate(self.engines)
+            ],
+            "router": {"bound": self.router.bound},
+        }
+
+    def reset_prefix_cache(self) -> "Future[PrefixCacheReset]":
+        """Drop the cached prefixes of all ranks that no sequence uses; see `Engine.reset_prefix_cache`."""
+        with self._lock:
+            self.router.forget()
+        return gathered([self.engines[rank].reset_prefix_cache() for rank in self._alive() or [0]])
+
+    @property
+    def embedding_limits(self) -> EmbeddingLimits:
+        """The longest text that `embed` accepts, and the size of an embedding."""
+        return self.engines[0].embedding_limits
+
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> np.ndarray | None:
+        """Pooled hidden states of texts, all at the first rank; see `Engine.embed`.
+
+        Args:
+            texts: Token ids of each text.
+            pooling: "mean" or "last".
+            stop: Ends the work when it is set.
+        """
+        return self.engines[0].embed(texts, pooling, stop)
+
+    def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
+        """Close all engines at the same time; whether all of their threads have ended. See `Engine.close`."""
+        with ThreadPoolExecutor(len(self.engines), "close") as pool:
+            return all(list(pool.map(lambda engine: engine.close(drain, timeout), self.engines)))
+
+
+class Progress:
+    """Adds up the progress of several warm-ups.
+
+    Args:
+        report: `report(done, total)` is called after each program of any of them.
+        ranks: Number of warm-ups. Until one has reported, it counts like the others.
+    """
+
+    def __init__(self, report: Callable[[int, int], None], ranks: int) -> None:
+        self._report, self._parts = report, [(0, 0)] * ranks
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Callable[[int, int], None]:
+        """What the warm-up of a rank reports to."""
+
+        def report(done: int, total: int) -> None:
+            with self._lock:
+                self._parts[rank] = done, total
+                largest = max(total for _, total in self._parts)
+                everything = sum(total or largest for _, total in self._parts)
+                self._report(sum(done for done, _ in self._parts), everything)
+
+        return report
+
+
+def combined(name: str, values: list[Any]) -> Any:
+    """An entry of the snapshot of all engines, from those of each.
+
+    >>> combined("running", [1, 2]), combined("kv_usage", [0.5, 0.25]), combined("page_size", [16, 16])
+    (3, 0.375, 16)
+    """
+    if name in COMMON:
+        return values[0]
+    if name in LARGEST:
+        return max(values)
+    return sum(values) / len(values) if name == MEAN else sum(values)
+
+
+def gathered(resets: "list[Future[PrefixCacheReset]]") -> "Future[PrefixCacheReset]":
+    """The sum of results, once all are there; RuntimeError if an engine has stopped before."""
+    total: Future[PrefixCacheReset] = Future()
+    total.set_running_or_notify_cancel()
+    left, lock = len(resets), threading.Lock()
+
+    def ended(_: "Future[PrefixCacheReset]") -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        try:
+            counts = [reset.result() for reset in resets]
+        except CancelledError:
+            total.set_exception(RuntimeError("an engine has stopped"))
+            return
+        total.set_result(PrefixCacheReset(*(sum(column) for column in zip(*counts, strict=True))))
+
+    for reset in resets:
+        reset.add_done_callback(ended)
+    return total

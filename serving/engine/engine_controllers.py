@@ -1,0 +1,46 @@
+"""Row controllers of an engine: the laws that its options name."""
+
+from typing import Any
+
+from entropic_jax import models
+from entropic_jax.control.presets import preset
+from entropic_jax.methods import registry
+from entropic_jax.parameter_tables.speculation_names import OFF
+
+from ..options import samplers
+from ..options.control_options import SAMPLERS, Control
+from .options import EngineOptions, may_prune
+from .programs import Shapes
+from .row_controllers import RowControllers
+
+
+def row_controllers_of(
+    model: models.Model, options: EngineOptions, shapes: Shapes, calibration: Any
+) -> RowControllers:
+    """The row controllers of an engine.
+
+    Args:
+        model: That the engine serves.
+        options: Name the preset, the method, the sampler and the drafter.
+        shapes: What the engine's programs are compiled for.
+        calibration: The calibration of the model, None without one.
+    """
+    sampler, sampler_law = None, None
+    if options.preset in SAMPLERS:
+        sampler = options.preset
+        text = options.clarification
+        control = Control(sampler, (("clarification", text),) if text else ())
+        sampler_law = samplers.law(control, calibration, model, together=False)
+    return RowControllers(
+        options.law,
+        calibration,
+        pruning=may_prune(options, shapes.method),
+        entropic_schedule=options.policy == "entropic",
+        sampler=sampler,
+        sampler_law=sampler_law,
+        method=options.method,
+        method_laws=registry.add_method(options.method, preset("off"), **dict(options.budgets)).controller,
+        branches=shapes.branches,
+        drafter=options.drafter,
+        always_drafts=options.speculate not in (None, OFF),
+    )
