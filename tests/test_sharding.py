@@ -124,6 +124,58 @@ def test_no_device_has_more_than_its_share(family, shards):
     assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
 
 
+EXPERTS = """
+import json
+from functools import partial
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+from entropic_jax.mesh import make_mesh, sum_over_shards
+from entropic_jax.models.experts import grouped, in_blocks, local_numbers
+
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+x, weights = normal(13, 16), rng.uniform(size=(13, 2)).astype(np.float32)
+gate, up, down = normal(8, 16, 12), normal(8, 16, 12), normal(8, 12, 16)
+# Expert 5 of some tokens alone, so that one device has most of the work and one has none.
+expert_ids = np.stack([np.full(13, 5), np.where(np.arange(13) < 4, 4, 1)], 1).astype(np.int32)
+kernel, turned = P("expert", None, "tensor"), P("expert", "tensor", None)
+
+def divided(way, x, expert_ids, weights, gate, up, down):
+    return sum_over_shards(way(x, local_numbers(expert_ids, gate.shape[0]), weights, gate, up, down))
+
+largest = {}
+for way in (grouped, in_blocks):
+    alone = way(x, expert_ids, weights, gate, up, down)
+    for tensor, experts in ((1, 4), (2, 2), (4, 1)):
+        mesh = make_mesh(tensor, expert_parallel_size=experts)
+        specs = (P(), P(), P(), kernel, kernel, turned)
+        program = jax.shard_map(
+            partial(divided, way), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )
+        error = abs(np.asarray(jax.jit(program)(x, expert_ids, weights, gate, up, down)) - alone).max()
+        largest[f"{way.__name__} {tensor}x{experts}"] = float(error)
+print(json.dumps({"scale": float(abs(np.asarray(alone)).max()), "largest": largest}))
+"""
+
+
+@pytest.mark.slow
+def test_both_products_of_experts_are_divided():
+    """On accelerators experts are multiplied in one grouped product; virtual devices are CPUs."""
+    environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPERTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert report["scale"] > 10 and len(report["largest"]) == 6
+    assert max(report["largest"].values()) < 1e-5 * report["scale"]
+
+
 CONFIG = dict(
     architecture="LlamaForCausalLM",
     vocab_size=96,

@@ -91,7 +91,12 @@ def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset) -> An
 
 
 def compile_step(
-    config: Config, devices: list[jax.Device], batch: Batch, dtypes: tuple[Any, Any], preset: Preset
+    config: Config,
+    devices: list[jax.Device],
+    batch: Batch,
+    dtypes: tuple[Any, Any],
+    preset: Preset,
+    experts: int = 1,
 ) -> jax.stages.Compiled:
     """Compile one decode step, divided over all of the devices.
 
@@ -101,8 +106,9 @@ def compile_step(
         batch: sizes of the batch.
         dtypes: the dtypes of the weights, and of the KV cache.
         preset: the preset of control.
+        experts: groups of devices over which experts are divided.
     """
-    mesh = make_mesh(len(devices), devices)
+    mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
     decoder = Decoder(config, mesh)
 

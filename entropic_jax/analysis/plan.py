@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from entropic_jax.mesh import EXPERT, TENSOR
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.sharding import check_sizes, partition_specs
@@ -74,18 +75,22 @@ class Plan(NamedTuple):
         return max(0, self.pages) // math.ceil(self.context / self.page_size)
 
 
-def weight_bytes(config: Config, devices: int, itemsize: int) -> tuple[int, int]:
+def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) -> tuple[int, int]:
     """Bytes of the weights on a chip: all, and those that a step reads, without the embedding's table.
 
     Args:
         config: the model's configuration.
-        devices: number of devices of the tensor axis.
+        devices: number of devices of a copy of the model.
         itemsize: bytes of a weight.
+        experts: devices of the expert axis, among them.
     """
-    shapes = structure(config)[1]
-    parts = jax.tree.map(
-        lambda x, spec: x.size // (devices if any(spec) else 1), shapes, partition_specs(shapes)
-    )
+    shapes, sizes = structure(config)[1], {TENSOR: devices // experts, EXPERT: experts}
+
+    def on_chip(x: Any, spec: Any) -> int:
+        axes = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
+        return x.size // math.prod(sizes[axis] for axis in axes)
+
+    parts = jax.tree.map(on_chip, shapes, partition_specs(shapes))
     total = sum(jax.tree.leaves(parts)) * itemsize
     return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize
 
@@ -151,6 +156,7 @@ def roofline(
     context: int,
     dtypes: Dtypes,
     exchanged: Iterable[Collective],
+    experts: int = 1,
 ) -> Roofline:
     """The least time of a decode step of `rows` rows that hold `context` positions each.
 
@@ -161,9 +167,10 @@ def roofline(
         context: positions of a row.
         dtypes: the dtypes of weights and KV cache.
         exchanged: the collectives of the step.
+        experts: devices of the expert axis.
     """
     devices = topology.devices
-    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize)
+    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
     flops = 2.0 * Decoder(config).shape.weights * rows / devices
     heads = config.num_key_value_heads // devices
     position = 2 * config.num_hidden_layers * heads * config.head_dim
@@ -181,19 +188,21 @@ def make_plan(
     dtypes: Dtypes,
     state: Any,
     compiled: jax.stages.Compiled | None = None,
+    experts: int = 1,
 ) -> Plan:
     """The plan of a model on a slice.
 
     Args:
         config: the configuration of the model; its KV heads are a multiple of the chips.
-        slice_: the kind of the slice, all of which is one tensor axis.
+        slice_: the kind of the slice, all of whose chips have parts of one copy of the model.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
         compiled: the step, from `ahead_of_time.compile_step`; None computes from shapes.
+        experts: groups of chips over which experts are divided.
     """
     cache, devices = state.cache, slice_.devices
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
-    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize)
+    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
     of_page = page_bytes(config, devices, cache.page_size, dtypes.cache)
     rest = state_bytes(state)
     if compiled is None:
@@ -206,7 +215,8 @@ def make_plan(
     for batch in BATCHES:
         if batch * math.ceil(context / cache.page_size) <= pages:
             exchanged = from_shapes(config, devices, batch, dtypes).collectives
-            rates[batch] = 1e3 * batch / roofline(config, slice_, batch, context, dtypes, exchanged).total
+            time = roofline(config, slice_, batch, context, dtypes, exchanged, experts)
+            rates[batch] = 1e3 * batch / time.total
     return Plan(
         source="shapes" if compiled is None else "compiled program",
         devices=devices,
@@ -222,7 +232,7 @@ def make_plan(
         context=context,
         rows=rows,
         collectives=step.collectives,
-        roofline=roofline(config, slice_, rows, context, dtypes, step.collectives),
+        roofline=roofline(config, slice_, rows, context, dtypes, step.collectives, experts),
         tokens_per_second=rates,
     )
 

@@ -37,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kv_cache.add_argument(parser)
     parser.add_argument(
+        "--expert-parallel-size",
+        type=positive,
+        default=1,
+        metavar="INT",
+        help="groups of chips over which experts are divided; their number of chips is the tensor axis "
+        "(default: 1)",
+    )
+    parser.add_argument(
         "--max-num-seqs", type=positive, default=32, metavar="INT", help="sequences (default: 32)"
     )
     parser.add_argument(
@@ -84,9 +92,15 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         slice_ = topology(options.topology)
     except ValueError as error:
         raise ParameterError(str(error), "topology") from None
+    experts = options.expert_parallel_size
+    if slice_.devices % experts:
+        raise ParameterError(
+            f"expert_parallel_size must divide the number of chips, {slice_.devices}; got {experts}",
+            "expert_parallel_size",
+        )
     try:
         config = read_config(options.model)
-        check_sizes(config, slice_.devices)
+        check_sizes(config, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     setting = preset(options.preset, options.max_num_seqs)
@@ -97,7 +111,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     )
     dtypes = Dtypes(options.dtype, str(kv_cache.stored_as(options.kv_cache_dtype, options.dtype)))
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
-    plan = make_plan(config, slice_, dtypes, state)
+    plan = make_plan(config, slice_, dtypes, state, experts=experts)
     if plan.sequences == 0:
         return plan, "nothing fits", first_that_fits(config, dtypes, state)
     if not options.compile:
@@ -110,8 +124,8 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         devices = ahead_of_time.devices_of(options.topology)
     except RuntimeError as error:
         return plan, str(error), None
-    compiled = ahead_of_time.compile_step(config, devices, batch, dtypes, setting)
-    return make_plan(config, slice_, dtypes, state, compiled), "", None
+    compiled = ahead_of_time.compile_step(config, devices, batch, dtypes, setting, experts)
+    return make_plan(config, slice_, dtypes, state, compiled, experts), "", None
 
 
 def as_json(plan: "Plan", note: str, smallest: str | None) -> dict[str, Any]:
@@ -152,6 +166,14 @@ def window_note(plan: "Plan") -> list[str]:
     return [f"{plan.windowed_layers} layers see a window only; pages before it are kept in all layers"]
 
 
+def axes_of(options: argparse.Namespace, plan: "Plan") -> str:
+    """How the model is divided, in words."""
+    experts = options.expert_parallel_size
+    if experts == 1:
+        return "tensor parallel"
+    return f"{plan.devices // experts} along tensor, {experts} along expert"
+
+
 def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str | None) -> list[str]:
     """The plan as lines of text.
 
@@ -163,10 +185,11 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     """
     from entropic_jax.analysis.plan import counted
 
+    axes = axes_of(options, plan)
     mebibytes = lambda number: f"{number / MIB:10.1f} MiB"
     pages = f"{plan.pages} pages of {plan.page_size} positions"
     lines = [
-        f"{options.model} in {options.dtype} on {options.topology}: {plan.devices} chips, tensor parallel",
+        f"{options.model} in {options.dtype} on {options.topology}: {plan.devices} chips, {axes}",
         f"numbers from: {plan.source}" + (f" ({note})" if note else ""),
         "",
         "per chip",

@@ -27,7 +27,7 @@ class Router:
     ) -> None:
         self.ranks, self.bound, self.capacity, self.is_cached = ranks, bound, capacity, is_cached
         self._sent: OrderedDict[PageHash, int] = OrderedDict()
-        self._turn = 0  # equal ranks are chosen in turn
+        self._next = 0  # equal ranks are chosen in turn
 
     def order(self, hashes: Sequence[PageHash], loads: Sequence[int], able: Collection[int]) -> list[int]:
         """The ranks that may be given a request, the best first, then by load.
@@ -37,7 +37,7 @@ class Router:
             loads: Requests that each rank has accepted and not ended.
             able: The ranks that can be chosen.
         """
-        place = lambda rank: (rank - self._turn) % self.ranks
+        place = lambda rank: (rank - self._next) % self.ranks
         by_load = sorted(able, key=lambda rank: (loads[rank], place(rank)))
         if not by_load:
             return []
@@ -54,7 +54,7 @@ class Router:
 
     def sent(self, rank: int, hashes: Sequence[PageHash]) -> None:
         """Remember which rank was given a prompt."""
-        self._turn = (rank + 1) % self.ranks
+        self._next = (rank + 1) % self.ranks
         for page_hash in hashes:
             self._sent[page_hash] = rank
             self._sent.move_to_end(page_hash)

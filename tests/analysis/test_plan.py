@@ -26,6 +26,20 @@ LLAMA_8B = models.Config(
     head_dim=128,
     max_position_embeddings=131072,
 )
+QWEN3_30B = models.Config(
+    "Qwen3MoeForCausalLM",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_local_experts=128,
+    num_experts_per_tok=8,
+    max_position_embeddings=40960,
+)
 BFLOAT16 = Dtypes("bfloat16", "bfloat16")
 BATCH = ahead_of_time.Batch(rows=8, context=1024, page_size=128, pages=64)
 
@@ -41,6 +55,18 @@ def test_weights_of_llama_8b_are_its_8_03_billion_divided_by_eight():
     assert total == pytest.approx(8.030e9 * 2 / 8 + norms * 7 / 8, rel=1e-3)
     assert total - read == 128256 * 4096 * 2 // 8
     assert weight_bytes(LLAMA_8B, 1, 2)[0] == 2 * sum(x.size for x in jax.tree.leaves(structure(LLAMA_8B)[1]))
+
+
+def test_experts_are_divided_over_their_axis():
+    weights = weight_bytes(QWEN3_30B, 4, 2)
+    assert weights == weight_bytes(QWEN3_30B, 4, 2, experts=4) == weight_bytes(QWEN3_30B, 4, 2, experts=2)
+    assert weights[0] == pytest.approx(30.5e9 * 2 / 4, rel=0.01)
+    gpt_oss = dataclasses.replace(
+        QWEN3_30B, architecture="GptOssForCausalLM", attention_bias=True, num_hidden_layers=1
+    )
+    biases = 128 * 2048 * 2  # of the experts' outputs, which the chips that share an expert all have
+    tensor, both = (weight_bytes(gpt_oss, 4, 2, experts)[0] for experts in (1, 4))
+    assert tensor - both == biases * 3 // 4
 
 
 def test_page_bytes_are_those_of_the_allocated_pool():
@@ -118,3 +144,19 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name):
     copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
     assert not copies, copies
     assert plan.temporary_bytes < math.prod((32, 128256, 4)) * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [1, 2, 4])
+def test_no_chip_gathers_the_weights_of_experts(experts):
+    _need("libtpu")
+    config, batch = dataclasses.replace(QWEN3_30B, num_hidden_layers=2), BATCH
+    devices = ahead_of_time.devices_of("v5e:2x2")
+    compiled = ahead_of_time.compile_step(config, devices, batch, tuple(BFLOAT16), preset("off", 8), experts)
+    weights, _ = weight_bytes(config, 4, 2, experts)
+    pages = (batch.pages + 1) * page_bytes(config, 4, batch.page_size, "bfloat16")
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(weights + pages, rel=0.02)
+    exchanged = collectives(compiled.as_text())
+    assert sum(c.operation == "all-reduce" and c.num_bytes > 4096 for c in exchanged) == 2 * 2 + 1
+    assert {c.operation for c in exchanged} <= {"all-reduce", "all-gather"}
+    assert max(c.num_bytes for c in exchanged) <= batch.rows * config.vocab_size * 4

@@ -61,12 +61,26 @@ def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
     assert "does not fit: not one sequence of 8192 positions" in capsys.readouterr().out
 
 
+def test_a_plan_with_experts(tmp_path, capsys):
+    routed = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **routed}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    arguments = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x2", "--no-compile"]
+    assert main([*arguments, "--expert-parallel-size", "2"]) == 0
+    assert "4 chips, 2 along tensor, 2 along expert" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
         (["--topology", "v5e:2x4"], "must divide num_key_value_heads, 4; got 8"),
         (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
+        (
+            ["--topology", "v5e:2x2", "--expert-parallel-size", "3"],
+            "--expert-parallel-size must divide the number of chips, 4; got 3",
+        ),
+        (["--topology", "v5e:2x2", "--expert-parallel-size", "2"], "LlamaForCausalLM, which has no experts"),
     ],
 )
 def test_what_is_refused(model, capsys, options, message):
