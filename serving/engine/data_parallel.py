@@ -31,7 +31,7 @@ class DataParallelEngine:
     """An `Engine` that spreads requests over several.
 
     Args:
-        engines: Of equal sizes; their ranks are their places.
+        engines: Engines of equal sizes; their ranks are their places.
     """
 
     def __init__(self, engines: "Sequence[LLMEngine]") -> None:

@@ -33,7 +33,7 @@ class Router:
         """The ranks that may be given a request, the best first, then by load.
 
         Args:
-            hashes: Of the full pages of the prompt.
+            hashes: One for each full page of the prompt.
             loads: Requests that each rank has accepted and not ended.
             able: The ranks that can be chosen.
         """

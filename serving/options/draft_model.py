@@ -71,8 +71,8 @@ def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models
 
     Args:
         model: To be copied.
-        device: Of the copy, unless there is a mesh.
-        mesh: Of as many devices as that of the model, None for one device.
+        device: Where the copy will be, unless there is a mesh.
+        mesh: A mesh of as many devices as that of the model, None for one device.
     """
     if isinstance(model, ModelWithDraft) and model.draft is not None and model.target is not None:
         return with_draft(copied(model.target, device, mesh), copied(model.draft, device, mesh))

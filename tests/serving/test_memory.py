@@ -41,6 +41,8 @@ def test_the_cache_follows_from_the_share_of_memory(monkeypatch):
     assert memory.cache_room(None) == gibibyte // 2
     assert memory.cache_room(0.9) == pytest.approx(0.6 * gibibyte)
     assert memory.cache_room(0.5) == 0
+    assert memory.cache_room(None, sharers=4) == gibibyte // 8
+    assert memory.cache_room(0.9, sharers=2) == pytest.approx(0.3 * gibibyte)
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_queue", "max_steps"])
