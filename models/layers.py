@@ -21,7 +21,7 @@ from entropic_jax.pallas.skinny_matmul import skinny_matmul
 from .activations import FUNCTIONS, XIELU
 from .block_spec import AttentionSpec, BlockSpec, MLPSpec, OutputSpec
 from .config import Config
-from .norms import LayerNorm, RMSNorm, norm
+from .norms import LayerNorm, RMSNorm, WideRMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
 MOST_SLICES = 32  # tokens whose embeddings are read by one slice each
@@ -216,6 +216,8 @@ def head_norm(spec: AttentionSpec, heads: int) -> RMSNorm | LayerNorm | None:
         return None
     if spec.norm_span == "each":
         return LayerNorm((heads, spec.head_dim), spec.head_norm)
+    if spec.norm_span == "all" and spec.head_norm.kind == "rms":
+        return WideRMSNorm(heads * spec.head_dim, spec.head_norm)
     return norm(heads * spec.head_dim if spec.norm_span == "all" else spec.head_dim, spec.head_norm)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from entropic_jax.mesh import first_of_shard, num_shards, sum_over_shards
 from entropic_jax.pallas.rms_norm import rms_norm
 
 from .block_spec import NormSpec
@@ -27,6 +28,22 @@ class RMSNorm(nnx.Module):
         # A weight of half precision is widened before the offset would round it.
         weight = self.weight[...].astype(jnp.float32) + self.offset
         return rms_norm(x.astype(jnp.float32), weight, self.epsilon).astype(x.dtype)
+
+
+class WideRMSNorm(RMSNorm):
+    """RMS norm of all heads at once, of which each device of a mesh has some.
+
+    Every device has the weight of all heads, and the mean square is taken over all of them.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if num_shards() == 1:
+            return super().__call__(x)
+        size, wide = x.shape[-1], x.astype(jnp.float32)
+        weight = jax.lax.dynamic_slice_in_dim(self.weight[...], first_of_shard(size), size)
+        squares = sum_over_shards(jnp.square(wide).sum(-1, keepdims=True)) / (size * num_shards())
+        out = wide * jax.lax.rsqrt(squares + self.epsilon) * (weight.astype(jnp.float32) + self.offset)
+        return out.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

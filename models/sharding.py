@@ -26,6 +26,7 @@ COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_hea
 ROW_PARALLEL = ("o_proj", "down_proj")
 EXPERTS = "experts"  # the module whose matrices are one per expert
 PER_HEAD = ("sinks",)  # arrays with a number per head
+HEAD_NORMS = ("q_norm", "k_norm")  # with a vector per head, or one that all devices have
 VOCABULARY_PARALLEL = ("embed_tokens",)
 # Modules whose arrays every device has: norms of one vector, and the router of experts. So has every module
 # whose name ends with NORM.
@@ -54,7 +55,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
         return P(*(None,) * (ndim - 1), SHARDS)
     if module in ROW_PARALLEL and kind == "kernel":
         return P(*(None,) * (ndim - 2), SHARDS, None)
-    if kind in PER_HEAD:
+    if kind in PER_HEAD or (module in HEAD_NORMS and ndim == 2):
         return P(SHARDS)
     # A vector that is added after the sum over the devices, or that every device needs.
     if (ndim == 1 and module in (*ROW_PARALLEL, *REPLICATED)) or str(module).endswith(NORM):
@@ -151,6 +152,7 @@ def undivided(block: BlockSpec) -> str | None:
     attention = block.attention
     if isinstance(attention, LatentAttentionSpec):
         return "all heads share one latent vector"
-    if attention.head_norm is not None and attention.norm_span != "head":
-        return "the norms of queries and keys span several heads"
+    norm = attention.head_norm
+    if norm is not None and attention.norm_span == "all" and norm.kind != "rms":
+        return "the layer norms of queries and keys span several heads"
     return None

@@ -36,6 +36,8 @@ FAMILIES = {
         sliding_window=24,
         layer_types=("full_attention", "sliding_attention"),
     ),
+    "olmo2": dict(architecture="Olmo2ForCausalLM", num_key_value_heads=4),
+    "cohere": dict(architecture="CohereForCausalLM", num_key_value_heads=4, use_qk_norm=True),
     "mixtral": dict(
         architecture="MixtralForCausalLM",
         num_key_value_heads=4,
