@@ -211,7 +211,12 @@ MIXTRAL = dict(
         ),
         (MIXTRAL, ((1, 1, 4),), "expert_parallel_size must divide num_local_experts, 6; got 4"),
         (MIXTRAL, ((1, 7, 1),), "tensor_parallel_size must divide num_key_value_heads, 4; got 7"),
-        ({**MIXTRAL, "moe_intermediate_size": 50}, ((1, 4, 1),), "divide moe_intermediate_size, 50; got 4"),
+        ({**MIXTRAL, "intermediate_size": 50}, ((1, 4, 1),), "must divide intermediate_size, 50; got 4"),
+        (
+            {**MIXTRAL, "intermediate_size": 50, "num_local_experts": 8},
+            ((1, 2, 4),),
+            "num_key_value_heads, 4",
+        ),
         (
             {**MIXTRAL, "num_key_value_heads": 2},
             ((1, 2, 2),),
