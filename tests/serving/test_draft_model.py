@@ -11,7 +11,8 @@ from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving import memory
 from entropic_jax.serving.engine import programs
-from entropic_jax.serving.engine.engine import EngineOptions, start
+from entropic_jax.serving.engine.engine import EngineOptions
+from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.options.draft_model import with_draft
 from entropic_jax.speculation import Cascade, PassCosts, make_speculator
 from tests.serving.test_engine import copies_no_pool, engine_of, engine_request, model, prompt, run  # noqa: F401
