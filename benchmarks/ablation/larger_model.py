@@ -13,8 +13,8 @@ from entropic_jax.control.presets import FINE_PAGES, Gains, Preset, preset
 from entropic_jax.pallas import skinny_matmul
 from entropic_jax.phases.ledger import HARDWARE
 
-from ..baselines.pool import EngineError, EnginePool
-from ..baselines.reference_model import random_model, write_prompts
+from ..harness.baselines.pool import EngineError, EnginePool
+from ..harness.baselines.reference_model import random_model, write_prompts
 
 EVERYTHING_MAY_GO = 0.999  # ε at which the rules alone decide which pages are kept
 

@@ -16,8 +16,8 @@ from entropic_jax.analysis import studies
 from entropic_jax.analysis.studies import Row, Workload
 from entropic_jax.control.presets import FINE_PAGES, preset
 
-from ..baselines.pool import EnginePool
-from ..baselines.reference_model import prepare_weights
+from ..harness.baselines.pool import EnginePool
+from ..harness.baselines.reference_model import prepare_weights
 from ..harness.preset_names import with_current_names
 from .guards import guards
 from .kv_precision import kv_precision, kv_precision_speed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..baselines.engines import ENGINES
+from ..harness.baselines.engines import ENGINES
 from ..harness.paths import PAGES
 from ..harness.publishing import (
     PAGE_OF,

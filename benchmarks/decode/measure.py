@@ -12,10 +12,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..baselines.engines import ENGINES
-from ..baselines.pool import EngineError, EnginePool
-from ..baselines.reference_model import SHARED_PROMPT_FROM, prepare_weights, write_prompts
-from ..baselines.weights import CONFIG
+from ..harness.baselines.engines import ENGINES
+from ..harness.baselines.pool import EngineError, EnginePool
+from ..harness.baselines.reference_model import SHARED_PROMPT_FROM, prepare_weights, write_prompts
+from ..harness.baselines.weights import CONFIG
 from ..harness.paths import ROOT
 from ..harness.provenance import describe_run
 

@@ -24,7 +24,7 @@ from entropic_jax.methods.registry import METHODS, add_method
 from entropic_jax.models.train.recall import Filler
 from entropic_jax.state import RUNNING, State
 
-from ..baselines.reference_model import random_model
+from ..harness.baselines.reference_model import random_model
 from ..harness.held_out_text import module_texts
 from ..harness.provenance import describe_run
 from ..harness.publishing import results_file, write_json

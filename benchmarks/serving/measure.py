@@ -13,7 +13,7 @@ from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.measures import first_token, summary
 from entropic_jax.serving.bench.prompts import Prompts
 
-from ..baselines.pool import EngineError, EnginePool
+from ..harness.baselines.pool import EngineError, EnginePool
 from ..harness.held_out_text import module_tokens
 from ..harness.server_process import ServerProcess, ours, running
 from .workload import TextPrompts, drive, engine_state, sustained, write_model
@@ -40,7 +40,7 @@ class ServingBenchmark:
         return running(command, self.work / "server.log")
 
     def llama(self):
-        """llama_cpp.server, ready, with plain attention in float32 as in `baselines.engines.LlamaCpp`."""
+        """llama_cpp.server, ready, with plain attention in float32 as in `engines.LlamaCpp`."""
         self.engines.prepare("llamacpp")
         threads = str(self.options.threads)
         command = [

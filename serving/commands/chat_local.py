@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..chat_template import DEFAULT_TEMPLATE
 from ..compilation import remember_compilations
 from ..engine.interface import Engine, EngineRequest
 from ..engine.options import EngineOptions
@@ -16,6 +15,7 @@ from ..http.served_model import ServedModel, describe
 from ..options import generation_config
 from ..options.control_options import Control, check_temperature
 from ..request import Request, RequestError
+from ..request.chat_template import DEFAULT_TEMPLATE
 from . import model_options
 from .chat_backend import Message, Piece, check_preset
 

@@ -18,7 +18,7 @@ from .text_input import has_standard_input, read_text
 
 if TYPE_CHECKING:
     from ..offline.generation import Generator
-    from ..transcript import FinishReason
+    from ..request.transcript import FinishReason
 
 # For the embedded model, which continues Python.
 DEFAULT_PROMPT = '''import json

@@ -167,7 +167,7 @@ def _template(template: str | None) -> str | None:
 
         template = read_text(template, "--chat-template")
     if template is not None:
-        from ..chat_template import check_template
+        from ..request.chat_template import check_template
 
         check_template(template, "--chat-template")
     return template

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.style import Style
 from rich.text import Text
 
-from ..transcript import FinishReason, Token
+from ..request.transcript import FinishReason, Token
 
 # Upper limit in nats, colour, and what stands for it where a terminal has only sixteen. The colours have one
 # luminance, near 0.18, whose contrast is 4.5 : 1 against both black and white. Tokens below the first limit

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..transcript import Detokenizer
+from ..request.transcript import Detokenizer
 
 INCREMENTAL = codecs.getincrementaldecoder("utf-8")
 

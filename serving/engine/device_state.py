@@ -22,7 +22,7 @@ from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import Speculator
 from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs
 
-from ..transcript import TRACE_FIELDS
+from ..request.transcript import TRACE_FIELDS
 from . import branching
 from .branching import BranchState
 from .row_controllers import RowController, set_gains

@@ -25,7 +25,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from ..options import draft_model
 from ..options.control_options import Control
 from ..options.kv_cache import pages_of
-from ..transcript import Transcript
+from ..request.transcript import Transcript
 from . import description
 from .block_manager import BlockManager
 from .detokenizer import detokenizer_factory

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..request import RequestError
-from ..transcript import Token
+from ..request.transcript import Token
 from .interface import Grammar
 from .sequence import Sequence
 from .suffix_lookup import continuation

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..options.control_options import Control
 from ..request import Request, RequestError
-from ..transcript import Alternative, Token, Usage
+from ..request.transcript import Alternative, Token, Usage
 
 
 class QueueFullError(Exception):

@@ -9,7 +9,7 @@ from entropic_jax.methods.entropix_branches import SearchCounts
 from entropic_jax.phases.prefill import PrefillOutput
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
-from ..transcript import Token
+from ..request.transcript import Token
 from . import grammars
 from .device_state import DecodeOutput
 from .launch_planner import InFlight

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..transcript import Token
+from ..request.transcript import Token
 from .block_manager import BlockManager
 from .interface import Delta
 from .kv_compression import KVCompression

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..request import Request
-from ..transcript import TRACE_FIELDS, Token, Transcript, Usage
+from ..request.transcript import TRACE_FIELDS, Token, Transcript, Usage
 from .interface import Alternative, Delta, EngineRequest, Grammar, PromptToken
 from .output_stream import QueuedOutputStream
 from .prefix_cache import PageHash

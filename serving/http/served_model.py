@@ -7,9 +7,8 @@ from typing import Any
 
 from entropic_jax import models
 
-from .. import chat_template
 from ..options.generation_config import sampling_defaults
-from ..request import RequestError
+from ..request import RequestError, chat_template
 
 
 @dataclass(frozen=True, eq=False)

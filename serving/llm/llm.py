@@ -26,7 +26,6 @@ from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, recommended
 from entropic_jax.parameter_tables.table import short
 
-from ..chat_template import set_template
 from ..compilation import remember_compilations
 from ..engine.interface import EngineRequest, OutputStream
 from ..engine.metrics_hooks import MetricsHooks
@@ -34,6 +33,7 @@ from ..engine.start import start
 from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
 from ..request import Request
+from ..request.chat_template import set_template
 from .options import IN_FLIGHT, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from .prompts import (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..transcript import FinishReason, Token
+from ..request.transcript import FinishReason, Token
 
 
 class Logprob(NamedTuple):

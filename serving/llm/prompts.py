@@ -8,8 +8,7 @@ from entropic_jax.models import Tokenizer
 from entropic_jax.models.tokenizer import MARK
 from entropic_jax.parameter_tables.table import short
 
-from .. import chat_template
-from ..request import RequestError
+from ..request import RequestError, chat_template
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -21,10 +21,10 @@ from entropic_jax.parameter_tables.table import short
 from entropic_jax.speculation import PassCosts, Speculator, make_speculator
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
 
-from .. import chat_template, memory
+from .. import memory
 from ..options.kv_cache import KvCacheDtype, pages_of
-from ..request import Request, RequestError
-from ..transcript import TRACE_FIELDS, Completion, Token, Transcript
+from ..request import Request, RequestError, chat_template
+from ..request.transcript import TRACE_FIELDS, Completion, Token, Transcript
 
 LAUNCH = 64  # most steps of a launch
 SPECULATIVE_LAUNCH = 8  # the same where a step is a pass that may emit several tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from entropic_jax import models
 
     from ..options.kv_cache import KvCacheDtype
-from ..transcript import Completion, Token
+from ..request.transcript import Completion, Token
 
 
 class Generator(Protocol):

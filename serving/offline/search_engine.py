@@ -16,7 +16,7 @@ from ..options.control_options import Control
 from ..options.kv_cache import KvCacheDtype
 from ..options.samplers import law
 from ..request import Request
-from ..transcript import Token, Transcript
+from ..request.transcript import Token, Transcript
 from .engine import FIRST_LAUNCH, SMALLEST_CONTEXT, STREAM_LAUNCH, Engine, drawing, power_of_two
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.harness.paths import ROOT
 
-SHARED = ("baselines", "harness", "results")
+SHARED = ("harness", "results")
 BENCHMARKS = sorted(
     path.name
     for path in (ROOT / "benchmarks").iterdir()
@@ -42,7 +42,7 @@ def test_files_have_the_names_of_their_parts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BENCHMARKS, "baselines.worker"])
+@pytest.mark.parametrize("name", [*BENCHMARKS, "harness.baselines.worker"])
 def test_a_benchmark_tells_its_options(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -54,6 +54,6 @@ def test_a_benchmark_tells_its_options(name):
         "embedded_model",
         "loading",
         "serving_overhead",
-        "baselines.worker",
+        "harness.baselines.worker",
     ):
         assert "--document" in done.stdout and "docs/results/" in done.stdout

@@ -12,7 +12,7 @@ from entropic_jax.serving.cli import main
 from entropic_jax.serving.offline import generation
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request, RequestError
-from entropic_jax.serving.transcript import Completion, Token, Transcript
+from entropic_jax.serving.request.transcript import Completion, Token, Transcript
 
 EOS = 0
 BEGIN, END = "<begin>", "<end>"

@@ -21,7 +21,7 @@ from entropic_jax.serving.engine.interface import (
 )
 from entropic_jax.serving.http.served_model import ServedModel
 from entropic_jax.serving.request import RequestError
-from entropic_jax.serving.transcript import Alternative, Transcript, Usage
+from entropic_jax.serving.request.transcript import Alternative, Transcript, Usage
 
 SCRIPT = "def add(a, b):\n    return a + b\n"
 

@@ -3,7 +3,7 @@
 import httpx2
 import pytest
 
-from entropic_jax.serving.chat_template import DEFAULT_TEMPLATE
+from entropic_jax.serving.request.chat_template import DEFAULT_TEMPLATE
 
 from .scripted_engine import SCRIPT
 from .test_completions import joined, stream

@@ -13,7 +13,7 @@ from entropic_jax import LLM, RequestOutput, SamplingParams
 from entropic_jax.serving.cli import main
 from entropic_jax.serving.llm.options import ENGINE_NAMES, GAIN_NAMES, read_options
 from entropic_jax.serving.llm.prompts import conversations_of, prompts_of
-from entropic_jax.serving.transcript import TRACE_FIELDS
+from entropic_jax.serving.request.transcript import TRACE_FIELDS
 
 SIZES = dict(max_num_seqs=4, max_model_len=256)
 PROMPTS = ["def add(a, b):", "import os", "class Stack:", "x = [", "for i in", "print(", "return", "# The"]

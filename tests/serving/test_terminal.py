@@ -14,7 +14,7 @@ from entropic_jax.serving.commands.terminal import (
     tint,
     visible,
 )
-from entropic_jax.serving.transcript import Token
+from entropic_jax.serving.request.transcript import Token
 
 
 def console(**options):

@@ -16,7 +16,7 @@ from entropic_jax.serving.http.tools import formats
 from entropic_jax.serving.http.tools.calling import ToolCalling
 from entropic_jax.serving.http.tools.formats import HERMES, JSON, LLAMA3_JSON, MISTRAL, CallFormat
 from entropic_jax.serving.http.tools.parser import MessageParser
-from entropic_jax.serving.transcript import Token
+from entropic_jax.serving.request.transcript import Token
 
 from .live import serving
 from .scripted_engine import ScriptedEngine

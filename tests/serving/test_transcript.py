@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropic_jax.serving.request import Request
-from entropic_jax.serving.transcript import Alternative, Transcript
+from entropic_jax.serving.request.transcript import Alternative, Transcript
 
 
 class Letters:

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...engine.interface import Delta, OutputStream
-from ...transcript import Usage
+from ...request.transcript import Usage
 from .. import tracing
 from ..frontend import Frontend, FrontendError, collected, merged
 from ..protocol.fields import usage

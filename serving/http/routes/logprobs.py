@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...engine.interface import PromptToken
-from ...transcript import Alternative, Token
+from ...request.transcript import Alternative, Token
 from ..served_model import ServedModel
 from .rendering import measured, number
 

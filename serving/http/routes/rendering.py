@@ -9,7 +9,7 @@ import pydantic_core
 from starlette.responses import Response
 
 from ...engine.interface import Delta
-from ...transcript import Token
+from ...request.transcript import Token
 from ..protocol.entropic import TRACED
 from ..protocol.sampling import SamplingBody
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ...transcript import Token
+from ...request.transcript import Token
 from .formats import END_OF_THOUGHT, MISTRAL, THINK, CallFormat
 
 BEGINNING, THOUGHT, AFTER_THOUGHT, TEXT, CALL, ARGUMENTS, END_OF_CALL, BETWEEN = range(8)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.baselines.pool import EngineError
+from benchmarks.harness.baselines.pool import EngineError
 from benchmarks.harness.held_out_text import module_tokens
 from benchmarks.serving import report
 from benchmarks.serving.measure import STUDIES, ServingBenchmark

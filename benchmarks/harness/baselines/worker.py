@@ -1,6 +1,6 @@
 """Worker process of one engine: reads commands from standard input, answers on standard output.
 
-    python -m benchmarks.baselines.worker ENGINE DIRECTORY [--threads 2] [--prepare]
+    python -m benchmarks.harness.baselines.worker ENGINE DIRECTORY [--threads 2] [--prepare]
 
 A command and its answer are one line of JSON each; `--prepare` only converts the weights. The interpreter
 needs the engine and NumPy, nothing else.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..harness.cores import pin_to_cores
+from ..cores import pin_to_cores
 from .engines import ENGINES, Engine
 from .weights import CONVERSIONS, library_of
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..harness.paths import ROOT
+from ..paths import ROOT
 from .weights import CONVERSIONS, library_of
 
 
@@ -90,7 +90,7 @@ class EnginePool:
     def command(self, engine: str) -> list[str]:
         """How to start the process of an engine."""
         interpreter = self.interpreters.get(library_of(engine), sys.executable)
-        module, threads = ["-m", "benchmarks.baselines.worker"], ["--threads", self.threads]
+        module, threads = ["-m", "benchmarks.harness.baselines.worker"], ["--threads", self.threads]
         return [interpreter, *module, engine, str(self.directory), *threads]
 
     def prepare(self, engine: str) -> None:

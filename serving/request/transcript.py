@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from .request import Request
+from . import Request
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 

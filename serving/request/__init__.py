@@ -1,4 +1,7 @@
-"""A generation request: a prompt and its sampling parameters."""
+"""Generation requests: a prompt and its sampling parameters.
+
+`chat_template` makes the prompt of a conversation, `transcript` records the text that is generated for it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

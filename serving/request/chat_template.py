@@ -11,7 +11,7 @@ from jinja2 import TemplateSyntaxError
 from entropic_jax.models import ModelError, Tokenizer
 from entropic_jax.models.tokenizer import compiled
 
-from .request import RequestError
+from . import RequestError
 
 # For models without a chat template. Base models know headings from prose, and read them as comments in code.
 DEFAULT_TEMPLATE = """\
