@@ -3,9 +3,9 @@
 JAX's compilation cache spares the work of XLA, but every process still traces a program to find its entry,
 which takes seconds for a step that drafts tokens. Here the key is what the trace depends on: the program's
 name and static arguments, the shapes of its arrays, the source text of this package, JAX's settings, and the
-machine. Programs that the key cannot describe (laws or models defined elsewhere, several devices, callbacks)
-are compiled as usual. Which of several devices of one kind runs a program is not in the key: it is compiled
-for one, and loaded for the others.
+machine. Programs that the key cannot describe (laws or models defined elsewhere, callbacks) are compiled as
+usual. Which devices of one kind run a program is not in the key, only the shape of their mesh: it is compiled
+for some, and loaded for others.
 
 Files are kept below XDG_CACHE_HOME (`~/.cache`), or in the folder that ENTROPIC_PROGRAM_CACHE names; if that
 is empty, nothing is stored. Loading one runs what is in it, so files and folders that another user could have
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding
 from jaxlib import xla_client
 
 from .cpu_runtime.custom_call import register_stored, registered
@@ -65,7 +66,7 @@ class StoredProgram(NamedTuple):
     kernels: dict[str, str]  # CPU kernels that it calls, and their packages
     executable: bytes
     result: bytes  # pickled tree of the results, with numbers in place of arrays
-    device: int  # that it was compiled for
+    devices: tuple[int, ...]  # that it was compiled for, in their order
 
 
 def load_or_compile(
@@ -115,14 +116,14 @@ def _load_or_compile(
     # cache, which therefore does not hold this program.
     named.__name__ = f"{_innermost(function).__name__}_{secrets.token_hex(4)}"
     program = jax.jit(named, donate_argnums=donate_argnums).lower(*arguments).compile()
-    _write(file, program)
+    _write(file, program, _devices(arguments))
     return program, True
 
 
 def _innermost(function: Any) -> Any:
     """The function inside nested partials, which names the program in profiles."""
     while isinstance(function, partial):
-        functions = [x for x in function.args if callable(x) and not isinstance(x, type)]
+        functions = [x for x in function.args if callable(x) and not isinstance(x, type | Mesh)]
         function = functions[-1] if functions else function.func
     return function
 
@@ -141,6 +142,7 @@ def key(
         NotStorableError: for a function or an argument that it cannot describe.
     """
     leaves, structure = jax.tree.flatten(arguments)
+    _devices(arguments)
     parts = [_environment(), describe(function), repr(donate_argnums), _structure(structure)]
     parts += [_array(leaf) for leaf in leaves]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -160,6 +162,8 @@ def describe(value: Any) -> str:
             return repr(value)
         case str():
             return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        case Mesh():
+            return f"Mesh{dict(value.shape)}{value.axis_types}"
         case np.dtype():
             return f"dtype {value}"
         case partial():
@@ -206,12 +210,27 @@ def _structure(tree: Any) -> str:
 
 
 def _array(leaf: Any) -> str:
-    """The shape and type of an array, which may have been consumed: only its shape counts."""
-    device = default_device()
+    """The shape, type and division of an array, which may have been consumed: its numbers do not count."""
+    device, division = default_device(), ""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != {device}:
-        raise NotStorableError(f"an array is not on {device} alone")
+        if not isinstance(leaf.sharding, NamedSharding):
+            raise NotStorableError(f"an array is not on {device} alone, nor on a mesh")
+        division = f"{describe(leaf.sharding.mesh)}{leaf.sharding.spec}"
     kind = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return f"{kind.dtype}{kind.shape}{getattr(kind, 'weak_type', False)}"
+    return f"{kind.dtype}{kind.shape}{getattr(kind, 'weak_type', False)}{division}"
+
+
+def _devices(arguments: Any) -> tuple[jax.Device, ...]:
+    """The devices that run a program with these arguments, in the order of their mesh if there is one."""
+    leaves = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    orders = {
+        tuple(leaf.sharding.mesh.devices.flat)
+        for leaf in leaves
+        if isinstance(leaf.sharding, NamedSharding) and len(leaf.sharding.device_set) > 1
+    }
+    if len(orders) > 1:
+        raise NotStorableError("its arguments are on several meshes")
+    return orders.pop() if orders else (default_device(),)
 
 
 @cache
@@ -274,65 +293,76 @@ def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
             if not register_stored(kernel, PACKAGE / package):
                 raise ValueError(f"the kernel {kernel} is not stored")
         result = jax.tree.structure(pickle.loads(stored.result))
-        return _load(stored, jax.tree.structure((arguments, {})), result, default_device())
+        return _load(stored, jax.tree.structure((arguments, {})), result, _devices(arguments))
     except Exception as error:  # whatever it is, the program can be compiled
         LOG.info("%s cannot be used: %s", file, error)
         return None
 
 
-def _load(stored: StoredProgram, arguments: Any, result: Any, device: jax.Device) -> Callable[..., Any]:
-    """A stored program, for a device of the kind that it was compiled for.
+def _load(
+    stored: StoredProgram, arguments: Any, result: Any, devices: tuple[jax.Device, ...]
+) -> Callable[..., Any]:
+    """A stored program, for devices of the kind that it was compiled for.
 
     Args:
         stored: the contents of its file.
         arguments: structure of its positional and keyword arguments.
         result: structure of its results.
-        device: that runs it.
+        devices: that run it.
     """
-    if device.id == stored.device:
+    if tuple(device.id for device in devices) == stored.devices:
+        client = devices[0].client
         return serialize_executable.deserialize_and_load(
-            stored.executable, arguments, result, backend=device.client, execution_devices=[device]
+            stored.executable, arguments, result, backend=client, execution_devices=list(devices)
         )
-    unloaded, leaves, no_kwargs = _ForDevice(io.BytesIO(stored.executable), device).load()
+    reader = _ForDevices(io.BytesIO(stored.executable), dict(zip(stored.devices, devices, strict=True)))
+    unloaded, leaves, no_kwargs = reader.load()
     return jax.stages.Compiled(unloaded.load(), [], arguments.unflatten(leaves), result, no_kwargs=no_kwargs)
 
 
-class _ForDevice(pickle.Unpickler):
-    """Reads what `serialize_executable.serialize` has written, with one device in the place of another.
+class _ForDevices(pickle.Unpickler):
+    """Reads what `serialize_executable.serialize` has written, with other devices instead of those in it.
 
-    JAX would look for the device that the program was compiled for, and XLA's CPU client would run it there.
+    JAX would look for the devices that the program was compiled for, and XLA's CPU client would run it there.
     """
 
-    def __init__(self, stream: io.BytesIO, device: jax.Device) -> None:
+    def __init__(self, stream: io.BytesIO, devices: dict[int, jax.Device]) -> None:
         super().__init__(stream)
-        self.device = device
+        self.devices, self.client = devices, next(iter(devices.values())).client
 
     def persistent_load(self, pid: tuple[Any, ...]) -> Any:
         """The executable, the device or the client that a persistent id stands for."""
         match pid:
             case ("exec", executable):
-                return self.device.client.deserialize_executable(
-                    executable, (self.device,), _assigned_to(self.device)
-                )
-            case ("device", _):
-                return self.device
+                devices = tuple(self.devices.values())
+                return self.client.deserialize_executable(executable, devices, _assigned_to(devices))
+            case ("device", number):
+                return self.devices[number]
             case ("client",):
-                return self.device.client
+                return self.client
         raise pickle.UnpicklingError(f"it refers to {pid[:1]}")
 
 
-def _assigned_to(device: jax.Device) -> Any:
-    """XLA's options of a program that runs on one device."""
+def _assigned_to(devices: tuple[jax.Device, ...]) -> Any:
+    """XLA's options of a program that runs on devices, each with a part."""
     options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
     build = options.executable_build_options
-    build.num_replicas = build.num_partitions = 1
-    build.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    options.num_replicas = build.num_replicas = 1
+    options.num_partitions = build.num_partitions = len(devices)
+    build.use_spmd_partitioning = len(devices) > 1
+    assignment = np.array([[device.id for device in devices]])
+    build.device_assignment = xla_client.DeviceAssignment.create(assignment)
     return options
 
 
-def _write(file: Path, program: Any) -> None:
-    """Store a program. One that cannot be stored, or a folder that cannot be written to, is not an error."""
+def _write(file: Path, program: Any, devices: tuple[jax.Device, ...]) -> None:
+    """Store a program. One that cannot be stored, or a folder that cannot be written to, is not an error.
+
+    Args:
+        file: where it is stored.
+        program: compiled now.
+        devices: that it was compiled for.
+    """
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask says, see `_is_ours`
         executable, _, structure = serialize_executable.serialize(program)
@@ -340,7 +370,11 @@ def _write(file: Path, program: Any) -> None:
         text = program.as_text()
         kernels = {name: package for name, package in _packages() if f'custom_call_target="{name}"' in text}
         body = pickle.dumps(
-            tuple(StoredProgram(kernels, executable, pickle.dumps(result), default_device().id))
+            tuple(
+                StoredProgram(
+                    kernels, executable, pickle.dumps(result), tuple(device.id for device in devices)
+                )
+            )
         )
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
             stream.write(hashlib.sha256(body).digest() + body)

@@ -43,6 +43,7 @@ def answers(directory: str, **options: Any) -> dict[str, Any]:
         return {
             "tokens": [output.outputs[0].token_ids for output in outputs],
             "compilations": [e.programs.compilations for e in engines],
+            "programs": sorted({repr(key) for e in engines for key in e.programs._compiled}),
             "launches": [e.programs.launches for e in engines],
             "devices": [e.device_ids() for e in engines],
             "pages": [e.sizes.pages for e in engines],
@@ -104,6 +105,7 @@ if __name__ == "__main__":
         "one": answers(folder),
         "two": answers(folder, data_parallel_size=2),
         "two by two": answers(folder, data_parallel_size=2, tensor_parallel_size=2),
+        "other devices": answers(folder, mesh=make_mesh(2, jax.devices()[2:])),
         "mesh": answers(folder, mesh=make_mesh(1, jax.devices()[2:], data_parallel_size=2)),
         "http": over_http(folder),
     }

@@ -159,6 +159,11 @@ def test_no_collective_spans_engines(report):
 def test_engines_share_programs_and_on_a_cpu_weights(report):
     assert sum(report["one"]["compilations"]) > 0
     assert report["two"]["compilations"] == report["mesh"]["compilations"] == [0, 0]
+    divided = report["two by two"]
+    assert sum(divided["compilations"]) == len(divided["programs"])
+    assert report["other devices"]["compilations"] == [0]
+    assert report["other devices"]["devices"] == [[2, 3]]
+    assert report["other devices"]["tokens"] == divided["tokens"]
     for way in ("two", "two by two", "mesh"):
         first, second = report[way]["buffers"]
         assert first == second
