@@ -7,7 +7,6 @@ computes on text that it was not trained on. Times are of one token after anothe
 as when decoding.
 """
 
-import argparse
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from ..harness.held_out_text import module_files
 from ..harness.paths import ROOT
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from . import measure, report
 
 VOCABULARIES, KS = [32_000, 128_256, 151_936], [16, 50, 128]
@@ -30,8 +29,7 @@ def comma_separated_integers(text: str) -> list[int]:
 
 def main() -> None:
     """Measure or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that everything runs")
+    parser = benchmark_parser(__doc__, "entropy")
     parser.add_argument("--vocabularies", type=comma_separated_integers, help="sizes (32000,128256,151936)")
     parser.add_argument(
         "--ks", type=comma_separated_integers, help="numbers of the largest logits (16,50,128)"
@@ -43,11 +41,6 @@ def main() -> None:
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
     parser.add_argument("--text", type=Path, nargs="+", help="what it reads (modules of rich, held out)")
-    parser.add_argument(
-        "--output", type=Path, help="file of the results (benchmarks/results/entropy-CPU.json)"
-    )
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "entropy")
     options = parser.parse_args()
     options.vocabularies = options.vocabularies or ([2000, 8000] if options.quick else VOCABULARIES)
     options.ks = options.ks or ([16] if options.quick else KS)

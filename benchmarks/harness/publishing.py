@@ -31,6 +31,22 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
 }
 
 
+def benchmark_parser(description: str | None, name: str) -> argparse.ArgumentParser:
+    """A parser of the options that most benchmarks share: `--quick`, `--output`, `--show`, `--document`.
+
+    Args:
+        description: the docstring of the command, whose first line the parser prints.
+        name: the name of the benchmark.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that everything runs")
+    stored = f"benchmarks/results/{name.replace('_', '-')}-….json"
+    parser.add_argument("--output", type=Path, help=f"file of the results ({stored})")
+    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
+    add_document_option(parser, name)
+    return parser
+
+
 def add_document_option(parser: argparse.ArgumentParser, name: str) -> None:
     """Give a benchmark's parser the option `--document`."""
     page = f"docs/results/{PAGE_OF[name]}"

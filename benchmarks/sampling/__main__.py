@@ -7,7 +7,6 @@ Samplers take turns, batch by batch. An interrupted run continues where it stopp
 shape is run twice and counted once: compilation is not measured.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -18,14 +17,14 @@ from rich.console import Console
 
 from entropic_jax.serving.options.model import EMBEDDED
 
-from ..harness.publishing import add_document_option, publish
+from ..harness.publishing import benchmark_parser, publish
 from . import report
 from .measure import measure
 
 
 def main() -> None:
     """Measure what is missing, store and print it."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, "sampling")
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--cases", type=int, default=24, help="tasks of a kind and seed")
     parser.add_argument("--seeds", type=int, default=2)
@@ -35,10 +34,6 @@ def main() -> None:
     )
     parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="JSON lines, in place of generated tasks")
     parser.add_argument("--humaneval", type=Path, metavar="FILE", help="the same")
-    parser.add_argument("--quick", action="store_true", help="small: shows that everything runs")
-    parser.add_argument("--output", type=Path, help="benchmarks/results/sampling-CPU.json")
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "sampling")
     options = parser.parse_args()
     console = Console()
     if options.show:

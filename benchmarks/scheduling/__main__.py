@@ -7,23 +7,18 @@ with its own entropies and with those of other requests, shortest remaining by o
 """
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from . import measure, report
 
 
 def main() -> None:
     """Simulate or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few requests: shows that everything runs")
+    parser = benchmark_parser(__doc__, "scheduling")
     parser.add_argument("--seeds", type=int, default=4, help="simulations of each policy")
-    parser.add_argument("--output", type=Path, help="benchmarks/results/scheduling-simulation.json")
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, simulate nothing")
-    add_document_option(parser, "scheduling")
     options = parser.parse_args()
     console = Console()
     results = load_or_measure(options, "scheduling", lambda: simulate(options, console), "device")

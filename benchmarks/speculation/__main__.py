@@ -6,7 +6,6 @@ Every arm decodes the same prompts of held-out text with the same seeds, in turn
 texts must be equal up to ties. Texts that fall into a loop are left out of the rates.
 """
 
-import argparse
 import os
 from pathlib import Path
 
@@ -15,14 +14,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 
 from ..harness.paths import ROOT
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from . import measure, report
 
 
 def main() -> None:
     """Measure or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that everything runs")
+    parser = benchmark_parser(__doc__, "speculation")
     parser.add_argument("--contexts", help="tokens of the prompts (512,2048,7936)")
     parser.add_argument("--temperatures", help="of the sampling (0.7,1.0)")
     parser.add_argument("--prompts", type=int, help="texts of each context (8)")
@@ -34,11 +32,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="cores")
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
-    parser.add_argument(
-        "--output", type=Path, help="file of the results (benchmarks/results/speculation-CPU.json)"
-    )
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "speculation")
     options = parser.parse_args()
     quick = options.quick
     options.contexts = [int(n) for n in (options.contexts or ("96" if quick else "512,2048,7936")).split(",")]

@@ -18,19 +18,15 @@ from rich.console import Console
 from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from . import measure, report
 
 
 def main() -> None:
     """Measure or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, "stability")
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--rows", type=int, default=12, help="repetitions of every sweep")
-    parser.add_argument("--quick", action="store_true", help="short sweeps: shows that everything runs")
-    parser.add_argument("--output", type=Path, help="benchmarks/results/stability-CPU.json")
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "stability")
     options = parser.parse_args()
     console = Console()
     results = load_or_measure(options, "stability", lambda: run(options, console), "cpu")

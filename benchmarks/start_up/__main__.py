@@ -9,7 +9,6 @@ with empty caches and then with those of that run. A control has every cache but
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,18 +16,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from . import measure, report
 
 
 def main() -> None:
     """Measure or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, "start_up")
     parser.add_argument("--repeat", type=int, default=5, help="starts with filled caches, of each kind")
-    parser.add_argument("--quick", action="store_true", help="one start of each kind of `generate` alone")
-    parser.add_argument("--output", type=Path, help="benchmarks/results/start-up-CPU.json")
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "start_up")
     options = parser.parse_args()
     console = Console()
     results = load_or_measure(options, "start-up", lambda: run(options, console), "cpu")

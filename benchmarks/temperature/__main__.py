@@ -17,20 +17,16 @@ from rich.console import Console
 from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import add_document_option, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, load_or_measure, publish
 from ..sampling.samplers import SamplerBenchmark
 from . import measure, report
 
 
 def main() -> None:
     """Measure or read results, print them, store them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = benchmark_parser(__doc__, "temperature")
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--tasks", type=int, default=1152)
-    parser.add_argument("--quick", action="store_true", help="few tasks: shows that everything runs")
-    parser.add_argument("--output", type=Path, help="benchmarks/results/temperature-CPU.json")
-    parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
-    add_document_option(parser, "temperature")
     options = parser.parse_args()
     console = Console()
     results = load_or_measure(options, "temperature", lambda: run(options, console), "cpu")
