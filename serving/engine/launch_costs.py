@@ -14,6 +14,16 @@ DRAFT_SHARE = 0.1  # of a step, that a drafted token costs before it is measured
 RATE = 0.2  # weight of the latest launch in an estimate
 
 
+class MeasuredLaunch(NamedTuple):
+    """What a launch took, and what it emitted."""
+
+    steps: int
+    seconds: float
+    tokens: float  # emitted
+    drafts: float  # tokens drafted
+    idle: float  # seconds before it in which the device had no work
+
+
 class Forecast(NamedTuple):
     """What the next tokens of some sequences are expected to be."""
 
@@ -93,25 +103,15 @@ class LaunchCosts:
             seconds += forecast.drafts(steps) * self._draft_seconds.get(width, DRAFT_SHARE * step)
         return tokens / seconds
 
-    def record(
-        self,
-        program: DecodeProgram,
-        steps: int,
-        seconds: float,
-        tokens: float,
-        drafts: float,
-        expected: float | None,
-    ) -> None:
+    def record(self, program: DecodeProgram, measured: MeasuredLaunch, expected: float | None) -> None:
         """Update the estimates by a launch.
 
         Args:
             program: That ran.
-            steps: Steps that it ran.
-            seconds: That it took.
-            tokens: That it emitted.
-            drafts: Tokens that it drafted.
+            measured: What it took and emitted.
             expected: Tokens that it was expected to emit; None without plans.
         """
+        steps, seconds, tokens, drafts, _ = measured
         width, speculates = program.width, program.speculates
         if (width, speculates) not in self._launched:  # it may have waited for its program
             self._launched.add((width, speculates))

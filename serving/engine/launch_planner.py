@@ -17,7 +17,7 @@ from ..request import Request
 from .device_state import DecodeOutput
 from .draft_choice import DraftChoice
 from .grammars import Plan
-from .launch_costs import LaunchCosts, forecast
+from .launch_costs import LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
 from .planned_constraints import SETS_PER_ROW, planned_fields
 from .programs import DecodeProgram, Programs
@@ -272,22 +272,12 @@ class LaunchPlanner:
         self.last_decode = timestamp
         return False
 
-    def record_launch(
-        self, launch: InFlight, steps: int, seconds: float, tokens: float, drafts: float, idle: float
-    ) -> None:
-        """Update the estimates of what launches cost.
-
-        Args:
-            launch: That has been collected.
-            steps: Steps that it ran.
-            seconds: That it took.
-            tokens: That it emitted.
-            drafts: Tokens that it drafted.
-            idle: Seconds before it in which the device had no work.
-        """
+    def record_launch(self, launch: InFlight, measured: MeasuredLaunch) -> None:
+        """Update the estimates of what launches cost by a launch that has been collected."""
         planned = any(sequence.grammar is not None for sequence, _, _ in launch.running)
         expected = self._expected_tokens if planned else None
-        self.costs.record(launch.program, steps, seconds, tokens, drafts, expected)
+        self.costs.record(launch.program, measured, expected)
+        steps, seconds, tokens, _, idle = measured
         if not planned and (steps > 1 or seconds > SECONDS_WHILE_PREFILLING):  # not for a first token alone
             width, speculates, rows = launch.program.width, launch.program.speculates, len(launch.running)
             self.draft_choice.record(width, speculates, tokens / rows, seconds + min(idle, LONGEST_GAP))

@@ -12,6 +12,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 from ..request.transcript import Token
 from . import grammars
 from .device_state import DecodeOutput
+from .launch_costs import MeasuredLaunch
 from .launch_planner import InFlight
 from .prefix_cache import page_hashes, root_hash
 from .running_batch import RunningBatch
@@ -100,7 +101,8 @@ class OutputCollector:
         sums = valid.sum(1)
         if steps and launch.prefill is None:
             drafts = float(valid[DRAFTED].sum())
-            batch.planner.record_launch(launch, steps, seconds, float(num_tokens.sum()), drafts, idle)
+            measured = MeasuredLaunch(steps, seconds, float(num_tokens.sum()), drafts, idle)
+            batch.planner.record_launch(launch, measured)
         if launch.program.speculates:
             self.draft_counts = self.draft_counts.with_launch(valid)
         batch.expected_drop[:] = np.asarray(output.expected_drop)

@@ -15,18 +15,20 @@ from . import generation
 from .preparation import size_of
 
 
-def token_lists(
+async def tokens_of(
     frontend: Frontend,
+    http: HttpRequest,
     body: PooledBody,
     name: str,
     texts: Sequence[str | Sequence[int]],
     longest: int,
     special: bool = True,
 ) -> list[list[int]]:
-    """The token ids of each text. RequestError for one that is too long, and for too many of them.
+    """The token ids of each text. FrontendError for one that is too long, and for too many of them.
 
     Args:
         frontend: Whose model and limits hold.
+        http: The request, whose size decides which threads work on it.
         body: Says how many tokens to keep of each text.
         name: The name of the field that holds the texts.
         texts: Texts, or token ids.
@@ -34,18 +36,23 @@ def token_lists(
         special: Add the special tokens that the model expects around a text.
     """
     model, most = frontend.model, frontend.settings.limits.sequences
-    if len(texts) > most:
-        raise RequestError(f"{name} must have at most {most} texts; got {len(texts)}", name)
-    token_ids = []
-    for text in texts:
+
+    def encode(text: str | Sequence[int]) -> list[int]:
         if isinstance(text, str) and body.truncate_prompt_tokens is None:
             model.check_length(text)
         tokens = model.encode(text, special, name) or (model.beginning() if special else [])
         tokens = tokens[-(body.truncate_prompt_tokens or 0) :]
         if not 0 < len(tokens) <= longest:
             raise RequestError(f"{name} must have between 1 and {longest} tokens; got {len(tokens)}", name)
-        token_ids.append(tokens)
-    return token_ids
+        return tokens
+
+    def encode_all() -> list[list[int]]:
+        if len(texts) > most:
+            raise RequestError(f"{name} must have at most {most} texts; got {len(texts)}", name)
+        return [encode(text) for text in texts]
+
+    with refusals():
+        return await frontend.run_in(frontend.pools.for_text(size_of(http)), encode_all)
 
 
 async def embedded(
@@ -85,26 +92,6 @@ async def embedded(
     if vectors is not None:
         frontend.metrics.engines[0].prompt_tokens.inc(sum(map(len, texts)))
     return vectors
-
-
-async def tokens_of(
-    frontend: Frontend,
-    http: HttpRequest,
-    body: PooledBody,
-    name: str,
-    texts: Sequence[str | Sequence[int]],
-    longest: int,
-    special: bool = True,
-) -> list[list[int]]:
-    """`token_lists` in a thread. FrontendError where that raises RequestError.
-
-    Args:
-        frontend, body, name, texts, longest, special: As for `token_lists`.
-        http: The request, whose size decides which threads work on it.
-    """
-    pool = frontend.pools.for_text(size_of(http))
-    with refusals():
-        return await frontend.run_in(pool, token_lists, frontend, body, name, texts, longest, special)
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
