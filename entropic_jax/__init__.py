@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .loop import generate, replay, start, step
     from .parameter_tables.sampling_params import SamplingParams
     from .sampling import parameters
-    from .serving.llm import LLM, CompletionOutput, RequestOutput
+    from .serving.llm import LLM, CompletionOutput, LoRARequest, RequestOutput
     from .state import Action, Sampling, Signal, State, Trace
 
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "loop": ("generate", "replay", "start", "step"),
     "sampling": ("parameters",),
     "parameter_tables.sampling_params": ("SamplingParams",),
-    "serving.llm": ("LLM", "CompletionOutput", "RequestOutput"),
+    "serving.llm": ("LLM", "CompletionOutput", "LoRARequest", "RequestOutput"),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -36,6 +36,7 @@ __all__ = [
     "Action",
     "Cache",
     "CompletionOutput",
+    "LoRARequest",
     "ModelShape",
     "RequestOutput",
     "Sampling",

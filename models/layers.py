@@ -47,6 +47,13 @@ class Attend(Protocol):
         """
 
 
+class LowRankUpdate(Protocol):
+    """What the adapters of the rows add to the output of a linear layer; see `lora`."""
+
+    def added(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+        """The outputs `[rows, n, outputs]` of x `[rows, n, inputs]` under each row's adapter."""
+
+
 class TokenContext(NamedTuple):
     """Positions of a pass's tokens, which its layers share."""
 
@@ -67,6 +74,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
         self.scale: nnx.Param | None = nnx.data(None)  # of the columns of a quantised kernel
+        self.low_rank: LowRankUpdate | None = nnx.data(None)  # of each row's adapter, while a pass is traced
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]
@@ -80,7 +88,8 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         product = sum_over_shards(multiply(x, self)[0])
-        return product if self.bias is None else product + self.bias[...]
+        product = product if self.bias is None else product + self.bias[...]
+        return product if self.low_rank is None else self.low_rank.added(product, x)
 
 
 def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
@@ -92,8 +101,12 @@ def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
 def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """The outputs of several linear layers for the same x; one pass over x where it has few rows."""
     products = multiply(x, *layers)
-    return tuple(
+    outputs = tuple(
         y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
+    )
+    return tuple(
+        y if layer.low_rank is None else layer.low_rank.added(y, x)
+        for y, layer in zip(outputs, layers, strict=True)
     )
 
 

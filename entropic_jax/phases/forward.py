@@ -94,8 +94,17 @@ def forward(
     if packing is not None:
         tokens, positions, attend = packing.pack(tokens), packing.pack(positions), packing.attention(attend)
     lengths = () if total is None else (jnp.maximum(positions + 1, (total + state.evicted)[:, None]),)
-    hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend, *lengths)
+    # Only a model with LoRA adapters has a state that names those of the rows, and takes them.
+    adapter: Any = {} if state.adapter is None else {"adapter": _of_rows(state.adapter, packing)}
+    hidden, layers = decoder.hidden(
+        params, tokens, positions, state.cache.layers, attend, *lengths, **adapter
+    )
     return hidden, state._replace(cache=state.cache._replace(layers=layers))
+
+
+def _of_rows(values: jax.Array, packing: Packing | None) -> jax.Array:
+    """Values `[rows]` of the rows that a pass has: with `packing`, each of its tokens is one."""
+    return values if packing is None else packing.pack(values[:, None])[:, 0]
 
 
 def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[Batch, Forward]:

@@ -7,10 +7,11 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..http.settings import Limits, Settings
-from ..options import control_options, generation_config, parallelism, speculation_options
+from ..options import control_options, generation_config, lora, parallelism, speculation_options
 from ..request import RequestError
 from . import model_options
 from .serve_options import add_arguments as add_arguments
@@ -60,6 +61,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         reasoning_parser=options.reasoning_parser,
         metrics_prefix=options.metrics_prefix,
         profile_dir=options.profile_dir,
+        lora_dir=_adapter_folder(options),
         control=control_options.read(options),
         limits=Limits(
             body=options.max_body,
@@ -121,6 +123,10 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         "scheduling_policy": "fcfs" if options.scheduling_policy == "priority" else options.scheduling_policy,
         "law": dict(settings.control.gains).get("law"),
     }
+    names = options.served_model_name or (options.model.resolve().name,)
+    for adapter in options.lora_modules:
+        if adapter.name in names:
+            raise RequestError(f"--lora-modules must not name the model itself; got {adapter.name}")
     try:
         llm_engine = start(
             options.model,
@@ -136,6 +142,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
                 budgets=settings.control.budgets,
                 clarification=dict(settings.control.gains).get("clarification", ""),
                 branches=dict(settings.control.gains).get("branches"),
+                **lora.fields(options),
                 **parallelism.fields(options),
                 **speculation_options.engine_fields(options.speculate, options.speculative_config),
             ),
@@ -147,7 +154,7 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
     model = served_model.describe(
         llm_engine.model,
         str(options.model),
-        names=options.served_model_name or (options.model.resolve().name,),
+        names=names,
         context=llm_engine.context,
         template=text_side.template,
         defaults=generation_config.sampling_defaults(
@@ -158,6 +165,17 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         ),
     )
     return Frontend(llm_engine, model, settings)
+
+
+def _adapter_folder(options: argparse.Namespace) -> str | None:
+    """The folder below which adapters may be loaded. RequestError where it is none, or adapters are off."""
+    if options.lora_dir is None:
+        return None
+    if not options.enable_lora:
+        raise RequestError(f"--lora-dir needs --enable-lora; got {options.lora_dir} alone")
+    if not Path(options.lora_dir).is_dir():
+        raise RequestError(f"--lora-dir must be a directory; got {options.lora_dir}")
+    return options.lora_dir
 
 
 def _template(template: str | None) -> str | None:

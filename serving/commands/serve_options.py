@@ -10,7 +10,7 @@ from entropic_jax.parameter_tables.table import Number
 
 from ..http.rate_limit import RateLimit
 from ..http.settings import Limits, OnEngineFailure, Settings
-from ..options import control_options, kv_cache, parallelism, speculation_options
+from ..options import control_options, kv_cache, lora, parallelism, speculation_options
 from ..options.model import EMBEDDED
 from ..options.option_types import number, positive
 from . import config_file, model_options
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _model(parser.add_argument_group("model"))
     _http(parser.add_argument_group("server"))
     _engine(parser.add_argument_group("engine"))
+    _adapters(parser.add_argument_group("adapters"))
     _limits(parser.add_argument_group("limits"))
     control_options.add_arguments(parser, served=True)
 
@@ -156,6 +157,15 @@ def _http(group: argparse._ArgumentGroup) -> None:
         default=default.on_engine_failure,
         help="exit with status 1, restart the server (once it has run for a minute), or stay and answer 503 "
         "(default: exit)",
+    )
+
+
+def _adapters(group: argparse._ArgumentGroup) -> None:
+    lora.add_arguments(group)
+    group.add_argument(
+        "--lora-dir",
+        metavar="FOLDER",
+        help="enable the paths /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below it",
     )
 
 

@@ -66,7 +66,8 @@ class DataParallelEngine:
 
     def submit(self, engine_request: EngineRequest) -> QueuedOutputStream:
         """Queue a request at the best rank, or at the next whose queue is not full; see `Engine.submit`."""
-        hashes = self.engines[0].page_hashes(self.prompt_tokens(engine_request.request.prompt))
+        prompt = self.prompt_tokens(engine_request.request.prompt)
+        hashes = self.engines[0].page_hashes(prompt, engine_request.cache_salt)
         with self._lock:
             order = self.router.order(hashes, [engine.load for engine in self.engines], self._able())
             full: list[QueueFullError] = []
@@ -136,6 +137,18 @@ class DataParallelEngine:
         with self._lock:
             self.router.forget()
         return gathered([self.engines[rank].reset_prefix_cache() for rank in self._alive() or [0]])
+
+    def adapter_paths(self) -> Mapping[str, str]:
+        """None: adapters are served by one engine only."""
+        return {}
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Raises RequestError, see `adapter_paths`."""
+        self.engines[0].load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises RequestError, see `adapter_paths`."""
+        self.engines[0].unload_adapter(name)
 
     @property
     def embedding_limits(self) -> EmbeddingLimits:

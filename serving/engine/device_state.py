@@ -79,6 +79,7 @@ class UpdateBatch(NamedTuple):
     prompt_history: Array | None = None  # bool [k, vocabulary]
     generated_history: Array | None = None  # int32 [k, vocabulary]
     text: Array | None = None  # int32 [k, context + 1], tokens by position, where drafters read them
+    adapter: Array | None = None  # int32 [k], LoRA adapters, where the model has any
 
 
 class DecodeOutput(NamedTuple):
@@ -158,8 +159,12 @@ def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
     text = state.text
     if text is not None:
         text = put(text, batch.text)
+    adapter = state.adapter
+    if adapter is not None:
+        adapter = put(adapter, batch.adapter)
     return state._replace(
         text=text,
+        adapter=adapter,
         seed=put(state.seed, batch.int_params[:, SEED]),
         token=put(state.token, batch.int_params[:, TOKEN]),
         length=put(state.length, batch.int_params[:, NUM_SHARED] * state.cache.page_size),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,31 +23,29 @@ from entropic_jax.devices import chosen_device, use_device
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
 from ..options import draft_model
+from ..options.adapted_model import ModelWithAdapters, with_adapters
 from ..options.control_options import Control
 from ..options.kv_cache import pages_of
-from ..request.transcript import Transcript
+from ..request import RequestError
 from . import description
-from .block_manager import BlockManager
-from .detokenizer import detokenizer_factory
+from .adapters import AdapterSlots
+from .assembly import scheduler_of
 from .embedding import Embedder
+from .engine_call import EngineCall
 from .engine_controllers import row_controllers_of
 from .initial_state import initial_device_state
 from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions, Sizes, sizes
 from .output_stream import QueuedOutputStream, wake
-from .prefix_cache import PageHash, PrefixCache, page_hashes, root_hash
-from .priority import Ranking
+from .prefix_cache import PageHash
 from .programs import Programs
-from .request_check import check_prompt, check_request
-from .row_controllers import num_gains
-from .scheduler import Scheduler
 from .sequence import ENDED, Sequence
-from .state_updates import StateUpdates
-from .token_rules import token_rules
+from .sequence_factory import SequenceFactory
 from .warmup import Warmup
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 IDLE_POLL, BUSY_POLL = 0.2, 0.02  # seconds between checks for timeouts, when idle and when busy
 
 
@@ -85,10 +83,12 @@ class LLMEngine:
         self.device = chosen_device()  # of this thread; what the engine's threads do is done there
         if model.tokenizer is None:
             raise ValueError("model must have a tokenizer (tokenizer.json in its directory); got none")
-        self.model, self.tokenizer = model, model.tokenizer
         self.options = EngineOptions() if options is None else options
+        self.tokenizer = model.tokenizer
+        if self.options.enable_lora:
+            model = with_adapters(model, self.options.lora_slots, self.options.max_lora_rank)
+        self.model = model
         self.tokenizer.parse_special &= self.options.parse_special
-        self.new_detokenizer = detokenizer_factory(self.tokenizer)
         cache_dtype = pages_of(self.options.kv_cache_dtype, model.params)
         itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
         self.sizes: Sizes = sizes(model, self.options, itemsize, sharers)
@@ -103,9 +103,22 @@ class LLMEngine:
         )
         prior = self.row_controllers.prior
         self.programs = Programs(model.decoder, model.params, device_state, prior, self.sizes.shapes)
-        self.scheduler = self._scheduler(device_state, metrics_hooks or MetricsHooks())
-        self._embedder = Embedder(draft_model.target_of(model), self.context)
+        self.scheduler = scheduler_of(
+            self.programs,
+            device_state,
+            self.sizes,
+            self.options,
+            self.tokenizer,
+            self.row_controllers.prior,
+            metrics_hooks or MetricsHooks(),
+        )
+        self.scheduler.on_dequeue, self.scheduler.batch.on_finish = self._dequeued, self._finished
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.adapters = AdapterSlots(model) if isinstance(model, ModelWithAdapters) else None
+        self._factory = SequenceFactory(
+            model, self.options, self.sizes, self.row_controllers, self.adapters, self._inbox.put
+        )
+        self._embedder = Embedder(draft_model.target_of(model), self.context)
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
         self.load = 0  # requests accepted that have not ended
@@ -120,44 +133,29 @@ class LLMEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def _scheduler(self, device_state: Any, metrics_hooks: MetricsHooks) -> Scheduler:
-        rows, pages, page_size = self.sizes.rows, self.sizes.pages, self.sizes.page_size
-        pages_per_row = device_state.state.cache.table.shape[1]
-        vocabulary, gains = self.model.decoder.shape.vocabulary, num_gains(device_state.controller)
-        text = device_state.state.text
-        text_length = None if text is None else text.shape[1]
-        scheduler = Scheduler(
-            self.programs,
-            device_state,
-            self.sizes,
-            BlockManager(
-                rows, pages, page_size, PrefixCache() if self.options.enable_prefix_caching else None
-            ),
-            StateUpdates(rows, pages, pages_per_row, gains, vocabulary, text_length),
-            Ranking(self.options.policy, self.row_controllers.prior),
-            metrics_hooks,
-            self.tokenizer,
-            exact=self.options.batch_invariant,
-            overlapped=jax.default_backend() != "cpu",
-        )
-        scheduler.on_dequeue, scheduler.batch.on_finish = self._dequeued, self._finished
-        return scheduler
-
     # What a front end calls, from any thread.
 
     def submit(self, engine_request: EngineRequest) -> QueuedOutputStream:
         """Queue a request. Raises QueueFullError, or RequestError where the model cannot serve it."""
-        sequence = self._new_sequence(engine_request)
-        with self._lock:
-            if self._failure is not None:
-                raise RuntimeError(f"the engine has failed: {self._failure}")
-            if not self._open or self._queued >= self.options.max_queue:
-                rounds = self._queued / self.sizes.rows + 1
-                raise QueueFullError(min(60.0, max(1.0, rounds * self._service_seconds)))
-            self._queued += 1
-            self.load += 1
-            self._inbox.put(sequence)
+        sequence = self._factory.sequence(engine_request)
+        try:
+            with self._lock:
+                if self._failure is not None:
+                    raise RuntimeError(f"the engine has failed: {self._failure}")
+                if not self._open or self._queued >= self.options.max_queue:
+                    rounds = self._queued / self.sizes.rows + 1
+                    raise QueueFullError(min(60.0, max(1.0, rounds * self._service_seconds)))
+                self._queued += 1
+                self.load += 1
+                self._inbox.put(sequence)
+        except BaseException:
+            self._factory.release(sequence)
+            raise
         return sequence.output_stream
+
+    def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
+        """A prompt as token ids; RequestError if the model cannot take it."""
+        return self._factory.prompt_tokens(prompt)
 
     def ready(self) -> bool:
         """Whether the warm-up is over."""
@@ -184,7 +182,7 @@ class LLMEngine:
     @property
     def context(self) -> int:
         """Positions of a sequence, prompt and continuation, at most."""
-        return min(self.sizes.context, self.sizes.longest)
+        return self._factory.context
 
     @property
     def compilations(self) -> int:
@@ -214,16 +212,47 @@ class LLMEngine:
 
     def describe(self) -> Mapping[str, Any]:
         """The configuration of the engine, see `Engine.describe`."""
-        return description.describe(self.model, self.options, self.sizes)
+        adapters = None if self.adapters is None else self.adapters.describe()
+        return {**description.describe(self.model, self.options, self.sizes), "adapters": adapters}
 
     def reset_prefix_cache(self) -> Future[PrefixCacheReset]:
         """Drop the cached prefixes that no sequence uses, see `Engine.reset_prefix_cache`."""
-        reset: Future[PrefixCacheReset] = Future()
+        return self._in_engine(self.scheduler.reset_prefix_cache)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, see `Engine.load_adapter`."""
+        self._adapter_slots().load(name, path, self._in_engine, self.programs.replace_adapters)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter, see `Engine.unload_adapter`."""
+        self._adapter_slots().unload(name)
+
+    def adapter_paths(self) -> Mapping[str, str]:
+        """The path of every loaded adapter by its name."""
+        return {} if self.adapters is None else self.adapters.names()
+
+    def _adapter_slots(self) -> AdapterSlots:
+        if self.adapters is None:
+            raise RequestError("enable_lora must be on to load adapters; got False", "lora_name")
+        return self.adapters
+
+    def _in_engine(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function in the engine's thread, between two steps. RuntimeError if it has stopped."""
+        call = EngineCall(function, Future())
         with self._lock:
             if not self._open:
                 raise RuntimeError("the engine has stopped")
-            self._inbox.put(reset)
-        return reset
+            self._inbox.put(call)
+        return call.future
+
+    def page_hashes(self, prompt: Many[int], salt: str | None) -> list[PageHash]:
+        """Hashes of the full pages of a prompt under no adapter; none where it shares no page with others."""
+        return self._factory.page_hashes(prompt, salt)
+
+    def is_cached(self, page_hash: PageHash) -> bool:
+        """Whether the prefix cache holds a page; from any thread."""
+        prefix_cache = self.scheduler.block_manager.prefix_cache
+        return prefix_cache is not None and page_hash in prefix_cache
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         """Accept no more requests and end those in flight, see `Engine.close`."""
@@ -238,44 +267,6 @@ class LLMEngine:
         self._thread.join(timeout)
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
         return self.warmup.stop(left) and not self._thread.is_alive()
-
-    # From a request to a sequence.
-
-    def _new_sequence(self, engine_request: EngineRequest) -> Sequence:
-        request = engine_request.request
-        prompt = self.prompt_tokens(request.prompt)
-        eos = () if request.ignore_eos else tuple(self.model.stop_tokens)
-        stop_tokens = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
-        check_request(engine_request, len(stop_tokens), self.model.decoder.shape.vocabulary)
-        row_gains = self.row_controllers.row_gains(engine_request.control)
-        detokenizer, eos = self.new_detokenizer(), self.model.stop_tokens
-        transcript = Transcript(request, detokenizer, len(prompt), eos, keep=False)
-        output_stream = QueuedOutputStream(engine_request, self._inbox.put)
-        rules = token_rules(engine_request, self.tokenizer, self.model.decoder.shape.vocabulary)
-        sequence = Sequence(engine_request, output_stream, prompt, transcript, row_gains, rules)
-        sequence.stop_tokens, sequence.context_key = stop_tokens, self.model.decoder.context_key
-        sequence.private_pages = self.method is not None and self.method.alters(len(prompt) - 1)
-        sequence.page_hashes = self.page_hashes(prompt)
-        return sequence
-
-    def page_hashes(self, prompt: Many[int]) -> list[PageHash]:
-        """Hashes of the full pages of a prompt; none where it shares no page with others."""
-        private = self.method is not None and self.method.alters(len(prompt) - 1)
-        if private or not self.options.enable_prefix_caching:
-            return []
-        root = root_hash(self.model.decoder.context_key(len(prompt)))
-        return list(page_hashes(root, prompt, self.sizes.page_size))
-
-    def is_cached(self, page_hash: PageHash) -> bool:
-        """Whether the prefix cache holds a page; from any thread."""
-        prefix_cache = self.scheduler.block_manager.prefix_cache
-        return prefix_cache is not None and page_hash in prefix_cache
-
-    def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
-        """A prompt as token ids; RequestError if the model cannot take it."""
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        check_prompt(ids, self.context, self.model.decoder.shape.vocabulary)
-        return ids
 
     # The engine's thread.
 
@@ -314,8 +305,8 @@ class LLMEngine:
                 self.scheduler.waiting.append(item)
                 if item.engine_request.timeout is not None:
                     self._with_timeout[item] = None
-            elif isinstance(item, Future):
-                self.scheduler.reset_prefix_cache(item)
+            elif isinstance(item, EngineCall):
+                item.run()
             elif item is not None and item in self._live:
                 self.scheduler.end(self._live[item], "abort")
         self._end_timed_out()
@@ -337,6 +328,7 @@ class LLMEngine:
             self.load -= 1
         self._live.pop(sequence.output_stream, None)
         self._with_timeout.pop(sequence, None)
+        self._factory.release(sequence)
         if sequence.admitted_time is not None:
             seconds = time.perf_counter() - sequence.admitted_time
             self._service_seconds += 0.1 * (seconds - self._service_seconds)
@@ -357,8 +349,8 @@ class LLMEngine:
                 break
             if isinstance(item, Sequence):
                 self._live[item.output_stream] = item
-            elif isinstance(item, Future):
-                item.cancel()
+            elif isinstance(item, EngineCall):
+                item.future.cancel()
         for sequence in list(self._live.values()):
             if not sequence.ended:
                 tokens = sequence.transcript.finish(reason, error)

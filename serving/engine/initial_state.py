@@ -10,6 +10,7 @@ import numpy as np
 from entropic_jax import State, allocate, loop, models, parameters
 from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
+from entropic_jax.models.lora import LoraDecoder
 from entropic_jax.sampling.constraints import no_constraints
 
 from .branching import new_branch_state
@@ -90,6 +91,8 @@ def _new_device_state(
         # Any bucket's: what it adds to the state has an entry for each row, also of larger batches.
         speculator=shapes.speculator(shapes.drafting_widths[0]) if shapes.speculates else None,
     )
+    if isinstance(decoder, LoraDecoder):
+        state = state._replace(adapter=jnp.zeros(rows, jnp.int32))
     if shapes.method is not None:
         # Programs consume the state, so no two leaves may share a buffer.
         memory = jax.tree.map(jnp.copy, shapes.method.memory(decoder.shape, state.cache))

@@ -77,6 +77,8 @@ class EngineRequest:
     logprobs: int | None = None  # likeliest tokens to report with each token; None is `request.logprobs`
     prompt_logprobs: int | None = None  # the same for each token of the prompt
     grammar: Grammar | None = None
+    adapter: str | None = None  # name of the LoRA adapter; None: the model alone
+    cache_salt: str | None = None  # only requests with the same one share cached prefixes
 
 
 class Delta(NamedTuple):
@@ -169,6 +171,27 @@ class Engine(Protocol):
         """Drop the cached prefixes that no running sequence uses, between two steps of the engine.
 
         Raises RuntimeError where the engine has stopped.
+        """
+
+    def adapter_paths(self) -> Mapping[str, str]:
+        """The directory of every LoRA adapter that requests may name, by its name."""
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, while requests run; returns once requests may name it.
+
+        Args:
+            name: That requests state.
+            path: A directory in PEFT's format.
+
+        Raises:
+            RequestError: Adapters are off, the name is taken, no slot is free, or the directory is unusable.
+            RuntimeError: The engine has stopped.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse further requests for a LoRA adapter; those that have it finish with it.
+
+        Raises RequestError where no adapter has this name.
         """
 
     @property

@@ -17,7 +17,7 @@ from entropic_jax.parameter_tables.speculation_names import drafter_of, is_draft
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 
 from .. import memory
-from ..options import control_options, parallelism, speculation_options
+from ..options import control_options, lora, parallelism, speculation_options
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
@@ -75,6 +75,10 @@ class EngineOptions:
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
     speculate: str | None = None  # the drafter, or the directory of a draft model; None: that of the preset
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
+    enable_lora: bool = False  # whether requests may name LoRA adapters
+    lora_modules: tuple[lora.LoRAModule, ...] = ()  # adapters that are loaded at the start
+    max_loras: int | None = None  # adapters that are loaded at once; None: the `lora_modules`, at least one
+    max_lora_rank: int = 16  # largest rank of an adapter
     compile_workers: int | None = None
     tensor_parallel_size: int = 1  # devices over which the model is divided
     data_parallel_size: int = 1  # engines, each with a copy of the model and these rows, pages and queue
@@ -110,6 +114,7 @@ class EngineOptions:
             divided=self.mesh is not None or parallelism.divided(self),
         )
         parallelism.check(self)
+        lora.check(self)
         control_options.check_budgets(self.budgets, self.method)
         control_options.check_clarification(self.clarification, self.preset)
         choices = {
@@ -129,6 +134,11 @@ class EngineOptions:
         if self.scheduling_policy is not None:
             return self.scheduling_policy
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapters that are loaded at once, at most."""
+        return self.max_loras or max(1, len(self.lora_modules))
 
     @property
     def drafter(self) -> str:

@@ -14,7 +14,7 @@ from . import grammars
 from .device_state import DecodeOutput
 from .launch_costs import MeasuredLaunch
 from .launch_planner import InFlight
-from .prefix_cache import page_hashes, root_hash
+from .prefix_cache import page_hashes
 from .running_batch import RunningBatch
 from .sequence import ACCEPTED, DRAFTED, Sequence, alternatives
 
@@ -165,7 +165,7 @@ class OutputCollector:
             return  # summaries of its pages may count keys of drafts that were not accepted
         text = (*sequence.prompt, *sequence.generated)[:-1]
         of_prompt = sequence.page_hashes
-        parent = of_prompt[-1] if of_prompt else root_hash(sequence.context_key(len(sequence.prompt)))
+        parent = of_prompt[-1] if of_prompt else sequence.root_hash
         rest = text[len(of_prompt) * self.page_size :]
         hashes = [*of_prompt, *page_hashes(parent, rest, self.page_size)]
         table = np.asarray(output.table)[sequence.row]

@@ -14,9 +14,18 @@ PageHash = bytes
 ROOT_HASH: PageHash = b""
 
 
-def root_hash(context_key: Sequence[int]) -> PageHash:
-    """The hash before the first page of a text; texts with other keys (`Decoder.context_key`) share none."""
-    return ROOT_HASH + np.asarray(context_key, np.int64).tobytes()
+def root_hash(context_key: Sequence[int], adapter: int = 0, salt: str = "") -> PageHash:
+    """The hash before the first page of a text; texts share pages only if all of this is equal.
+
+    Args:
+        context_key: See `Decoder.context_key`.
+        adapter: Id of the LoRA adapter that writes the keys and values, 0 for none.
+        salt: A text that only those know who may share the pages.
+    """
+    numbers = np.asarray((adapter, *context_key), np.int64).tobytes()
+    return (
+        ROOT_HASH + numbers + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    )
 
 
 def page_hashes(parent: PageHash, tokens: Sequence[int], page_size: int) -> Iterator[PageHash]:

@@ -22,6 +22,7 @@ from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import CompressionPolicy
+from entropic_jax.models.lora import Adapters, without_adapters
 from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.row_subset import map_rows
@@ -142,6 +143,7 @@ class Programs:
             shapes: What the programs are compiled for.
         """
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
+        self._alone = without_adapters(decoder, params)  # passes are timed without adapters
         no_cache: Any = None
         state = device_state.state._replace(cache=no_cache)
         self.blank = load_or_compile(_first_row, (state,))[0](state)  # to clear other rows with
@@ -155,6 +157,10 @@ class Programs:
         self.compile_seconds = 0.0
         self.compiler: ProgramCompiler | None = None  # None: a program is compiled when it first runs
         self.launches = 0
+
+    def replace_adapters(self, adapters: Adapters) -> None:
+        """Use other LoRA adapters from the next launch on."""
+        self.params = self.params._replace(adapters=adapters)
 
     def measure_pass_costs(self, cache: Cache) -> None:
         """Time passes on this machine, unless that was done before, so that drafts are as long as they pay.
@@ -184,8 +190,7 @@ class Programs:
             return
         launches = self.launches
         costs = measure_pass_costs(
-            self.decoder,
-            self.params,
+            *self._alone,
             most_tokens=max(max(law.widths) * rows for rows, law in self._laws()),
             context=min(context, LONGEST_TIMED),
             page_size=cache.page_size,
@@ -197,7 +202,7 @@ class Programs:
         self._use_costs(costs)
 
     def _timed_model(self, cache: Cache) -> TimedModel:
-        return TimedModel(self.decoder, self.params, cache.page_size, cache.layers[0].keys.dtype)
+        return TimedModel(*self._alone, cache.page_size, cache.layers[0].keys.dtype)
 
     def _use_costs(self, costs: PassCosts) -> None:
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}

@@ -37,6 +37,13 @@ def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabular
             raise RequestError(f"{name} must hold tokens between 0 and {last}; got {largest}", name)
 
 
+def check_adapter(engine_request: EngineRequest, enabled: bool) -> None:
+    """Raise RequestError for a request that names an adapter where none can be loaded."""
+    if engine_request.adapter is not None and not enabled:
+        name = engine_request.adapter[:200]
+        raise RequestError(f"adapter must be None unless enable_lora is on; got {name!r}", "model")
+
+
 def check_prompt(tokens: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise RequestError for a prompt that is empty, fills the context, or holds an unknown token.
 

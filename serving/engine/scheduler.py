@@ -20,7 +20,6 @@ a launch while the device works on the next.
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from entropic_jax.phases.prefill import PrefillOutput
@@ -143,10 +142,9 @@ class Scheduler:
             for batch in self.updates.batches():
                 self.device_state = self.programs.apply(self.device_state, batch)
 
-    def reset_prefix_cache(self, reset: Future[PrefixCacheReset]) -> None:
-        """Drop the cached prefixes that no sequence uses; the result says how many pages that were."""
-        if reset.set_running_or_notify_cancel():
-            reset.set_result(self.block_manager.reset_prefix_cache(self.updates))
+    def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Drop the cached prefixes that no sequence uses; says how many pages that were."""
+        return self.block_manager.reset_prefix_cache(self.updates)
 
     # Admit.
 
@@ -206,6 +204,7 @@ class Scheduler:
                 history=history,
                 text=(*sequence.prompt, *sequence.generated),
                 branches=sequence.branches,
+                adapter=sequence.adapter.number,
             )
         )
         if sequence.saved_row is not None and not replays:

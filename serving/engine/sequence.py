@@ -8,9 +8,10 @@ import numpy as np
 
 from ..request import Request
 from ..request.transcript import TRACE_FIELDS, Token, Transcript, Usage
+from .adapters import NO_ADAPTER
 from .interface import Alternative, Delta, EngineRequest, Grammar, PromptToken
 from .output_stream import QueuedOutputStream
-from .prefix_cache import PageHash
+from .prefix_cache import PageHash, root_hash
 from .row_controllers import RowGains
 
 # Cost of prefilling one token relative to decoding one: a decode step reads all weights for one token a row.
@@ -94,6 +95,7 @@ class Sequence:
         self.preemptions = 0
 
         # Its pages.
+        self.adapter = NO_ADAPTER
         self.page_hashes: list[PageHash] = []  # of the prompt's full pages
         self.cached_tokens = 0  # of the prompt, found in the prefix cache at the first admission
         self.private_pages = False  # a sparse method wrote them, so no other sequence may share them
@@ -120,6 +122,12 @@ class Sequence:
     def request(self) -> Request:
         """Prompt and sampling parameters."""
         return self.engine_request.request
+
+    @property
+    def root_hash(self) -> PageHash:
+        """The hash before the first page of its text."""
+        salt = self.engine_request.cache_salt or ""
+        return root_hash(self.context_key(len(self.prompt)), self.adapter.id, salt)
 
     @property
     def remaining_work(self) -> float:

@@ -52,7 +52,14 @@ def start(
         model = models.load(path, dtype, mesh=places[0].mesh, quantization=options.quantization)
         model = draft_model.load(model, options.speculate, dtype, options.quantization)
     if len(places) == 1:
-        return LLMEngine(model, options, calibration, metrics_hooks, progress, control)
+        engine = LLMEngine(model, options, calibration, metrics_hooks, progress, control)
+        try:
+            for adapter in options.lora_modules:
+                engine.load_adapter(*adapter)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
     shared = Progress(progress, len(places))
     engines: list[LLMEngine] = []
     for rank, (device, mesh) in enumerate(places):

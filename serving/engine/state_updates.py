@@ -45,6 +45,7 @@ class Placement(NamedTuple):
     history: tuple[tuple[int, ...], list[int]] | None  # prompt and generated tokens, for the penalties
     text: tuple[int, ...] = ()  # all tokens known, for drafters
     branches: int = 0  # that it may have; 0: it does not search
+    adapter: int = 0  # 0: none
 
 
 class StateUpdates:
@@ -66,6 +67,7 @@ class StateUpdates:
         gains: int,
         vocabulary: int,
         text_length: int | None = None,
+        adapters: bool = False,
     ) -> None:
         """No changes.
 
@@ -76,8 +78,9 @@ class StateUpdates:
             gains: Number of gains of a row's controllers, with their switches.
             vocabulary: Number of tokens.
             text_length: Positions of a row's text, None where no drafter reads it.
+            adapters: Whether rows may have LoRA adapters.
         """
-        self.text_length = text_length
+        self.text_length, self.adapters = text_length, adapters
         self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row
         self.gains, self.vocabulary = gains, vocabulary
         self._clear()
@@ -127,6 +130,7 @@ class StateUpdates:
             prompt_history=history,
             generated_history=None if history is None else history.astype(np.int32),
             text=None if self.text_length is None else np.zeros((PLACEMENTS, self.text_length), np.int32),
+            adapter=np.zeros(PLACEMENTS, np.int32) if self.adapters else None,
         )
 
     def _batch(
@@ -170,6 +174,8 @@ def _write(batch: UpdateBatch, index: int, placement: Placement) -> None:
     batch.gains[index] = placement.gains
     if batch.text is not None:
         batch.text[index, : len(placement.text)] = placement.text
+    if batch.adapter is not None:
+        batch.adapter[index] = placement.adapter
     if (
         placement.history is not None
         and batch.prompt_history is not None

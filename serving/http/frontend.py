@@ -88,10 +88,21 @@ class Frontend:
         """The name under which the model answers; FrontendError for one that is not served."""
         if name is None:
             return self.model.names[0]
-        if name not in self.model.names:
-            known = ", ".join(self.model.names)
+        if name not in self.model.names and name not in (adapters := self.engine.adapter_paths()):
+            known = ", ".join((*self.model.names, *adapters))
             raise FrontendError(404, f"model must be one of {known}; got {name[:200]!r}", "model")
         return name
+
+    def adapter(self, name: str | None) -> str | None:
+        """The LoRA adapter that a request's `model` names; None for the model itself."""
+        return None if name is None or name in self.model.names else name
+
+    def check_base_model(self, name: str | None) -> str:
+        """As `check_model`, for what is not computed under an adapter."""
+        if self.adapter(self.check_model(name)) is not None:
+            known = ", ".join(self.model.names)
+            raise FrontendError(400, f"model must be {known}, no adapter; got {name!r}", "model")
+        return self.check_model(name)
 
     def check_able(self) -> None:
         """FrontendError while the server is shutting down."""

@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     reasoning_parser: str | None = None  # "think" or "none"; None follows the chat template
     metrics_prefix: str = "vllm"
     profile_dir: str | None = None  # where /start_profile writes; None: there are no such routes
+    lora_dir: str | None = None  # below which adapters may be loaded; None: there are no such routes
     control: Control = Control()
     limits: Limits = Limits()
 

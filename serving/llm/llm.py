@@ -34,6 +34,7 @@ from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
 from ..request import Request
 from ..request.chat_template import set_template
+from .lora_request import LoRARequest, RequestedAdapters
 from .options import IN_FLIGHT, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from .prompts import (
@@ -114,6 +115,7 @@ class LLM:
         path = EMBEDDED if model is None else model
         self._engine = start(path, engine_options, self._finished_requests, control=self._control)
         set_template(self._engine.tokenizer)
+        self._adapters = RequestedAdapters(self._engine)
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(
@@ -122,6 +124,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -130,6 +133,7 @@ class LLM:
                 with the key `prompt` or `prompt_token_ids`.
             sampling_params: For all prompts, or one per prompt; None is `get_default_sampling_params()`.
             use_tqdm: Show a progress bar when standard error is a terminal.
+            lora_request: LoRA adapter for all prompts, or one or None per prompt; needs `enable_lora`.
 
         Returns:
             One output per prompt, in the order of the prompts. A sequence that fails alone, as one whose
@@ -143,7 +147,7 @@ class LLM:
         items = prompts_of(prompts)
         encode = self._engine.prompt_tokens
         tokenized = [at(f"prompts[{i}]", lambda x: tokenize(x, encode), item) for i, item in enumerate(items)]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        return self._run(tokenized, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -155,6 +159,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue conversations through the model's chat template, or a plain one if it has none.
 
@@ -166,6 +171,7 @@ class LLM:
             continue_final_message: End the prompt with the last message, for the model to continue it.
             tools: Descriptions of tools, for templates that take them.
             chat_template_kwargs: Further variables of the template.
+            lora_request: As in `generate`.
 
         Returns:
             One output per conversation, in order.
@@ -188,7 +194,7 @@ class LLM:
 
         conversations = conversations_of(messages)
         tokenized = [at(f"messages[{i}]", render, item) for i, item in enumerate(conversations)]
-        return self._run(tokenized, sampling_params, use_tqdm)
+        return self._run(tokenized, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -213,13 +219,15 @@ class LLM:
         prompts: Sequence[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: Any,
     ) -> list[RequestOutput]:
         """Generate for prompts whose form is checked."""
         params = self._params(sampling_params, len(prompts))
         with self._lock:
             if not self._close.alive:
                 raise RuntimeError("the LLM is shut down; make a new one to generate")
-            groups = [self._requests(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+            adapters = self._adapters.names(lora_request, len(prompts))
+            groups = [self._requests(*group) for group in zip(prompts, params, adapters, strict=True)]
             results = iter(self._complete([request for group in groups for request in group], use_tqdm))
         outputs = []
         for prompt, group in zip(prompts, groups, strict=True):
@@ -252,7 +260,9 @@ class LLM:
             )
         return sampling_params
 
-    def _requests(self, prompt: TokenizedPrompt, params: SamplingParams) -> list[EngineRequest]:
+    def _requests(
+        self, prompt: TokenizedPrompt, params: SamplingParams, adapter: str | None
+    ) -> list[EngineRequest]:
         """The `n` sequences of a prompt, which differ in their seeds."""
         check_temperature(self._control, params.temperature)
         requests = []
@@ -270,6 +280,7 @@ class LLM:
                     id=f"{self._num_prompts}-{k}",
                     request=Request.of(prompt.token_ids, seeded),
                     control=self._control,
+                    adapter=adapter,
                 )
             )
         self._num_prompts += 1

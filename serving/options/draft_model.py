@@ -12,6 +12,8 @@ from entropic_jax.parameter_tables.speculation_names import is_draft_model
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.speculation import DraftingDecoder, DraftingParams
 
+from .adapted_model import ModelWithAdapters
+
 NAME = "speculate"
 
 
@@ -80,8 +82,8 @@ def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models
 
 
 def target_of(model: models.Model) -> models.Model:
-    """The model whose tokens are generated, without the one that drafts for it."""
-    return model.target or model if isinstance(model, ModelWithDraft) else model
+    """The model whose tokens are generated, without the one that drafts for it, and without adapters."""
+    return model.target or model if isinstance(model, ModelWithDraft | ModelWithAdapters) else model
 
 
 def _check_tokens(model: models.Model, draft: models.Model) -> None:

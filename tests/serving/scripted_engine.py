@@ -164,6 +164,7 @@ class ScriptedEngine:
         self.closed: float | None = None
         self.embedded: list[tuple[list[list[int]], str]] = []
         self.embed_seconds, self.stopped = 0.0, 0
+        self.adapters: dict[str, str] = {}
 
     def script(self, seed: int) -> Sequence[int]:
         """The tokens for a seed: the script from another start, and the end of the text."""
@@ -215,6 +216,18 @@ class ScriptedEngine:
         reset: Future[PrefixCacheReset] = Future()
         reset.set_result(PrefixCacheReset(3, 1))
         return reset
+
+    def adapter_paths(self) -> dict[str, str]:
+        return dict(self.adapters)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        if name in self.adapters:
+            raise RequestError(f"lora_name must not be a loaded adapter; got {name!r}", "lora_name")
+        self.adapters[name] = path
+
+    def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise RequestError(f"lora_name must be a loaded adapter; got {name!r}", "lora_name")
 
     embedding_limits = EmbeddingLimits(100, 8)
 

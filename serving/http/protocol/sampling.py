@@ -104,6 +104,9 @@ class SamplingBody(SamplingFields):
     deadline: Seconds | None = Field(
         None, description="seconds after which the answer is late; urgency rises until then"
     )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="only requests with the same one share cached prefixes"
+    )
     use_beam_search: No | None = Field(None, description="no beam search is built")
     user: str | None = None
     request_id: str | None = Field(None, max_length=128)

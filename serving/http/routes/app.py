@@ -11,6 +11,7 @@ from ..frontend import Frontend
 from ..host_names import accepted_hosts
 from ..rate_limit import RateLimiter
 from . import (
+    adapters,
     administration,
     chat,
     completions,
@@ -42,7 +43,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
     )
     errors.install(app)
     generating = (completions, chat, messages, responses)
-    for module in (*generating, embeddings, scores, tokens, service, administration):
+    for module in (*generating, embeddings, scores, tokens, service, administration, adapters):
         app.include_router(module.router(frontend))
     dashboard.install(app)
     openapi.install(app, frontend)

@@ -30,7 +30,7 @@ def router(frontend: Frontend) -> APIRouter:
 
 
 async def _answer(frontend: Frontend, body: EmbeddingsBody, http: Request) -> Response:
-    model, limits = frontend.check_model(body.model), frontend.engine.embedding_limits
+    model, limits = frontend.check_base_model(body.model), frontend.engine.embedding_limits
     if body.dimensions is not None and body.dimensions > limits.dimensions:
         message = f"dimensions must be between 1 and {limits.dimensions}; got {body.dimensions}"
         raise FrontendError(400, message, "dimensions")

@@ -87,6 +87,8 @@ def engine_requests_of(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=None if constraint is None else frontend.grammars.compile(*constraint),
+            adapter=frontend.adapter(body.model),
+            cache_salt=body.cache_salt,
         )
         for index, request in enumerate(requests)
     ]

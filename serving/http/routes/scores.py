@@ -98,7 +98,8 @@ async def _scores(
     if (length := max(map(len, prompts))) > longest:
         message = f"{documents[0]} and {queries[0]} must have at most {longest} tokens together; got {length}"
         raise FrontendError(400, message, documents[0])
-    logprobs = await _mean_logprobs(frontend, http, prompts, [len(query) for query in after])
+    lengths = [len(query) for query in after]
+    logprobs = await _mean_logprobs(frontend, http, body, prompts, lengths)
     read = sum(map(len, prompts))
     usage = {"prompt_tokens": read, "total_tokens": read}
     return None if logprobs is None else ([math.exp(logprob) for logprob in logprobs], usage)
@@ -112,6 +113,7 @@ async def _cosines(
     documents: tuple[str, list[str]],
 ) -> tuple[list[float], dict[str, int]] | None:
     """The cosine of the embeddings of each document and its query. Arguments and result as for `_scores`."""
+    frontend.check_base_model(body.model)
     longest = frontend.engine.embedding_limits.tokens
     first = await pooling.tokens_of(frontend, http, body, *queries, longest)
     second = await pooling.tokens_of(frontend, http, body, *documents, longest)
@@ -125,13 +127,18 @@ async def _cosines(
 
 
 async def _mean_logprobs(
-    frontend: Frontend, http: Request, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]
+    frontend: Frontend,
+    http: Request,
+    body: ScoringBody,
+    prompts: Sequence[tuple[int, ...]],
+    lengths: Sequence[int],
 ) -> list[float] | None:
     """The mean log-probability of the last tokens of each prompt, in nats; None if the client has left.
 
     Args:
         frontend: Submits the prompts, whose log-probabilities prefill computes.
         http: The request, whose client may leave.
+        body: Names the model, or an adapter.
         prompts: Token ids.
         lengths: How many tokens at the end of each prompt count.
     """
@@ -143,6 +150,7 @@ async def _mean_logprobs(
             control=frontend.settings.control._replace(preset="off", gains=()),
             timeout=frontend.settings.request_timeout,
             prompt_logprobs=0,
+            adapter=frontend.adapter(body.model),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -19,13 +19,14 @@ def router(frontend: Frontend) -> APIRouter:
     routes = APIRouter(tags=["service"])
 
     def card(name: str) -> dict[str, Any]:
+        adapter = frontend.engine.adapter_paths().get(name)
         return {
             "id": name,
             "object": "model",
             "created": frontend.started,
             "owned_by": "entropic_jax",
-            "root": frontend.model.path,
-            "parent": None,
+            "root": frontend.model.path if adapter is None else adapter,
+            "parent": None if adapter is None else frontend.model.names[0],
             "max_model_len": frontend.model.context,
             "permission": [],
         }
@@ -34,7 +35,8 @@ def router(frontend: Frontend) -> APIRouter:
         "/v1/models", summary="The models served", response_model=ModelList, responses=documented(401)
     )
     async def models() -> Any:
-        return answered({"object": "list", "data": [card(name) for name in frontend.model.names]})
+        names = (*frontend.model.names, *frontend.engine.adapter_paths())
+        return answered({"object": "list", "data": list(map(card, names))})
 
     @routes.get(
         "/v1/models/{model:path}",

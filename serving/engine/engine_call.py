@@ -1,0 +1,23 @@
+"""Call of a function in the engine's thread, and its result."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class EngineCall(NamedTuple, Generic[T]):
+    """A function to be called between two steps of the engine."""
+
+    function: Callable[[], T]
+    future: Future[T]
+
+    def run(self) -> None:
+        """Call it, unless the future was cancelled; an exception becomes the result."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except Exception as error:
+            self.future.set_exception(error)
