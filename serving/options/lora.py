@@ -56,12 +56,9 @@ def module(text: str) -> LoRAModule:
             stated = json.loads(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"must be NAME=PATH or a JSON object; {error}") from None
-        known = {"name", "path", "base_model_name"}
-        if (
-            not isinstance(stated, dict)
-            or not all(isinstance(stated.get(field), str) for field in ("name", "path"))
-            or stated.keys() - known
-        ):
+        if not isinstance(stated, dict) or stated.keys() - {"name", "path", "base_model_name"}:
+            raise argparse.ArgumentTypeError(f"must have the fields name and path; got {short(text)}")
+        if not all(isinstance(stated.get(field), str) for field in ("name", "path")):
             raise argparse.ArgumentTypeError(f"must have the fields name and path; got {short(text)}")
         return LoRAModule(stated["name"], stated["path"])
     name, separator, path = text.partition("=")

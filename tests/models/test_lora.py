@@ -80,6 +80,7 @@ PEFT_CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in what PEFT calls
 @pytest.mark.parametrize("settings", PEFT_CASES)
 def test_agrees_with_peft(settings, tmp_path):
     peft = pytest.importorskip("peft")

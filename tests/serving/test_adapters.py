@@ -147,9 +147,10 @@ def test_options_of_the_command_line(tmp_path):
         serve.settings_of(options_of("--enable-lora", "--lora-dir", str(tmp_path / "missing")))
 
 
-@pytest.mark.parametrize(
-    "entry", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}', "[]"]
-)
+ENTRIES = ("a", "=x", "a=", "{", "[]", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}')
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_entries_of_lora_modules_are_checked(entry, capsys):
     with pytest.raises(SystemExit):
         options_of("--lora-modules", entry)
