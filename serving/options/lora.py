@@ -81,7 +81,7 @@ def check(options: Any) -> None:
     """Raise ParameterError unless adapters can be served with the other options.
 
     Args:
-        options: With the fields of `fields`, and `speculate`, `mesh` and `tensor_parallel_size`, as
+        options: With the fields of `fields`, `speculate`, `mesh` and the sizes of parallelism, as
             `EngineOptions`.
     """
     Flag().check("enable_lora", options.enable_lora)
@@ -109,9 +109,11 @@ def check(options: Any) -> None:
         raise ParameterError(
             f"max_loras must be at least {len(names)}, the number of lora_modules; got {most}", "max_loras"
         )
-    if options.mesh is not None or options.tensor_parallel_size != 1:
+    sizes = (options.tensor_parallel_size, options.data_parallel_size, options.expert_parallel_size)
+    if options.mesh is not None or sizes != (1, 1, 1):
         raise ParameterError(
-            "enable_lora must be off where the model is divided over several devices; got True", "enable_lora"
+            "enable_lora must be off with several devices, over which adapters are not divided; got True",
+            "enable_lora",
         )
     if options.speculate is not None and is_draft_model(options.speculate):
         raise ParameterError(
