@@ -37,7 +37,7 @@ OTHER_SERVERS = {
     "--log-level": "--uvicorn-log-level",
     "--lora-dtype": "adapters have the dtype of the model",
     "--lora-paths": "--lora-modules",
-    "--max-cpu-loras": "--max-loras: every adapter is on the device",
+    "--max-cpu-loras": "every loaded adapter is on the device: --max-loras",
     "--max-loras-per-batch": "--max-loras",
     "--max-running-requests": "--max-num-seqs",
     "--max-seq-len-to-capture": "--max-model-len",

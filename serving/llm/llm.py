@@ -115,7 +115,7 @@ class LLM:
         path = EMBEDDED if model is None else model
         self._engine = start(path, engine_options, self._finished_requests, control=self._control)
         set_template(self._engine.tokenizer)
-        self._adapters = RequestedAdapters(self._engine)
+        self._adapters = RequestedAdapters(self._engine, engine_options)
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(

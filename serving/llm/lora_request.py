@@ -7,7 +7,8 @@ from typing import Any
 
 from entropic_jax.parameter_tables.table import short
 
-from ..engine.engine import LLMEngine
+from ..engine.interface import Engine
+from ..engine.options import EngineOptions
 
 EXPECTED = "lora_request must be a LoRARequest, a list with one or None for each prompt, or None"
 
@@ -41,13 +42,9 @@ class LoRARequest:
 class RequestedAdapters:
     """Adapters loaded for the requests of an `LLM`; the least recently used make room for others."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        """No adapter.
-
-        Args:
-            engine: That loads them.
-        """
-        self.engine = engine
+    def __init__(self, engine: Engine, options: EngineOptions) -> None:
+        """No adapter; `engine` loads them, as its options allow."""
+        self.engine, self.options = engine, options
         self._loaded: dict[int, LoRARequest] = {}  # by id, the least recently used first
 
     def names(self, requests: Any, count: int) -> list[str | None]:
@@ -75,8 +72,8 @@ class RequestedAdapters:
         return [None if request is None else request.name for request in requests]
 
     def _load(self, requested: dict[int, LoRARequest]) -> None:
-        slots = self.engine.options.lora_slots
-        if requested and not self.engine.options.enable_lora:
+        slots = self.options.lora_slots
+        if requested and not self.options.enable_lora:
             raise ValueError("lora_request must be None unless enable_lora is on")
         if len(requested) > slots:
             raise ValueError(

@@ -87,7 +87,7 @@ def test_flags_of_other_servers_are_understood():
     ("flag", "said"),
     [
         ("--mem-fraction-static", "did you mean --gpu-memory-utilization?"),
-        ("--enable-lora", "adapters are not supported"),
+        ("--max-cpu-loras", "every loaded adapter is on the device: --max-loras"),
         ("--tp", "did you mean --tensor-parallel-size?"),
         ("--enable-expert-parallel", "did you mean --expert-parallel-size?"),
         ("--enable-log-requests", "requests are logged unless --disable-log-requests is set"),

@@ -230,10 +230,8 @@ def test_a_broken_adapter_leaves_its_slot_free(adapted, tmp_path):
             },
             "max_loras must be at least 2, the number of lora_modules; got 1",
         ),
-        (
-            {"enable_lora": True, "tensor_parallel_size": 2},
-            "enable_lora must be off where the model is divided",
-        ),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora must be off with several devices"),
+        ({"enable_lora": True, "data_parallel_size": 2}, "enable_lora must be off with several devices"),
         (
             {"enable_lora": True, "speculate": "/"},
             "speculate must not be a directory together with enable_lora",
