@@ -20,6 +20,15 @@ class NormSpec:
     kind: str = "rms"  # or "layer"
     offset: float = 0.0  # added to the stored weight
     bias: bool = False
+    weight: bool = True  # whether there is one
+
+
+class PositionScale(NamedTuple):
+    """Growth of queries with their position: q · (1 + slope · ln(1 + ⌊(position + offset) / length⌋))."""
+
+    slope: float
+    length: int
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +45,16 @@ class AttentionSpec:
     norm_rotated: bool = False  # whether queries and keys are normalised after they are rotated instead
     rope: RopeSpec | None = None  # None: no rotation
     scale: float | None = None  # of the scores; None for 1/√head_dim
-    position_scale: tuple[float, int] | None = None  # (β, L): q · (1 + β ln(1 + ⌊position / L⌋))
+    position_scale: PositionScale | None = None
     soft_cap: float | None = None  # c: scores become c · tanh(score / c)
     sinks: bool = False  # whether each head has a logit that takes attention and gives nothing
     window: int | None = None  # positions that a query sees at most, its own included
+    chunk: int | None = None  # positions are cut into chunks of so many; a query sees its own chunk
+
+    @property
+    def most_visible(self) -> int | None:
+        """Positions that a query sees at most, its own included; None for all before it."""
+        return min(filter(None, (self.window, self.chunk)), default=None)
 
     @property
     def cache_heads(self) -> int:
@@ -68,6 +83,11 @@ class LatentAttentionSpec:
     window: int | None = None
 
     @property
+    def most_visible(self) -> int | None:
+        """Positions that a query sees at most, its own included; None for all before it."""
+        return self.window
+
+    @property
     def cache_heads(self) -> int:
         """KV heads that the cache holds."""
         return 1
@@ -92,7 +112,8 @@ class MLPSpec:
 class RouterSpec:
     """How a token's experts are chosen and weighted."""
 
-    scores: str = "softmax"  # over all experts; "chosen": softmax over the chosen ones; or "sigmoid"
+    scores: str = "softmax"  # or "sigmoid"
+    by_logit: bool = False  # whether experts are chosen by logit and scored after, the softmax over the chosen
     bias: bool = False  # of the router's projection
     correction: bool = False  # whether a bias per expert is added to the scores to choose, not to weight
     normalise: bool = False  # whether the weights of a token's experts sum to 1
@@ -113,6 +134,7 @@ class ExpertsSpec:
     activation: str = "silu"
     bias: bool = False  # of the experts' projections
     clamp: tuple[float, float] | None = None  # (α, limit) of the clamped SwiGLU of gpt-oss
+    weighted_inputs: bool = False  # whether weights multiply what experts read instead of what they return
     shared: MLPSpec | None = None  # an expert that every token passes through
     shared_gate: bool = False  # whether its output is multiplied by sigmoid(w · x)
 
@@ -165,8 +187,10 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}  # fields of `Config` that config.json names otherwise: ours to theirs
     renames: tuple[tuple[str, str], ...] = ()  # parts of tensor names, replaced in order: (ours, on disk)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # tensors that hold several of ours in a row
+    fused_in_experts: bool = False  # whether only the tensors of experts are fused
     stacked_experts: bool = False  # whether a tensor on disk holds all experts
-    experts_as_multiplied: bool = False  # [experts, in, out], gate and up interleaved
+    experts_as_multiplied: bool = False  # whether stacked experts are [experts, in, out]
+    interleaved_experts: bool = False  # whether fused columns of experts take turns
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
     scaled_by_default: bool = False  # whether transformers scales the rotation if `rope_scaling` is null
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from .rope import RopeScaling
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_NUMBER = 1e30
 MOST_EXPERTS, MOST_LAYERS = 16384, 16384
@@ -112,7 +112,7 @@ class Config:
     mlp_bias: bool = option(False, BOOLEAN)
     hidden_act: str = option("silu", choice(*ACTIVATIONS))
     sliding_window: int | None = option(None, optional(POSITIVE))  # positions seen, the query's own included
-    layer_types: tuple[str, ...] | None = option(None, optional(items(choice(FULL, SLIDING))))
+    layer_types: tuple[str, ...] | None = option(None, optional(items(choice(FULL, SLIDING, CHUNKED))))
     num_local_experts: int = option(0, integer(0, MOST_EXPERTS))
     num_experts_per_tok: int = option(0, COUNT)
     moe_intermediate_size: int = option(0, COUNT)
@@ -151,6 +151,13 @@ class Config:
     qk_rope_head_dim: int = option(64, POSITIVE)
     v_head_dim: int = option(128, POSITIVE)
     llama_4_scaling_beta: float = option(0.0, SMALL_NUMBER)  # growth of queries with the position
+    attention_chunk_size: int | None = option(None, optional(POSITIVE))  # of layers of chunked attention
+    attn_temperature_tuning: bool = option(False, BOOLEAN)  # growth of queries in layers without rotation
+    floor_scale: int = option(8192, POSITIVE)
+    attn_scale: float = option(0.1, SMALL_NUMBER)
+    intermediate_size_mlp: int = option(1, POSITIVE)  # of layers without experts
+    interleave_moe_layer_step: int = option(1, POSITIVE)
+    moe_layers: tuple[int, ...] | None = option(None, optional(items(COUNT)))  # layers with experts
     swiglu_alpha: float = option(1.702, POSITIVE_NUMBER)
     swiglu_limit: float = option(7.0, POSITIVE_NUMBER)
 
@@ -170,6 +177,11 @@ class Config:
             _require(
                 not value or len(value) == layers, self, name, f"a list of {layers} entries, one a layer"
             )
+        chunked = CHUNKED in (self.layer_types or ())
+        _require(
+            not chunked or self.attention_chunk_size is not None,
+            *(self, "attention_chunk_size", f"a positive integer where layer_types has {CHUNKED!r}"),
+        )
         experts = self.num_local_experts
         limit = f"at most num_local_experts, {experts}"
         _require(self.num_experts_per_tok <= experts, self, "num_experts_per_tok", limit)
@@ -190,6 +202,11 @@ class Config:
         """How many positions a query of this layer sees, its own included; None for all before it."""
         sliding = self.layer_types is None or self.layer_types[layer] == SLIDING
         return self.sliding_window if sliding else None
+
+    def chunk(self, layer: int) -> int | None:
+        """The size of the chunks of positions that queries of this layer see; None where there are none."""
+        chunked = self.layer_types is not None and self.layer_types[layer] == CHUNKED
+        return self.attention_chunk_size if chunked else None
 
     def rotates(self, layer: int) -> bool:
         """Whether this layer rotates queries and keys."""

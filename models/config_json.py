@@ -11,6 +11,7 @@ from typing import Any
 
 from .block_spec import Family
 from .config import (
+    CHUNKED,
     FULL,
     SLIDING,
     SPELLINGS,
@@ -29,7 +30,7 @@ COMMON = (  # keys that every family reads
     *"num_key_value_heads head_dim max_position_embeddings".split(),
     *"rms_norm_eps tie_word_embeddings hidden_act".split(),
 )
-LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers")
+LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers", "moe_layers")
 SWITCHES = ("use_sliding_window",)  # of config.json alone
 ZERO_MEANS_UNSET = ("num_key_value_heads", "head_dim")  # in a Config, but not in config.json
 ROPE_KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
@@ -60,6 +61,8 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     activation = values.get("hidden_act")
     if isinstance(activation, str):
         values["hidden_act"] = SPELLINGS.get(activation, activation)
+    if is_integer(values.get("attn_temperature_tuning")):  # in older files
+        values["attn_temperature_tuning"] = bool(values["attn_temperature_tuning"])
     values |= windows(merged, values, family) | rotation(merged, family)
     stops = raw.get("eos_token_id")
     values["eos_token_id"] = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
@@ -97,9 +100,12 @@ def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family
     """
     result: dict[str, Any] = {}
     layers, keys = layer_count(merged), family.defaults
-    if "no_rope_layer_interval" in keys and "no_rope_layers" not in values:
+    if "no_rope_layer_interval" in keys and not values.get("no_rope_layers"):
         interval = positive("no_rope_layer_interval", merged)
         result["no_rope_layers"] = tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if "attention_chunk_size" in keys and "layer_types" not in values:
+        rotated = result.get("no_rope_layers", values.get("no_rope_layers", ()))
+        result["layer_types"] = tuple(CHUNKED if rotates else FULL for rotates in rotated)
     if "sliding_window" not in keys or not merged.get("use_sliding_window", True):
         return result
     result["sliding_window"] = merged["sliding_window"]

@@ -142,7 +142,7 @@ class Decoder:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Positions that a query of each layer sees, its own included; None for all before it."""
-        return tuple(block.attention.window for block in blocks(self.config))
+        return tuple(block.attention.most_visible for block in blocks(self.config))
 
     def context_key(self, length: int) -> tuple[int, ...]:
         """A key that is equal for texts that may share cached keys of a common prefix.

@@ -56,9 +56,10 @@ class Experts(nnx.Module):
         self.gate_proj, self.up_proj = StackedLinear(*sizes), StackedLinear(*sizes)
         self.down_proj = StackedLinear(spec.experts, spec.inner, hidden, spec.bias)
         self.activation, self.clamp = spec.activation, spec.clamp
+        self.weighted_inputs = spec.weighted_inputs
 
     def __call__(self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-        """Σ over a token's experts of weight · expert(x).
+        """Σ over a token's experts of weight · expert(x), or of expert(weight · x).
 
         Args:
             x: `[tokens, hidden]`.
@@ -76,7 +77,8 @@ class Experts(nnx.Module):
         ):  # the devices that share an expert add up its outputs, so one of them adds the bias
             biases[-1] = jnp.where(first_of_shard(1, TENSOR) == 0, biases[-1], 0)
         expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
-        rule = {"product": partial(gate_product, activation=self.activation, clamp=self.clamp)}
+        product = partial(gate_product, activation=self.activation, clamp=self.clamp)
+        rule = {"product": product, "weighted_inputs": self.weighted_inputs}
         ways = (partial(way, **rule) for way in (in_blocks, grouped))
         return jax.lax.platform_dependent(
             x, expert_ids, weights, *kernels, *biases, **dict(zip(("cpu", "default"), ways, strict=True))
@@ -115,10 +117,11 @@ class Router(Linear):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights and numbers of the experts of tokens `[tokens, hidden]`; each `[tokens, per_token]`."""
         spec, logits = self.spec, super().__call__(x).astype(jnp.float32)
-        if spec.scores == "chosen":
+        score = jax.nn.sigmoid if spec.scores == "sigmoid" else partial(jax.nn.softmax, axis=-1)
+        if spec.by_logit:
             chosen, expert_ids = jax.lax.top_k(logits, self.per_token)
-            return jax.nn.softmax(chosen, axis=-1), expert_ids
-        scores = jax.nn.sigmoid(logits) if spec.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+            return score(chosen), expert_ids
+        scores = score(logits)
         if self.e_score_correction_bias is None and spec.groups == 1:
             weights, expert_ids = jax.lax.top_k(scores, self.per_token)
         else:
@@ -195,20 +198,24 @@ def grouped(
     down: jax.Array,
     *biases: jax.Array,
     product: Any = gate_product,
+    weighted_inputs: bool = False,
 ) -> jax.Array:
     """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable.
 
     Args:
         x: token rows `[tokens, hidden]`.
         expert_ids: int32 `[tokens, experts per token]`.
-        weights: `[tokens, experts per token]`, of the experts' outputs.
+        weights: `[tokens, experts per token]`.
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
         *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
+        weighted_inputs: whether weights multiply the experts' inputs instead.
     """
     rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
+    if weighted_inputs:
+        rows, weights = rows * weights.reshape(-1)[order, None], jnp.ones_like(weights)
     added = [jnp.take(bias, expert_ids.reshape(-1)[order], 0, mode="clip") for bias in biases] or [None] * 3
     plus = lambda y, bias: y if bias is None else y + bias
     gated, raised = (
@@ -227,6 +234,7 @@ def in_blocks(
     down: jax.Array,
     *biases: jax.Array,
     product: Any = gate_product,
+    weighted_inputs: bool = False,
 ) -> jax.Array:
     """Blocks of at most `LARGEST_BLOCK` pairs of one expert, one after the other.
 
@@ -235,15 +243,18 @@ def in_blocks(
     Args:
         x: token rows `[tokens, hidden]`.
         expert_ids: int32 `[tokens, experts per token]`.
-        weights: `[tokens, experts per token]`, of the experts' outputs.
+        weights: `[tokens, experts per token]`.
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
         *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
+        weighted_inputs: whether weights multiply the experts' inputs instead.
     """
     experts = gate.shape[0]
     rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
+    if weighted_inputs:
+        rows, weights = rows * weights.reshape(-1)[order, None], jnp.ones_like(weights)
     mean = -(-expert_ids.size // (experts * shards_along(EXPERT)))
     block = min(1 << (mean - 1).bit_length(), LARGEST_BLOCK)
     rows = jnp.pad(rows, ((0, block), (0, 0)))

@@ -33,7 +33,7 @@ class Attend(Protocol):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, /, *, window: int | None
     ) -> tuple[jax.Array, Any]:
-        """Attention of one layer. Layers with a soft cap or sinks pass `soft_cap` and `sink` as well.
+        """Attention of one layer. Layers with a soft cap, sinks or chunks pass `soft_cap`, `sink` or `chunk`.
 
         Args:
             query: rotated queries, `[rows, n, heads, head_dim]`. This function applies the scale 1/√head_dim.
@@ -199,6 +199,8 @@ class Attention(nnx.Module):
         extras: dict[str, Any] = {}
         if spec.soft_cap is not None:
             extras["soft_cap"] = spec.soft_cap
+        if spec.chunk is not None:
+            extras["chunk"] = spec.chunk
         if self.sinks is not None:
             extras["sink"] = self.sinks[...]
         out, cache = attend(query, key, value, cache, window=spec.window, **extras)
@@ -217,8 +219,8 @@ class Attention(nnx.Module):
             factor = spec.scale * spec.head_dim**0.5
             query = (query.astype(jnp.float32) * factor).astype(query.dtype) if factor != 1.0 else query
         if spec.position_scale is not None:
-            slope, length = spec.position_scale
-            growth = 1 + slope * jnp.log1p((positions // length).astype(jnp.float32))
+            slope, length, offset = spec.position_scale
+            growth = 1 + slope * jnp.log1p(((positions + offset) // length).astype(jnp.float32))
             query = (query.astype(jnp.float32) * growth[:, :, None, None]).astype(query.dtype)
         return query
 

@@ -15,14 +15,16 @@ class RMSNorm(nnx.Module):
 
     Args:
         size: the size of the last axis.
-        spec: epsilon and offset.
+        spec: epsilon, offset, and whether there is a weight.
     """
 
     def __init__(self, size: int, spec: NormSpec) -> None:
-        self.weight = nnx.Param(jnp.ones(size) if not spec.offset else jnp.zeros(size))
+        self.weight = nnx.Param(jnp.full(size, 1 - spec.offset)) if spec.weight else None
         self.epsilon, self.offset = spec.epsilon, spec.offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.weight is None:
+            return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), self.epsilon)
         if not self.offset:
             return rms_norm(x, self.weight[...], self.epsilon)
         # A weight of half precision is widened before the offset would round it.

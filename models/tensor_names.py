@@ -72,11 +72,12 @@ def pieces(
     outputs, part, total = each[-1], slice(None), each[-1]
     for fused, members in family.fused:
         paths = [(*path[:-2], member, path[-1]) for member in members]
-        if module in members and all(p in shapes for p in paths):
+        concerned = in_experts or not family.fused_in_experts
+        if concerned and module in members and all(p in shapes for p in paths):
             widths = [shapes[p][-1] for p in paths]
             place, total, module = members.index(module), sum(widths), fused
             part = slice(sum(widths[:place]), sum(widths[:place]) + outputs)
-            if in_experts and family.experts_as_multiplied:
+            if in_experts and family.interleaved_experts:
                 part = slice(place, None, len(members))
     name = tensor_name((*path[:-2], module, path[-1]), family)
     as_multiplied = in_experts and family.experts_as_multiplied

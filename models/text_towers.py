@@ -32,6 +32,7 @@ TOWERS = {
     "Qwen2VLForConditionalGeneration": TextTower("qwen2"),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2"),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3"),
+    "Llama4ForConditionalGeneration": TextTower("llama4_text"),
 }
 # Model types of towers that differ from a family in the rotation of images alone.
 MODEL_TYPES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -30,10 +30,9 @@ Attend = Callable[..., tuple[jax.Array, Layer]]
 def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Observer | None = None) -> Attend:
     """The function that a model calls in each layer: writes keys and values, then attends to the pages.
 
-    `attend(q, k, v, layer, window=None, soft_cap=None, sink=None)` takes q `[rows, n, heads, head_dim]` and
-    rotated k, v `[rows, n, kv_heads, head_dim]`, and returns the attention output in the shape of q, and the
-    layer as written. `window` limits a query to that many newest positions, its own included; `soft_cap` and
-    `sink` are those of `read`.
+    `attend(q, k, v, layer, window=None, soft_cap=None, sink=None, chunk=None)` takes q `[rows, n, heads,
+    head_dim]` and rotated k, v `[rows, n, kv_heads, head_dim]`, and returns the attention output in the shape
+    of q, and the layer as written. The others are those of `read`.
 
     Args:
         cache: the paged KV cache.
@@ -43,9 +42,9 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
     """
     table = cache.table
 
-    def attend(q, k, v, layer, window=None, soft_cap=None, sink=None):
+    def attend(q, k, v, layer, window=None, soft_cap=None, sink=None, chunk=None):
         layer = write(layer, table, span, k, v)
-        return read(layer, table, span, q, window, reader, observer, soft_cap, sink), layer
+        return read(layer, table, span, q, window, reader, observer, soft_cap, sink, chunk), layer
 
     return attend
 
@@ -142,6 +141,7 @@ def read(
     observer: Observer | None = None,
     soft_cap: float | None = None,
     sink: jax.Array | None = None,
+    chunk: int | None = None,
 ) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
@@ -159,6 +159,7 @@ def read(
         observer: takes statistics of the attention of single tokens, without soft cap and sink.
         soft_cap: c: scores are c · tanh(score / c); None for the scores themselves.
         sink: `[heads]`, the logit by which each head attends to nothing; None for none.
+        chunk: positions are cut into chunks of so many, and a query sees its own chunk only; None: no chunks.
 
     Raises:
         ValueError: a reader of prompts would have to read with a soft cap or sinks.
@@ -170,6 +171,8 @@ def read(
     last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
     positions = span.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
+    if chunk is not None:
+        first = jnp.maximum(first, positions - positions % chunk)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
     if soft_cap is not None or sink is not None:

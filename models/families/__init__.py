@@ -11,6 +11,7 @@ from . import (
     granite,
     layer_norm,
     llama,
+    llama4,
     mixtral,
     olmo,
     phi,
@@ -18,7 +19,7 @@ from . import (
 )
 
 MODULES = (
-    *(llama, qwen, mixtral, gemma, phi, olmo, granite, cohere, glm),
+    *(llama, llama4, qwen, mixtral, gemma, phi, olmo, granite, cohere, glm),
     *(layer_norm, gpt_oss, apertus, deepseek),
 )
 FAMILIES: dict[str, Family] = {family.architecture: family for m in MODULES for family in m.FAMILIES}
@@ -34,6 +35,4 @@ REFUSED = {  # architectures whose layers the block specification cannot express
     "NemotronHForCausalLM": "layers with a recurrent state",
     "GraniteMoeHybridForCausalLM": "layers with a recurrent state",
     "RecurrentGemmaForCausalLM": "layers with a recurrent state",
-    "Llama4ForCausalLM": "attention within chunks",
-    "Llama4ForConditionalGeneration": "attention within chunks",
 }

@@ -8,7 +8,7 @@ def gpt_oss(config: Config, layer: int) -> BlockSpec:
     """Every second layer has a window; a head's sink takes attention and gives nothing."""
     experts = experts_of(
         config,
-        RouterSpec("chosen", bias=True),
+        RouterSpec(by_logit=True, bias=True),
         inner=config.intermediate_size,
         bias=True,
         clamp=(config.swiglu_alpha, config.swiglu_limit),
@@ -36,6 +36,7 @@ FAMILIES = (
         ),
         stacked_experts=True,
         experts_as_multiplied=True,
+        interleaved_experts=True,
         scaled_by_default=True,
     ),
 )

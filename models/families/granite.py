@@ -14,7 +14,7 @@ def granite(config: Config, layer: int) -> BlockSpec:
 def granite_moe(config: Config, layer: int) -> BlockSpec:
     """Granite with experts, whose weights are a softmax over those chosen."""
     bias, scale = config.attention_bias, config.attention_multiplier
-    mlp = experts_of(config, RouterSpec("chosen"), inner=config.intermediate_size)
+    mlp = experts_of(config, RouterSpec(by_logit=True), inner=config.intermediate_size)
     return block_of(config, layer, mlp, bias=bias, output_bias=bias, scale=scale)
 
 

@@ -1,6 +1,6 @@
 """Llama and families that differ in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Helium, Arcee."""
 
-from ..block_spec import BlockSpec, Family, block_of, mlp_of, rope_of
+from ..block_spec import BlockSpec, Family, PositionScale, block_of, mlp_of, rope_of
 from ..config import Config
 
 POSITIONS = {"max_position_embeddings": 131072}
@@ -21,7 +21,7 @@ def ministral3(config: Config, layer: int) -> BlockSpec:
     """Ministral 3: queries grow with the logarithm of the position beyond the original context."""
     scaling = config.rope_scaling
     beta, original = config.llama_4_scaling_beta, scaling and scaling.original_max_position_embeddings
-    growth = (beta, original) if beta and original else None
+    growth = PositionScale(beta, original) if beta and original else None
     return block_of(config, layer, position_scale=growth)
 
 

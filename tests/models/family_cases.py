@@ -26,8 +26,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 BIAS = {"attention_bias": True}
 WINDOW = {"sliding_window": 7, "use_sliding_window": True}
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LLAMA4 = {"head_dim": 8, "intermediate_size_mlp": 36, "num_local_experts": 5} | {
+    "attention_chunk_size": 7,
+    "floor_scale": 5,
+    "interleave_moe_layer_step": 2,
+}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6} | {
     "moe_intermediate_size": 20,
     "n_routed_experts": 8,
@@ -50,6 +55,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"num_key_value_heads": 1, **TIED, "rope_parameters": LLAMA3}),
     ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}, "head_dim": 16}),
     ("Llama", {**BIAS, "mlp_bias": True, "num_hidden_layers": 3, "num_key_value_heads": 4}),
+    ("Llama4", {**LLAMA4, "num_hidden_layers": 4, "num_experts_per_tok": 2}),
+    (
+        "Llama4",
+        {**LLAMA4, "moe_layers": [1], "no_rope_layers": [0, 1], "attention_chunk_size": 12, "floor_scale": 8}
+        | {"use_qk_norm": False, **BIAS, **TIED, "rope_parameters": LLAMA3, "num_key_value_heads": 4},
+    ),
+    (
+        "Llama4",
+        {**LLAMA4, "layer_types": [FULL, CHUNKED], "attn_temperature_tuning": False, "num_key_value_heads": 1},
+    ),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 12}),
     ("Mistral", {"sliding_window": 5, **TIED}),
     ("Ministral", {"sliding_window": 5, "head_dim": 10, "layer_types": [SLIDING, FULL]}),

@@ -25,7 +25,7 @@ def random_model(family: str, settings: dict[str, Any], seed: int) -> Any:
     """
     import transformers
 
-    names = {"Gemma3": "Gemma3Text"}
+    names = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"}
     config = getattr(transformers, f"{names.get(family, family)}Config")(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
