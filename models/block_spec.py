@@ -113,7 +113,9 @@ class RouterSpec:
     """How a token's experts are chosen and weighted."""
 
     scores: str = "softmax"  # or "sigmoid"
-    by_logit: bool = False  # whether experts are chosen by logit and scored after, the softmax over the chosen
+    by_logit: bool = (
+        False  # whether experts are chosen by logit and scored after, the softmax over the chosen
+    )
     bias: bool = False  # of the router's projection
     correction: bool = False  # whether a bias per expert is added to the scores to choose, not to weight
     normalise: bool = False  # whether the weights of a token's experts sum to 1

@@ -155,7 +155,7 @@ class Config:
     attn_temperature_tuning: bool = option(False, BOOLEAN)  # growth of queries in layers without rotation
     floor_scale: int = option(8192, POSITIVE)
     attn_scale: float = option(0.1, SMALL_NUMBER)
-    intermediate_size_mlp: int = option(1, POSITIVE)  # of layers without experts
+    intermediate_size_mlp: int = option(0, COUNT)  # of layers without experts
     interleave_moe_layer_step: int = option(1, POSITIVE)
     moe_layers: tuple[int, ...] | None = option(None, optional(items(COUNT)))  # layers with experts
     swiglu_alpha: float = option(1.702, POSITIVE_NUMBER)

@@ -32,7 +32,11 @@ COMMON = (  # keys that every family reads
 )
 LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers", "moe_layers")
 SWITCHES = ("use_sliding_window",)  # of config.json alone
-ZERO_MEANS_UNSET = ("num_key_value_heads", "head_dim")  # in a Config, but not in config.json
+ZERO_MEANS_UNSET = (
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size_mlp",
+)  # in a Config, but not in config.json
 ROPE_KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
 MOST_PAIRS = 4096  # of a head, with a factor each
 

@@ -135,7 +135,8 @@ def check_sizes(config: Config, size: int, experts: int = 1) -> None:
         "vocab_size": (names, config.vocab_size, shards),
     }
     if len(routed) < len(blocks):
-        divided["intermediate_size"] = (names, config.intermediate_size, shards)
+        width = "intermediate_size_mlp" if config.intermediate_size_mlp else "intermediate_size"
+        divided[width] = (names, getattr(config, width), shards)
     for mlp in routed:
         divided["num_local_experts"] = ("expert_parallel_size", mlp.experts, experts)
         inner = "moe_intermediate_size" if mlp.inner == config.moe_intermediate_size else "intermediate_size"

@@ -55,7 +55,7 @@ def generate(
     if compression is not None:
         if speculator is not None:
             raise ValueError("speculator must be None where the cache is compressed")
-        window = getattr(getattr(decoder, "config", None), "sliding_window", None)
+        window = min(filter(None, getattr(decoder, "windows", ())), default=None)
         if window is not None:
             raise ValueError(f"decoder must have no sliding_window to compress its cache; got {window}")
         state = compress_due_rows(state)

@@ -63,7 +63,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "Llama4",
-        {**LLAMA4, "layer_types": [FULL, CHUNKED], "attn_temperature_tuning": False, "num_key_value_heads": 1},
+        {
+            **LLAMA4,
+            "layer_types": [FULL, CHUNKED],
+            "attn_temperature_tuning": False,
+            "num_key_value_heads": 1,
+        },
     ),
     ("Mistral", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 12}),
     ("Mistral", {"sliding_window": 5, **TIED}),

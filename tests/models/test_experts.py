@@ -1,12 +1,14 @@
 """Mixture of experts: all implementations agree with the definition."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from entropic_jax.models.block_spec import ExpertsSpec, RouterSpec
-from entropic_jax.models.experts import SparseMLP, grouped, in_blocks
+from entropic_jax.models.experts import Router, SparseMLP, grouped, in_blocks
 
 EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
 
@@ -20,13 +22,14 @@ def inputs(tokens: int, spread: float = 1.0):
     return normal(tokens, HIDDEN), chosen, weights, *kernels
 
 
-def by_definition(x, chosen, weights, gate, up, down):
+def by_definition(x, chosen, weights, gate, up, down, weighted_inputs=False):
     out = np.zeros(x.shape)
     for t in range(x.shape[0]):
         for expert, weight in zip(chosen[t], weights[t], strict=True):
-            inner = np.asarray(x[t] @ gate[expert])
-            inner = inner / (1 + np.exp(-inner)) * np.asarray(x[t] @ up[expert])
-            out[t] += float(weight) * (inner @ np.asarray(down[expert]))
+            before, after = (weight, 1.0) if weighted_inputs else (1.0, weight)
+            inner = np.asarray(before * x[t] @ gate[expert])
+            inner = inner / (1 + np.exp(-inner)) * np.asarray(before * x[t] @ up[expert])
+            out[t] += float(after) * (inner @ np.asarray(down[expert]))
     return out
 
 
@@ -36,6 +39,21 @@ def by_definition(x, chosen, weights, gate, up, down):
 def test_agrees_with_the_definition(way, tokens, spread):
     arguments = inputs(tokens, spread)
     np.testing.assert_allclose(jax.jit(way)(*arguments), by_definition(*arguments), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", [in_blocks, grouped])
+def test_weighted_inputs(way):
+    arguments, rule = inputs(7), {"weighted_inputs": True}
+    expected = by_definition(*arguments, **rule)
+    np.testing.assert_allclose(jax.jit(partial(way, **rule))(*arguments), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_experts_are_chosen_by_logit():
+    """Sigmoids of large logits are equal, and the first experts would be chosen."""
+    router = Router(HIDDEN, EXPERTS, CHOICES, RouterSpec("sigmoid", by_logit=True))
+    router.kernel[...] = jnp.eye(HIDDEN, EXPERTS)
+    weights, chosen = router(jnp.array([[30.0, 31.0, 40.0, 50.0, -3.0, 0.0, 0.0, 0.0]]))
+    assert chosen.tolist() == [[3, 2]] and weights.tolist() == [[1.0, 1.0]]
 
 
 def test_a_token_does_not_depend_on_its_neighbours():

@@ -62,6 +62,11 @@ CASES = {  # the text's configuration, that of the images, and other keys
         QWEN_VISION,
         {**OF_QWEN, "tie_word_embeddings": True},
     ),
+    "Llama4": (
+        {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 36, "attention_chunk_size": 6},
+        {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        IMAGE,
+    ),
     "Qwen3VL": ({**SECTIONS, "head_dim": 8}, {**QWEN_VISION, "deepstack_visual_indexes": [0]}, OF_QWEN),
 }
 FAST = "Gemma3"
