@@ -113,9 +113,6 @@ class RouterSpec:
     """How a token's experts are chosen and weighted."""
 
     scores: str = "softmax"  # or "sigmoid"
-    by_logit: bool = (
-        False  # whether experts are chosen by logit and scored after, the softmax over the chosen
-    )
     bias: bool = False  # of the router's projection
     correction: bool = False  # whether a bias per expert is added to the scores to choose, not to weight
     normalise: bool = False  # whether the weights of a token's experts sum to 1
@@ -123,6 +120,7 @@ class RouterSpec:
     groups: int = 1  # of experts; only those of the best groups are eligible
     groups_per_token: int = 1
     group_score: int = 1  # number of best scores that are summed to a group's score
+    by_logit: bool = False  # whether experts are chosen by logit, and scored among those chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +192,11 @@ class Family(NamedTuple):
     experts_as_multiplied: bool = False  # whether stacked experts are [experts, in, out]
     interleaved_experts: bool = False  # whether fused columns of experts take turns
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
-    scaled_by_default: bool = False  # whether transformers scales the rotation if `rope_scaling` is null
+    first_layers_slide: bool = (
+        False  # `max_window_layers` ends them, every second one, instead of beginning them
+    )
+    default_rope: Mapping[str, Any] = {}  # `rope_parameters` of files without them and `rope_scaling`
+    activations: Mapping[str, str] = {}  # spellings of `hidden_act` that mean another here
 
 
 def rope_of(config: Config, layer: int, *, interleaved: bool = False, local: bool = False) -> RopeSpec | None:

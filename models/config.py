@@ -198,6 +198,16 @@ class Config:
         """How many numbers of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
+    @property
+    def longest_context(self) -> int:
+        """Positions that the rotation is made for, which yarn and dynamic scaling extend by their factor."""
+        scaling, stated = self.rope_scaling, self.max_position_embeddings
+        if scaling is None or scaling.rope_type not in ("yarn", "dynamic"):
+            return stated
+        return max(
+            stated, min(int(scaling.original_max_position_embeddings * scaling.factor), LARGEST_INTEGER)
+        )
+
     def window(self, layer: int) -> int | None:
         """How many positions a query of this layer sees, its own included; None for all before it."""
         sliding = self.layer_types is None or self.layer_types[layer] == SLIDING
@@ -240,6 +250,8 @@ def require_file(path: Path) -> Path:
             if known
             else f"{path} is missing: every model directory has one"
         )
+    if path.stat().st_size == 0:  # as of files in /proc, some of which a reader waits for
+        raise ModelError(f"{path} must not be empty; got 0 bytes")
     return path
 
 

@@ -6,6 +6,7 @@ where layers differ in their rotation.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,12 +32,18 @@ COMMON = (  # keys that every family reads
     *"rms_norm_eps tie_word_embeddings hidden_act".split(),
 )
 LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers", "moe_layers")
+MAY_BE_NULL = (  # keys whose null says something else than the family's default
+    "num_key_value_heads",
+    "head_dim",
+    *(f.name for f in dataclasses.fields(Config)[1:] if f.metadata["check"].accepts(None)),
+)
 SWITCHES = ("use_sliding_window",)  # of config.json alone
 ZERO_MEANS_UNSET = (
     "num_key_value_heads",
     "head_dim",
     "intermediate_size_mlp",
 )  # in a Config, but not in config.json
+CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}  # of every family
 ROPE_KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
 MOST_PAIRS = 4096  # of a head, with a factor each
 
@@ -50,7 +57,7 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     for name in SWITCHES:
         if not isinstance(raw.get(name), bool | None):
             raise ModelError(f"{name} must be true or false; got {abbreviate(raw[name])}")
-    for name, value in family.required.items():
+    for name, value in {**CAUSAL, **family.required}.items():
         if raw.get(name, value) not in (value, None):
             raise ModelError(f"{name} must be {value!r}; got {abbreviate(raw[name])}")
     merged = with_our_names(raw, family)
@@ -64,20 +71,34 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
             values[name] = as_tuple(name, values[name])
     activation = values.get("hidden_act")
     if isinstance(activation, str):
-        values["hidden_act"] = SPELLINGS.get(activation, activation)
+        activation = SPELLINGS.get(activation, activation)
+        values["hidden_act"] = family.activations.get(activation, activation)
     if is_integer(values.get("attn_temperature_tuning")):  # in older files
         values["attn_temperature_tuning"] = bool(values["attn_temperature_tuning"])
     values |= windows(merged, values, family) | rotation(merged, family)
     stops = raw.get("eos_token_id")
     values["eos_token_id"] = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
     values["bos_token_id"] = raw.get("bos_token_id")
-    return Config(family.architecture, **values)
+    try:
+        return Config(family.architecture, **values)
+    except ModelError as error:
+        raise ModelError(with_their_names(str(error), family)) from None
 
 
 def with_our_names(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The keys of config.json over the family's defaults, under the names of `Config`."""
     theirs = {ours: raw[name] for ours, name in family.aliases.items() if raw.get(name) is not None}
-    return {**family.defaults, **raw, **theirs}
+    null = {
+        name for name, value in raw.items() if value is None and name not in MAY_BE_NULL
+    } & family.defaults.keys()
+    return {**family.defaults, **{name: raw[name] for name in raw if name not in null}, **theirs}
+
+
+def with_their_names(message: str, family: Family) -> str:
+    """An error message about a field of `Config`, with the name that config.json has for it."""
+    for ours, theirs in family.aliases.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    return message
 
 
 def as_object(name: str, value: Any) -> Mapping[str, Any]:
@@ -110,28 +131,35 @@ def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family
     if "attention_chunk_size" in keys and "layer_types" not in values:
         rotated = result.get("no_rope_layers", values.get("no_rope_layers", ()))
         result["layer_types"] = tuple(CHUNKED if rotates else FULL for rotates in rotated)
-    if "sliding_window" not in keys or not merged.get("use_sliding_window", True):
+    if "sliding_window" not in keys or ("use_sliding_window" in keys and not merged["use_sliding_window"]):
         return result
     result["sliding_window"] = merged["sliding_window"]
+    if "layer_types" not in keys:
+        only_sliding(merged)
     if "layer_types" in values:
         return result
     if "no_rope_layer_interval" in keys:
         rotated = result.get("no_rope_layers", values.get("no_rope_layers", ()))
         result["layer_types"] = tuple(FULL if rotates else SLIDING for rotates in rotated)
-    elif "max_window_layers" in keys and "num_local_experts" not in keys:
-        first = merged["max_window_layers"]
-        if not is_integer(first):
-            raise ModelError(f"max_window_layers must be an integer; got {abbreviate(first)}")
-        result["layer_types"] = tuple(SLIDING if i >= first else FULL for i in range(layers))
-    elif "max_window_layers" in keys:  # the layers before it, every second one
-        first = merged["max_window_layers"]
-        if not is_integer(first):
-            raise ModelError(f"max_window_layers must be an integer; got {abbreviate(first)}")
-        result["layer_types"] = tuple(SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers))
+    elif "max_window_layers" in keys:
+        border = merged["max_window_layers"]
+        if not is_integer(border):
+            raise ModelError(f"max_window_layers must be an integer; got {abbreviate(border)}")
+        slides = (
+            (lambda i: i % 2 == 0 and i < border) if family.first_layers_slide else (lambda i: i >= border)
+        )
+        result["layer_types"] = tuple(SLIDING if slides(i) else FULL for i in range(layers))
     elif "sliding_window_pattern" in keys:
         every = positive("sliding_window_pattern", merged)
         result["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(layers))
     return result
+
+
+def only_sliding(merged: Mapping[str, Any]) -> None:
+    """Raise ModelError for layers without the window where the family has it in all."""
+    kinds = merged.get("layer_types")
+    if merged["sliding_window"] is not None and kinds and kinds != [SLIDING] * len(kinds):
+        raise ModelError(f"layer_types must be absent, or {SLIDING!r} in all layers; got {abbreviate(kinds)}")
 
 
 def layer_count(merged: Mapping[str, Any]) -> int:
@@ -151,7 +179,7 @@ def positive(name: str, merged: Mapping[str, Any]) -> int:
 def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of a Config that say how queries and keys are rotated."""
     objects = [as_object(name, merged.get(name)) for name in ("rope_scaling", "rope_parameters")]
-    stated = objects[0] or objects[1]
+    stated = objects[0] or objects[1] or family.default_rope
     nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
     local: Mapping[str, Any] = {}
     if nested is not None:
@@ -164,6 +192,10 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise ModelError(
                 f"rope_parameters.{SLIDING}.rope_type must be 'default'; got {abbreviate(local['rope_type'])}"
             )
+    elif "rope_local_base_freq" in family.defaults and objects[1] and not objects[0]:
+        raise ModelError(
+            f"rope_parameters must have the objects {FULL} and {SLIDING}; got {abbreviate(objects[1])}"
+        )
     result: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
         value = stated.get(name, merged.get(name))
@@ -189,6 +221,8 @@ def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any], family: Fam
     """
     kind = stated.get("rope_type", stated.get("type", "default"))
     kind = ROPE_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "yarn" and stated.get("short_factor") is not None:  # in early files of Phi 3
+        kind = "longrope"
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in FIELDS:
@@ -197,8 +231,11 @@ def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any], family: Fam
     required, extra = FIELDS[kind]
     context = merged.get("max_position_embeddings")
     values: dict[str, Any] = {"original_max_position_embeddings": context, **stated}
-    if "original_max_position_embeddings" in family.defaults:  # of the model, not of the scaling
+    if merged.get("original_max_position_embeddings") is not None:  # of the model; it counts
         values["original_max_position_embeddings"] = merged["original_max_position_embeddings"]
+    if kind not in ("yarn", "longrope") and stated.get("mscale_all_dim"):
+        value = abbreviate(stated["mscale_all_dim"])
+        raise ModelError(f"rope_scaling.mscale_all_dim must be absent with {kind!r}; got {value}")
     if kind == "dynamic":
         values["original_max_position_embeddings"] = context
     original = values["original_max_position_embeddings"]
@@ -251,7 +288,7 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
         "model_type": family.model_type,
         "torch_dtype": dtype,
         "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "default"} if scaling is None and family.scaled_by_default else scaling,
+        "rope_scaling": {"rope_type": "default"} if scaling is None and family.default_rope else scaling,
         "bos_token_id": config.bos_token_id,
         "pad_token_id": None,  # some families have one beyond small vocabularies by default
         "eos_token_id": stops[0] if len(stops) == 1 else list(stops) or None,

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from entropic_jax.cache import ModelShape
+from entropic_jax.mesh import TENSOR
 
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
@@ -43,6 +44,9 @@ def family(raw: Mapping[str, Any]) -> Family:
     if name is None or name not in FAMILIES:
         accepted = ", ".join(sorted(FAMILIES))
         raise ModelError(f"architectures must be one of {accepted}; got {abbreviate(names or model_type)}")
+    if model_type not in (None, FAMILIES[name].model_type):
+        expected = FAMILIES[name].model_type
+        raise ModelError(f"model_type must be {expected!r} for {name}; got {abbreviate(model_type)}")
     return FAMILIES[name]
 
 
@@ -123,7 +127,8 @@ class Decoder:
     @property
     def partition_specs(self) -> Params:
         """The PartitionSpec of every parameter on the mesh."""
-        return sharding.partition_specs(structure(self.config, self.quantization)[1])
+        devices = 1 if self.mesh is None else self.mesh.shape[TENSOR]
+        return sharding.partition_specs(structure(self.config, self.quantization)[1], devices)
 
     @property
     def shape(self) -> ModelShape:

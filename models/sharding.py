@@ -66,10 +66,17 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")
 
 
-def partition_specs(shapes: Any) -> Any:
-    """The PartitionSpec of every array of a model's `Params`."""
+def partition_specs(shapes: Any, devices: int) -> Any:
+    """The PartitionSpec of every array of a model's `Params`; nothing is divided over one device.
+
+    Args:
+        shapes: the shapes of the arrays, in the structure of `Params`.
+        devices: number of devices of the tensor axis.
+    """
 
     def spec(path: tuple[Any, ...], x: Any) -> P:
+        if devices == 1:
+            return P()
         return partition_spec(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.ndim)
 
     return jax.tree_util.tree_map_with_path(spec, shapes)
@@ -77,7 +84,8 @@ def partition_specs(shapes: Any) -> Any:
 
 def shardings(shapes: Any, mesh: Mesh) -> Any:
     """The NamedSharding of every array of a model's `Params`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(shapes))
+    specs = partition_specs(shapes, mesh.shape[TENSOR])
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def copied(x: jax.Array, place: jax.Device | Mesh) -> jax.Array:

@@ -98,6 +98,7 @@ class StoredTensors:
             and not HARMLESS.search(name)
             and not name.startswith(drafting)
             and not self.is_zero_bias(name)
+            and 0 not in self[name].shape  # as transformers writes experts that there are none of
         ]
         if unexpected:
             size = f"{config.num_hidden_layers} layers of {config.architecture}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import normalizers
@@ -84,8 +85,12 @@ class Tokenizer:
         require_file(file)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-            backend.encode(f"a {MARK}")  # some find out that they lack a token for what is unknown
-        except Exception as error:  # the bindings raise nothing narrower
+            backend.no_truncation()  # neither is used, and either may fail or fill the memory
+            backend.no_padding()
+            backend.encode(f"A {MARK} b")  # some find out that they lack a token for what is unknown
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
             raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
         settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         settings = read_json(settings_file) if is_there(settings_file) else {}
@@ -229,7 +234,8 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return compiled(self.chat_template).render({**named, **stated, "tools": tools, **variables})
+            others = {"tools": tools, "documents": None, **variables}
+            return compiled(self.chat_template).render({**named, **stated, **others})
         except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(f"the chat template rejects the messages: {error}") from None
 
@@ -268,6 +274,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
+class Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`, which marks for training what the model wrote; here it is only its text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
 @functools.lru_cache(maxsize=8)
 def compiled(template: str) -> jinja2.Template:
     """A chat template in jinja's immutable sandbox, with the helpers that templates expect."""
@@ -279,7 +297,7 @@ def compiled(template: str) -> jinja2.Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
     environment.filters["tojson"] = as_json
     strftime_now = lambda form: datetime.datetime.now().strftime(form)

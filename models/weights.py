@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from entropic_jax.mesh import TENSOR
 from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
@@ -116,7 +117,7 @@ def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Arr
     """
     if mesh is None:
         return jax.block_until_ready(jax.device_put(host))
-    spec = partition_spec(path, host.ndim)
+    spec = partition_spec(path, host.ndim) if mesh.shape[TENSOR] > 1 else PartitionSpec()
     return jax.block_until_ready(jax.device_put(host, NamedSharding(mesh, spec)))
 
 

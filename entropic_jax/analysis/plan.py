@@ -90,7 +90,7 @@ def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) 
         axes = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
         return x.size // math.prod(sizes[axis] for axis in axes)
 
-    parts = jax.tree.map(on_chip, shapes, partition_specs(shapes))
+    parts = jax.tree.map(on_chip, shapes, partition_specs(shapes, devices))
     total = sum(jax.tree.leaves(parts)) * itemsize
     return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize
 
@@ -104,7 +104,8 @@ def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
         page_size: positions of a page.
         dtype: the dtype of keys and values.
     """
-    heads, size = config.num_key_value_heads // devices, config.head_dim
+    shape = Decoder(config).shape
+    heads, size = shape.kv_heads // devices, shape.head_dim
     tiles = 2 * page_size * size * bytes_per_number(dtype, size)
     return int(config.num_hidden_layers * heads * (tiles + 4 * (3 * size + 1)))
 
@@ -172,9 +173,9 @@ def roofline(
     devices = topology.devices
     _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
     flops = 2.0 * Decoder(config).shape.weights * rows / devices
-    heads = config.num_key_value_heads // devices
-    position = 2 * config.num_hidden_layers * heads * config.head_dim
-    cached = rows * context * position * bytes_per_number(dtypes.cache, config.head_dim)
+    shape = Decoder(config).shape
+    position = 2 * config.num_hidden_layers * (shape.kv_heads // devices) * shape.head_dim
+    cached = rows * context * position * bytes_per_number(dtypes.cache, shape.head_dim)
     return Roofline(
         1e3 * max(read / topology.bandwidth, flops / topology.flops),
         1e3 * cached / topology.bandwidth,

@@ -21,6 +21,7 @@ FAMILIES = (
             (".input_layernorm.", ".attention_layernorm."),
             (".post_attention_layernorm.", ".feedforward_layernorm."),
         ),
-        scaled_by_default=True,
+        default_rope={"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     ),
 )

@@ -40,7 +40,7 @@ FAMILIES = (
     Family(
         "CohereForCausalLM",
         "cohere",
-        {**KEYS, "use_qk_norm": False},
+        {**KEYS, "rope_theta": 5e5, "use_qk_norm": False},
         cohere,
         output,
         aliases={"rms_norm_eps": "layer_norm_eps"},

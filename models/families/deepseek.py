@@ -10,7 +10,7 @@ from ..block_spec import (
     mlp_of,
     rms_norm_of,
 )
-from ..config import Config
+from ..config import Config, ModelError
 from ..rope import RopeSpec, yarn_magnitude
 
 
@@ -50,6 +50,10 @@ def block(config: Config, layer: int, router: RouterSpec) -> BlockSpec:
 
 def deepseek_v2(config: Config, layer: int) -> BlockSpec:
     """DeepSeek V2: softmax scores, experts of the groups with the best expert."""
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(
+            f"topk_method must be 'greedy' or 'group_limited_greedy'; got {config.topk_method!r}"
+        )
     grouped = config.topk_method != "greedy"
     groups = (config.n_group, config.topk_group) if grouped else (1, 1)
     return block(

@@ -61,7 +61,6 @@ SANDWICH = (
     (".attention_output_norm.", ".post_attention_layernorm."),
     (".mlp_output_norm.", ".post_feedforward_layernorm."),
 )
-NOT_BIDIRECTIONAL = {"use_bidirectional_attention": False}
 FAMILIES = (
     Family(
         "GemmaForCausalLM",
@@ -69,8 +68,7 @@ FAMILIES = (
         {**KEYS, "max_position_embeddings": 8192, "num_key_value_heads": 16},
         gemma,
         output,
-        aliases={"hidden_act": "hidden_activation"},
-        required=NOT_BIDIRECTIONAL,
+        activations={"gelu": "gelu_pytorch_tanh"},  # of the first files, which were trained with the other
     ),
     Family(
         "Gemma2ForCausalLM",
@@ -87,18 +85,18 @@ FAMILIES = (
         output,
         aliases={"hidden_act": "hidden_activation"},
         renames=SANDWICH,
-        required=NOT_BIDIRECTIONAL,
+        required={"sliding_window_pattern": 2},
     ),
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
         {**KEYS, **CAPS, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6}
         | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        | {"final_logit_softcapping": None},
         gemma3,
         output,
         aliases={"hidden_act": "hidden_activation"},
         renames=SANDWICH,
-        required=NOT_BIDIRECTIONAL,
+        required={"attn_logit_softcapping": None},
     ),
 )

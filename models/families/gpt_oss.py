@@ -26,6 +26,7 @@ FAMILIES = (
         | {"attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4}
         | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         gpt_oss,
+        required={"sliding_window_pattern": 2},
         fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
         renames=(
             (".mlp.gate.", ".mlp.router."),
@@ -37,6 +38,7 @@ FAMILIES = (
         stacked_experts=True,
         experts_as_multiplied=True,
         interleaved_experts=True,
-        scaled_by_default=True,
+        default_rope={"rope_type": "yarn", "factor": 32.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096},
     ),
 )

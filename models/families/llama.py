@@ -1,7 +1,7 @@
 """Llama and families that differ in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Helium, Arcee."""
 
 from ..block_spec import BlockSpec, Family, PositionScale, block_of, mlp_of, rope_of
-from ..config import Config
+from ..config import Config, ModelError
 
 POSITIONS = {"max_position_embeddings": 131072}
 
@@ -19,9 +19,12 @@ def mistral(config: Config, layer: int) -> BlockSpec:
 
 def ministral3(config: Config, layer: int) -> BlockSpec:
     """Ministral 3: queries grow with the logarithm of the position beyond the original context."""
-    scaling = config.rope_scaling
-    beta, original = config.llama_4_scaling_beta, scaling and scaling.original_max_position_embeddings
-    growth = PositionScale(beta, original) if beta and original else None
+    beta, scaling = config.llama_4_scaling_beta, config.rope_scaling
+    growth = None
+    if beta:
+        if scaling is None or scaling.rope_type != "yarn":
+            raise ModelError(f"rope_scaling.llama_4_scaling_beta must be 0 without 'yarn'; got {beta}")
+        growth = PositionScale(beta, scaling.original_max_position_embeddings)
     return block_of(config, layer, position_scale=growth)
 
 
@@ -70,7 +73,8 @@ FAMILIES = (
         {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
         | {"sliding_window": None, "llama_4_scaling_beta": 0.0},
         ministral3,
-        scaled_by_default=True,
+        default_rope={"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "llama_4_scaling_beta": 0.1}
+        | {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     Family(
         "SmolLM3ForCausalLM",

@@ -41,6 +41,7 @@ FAMILIES = (
         | {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
         olmo,
         renames=RENAMES,
+        required={"sliding_window_pattern": 4},
     ),
     Family(
         "OlmoeForCausalLM",

@@ -64,6 +64,7 @@ FAMILIES = (
         | {"num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, **EXPERTS}
         | {"shared_expert_intermediate_size": 5632, "qkv_bias": True},
         qwen2_moe,
+        first_layers_slide=True,
         aliases={"num_local_experts": "num_experts"},
     ),
     Family(

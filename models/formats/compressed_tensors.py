@@ -198,6 +198,10 @@ def checked_shape(name: str, parts: Parts, scheme: Scheme) -> tuple[int, int]:
         else:
             require_dtype(f"{name}_zero_point", zero_point, "I8", "I16", "I32", "I64")
             require_shape(f"{name}_zero_point", zero_point, *shapes)
+    elif "zero_point" in parts and np.any(parts["zero_point"][...]):
+        raise ModelError(
+            f"{scale.file}: {name}_zero_point must be absent or 0 where weights.symmetric is true"
+        )
     if "global_scale" in parts:
         require_shape(f"{name}_global_scale", parts["global_scale"], (1,), ())
         require_floats(f"{name}_global_scale", parts["global_scale"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Config, ModelError
+from ..families import FAMILIES
 from .gguf_files import GGUFFile, GGUFTensor
 from .stored import StoredTensor
 
@@ -36,8 +37,15 @@ GGUF = (
     ("blk.", "model.layers."),
     *((f".attn_{part}.", f".self_attn.{part}_proj.") for part in "qkv"),
     (".attn_output.", ".self_attn.o_proj."),
+    (".attn_qkv.", ".self_attn.qkv_proj."),
     (".attn_q_norm.", ".self_attn.q_norm."),
     (".attn_k_norm.", ".self_attn.k_norm."),
+    (".post_attention_norm.", ".attention_output_norm."),
+    (".post_ffw_norm.", ".mlp_output_norm."),
+    (".ffn_gate_inp_shexp.", ".mlp.shared_expert_gate."),
+    (".ffn_gate_inp.", ".mlp.gate."),
+    *((f".ffn_{part}_shexp.", f".mlp.shared_expert.{part}_proj.") for part in ("gate", "down", "up")),
+    *((f".ffn_{part}_exps.", f".mlp.experts.{part}_proj.") for part in ("gate", "down", "up")),
     (".ffn_gate.", ".mlp.gate_proj."),
     (".ffn_down.", ".mlp.down_proj."),
     (".ffn_up.", ".mlp.up_proj."),
@@ -46,12 +54,20 @@ GGUF = (
 )
 # Architectures of GGUF files that are read, and the model families that each may hold.
 ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM"),
+    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
     "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3moe": ("Qwen3MoeForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
 }
+FUSED = ("phi3",)  # of these, `ffn_up` holds the gate too
 PAIRED = ("llama",)  # of these, rows of queries and keys are in the order of pairs
-ROPE_FACTORS = "rope_freqs.weight"  # follows from rope_scaling in config.json
+# Factors of the rotation, which follow from rope_scaling in config.json.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class ReorderedTensor:
@@ -75,7 +91,27 @@ class ReorderedTensor:
         self.tensor.release()
 
 
-ForeignTensor = StoredTensor | GGUFTensor | ReorderedTensor
+class ShiftedTensor:
+    """A vector of which a number is stored too much: a weight of a norm with its offset.
+
+    Args:
+        tensor: as it is stored.
+        offset: what is subtracted.
+    """
+
+    def __init__(self, tensor: Any, offset: float) -> None:
+        self.tensor, self.offset = tensor, offset
+        self.dtype, self.shape, self.file = tensor.dtype, tensor.shape, tensor.file
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.tensor[index] - np.float32(self.offset)
+
+    def release(self) -> None:
+        """See `release_pages`."""
+        self.tensor.release()
+
+
+ForeignTensor = StoredTensor | GGUFTensor | ReorderedTensor | ShiftedTensor
 
 
 def order_of_halves(rows: int, heads: int) -> np.ndarray:
@@ -108,10 +144,37 @@ def gguf(path: Path, config: Config) -> dict[str, ForeignTensor]:
             f"{path}: general.architecture must be {known or ', '.join(ARCHITECTURES)} for "
             f"{config.architecture}; got {architecture!r}"
         )
-    renamed: dict[str, ForeignTensor] = {
-        renames(name, GGUF): tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS
-    }
+    family = FAMILIES[config.architecture]
+    offset = family.output(config).norm.offset
+    named: dict[str, ForeignTensor] = {}
+    for name, tensor in file.tensors.items():
+        if name not in ROPE_FACTORS:
+            named |= parts_of(renames(name, GGUF), tensor, offset)
+    renamed = {}
+    fused = ((".mlp.up_proj.", ".mlp.gate_up_proj."),) if architecture in FUSED else ()
+    for name, tensor in named.items():
+        for ours, theirs in (*fused, *family.renames):
+            name = name.replace(ours, theirs)
+        renamed[name] = tensor
     return in_halves(renamed, config) if architecture in PAIRED else renamed
+
+
+def parts_of(name: str, tensor: GGUFTensor, offset: float) -> dict[str, ForeignTensor]:
+    """The tensors of a model that a tensor of a GGUF file holds, by name: one, or one per expert.
+
+    Args:
+        name: in the spelling of Llama.
+        tensor: as it is stored.
+        offset: what the weights of norms are stored with in addition.
+    """
+    if ".experts." in name and len(tensor.shape) == 3:
+        split = (tensor.part(expert) for expert in range(tensor.shape[0]))
+        return {name.replace(".experts.", f".experts.{i}."): part for i, part in enumerate(split)}
+    if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+        return {name: tensor.as_row()}
+    if offset and "norm." in name:
+        return {name: ShiftedTensor(tensor, offset)}
+    return {name: tensor}
 
 
 def renames(name: str, table: tuple[tuple[str, str], ...]) -> str:

@@ -107,6 +107,46 @@ def q6_k(blocks: np.ndarray) -> np.ndarray:
     return (values.reshape(-1, 16, 16) * scales[..., None]).reshape(len(blocks), -1)
 
 
+def quarters(packed: np.ndarray) -> np.ndarray:
+    """2-bit integers of 64 bytes, in two halves of four planes of 32, `[blocks, 256]`."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(len(packed), -1)
+
+
+def q2_k(blocks: np.ndarray) -> np.ndarray:
+    scales = (blocks[:, :16] & 15) * halves(blocks, 80)
+    minima = (blocks[:, :16] >> 4) * halves(blocks, 82)
+    values = quarters(blocks[:, 16:80]).reshape(-1, 16, 16)
+    return (scales[..., None] * values - minima[..., None]).reshape(len(blocks), -1)
+
+
+def q3_k(blocks: np.ndarray) -> np.ndarray:
+    packed = blocks[:, 96:108]
+    high = (packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    scales = (nibbles(packed[:, :8]) | (high.reshape(-1, 16) << 4)).astype(np.int8) - 32
+    third = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    values = quarters(blocks[:, 32:96]) | (third.reshape(-1, 256) << 2)
+    values = (values.astype(np.int8) - 4).reshape(-1, 16, 16)
+    return ((halves(blocks, 108) * scales)[..., None] * values).reshape(len(blocks), -1)
+
+
+# The 16 values of the "non-linear" 4-bit integers.
+CURVE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    return halves(blocks, 0) * CURVE[nibbles(blocks[:, 2:])]
+
+
+def iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=-1).reshape(-1, 8)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view(np.dtype("<u2"))
+    high = (high >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
+    scales = (low | (high << 4)).astype(np.float32) - 32
+    values = CURVE[nibbles(blocks[:, 8:].reshape(-1, 8, 16))]
+    return ((halves(blocks, 0) * scales)[..., None] * values).reshape(len(blocks), -1)
+
+
 BLOCK_TYPES = {  # by their number in a file
     0: BlockType("F32", 1, 4, plain("<f4")),
     1: BlockType("F16", 1, 2, plain("<f2")),
@@ -115,8 +155,12 @@ BLOCK_TYPES = {  # by their number in a file
     6: BlockType("Q5_0", 32, 22, q5_0),
     7: BlockType("Q5_1", 32, 24, q5_1),
     8: BlockType("Q8_0", 32, 34, q8_0),
+    10: BlockType("Q2_K", 256, 84, q2_k),
+    11: BlockType("Q3_K", 256, 110, q3_k),
     12: BlockType("Q4_K", 256, 144, q4_k),
     13: BlockType("Q5_K", 256, 176, q5_k),
     14: BlockType("Q6_K", 256, 210, q6_k),
+    20: BlockType("IQ4_NL", 32, 18, iq4_nl),
+    23: BlockType("IQ4_XS", 256, 136, iq4_xs),
     30: BlockType("BF16", 1, 2, bfloat16),
 }

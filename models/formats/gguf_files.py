@@ -43,6 +43,14 @@ class GGUFTensor:
             selected = self.data[rows]
             return self.kind.decode(selected.reshape(-1, self.kind.size)).reshape(len(selected), -1)
 
+    def part(self, number: int) -> "GGUFTensor":
+        """One matrix of a stack."""
+        return GGUFTensor(self.data[number], self.shape[1:], self.kind, self.file)
+
+    def as_row(self) -> "GGUFTensor":
+        """A vector as a matrix of one row."""
+        return GGUFTensor(self.data[None], (1, *self.shape), self.kind, self.file)
+
     def release(self) -> None:
         """See `release_pages`."""
         release_pages(self.data)

@@ -14,6 +14,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONSOLIDATED = "consolidated.safetensors"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 VARIANT = re.compile(r"model\.([\w-]+)\.safetensors|model\.safetensors\.index\.([\w-]+)\.json")
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # of a variant, whose index has the name without it
 Opener = Callable[[Path], dict[str, StoredTensor]]
 
 
@@ -52,7 +53,8 @@ def variant(directory: Path) -> tuple[str, str]:
     Raises ModelError where there are several variants.
     """
     matches = (VARIANT.fullmatch(path.name) for path in directory.glob("model.*"))
-    names = sorted({match[1] or match[2] for match in matches if match})
+    names = {match[1] or match[2] for match in matches if match}
+    names = sorted({SHARD.sub("", name) for name in names})
     if len(names) > 1:
         raise ModelError(f"{directory} must hold one variant of {SINGLE}; got {', '.join(names)}")
     name = f".{names[0]}" if names else ""

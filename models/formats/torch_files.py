@@ -29,6 +29,8 @@ STORAGES = {
     "BoolStorage": "BOOL",
 }
 LARGEST_PICKLE = 8_000_000  # bytes, without the storages
+DEEPEST = 100  # objects within objects
+LOAD_MARK: Any = pickle._Unpickler.dispatch[pickle.MARK[0]]
 LOCAL_HEADER = 30  # bytes before the name of an entry of a zip archive
 
 
@@ -87,6 +89,7 @@ class TensorUnpickler(pickle._Unpickler):
     """Unpickles dicts of tensors in Python, so that a malformed file cannot exhaust the memory."""
 
     stack: list[Any]
+    metastack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
@@ -108,7 +111,17 @@ class TensorUnpickler(pickle._Unpickler):
         if not isinstance(self.stack[-1], OrderedDict):
             raise pickle.UnpicklingError("only a dict may have attributes")
 
+    def load_bytearray8(self) -> None:
+        raise pickle.UnpicklingError("it holds an array of bytes, which no tensor needs")
+
+    def load_mark(self) -> None:
+        if len(self.metastack) >= DEEPEST:
+            raise pickle.UnpicklingError(f"it is nested more than {DEEPEST} deep")
+        LOAD_MARK(self)
+
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+    dispatch[pickle.MARK[0]] = load_mark
 
 
 def open_torch_file(path: Path) -> dict[str, StoredTensor]:

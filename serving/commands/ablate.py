@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if options.seeds < 1:
         raise RequestError(f"--seeds must be an integer of at least 1; got {options.seeds}")
     workload = _workload(options)
-    longest = min(len(workload.stream) - 1, workload.subject.decoder.config.max_position_embeddings)
+    longest = min(len(workload.stream) - 1, workload.subject.decoder.config.longest_context)
     for context in options.contexts:
         if not SHORTEST <= context <= longest:
             raise RequestError(

@@ -71,7 +71,7 @@ def _calibrate(
     from entropic_jax.calibration import calibrate, split_sequences
 
     sequences = [tokenizer.encode(text) for text in texts]
-    context = model.config.max_position_embeddings
+    context = model.config.longest_context
     total = 2 * sum(len(piece) - 1 for piece in split_sequences(sequences, context, tokens))  # read twice
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     errors, hidden = Console(stderr=True), not sys.stderr.isatty()

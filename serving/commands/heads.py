@@ -110,7 +110,7 @@ def _measure(options: argparse.Namespace) -> "tuple[HeadProfile, int]":
 
     text = read_text(options.text, "--text")
     model, tokenizer = model_options.load_model(options)
-    context = model.config.max_position_embeddings
+    context = model.config.longest_context
     tokens = tokenizer.encode(text)[: min(options.tokens or context, context)]
     policy = EntropyPrefill(
         segment=options.segment, rigid_below=options.rigid_below, base=options.prefill_budget

@@ -231,7 +231,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
         ValueError: Where the options do not fit together, or no page fits into the memory.
     """
     on_cpu, plan, method = jax.default_backend() == "cpu", plan_of(options), method_of(options, model)
-    longest, page_size = model.config.max_position_embeddings, _page_size(options, method)
+    longest, page_size = model.config.longest_context, _page_size(options, method)
     if options.max_model_len is not None and options.max_model_len > longest:
         raise ParameterError(
             f"max_model_len must be at most {longest}, the model's longest sequence; "

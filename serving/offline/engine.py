@@ -58,7 +58,7 @@ class Engine:
         self.preset = presets.preset("off") if preset is None else preset
         check_drafter(self.preset.speculate)
         self.belief_temperature = belief_temperature
-        self.context = model.config.max_position_embeddings
+        self.context = model.config.longest_context
         self._programs: dict[Any, Callable[..., tuple[State, Trace]]] = {}  # launches, by shape
         self.pages = pages_of(kv_cache_dtype, model.params)
         shape = model.decoder.shape

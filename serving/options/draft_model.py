@@ -28,7 +28,7 @@ class ModelWithDraft(models.Model):
     def decoder(self) -> Any:
         """Of both models."""
         assert self.draft is not None and self.target is not None, "`with_draft` sets both"
-        context = self.draft.config.max_position_embeddings
+        context = self.draft.config.longest_context
         return DraftingDecoder(self.target.decoder, self.draft.decoder, context)
 
 

@@ -252,7 +252,7 @@ BROKEN = {
         r"must hold model\.safetensors, or several files and .*; got neither",
     ),
     "truncated": (truncate, r"model\.safetensors must be a complete safetensors file; got \d+ bytes"),
-    "empty": (text("model.safetensors", ""), r"must be a complete safetensors file; got 0 bytes"),
+    "empty": (text("model.safetensors", ""), r"must not be empty; got 0 bytes"),
     "a web page": (text("model.safetensors", "<html>" * 9), r"must be a complete safetensors file"),
     "missing tensor": (weights(lambda t: t.pop(Q)), rf"lacks {re.escape(Q)}; config\.json asks for"),
     "unexpected tensor": (

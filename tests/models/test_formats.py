@@ -374,3 +374,18 @@ def test_int8_stays_int8(name, plain, tmp_path):
         wide = np.asarray(part["kernel"], np.float32) * np.asarray(part["scale"])
         np.testing.assert_allclose(wide.T, dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
     assert model.params["lm_head"]["kernel"].dtype == np.int8  # not quantised on disk
+
+
+def test_each_matrix_has_the_scheme_that_its_zero_points_ask_for(plain, tmp_path, monkeypatch):
+    """A symmetric scheme that comes first does not take matrices that have zero points."""
+    mixed = lambda stem, w: write.int8_rows(stem, w, symmetric="mlp" not in stem)
+    schemes = groups(CHANNELS, {**CHANNELS, "symmetric": False})
+    monkeypatch.setitem(FORMATS, "mixed", (schemes, mixed))
+    dense = quantise(plain, tmp_path, "mixed")
+    actual = tensors_of(models.load(tmp_path, progress=False), tmp_path / "dense")
+    for tensor, expected in dense.items():
+        np.testing.assert_allclose(actual[tensor], expected, rtol=1e-5, atol=1e-6, err_msg=tensor)
+    one = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**one, "quantization_config": groups(CHANNELS)}))
+    with pytest.raises(ModelError, match=r"zero_point must be absent or 0 where weights\.symmetric is true"):
+        models.load(tmp_path, progress=False)

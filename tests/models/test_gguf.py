@@ -177,6 +177,20 @@ def test_gguf(name, tmp_path):
     require_same(tmp_path, expected, atol=1e-6)
 
 
+def test_a_part_of_a_head_that_is_rotated_is_refused(directory):
+    (directory / "config.json").unlink()
+    tensors = renamed(in_pairs(take(directory), LLAMA), GGUF_NAMES)
+    sizes = {"embedding_length": 64, "feed_forward_length": 96, "block_count": 2, "context_length": 64}
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
+    metadata = {f"llama.{name}": value for name, value in sizes.items()}
+    metadata |= {"general.architecture": "llama", "llama.attention.layer_norm_rms_epsilon": 1e-6}
+    kinds = {n: (0, x.tobytes()) for n, x in tensors.items()}
+    write_gguf(directory / "model.gguf", tensors, {**metadata, "llama.rope.dimension_count": 8}, kinds)
+    assert "partial_rotary_factor must be 1; got 0.5" in refusal(directory)
+    write_gguf(directory / "model.gguf", tensors, {**metadata, "llama.rope.dimension_count": 16}, kinds)
+    assert models.load(directory, progress=False).config.rotary_dim == 16
+
+
 def test_damaged_gguf(directory):
     tensors = renamed(in_pairs(take(directory), LLAMA), GGUF_NAMES)
     file, kinds = directory / "model.gguf", {n: (0, x.tobytes()) for n, x in tensors.items()}

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, proces
 from tokenizers.models import BPE
 
 from entropic_jax.models import ModelError, Tokenizer
+from entropic_jax.models.tokenizer import compiled
 
 CORPUS = ["def f(x):\n    return x + 1\n", "größer als 🙂🙂 né", "日本語 text", "the cat sat on the mat " * 4]
 
@@ -211,6 +212,50 @@ def test_special_tokens_in_the_text_of_a_user():
     count = lambda t: t.encode(t.chat(messages), special=False, rendered=True).count(ids["</s>"])
     assert (count(plain), count(parsing)) == (2, 4)
     assert parsing.chat(messages[:1]) == "<s>a</s>b <s></s>"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_panics_of_the_bindings_are_errors(change, chatty, tmp_path):
+    chatty.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not readable by tokenizers"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {
+            "padding": {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None}
+            | {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+        },
+        {"truncation": {"max_length": 2, "stride": 2, "strategy": "LongestFirst", "direction": "Right"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_padding_and_truncation_are_not_used(change, chatty, tmp_path):
+    """A length of 10¹² would end the process."""
+    chatty.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    text = "some words that are more than two tokens"
+    assert Tokenizer.from_directory(tmp_path).encode(text) == chatty.encode(text)
+
+
+def test_marks_of_what_the_model_wrote_are_text():
+    """Templates of SmolLM 3 and of models that were trained with TRL have them."""
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    messages = [{"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "!"}]
+    assert compiled(template).render(messages=messages) == "yes!"
 
 
 def test_chat_refusals(chatty):

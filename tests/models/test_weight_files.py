@@ -76,6 +76,11 @@ TORCH_FILES = {
     "attributes": (archive(b"ccollections\nOrderedDict\n}b."), r"only a dict may have attributes"),
     "half a pickle": (archive(b"(dp0\nV"), r"it cannot be read"),
     "a place far away": (archive(b"(dr\xff\xff\xff\x7f."), r"it holds no dict"),
+    "an array of bytes": (
+        archive(b"\x96" + (2**33).to_bytes(8, "little") + b"."),
+        r"it holds an array of bytes",
+    ),
+    "a deep nest": (archive(b"(" * 1000 + b"."), r"it is nested more than 100 deep"),
     "an old file": (lambda path: path.write_bytes(pickle.dumps(1)), r"File is not a zip file"),
 }
 
@@ -108,6 +113,17 @@ def test_a_variant(directory):
     require_same(directory, tensors)
     save_file(tensors, directory / "model.bf16.safetensors")
     assert "must hold one variant of model.safetensors; got bf16, fp16" in refusal(directory)
+
+
+def test_shards_of_a_variant(directory):
+    """As transformers 5 names them."""
+    tensors, weight_map = take(directory), {}
+    for number, name in enumerate(tensors):
+        file = f"model.fp16-{number + 1:05}-of-{len(tensors):05}.safetensors"
+        save_file({name: tensors[name]}, directory / file)
+        weight_map[name] = file
+    (directory / "model.safetensors.index.fp16.json").write_text(json.dumps({"weight_map": weight_map}))
+    require_same(directory, tensors)
 
 
 def test_names_without_prefix(directory):

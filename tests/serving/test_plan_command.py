@@ -43,13 +43,36 @@ def test_a_plan_from_shapes(model, capsys):
 
 
 def test_a_plan_counts_all_pages_of_windowed_layers(tmp_path, capsys):
-    windowed = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    windowed = {
+        **CONFIG,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 512,
+    }
     (tmp_path / "config.json").write_text(json.dumps(windowed))
     arguments = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x2", "--no-compile"]
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["windowed_layers"] == 2
     assert main(arguments) == 0
     assert "2 layers see a window only; pages before it are kept in all layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "GptOssForCausalLM"])
+def test_a_plan_of_a_model_that_only_one_chip_holds(architecture, tmp_path, capsys):
+    sizes = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "num_local_experts": 4}
+    sizes |= {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    raw = {**CONFIG, **sizes, "architectures": [architecture], "model_type": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    arguments = ["plan", "--model", str(tmp_path), "--no-compile", "--json"]
+    assert main([*arguments, "--topology", "v5e:1x1", "--block-size", "128"]) == 0
+    numbers = 576 if architecture.startswith("Deepseek") else 4 * 128  # of a position, keys and values each
+    heads = 1 if numbers == 576 else 4
+    summaries = 4 * (3 * numbers + heads)
+    page = json.loads(capsys.readouterr().out)["page_bytes"]
+    assert page == 2 * (2 * 128 * numbers * 2 + summaries)
+    with pytest.raises(SystemExit):
+        main([*arguments, "--topology", "v5e:2x2"])
+    assert "tensor_parallel_size must be 1" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
