@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from entropic_jax.cache import ModelShape
-from entropic_jax.mesh import TENSOR
 
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
@@ -127,7 +126,7 @@ class Decoder:
     @property
     def partition_specs(self) -> Params:
         """The PartitionSpec of every parameter on the mesh."""
-        devices = 1 if self.mesh is None else self.mesh.shape[TENSOR]
+        devices = sharding.model_devices(self.mesh)
         return sharding.partition_specs(structure(self.config, self.quantization)[1], devices)
 
     @property

@@ -68,7 +68,7 @@ def read_config(path: Path, mesh: Mesh | None = None) -> Config:
         config = from_json(raw, family(raw))
         if mesh is not None:
             sharding.check_mesh(config, mesh)
-            sharding.partition_specs(structure(config)[1], mesh.shape[sharding.TENSOR])
+            sharding.partition_specs(structure(config)[1], sharding.model_devices(mesh))
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return config

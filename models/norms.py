@@ -41,6 +41,7 @@ class WideRMSNorm(RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         if num_shards() == 1:
             return super().__call__(x)
+        assert self.weight is not None, "norms without a weight are of single heads"
         size, wide = x.shape[-1], x.astype(jnp.float32)
         weight = jax.lax.dynamic_slice_in_dim(self.weight[...], first_of_shard(size), size)
         squares = sum_over_shards(jnp.square(wide).sum(-1, keepdims=True)) / (size * num_shards())

@@ -66,12 +66,17 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")
 
 
+def model_devices(mesh: Mesh | None) -> int:
+    """Devices that a copy of a model is divided over; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[TENSOR] * mesh.shape[EXPERT]
+
+
 def partition_specs(shapes: Any, devices: int) -> Any:
     """The PartitionSpec of every array of a model's `Params`; nothing is divided over one device.
 
     Args:
         shapes: the shapes of the arrays, in the structure of `Params`.
-        devices: number of devices of the tensor axis.
+        devices: number of devices of a copy of the model.
     """
 
     def spec(path: tuple[Any, ...], x: Any) -> P:
@@ -84,7 +89,7 @@ def partition_specs(shapes: Any, devices: int) -> Any:
 
 def shardings(shapes: Any, mesh: Mesh) -> Any:
     """The NamedSharding of every array of a model's `Params`."""
-    specs = partition_specs(shapes, mesh.shape[TENSOR])
+    specs = partition_specs(shapes, model_devices(mesh))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from entropic_jax.mesh import TENSOR
 from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
 from .formats.stored import DTYPES, StoredTensor
 from .quantisation import Int8Kernel
-from .sharding import partition_spec
+from .sharding import model_devices, partition_spec
 from .stored_tensors import StoredTensors, Tensor, strips
 from .tensor_names import ParameterSource, Piece, entries
 
@@ -117,7 +116,7 @@ def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Arr
     """
     if mesh is None:
         return jax.block_until_ready(jax.device_put(host))
-    spec = partition_spec(path, host.ndim) if mesh.shape[TENSOR] > 1 else PartitionSpec()
+    spec = partition_spec(path, host.ndim) if model_devices(mesh) > 1 else PartitionSpec()
     return jax.block_until_ready(jax.device_put(host, NamedSharding(mesh, spec)))
 
 
