@@ -23,6 +23,7 @@ from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .gguf_tokenizer import gguf_tokenizer
 from .quantisation import check_quantization, quantise, quantised_kernels
+from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
 from .text_towers import text_part, tower_of
@@ -83,8 +84,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a directory, from tokenizer.json or else a GGUF file; None without either."""
+    """The tokenizer of a directory, from tokenizer.json, tokenizer.model or a GGUF file; None without any."""
     tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = sentencepiece_tokenizer(directory) if tokenizer is None else tokenizer
     if tokenizer is None and (stored := gguf_path(directory)) is not None:
         return gguf_tokenizer(stored)
     return tokenizer

@@ -13,6 +13,7 @@ from .bitsandbytes import Bitsandbytes
 from .compressed_tensors import CompressedTensors
 from .fp8 import FP8
 from .gptq import GPTQ
+from .modelopt import ModelOpt
 from .mxfp4 import MXFP4
 from .settings import Settings
 from .weight_format import WeightFormat
@@ -22,6 +23,7 @@ LOG = logging.getLogger("entropic_jax.models")
 FORMATS: dict[str, type[WeightFormat]] = {
     "fp8": FP8,
     "fbgemm_fp8": FP8,
+    "modelopt": ModelOpt,
     "compressed-tensors": CompressedTensors,
     "gptq": GPTQ,
     "awq": AWQ,

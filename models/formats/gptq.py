@@ -1,8 +1,9 @@
-"""GPTQ: integers of 2, 4 or 8 bits with a scale and a zero point per group of inputs.
+"""GPTQ: integers of 2, 3, 4 or 8 bits with a scale and a zero point per group of inputs.
 
     w[o, i] = s[g(i), o] · (q[i, o] − z[g(i), o])
 
-Eight 4-bit integers share a word, along the inputs in `qweight` and along the outputs in `qzeros`. `g_idx`
+Eight 4-bit integers share a word, and 32 3-bit ones three words, along the inputs in `qweight` and along the
+outputs in `qzeros`. `g_idx`
 states the group of every input; without it, neighbours form groups. The older layout ("gptq") stores z − 1,
 the newer ("gptq_v2") z.
 
@@ -27,7 +28,7 @@ from .weight_format import (
     require_shape,
 )
 
-BITS = (2, 4, 8)
+BITS = (2, 3, 4, 8)
 
 
 class GPTQ(WeightFormat):
@@ -52,16 +53,16 @@ class GPTQ(WeightFormat):
 
     def shape(self, name: str, parts: Parts) -> tuple[int, ...]:
         require_parts(name, parts, "qweight", "qzeros", "scales")
-        stem, per_word = name.removesuffix(".weight"), WORD // self.bits
+        stem = name.removesuffix(".weight")
         words, out = require_matrix(f"{stem}.qweight", parts["qweight"])
-        inputs = words * per_word
+        inputs = words * WORD // self.bits
         size = inputs if self.group_size == -1 else self.group_size
         groups = -(-inputs // size)
         for part in ("qweight", "qzeros"):
             require_dtype(f"{stem}.{part}", parts[part], "I32", "U32")
         require_floats(f"{stem}.scales", parts["scales"])
         require_shape(f"{stem}.scales", parts["scales"], (groups, out))
-        require_shape(f"{stem}.qzeros", parts["qzeros"], (groups, -(-out // per_word)))
+        require_shape(f"{stem}.qzeros", parts["qzeros"], (groups, -(-out * self.bits // WORD)))
         if self.reordered and groups > 1:
             require_parts(name, parts, "g_idx")
         if "g_idx" in parts:

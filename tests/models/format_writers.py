@@ -29,12 +29,25 @@ CODES = dict(
 
 def words(integers, bits):
     """Integers `[n, m]` packed along the last axis, int32 `[n, ⌈m · bits / 32⌉]`."""
+    if 32 % bits:
+        return words_of_stream(integers, bits)
     count = 32 // bits
     packed = np.zeros((len(integers), -(-integers.shape[1] // count)), np.uint64)
     for column in range(integers.shape[1]):
         packed[:, column // count] |= integers[:, column].astype(np.uint64) << np.uint64(
             bits * (column % count)
         )
+    return packed.astype(np.uint32).view(np.int32)
+
+
+def words_of_stream(integers, bits):
+    """The same where integers reach over words: bit j of number i is bit i · bits + j of the row."""
+    packed = np.zeros((len(integers), -(-integers.shape[1] * bits // 32)), np.uint64)
+    for column in range(integers.shape[1]):
+        for bit in range(bits):
+            place = column * bits + bit
+            value = integers[:, column].astype(np.uint64) >> np.uint64(bit) & np.uint64(1)
+            packed[:, place // 32] |= value << np.uint64(place % 32)
     return packed.astype(np.uint32).view(np.int32)
 
 
@@ -150,6 +163,24 @@ def mx_blocks(w, size=32):
     dense = np.array(FP4)[codes] * 2.0 ** exponent[..., None]
     packed = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
     return packed, (exponent + 127).astype(np.uint8), dense.reshape(w.shape).astype(np.float32)
+
+
+def nvfp4(stem, w, size=16):
+    """compressed-tensors: scales of groups in FP8, divided by one number for the matrix."""
+    by_group = w.reshape(len(w), -1, size)
+    largest = np.abs(by_group).max(-1)
+    scale_of_all = np.float32(448 * 6 / np.abs(w).max())
+    scale = (largest / 6 * scale_of_all).astype(ml_dtypes.float8_e4m3fn)
+    wide = scale.astype(np.float32) / scale_of_all
+    codes = nearest(by_group / wide[..., None], FP4)
+    dense = np.array(FP4, np.float32)[codes] * wide[..., None]
+    codes = codes.reshape(w.shape)
+    tensors = {
+        f"{stem}.weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8),
+        f"{stem}.weight_scale": scale,
+        f"{stem}.weight_global_scale": np.array([scale_of_all]),
+    }
+    return tensors, dense.reshape(w.shape)
 
 
 def mxfp4(name, stack):

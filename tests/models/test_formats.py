@@ -69,6 +69,23 @@ FORMATS = {
         {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
         lambda *a: write.gptq(*a, bits=8, symmetric=False, version=2),
     ),
+    "gptq 3 bits": (
+        {**GPTQ, "bits": 3, "group_size": 32},
+        lambda *a: write.gptq(*a, bits=3, size=32, symmetric=False),
+    ),
+    "fp8 blocks of other sizes": (
+        {**FP8, "weight_block_size": [64, 32]},
+        lambda *a: write.fp8(*a, block=(64, 32)),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None},
+        lambda *a: write.fp8(*a, scale_name="weight_scale"),
+    ),
+    "nvfp4": (
+        groups({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16})
+        | {"format": "nvfp4-pack-quantized"},
+        write.nvfp4,
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, write.awq),
     "int4": (groups(int4()), write.packed_integers),
     "int4 by activation": (
@@ -206,10 +223,10 @@ ACTIVATIONS = {"num_bits": 4, "type": "float"}
 REFUSED = {
     "method": ({"quant_method": "hqq"}, r"quantization_config\.quant_method must be one of .*; got 'hqq'"),
     "not an object": ([1], r"quantization_config must be an object; got \[1\]"),
-    "bits of gptq": ({**GPTQ, "bits": 3}, r"quantization_config\.bits must be 2 or 4 or 8; got 3"),
+    "bits of gptq": ({**GPTQ, "bits": 5}, r"quantization_config\.bits must be 2 or 3 or 4 or 8; got 5"),
     "bits that are true": (
         {**GPTQ, "bits": True},
-        r"quantization_config\.bits must be 2 or 4 or 8; got True",
+        r"quantization_config\.bits must be 2 or 3 or 4 or 8; got True",
     ),
     "bits of layers": (
         {**GPTQ, "bits": 4, "dynamic": {"a": 1}},
@@ -230,6 +247,10 @@ REFUSED = {
     "no groups": (
         {**CT, "config_groups": {}},
         r"quantization_config\.config_groups must be an object of groups",
+    ),
+    "algorithm of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        r"quantization_config\.quant_algo must be 'FP8'; got 'NVFP4'",
     ),
     "activations of 4 bits": (
         groups(int4(), input_activations=ACTIVATIONS),
