@@ -167,8 +167,8 @@ def run_pass(
     def with_layers(layers: Any) -> Batch:
         return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers)))
 
-    def run(tokens_per_row: int, layers: Any, logits: VerifiedLogits) -> tuple[Any, VerifiedLogits]:
-        verified, computed = verify(model, with_layers(layers), plan, tokens_per_row)
+    def run(tokens_per_row: int, runs: jax.Array, layers: Any, logits: Any) -> tuple[Any, VerifiedLogits]:
+        verified, computed = verify(model, *_where(runs, with_layers(layers), plan), tokens_per_row)
         return verified.state.cache.layers, logits.filled(computed)
 
     room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, model.decoder.shape.vocabulary)
@@ -176,6 +176,25 @@ def run_pass(
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
         turns = (plan.size == index).astype(jnp.int32)
-        carry = jax.lax.fori_loop(0, turns, lambda _, x, width=width: run(width, *x), carry)
+        body = lambda turn, x, width=width, turns=turns: run(width, turn < turns, *x)
+        carry = jax.lax.fori_loop(0, turns, body, carry)
     layers, logits = carry
     return with_layers(layers), logits
+
+
+def _where(runs: jax.Array, batch: Batch, plan: PassPlan) -> tuple[Batch, PassPlan]:
+    """The pass if it runs, else one of nothing.
+
+    What a turn of a loop computes has to depend on its number, or XLA computes parts of it in advance, for
+    passes of every size.
+
+    Args:
+        runs: bool `[]`.
+        batch: the rows of the pass.
+        plan: the plan of the pass.
+    """
+    token, tokens, num_drafted = (
+        jnp.where(runs, x, 0) for x in (batch.state.token, plan.draft.tokens, plan.num_drafted)
+    )
+    batch = batch._replace(state=batch.state._replace(token=token), active=batch.active & runs)
+    return batch, plan._replace(draft=plan.draft._replace(tokens=tokens), num_drafted=num_drafted)

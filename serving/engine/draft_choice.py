@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 LEARNING_LAUNCHES = 3  # of each kind, before they are compared
 LONGEST_WAIT = 16  # launches until the slower kind is tried again
+TRIAL_STEPS = 4  # of a launch that tries the slower kind, at most
 LEARNING_RATE = 0.25  # weight of the latest launch in a rate
 
 
@@ -49,6 +50,16 @@ class DraftChoice:
             return False
         faster = self._faster(width)
         return faster if self._due.get(width, 0) > 0 else not faster
+
+    def tries(self, width: int, speculates: bool) -> bool:
+        """Whether a launch would only try the kind that has been slower.
+
+        Args:
+            width: Rows of the program.
+            speculates: Whether its steps draft tokens.
+        """
+        learnt = all(self._rate(width, kind).launches >= LEARNING_LAUNCHES for kind in (False, True))
+        return learnt and speculates != self._faster(width)
 
     def record(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
         """Learn from a launch.

@@ -15,9 +15,9 @@ from entropic_jax.sampling.constraints import Constraints, no_constraints
 
 from ..request import Request
 from .device_state import DecodeOutput
-from .draft_choice import DraftChoice
+from .draft_choice import TRIAL_STEPS, DraftChoice
 from .grammars import Plan
-from .launch_costs import LaunchCosts, MeasuredLaunch, forecast
+from .launch_costs import LAUNCH_SECONDS, LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
 from .planned_constraints import SETS_PER_ROW, planned_fields
 from .programs import DecodeProgram, Programs
@@ -248,6 +248,8 @@ class LaunchPlanner:
         width = self.decode_program(running, speculates).width
         steps = int(seconds / (self.costs.step_seconds(width, speculates) or seconds))
         steps = max(1, min(steps, limit, self.sizes.shapes.capacity))
+        if not plans and self.draft_choice.tries(width, speculates):
+            steps = min(steps, TRIAL_STEPS)
         if plans:
             expected = forecast(running, plans)
             steps = max(range(1, steps + 1), key=lambda n: self.costs.rate(expected, width, n, speculates))
@@ -280,7 +282,9 @@ class LaunchPlanner:
         steps, seconds, tokens, _, idle = measured
         if not planned and (steps > 1 or seconds > SECONDS_WHILE_PREFILLING):  # not for a first token alone
             width, speculates, rows = launch.program.width, launch.program.speculates, len(launch.running)
-            self.draft_choice.record(width, speculates, tokens / rows, seconds + min(idle, LONGEST_GAP))
+            # Launches differ in length, and what each costs beside its steps is no part of their rate.
+            of_steps = max(seconds - LAUNCH_SECONDS, seconds / 2)
+            self.draft_choice.record(width, speculates, tokens / rows, of_steps + min(idle, LONGEST_GAP))
 
     def forced_tokens(self, running: list[Sequence], steps: int) -> Any:
         """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere.

@@ -46,3 +46,12 @@ def test_buckets_are_independent():
     kinds(choice, 100, {True: 2.0, False: 1.0}, width=1)
     assert kinds(choice, 40, {True: 1.0, False: 2.0}, width=8).count(True) < 8
     assert kinds(choice, 40, {True: 2.0, False: 1.0}, width=1).count(True) > 32
+
+
+def test_only_the_slower_kind_is_a_trial_once_both_are_known():
+    choice = DraftChoice()
+    assert not choice.tries(8, True) and not choice.tries(8, False)
+    kinds(choice, 100, {True: 1.0, False: 2.0})
+    assert choice.tries(8, True) and not choice.tries(8, False)
+    kinds(choice, 400, {True: 4.0, False: 2.0})
+    assert choice.tries(8, False) and not choice.tries(8, True)
