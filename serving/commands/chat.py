@@ -42,13 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling_options.add_arguments(parser.add_argument_group("sampling parameters"))
     control_options.add_arguments(parser, served=True)
-    parser.set_defaults(preset=None)  # a server has a default of its own
 
 
 def run(options: argparse.Namespace) -> int:
     """Talk until the input ends, and return the exit status: 1 if an answer failed."""
     overrides = sampling_options.read(options)
-    control = control_options.read(options)
+    control = control_options.read(options, default="")  # a server has a default of its own
     connect = _local if options.url is None else _remote
     backend = connect(options, control, overrides)
     from .chat_session import Session

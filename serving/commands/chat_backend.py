@@ -87,7 +87,7 @@ class RemoteChat:
         cards = self._read_json("/v1/models").get("data") or [{}]
         self.name = model or str(cards[0].get("id", "default"))
         self.reports_entropy = any(card.get("owned_by") == "entropic_jax" for card in cards)
-        self.preset: str | None = control.preset
+        self.preset: str | None = control.preset or None
         self._gains = dict(control.gains)
         if (self.preset or self._gains) and not self.reports_entropy:
             self._refuse_presets()

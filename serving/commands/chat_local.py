@@ -12,7 +12,7 @@ from ..engine.interface import Engine, EngineRequest
 from ..engine.options import EngineOptions
 from ..engine.start import start as start_engine
 from ..http.served_model import ServedModel, describe
-from ..options import generation_config
+from ..options import generation_config, speculation_options
 from ..options.control_options import Control, check_temperature
 from ..request import Request, RequestError
 from ..request.chat_template import DEFAULT_TEMPLATE
@@ -34,7 +34,9 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
     Raises:
         ParameterError: The model or an option cannot be used.
     """
-    control = control._replace(preset=control.preset or "off")
+    control = control._replace(
+        preset=control.preset or speculation_options.default_preset(method=control.method)
+    )
     gains = dict(control.gains)
     if options.api_key is not None:
         raise RequestError("--api-key needs --url; got it alone")

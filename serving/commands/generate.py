@@ -124,7 +124,10 @@ def _load(options: argparse.Namespace) -> "Generator":
 
     remember_compilations()
     try:
-        control = control_options.read(options)
+        preset = speculation_options.default_preset(
+            options.speculate, options.method, divided=options.tensor_parallel_size != 1
+        )
+        control = control_options.read(options, preset)
         return generation.load(
             options.model,
             options.dtype,

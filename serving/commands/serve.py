@@ -62,7 +62,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         metrics_prefix=options.metrics_prefix,
         profile_dir=options.profile_dir,
         lora_dir=_adapter_folder(options),
-        control=control_options.read(options),
+        control=control_options.read(options, _default_preset(options)),
         limits=Limits(
             body=options.max_body,
             sequences=options.max_sequences,
@@ -84,6 +84,16 @@ class TextSide(NamedTuple):
     template: str | None = None  # chat template
     generation_config: Mapping[str, Any] | None = None
     overrides: Mapping[str, Any] = {}  # of the generation config
+
+
+def _default_preset(options: argparse.Namespace) -> str:
+    drafter = speculation_options.engine_fields(options.speculate, options.speculative_config)["speculate"]
+    return speculation_options.default_preset(
+        drafter,
+        options.method,
+        batch_invariant=options.batch_invariant,
+        divided=parallelism.divided(options),
+    )
 
 
 def text_side_of(options: argparse.Namespace) -> TextSide:

@@ -81,7 +81,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        preset: str = "off",
+        preset: str | None = None,
         seed: int | None = None,
         **options: Any,
     ) -> None:
@@ -92,7 +92,8 @@ class LLM:
             preset: The scales of control that are on: "off", "micro" (temperature), "meso" (tokens drafted
                 and verified), "macro" (scheduling), "full" (all three), "meso-lossy" (pages left unread),
                 "full-lossy" (with micro and macro); or a sampler: "entropix", "entropix-as-released",
-                "dslider". The texts of "meso" and "full" are those of "off" and "micro".
+                "dslider". The texts of "meso" and "full" are those of "off" and "micro". None is "meso", or
+                "off" with options that exclude drafts.
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
             **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`, `max_num_seqs`,

@@ -27,11 +27,11 @@ ENGINE_NAMES = tuple(
 SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
 
 
-def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, EngineOptions]:
+def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Control, EngineOptions]:
     """The control of every sequence and the options of the engine.
 
     Args:
-        preset: A name of `ENGINE_PRESETS`.
+        preset: A name of `ENGINE_PRESETS`; None chooses as `speculation_options.default_preset` says.
         options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
             `SPECULATIVE_CONFIG`.
 
@@ -42,6 +42,16 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
     for name in options:
         if name not in (*ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
+    drafting: dict[str, Any] = {}
+    if (config := options.get(SPECULATIVE_CONFIG)) is not None:
+        drafting = speculation_options.engine_fields(options.get("speculate"), config)
+    if preset is None:
+        preset = speculation_options.default_preset(
+            drafting.get("speculate", options.get("speculate")),
+            options.get("method") or "dense",
+            batch_invariant=options.get("batch_invariant") is True,
+            divided=options.get("mesh") is not None or options.get("tensor_parallel_size", 1) != 1,
+        )
     if preset not in ENGINE_PRESETS:
         raise ParameterError(
             f"preset must be one of {', '.join(ENGINE_PRESETS)}; got {short(preset)}", "preset"
@@ -58,8 +68,7 @@ def read_options(preset: str, options: Mapping[str, Any]) -> tuple[Control, Engi
         "preset": preset,
         "max_queue": IN_FLIGHT,
     }
-    if (config := options.get(SPECULATIVE_CONFIG)) is not None:
-        engine |= speculation_options.engine_fields(options.get("speculate"), config)
+    engine |= drafting
     if isinstance(budgets := engine.get("budgets", {}), Mapping):
         engine["budgets"] = tuple(budgets.items())
     checked = EngineOptions(**engine)

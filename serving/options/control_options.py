@@ -63,15 +63,19 @@ class Control(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, served: bool = False) -> None:
-    """Declare the options. `served`: those that an engine accepts, without `paper` and `--schedule`."""
+    """Declare the options, without a default of the preset: see `speculation_options.default_preset`.
+
+    Args:
+        parser: Gets the options.
+        served: Whether for an engine, which accepts neither `paper` nor `--schedule`.
+    """
     presets = ENGINE_PRESETS if served else (*PRESETS, *SAMPLERS)
     group = parser.add_argument_group("control by entropy")
     group.add_argument(
         "--preset",
         choices=presets,
-        default="off",
         help="; ".join(f"{name}: {line.help}" for name, line in PRESET_TABLE.items() if name in presets)
-        + "; or a sampler of docs/methods.md (default: off)",
+        + "; or a sampler of docs/methods.md (default: meso, or off with options that exclude drafts)",
     )
     group.add_argument(
         "--branches",
@@ -117,16 +121,21 @@ def _add_gains(group: "argparse._ArgumentGroup", names: Sequence[str]) -> None:
             group.add_argument(flag, type=number(line.accepts), metavar="FLOAT", help=text)
 
 
-def read(options: argparse.Namespace) -> Control:
-    """The control that parsed options describe."""
+def read(options: argparse.Namespace, default: str = "off") -> Control:
+    """The control that parsed options describe.
+
+    Args:
+        options: Of the command line.
+        default: The preset where none is stated.
+    """
     gains = {name: getattr(options, name, None) for name in (*GAINS, *SAMPLER_OPTIONS)}
     budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
 
     def stated(values):
         return tuple((k, v) for k, v in values.items() if v is not None)
 
-    preset, method = getattr(options, "preset", "off"), getattr(options, "method", "dense")
-    return Control(preset, stated(gains), method, stated(budgets))
+    preset, method = getattr(options, "preset", None), getattr(options, "method", "dense")
+    return Control(preset or default, stated(gains), method, stated(budgets))
 
 
 def calibration_of(model: Path) -> "Calibration | None":

@@ -1,6 +1,7 @@
 """Options of speculative decoding, and what they cannot be combined with."""
 
 import argparse
+import logging
 from typing import Any
 
 from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
@@ -15,6 +16,9 @@ from entropic_jax.parameter_tables.speculation_names import (
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
+
+DEFAULT_PRESET = "meso"  # its texts are those of `off`
+_log = logging.getLogger(__name__)
 
 
 def add_speculate(parser: argparse._ActionsContainer) -> None:
@@ -58,6 +62,40 @@ def engine_fields(speculate: str | None, config: Any) -> dict[str, Any]:
             "speculate",
         )
     return {"speculate": name, "num_speculative_tokens": number}
+
+
+def default_preset(
+    speculate: str | None = None,
+    method: str = "dense",
+    *,
+    batch_invariant: bool = False,
+    divided: bool = False,
+) -> str:
+    """The preset where none is stated: meso, or off where other options exclude drafts, as the log says.
+
+    Args:
+        speculate: the drafter that is stated, None for none.
+        method: the method of sparse prefill or KV compression.
+        batch_invariant: whether results are promised bit for bit.
+        divided: whether the model is divided over devices, on which sums of one and of several tokens round
+            differently.
+
+    >>> default_preset(), default_preset("off"), default_preset(method="h2o")
+    ('meso', 'off', 'off')
+    """
+    reason = None
+    if speculate == OFF:
+        reason = "speculate is off"
+    elif speculate is None and divided:
+        reason = "the model is divided over devices"
+    else:
+        try:
+            check(speculate, DEFAULT_PRESET, method, batch_invariant=batch_invariant, divided=divided)
+        except ParameterError as error:
+            reason = str(error)
+    if reason is not None:
+        _log.info("preset off, not %s: %s", DEFAULT_PRESET, reason)
+    return DEFAULT_PRESET if reason is None else "off"
 
 
 def check(
