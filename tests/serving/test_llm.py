@@ -275,7 +275,7 @@ def test_options_that_are_refused(options, error, message):
         ({"pruning": "no"}, "pruning must be true or false; got 'no'"),
         ({"batch_invariant": 0}, "batch_invariant must be true or false; got 0"),
         ({"clarification": 3, "preset": "entropix"}, "clarification must be a string; got 3"),
-        ({"clarification": "x"}, "clarification needs the preset entropix; got the preset off"),
+        ({"clarification": "x"}, "clarification needs the preset entropix; got the preset meso"),
     ],
 )
 def test_engine_options_that_are_refused_by_name(options, message):

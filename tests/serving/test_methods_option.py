@@ -17,7 +17,7 @@ def test_the_command_line_knows_every_method():
 def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
     common = ("generate", "--model", directory, "--prompt", "a" * 90, "--json", "--temperature", "0")
     common += ("--max-tokens", "30", "--ignore-eos", "--seed", "1")
-    dense = json.loads(entropic(*common)[1])
+    dense = json.loads(entropic(*common, "--preset", "off")[1])
     status, out, _ = entropic(*common, "--method", name, "--cache-budget", "128")
     assert status == 0 and json.loads(out)["token_ids"] == dense["token_ids"]
     status, out, _ = entropic(*common, "--method", name, "--cache-budget", "64")
@@ -74,13 +74,13 @@ def test_what_does_not_go_together_is_said(entropic, directory):
         ),
         (
             ("--lowest-temperature", "0.5"),
-            "--lowest-temperature must not be set with the preset off, which has no temperature law; got 0.5",
+            "--lowest-temperature must not be set with the preset meso, which has no temperature law; got 0.5",
         ),
         (
             ("--preset", "micro", "--lowest-temperature", "5", "--temperature", "0.7"),
             "--lowest-temperature must be at most temperature = 0.7 while --highest-temperature is 0; got 5",
         ),
-        (("--branches", "2"), "--branches needs the preset entropix; got the preset off"),
+        (("--branches", "2"), "--branches needs the preset entropix; got the preset meso"),
         (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),
     ],
 )

@@ -274,7 +274,8 @@ def test_llm_with_several_continuations(directory):
     prompts = ["def add(a, b):\n    return a + b\n" * 2, "ab" * 20]
     texts = {}
     for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
-        with LLM(directory, max_num_seqs=4, block_size=4, speculative_config=config) as llm:
+        options = {"preset": "off"} if config is None else {"speculative_config": config}
+        with LLM(directory, max_num_seqs=4, block_size=4, **options) as llm:
             outputs = [o for r in llm.generate(prompts, params, use_tqdm=False) for o in r.outputs]
         texts[config is None] = [o.token_ids for o in outputs]
         accepted = [sum(o.trace["from_draft"]) for o in outputs]
