@@ -176,7 +176,7 @@ def run_pass(
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
         turns = (plan.size == index).astype(jnp.int32)
-        body = lambda turn, x, width=width, turns=turns: run(width, turn < turns, *x)
+        body = lambda number, x, width=width, turns=turns: run(width, number < turns, *x)
         carry = jax.lax.fori_loop(0, turns, body, carry)
     layers, logits = carry
     return with_layers(layers), logits
@@ -185,8 +185,8 @@ def run_pass(
 def _where(runs: jax.Array, batch: Batch, plan: PassPlan) -> tuple[Batch, PassPlan]:
     """The pass if it runs, else one of nothing.
 
-    What a turn of a loop computes has to depend on its number, or XLA computes parts of it in advance, for
-    passes of every size.
+    What an iteration of a loop computes has to depend on its number, or XLA computes parts of it in advance,
+    for passes of every size.
 
     Args:
         runs: bool `[]`.
