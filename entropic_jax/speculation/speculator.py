@@ -168,7 +168,7 @@ def run_pass(
         return batch._replace(state=state._replace(cache=state.cache._replace(layers=layers)))
 
     def run(tokens_per_row: int, runs: jax.Array, layers: Any, logits: Any) -> tuple[Any, VerifiedLogits]:
-        verified, computed = verify(model, *_where(runs, with_layers(layers), plan), tokens_per_row)
+        verified, computed = verify(model, *_gated(runs, with_layers(layers), plan), tokens_per_row)
         return verified.state.cache.layers, logits.filled(computed)
 
     room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, model.decoder.shape.vocabulary)
@@ -182,7 +182,7 @@ def run_pass(
     return with_layers(layers), logits
 
 
-def _where(runs: jax.Array, batch: Batch, plan: PassPlan) -> tuple[Batch, PassPlan]:
+def _gated(runs: jax.Array, batch: Batch, plan: PassPlan) -> tuple[Batch, PassPlan]:
     """The pass if it runs, else one of nothing.
 
     What an iteration of a loop computes has to depend on its number, or XLA computes parts of it in advance,
