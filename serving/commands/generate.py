@@ -125,7 +125,7 @@ def _load(options: argparse.Namespace) -> "Generator":
     remember_compilations()
     try:
         preset = speculation_options.default_preset(
-            options.speculate, options.method, divided=options.tensor_parallel_size != 1
+            options.speculate, options.method, divided=parallelism.divided(options)
         )
         control = control_options.read(options, preset)
         return generation.load(

@@ -24,6 +24,7 @@ ENGINE_NAMES = tuple(
     if field.name not in (*GAIN_NAMES, "preset", "max_queue")
 )
 
+DIVIDING = ("mesh", "tensor_parallel_size", "expert_parallel_size")  # the model over several devices
 SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
 
 
@@ -50,7 +51,7 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
             drafting.get("speculate", options.get("speculate")),
             options.get("method") or "dense",
             batch_invariant=options.get("batch_invariant") is True,
-            divided=options.get("mesh") is not None or options.get("tensor_parallel_size", 1) != 1,
+            divided=any(options.get(name) not in (None, 1) for name in DIVIDING),
         )
     if preset not in ENGINE_PRESETS:
         raise ParameterError(
