@@ -125,7 +125,7 @@ def read(options: argparse.Namespace, default: str = "off") -> Control:
     """The control that parsed options describe.
 
     Args:
-        options: Of the command line.
+        options: The options of the command line.
         default: The preset where none is stated.
     """
     gains = {name: getattr(options, name, None) for name in (*GAINS, *SAMPLER_OPTIONS)}
