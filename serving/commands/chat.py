@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="INT",
         help="most tokens of the conversation (default: the model's)",
     )
+    model_options.add_parse_special(parser)
     sampling_options.add_arguments(parser.add_argument_group("sampling parameters"))
     control_options.add_arguments(parser, served=True)
 
@@ -75,6 +76,8 @@ def _remote(options: argparse.Namespace, control: Control, overrides: dict[str, 
     for name in ("dtype", "quantization", "max_model_len"):
         if (value := getattr(options, name)) is not None:
             raise RequestError(f"--{name.replace('_', '-')} must not be set with --url; got {value}")
+    if not options.parse_special:
+        raise RequestError("--no-parse-special must not be set with --url: the server decides")
     if control.method != "dense" or control.budgets:
         raise RequestError(f"--method must not be set with --url; got {control.method}")
     key = options.api_key or os.environ.get("ENTROPIC_API_KEY") or os.environ.get("OPENAI_API_KEY")

@@ -50,6 +50,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
             EngineOptions(
                 **{name: value for name, value in chosen.items() if value is not None},
                 max_num_seqs=1,
+                parse_special=options.parse_special,
                 preset=control.preset,
                 method=control.method,
                 budgets=control.budgets,

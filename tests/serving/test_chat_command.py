@@ -182,12 +182,27 @@ def test_any_server_with_openai_s_api(other, talk):
         (("--url", "http://127.0.0.1:1"), "--url must be a running server; got http://127.0.0.1:1"),
         (("--url", "x", "--dtype", "float32"), "--dtype must not be set with --url; got float32"),
         (("--url", "x", "--method", "quest"), "--method must not be set with --url; got quest"),
+        (("--url", "x", "--no-parse-special"), "--no-parse-special must not be set with --url"),
         (("--temperature", "-1"), "--temperature: must be"),
     ],
 )
 def test_bad_options(talk, arguments, said):
     status, _, err = talk(arguments=arguments)
     assert status == 2 and said in err
+
+
+@pytest.mark.parametrize("flag", ["--parse-special", "--no-parse-special"])
+def test_special_tokens_in_messages(flag, talk, monkeypatch):
+    """The engine gets the option, which it hands to the tokenizer."""
+    stated = []
+
+    def start_engine(_, options, **__):
+        stated.append(options.parse_special)
+        raise ValueError("no model")
+
+    monkeypatch.setattr(chat_local, "start_engine", start_engine)
+    status, _, err = talk(arguments=(flag,))
+    assert status != 0 and "no model" in err and stated == [flag == "--parse-special"]
 
 
 def test_an_api_key_without_a_server_is_refused():
