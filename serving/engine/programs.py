@@ -205,6 +205,7 @@ class Programs:
         return TimedModel(*self._alone, cache.page_size, cache.layers[0].keys.dtype)
 
     def _use_costs(self, costs: PassCosts) -> None:
+        self._known_costs = costs
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
 
     def _laws(self) -> list[tuple[int, DraftLength]]:
