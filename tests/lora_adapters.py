@@ -26,7 +26,7 @@ def write_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     rng, tensors, modules = np.random.default_rng(seed), {}, set()
     for entry in tensor_names.entries(model.config):
-        name = entry.path[3] if len(entry.path) == 5 else ""
+        name = entry.path[3] if len(entry.path) == 5 and entry.path[4] == "kernel" else ""
         if entry.path[0] != "layers" or name not in lora.BLOCKS:
             continue
         module = entry.pieces[0].name.removesuffix(".weight")

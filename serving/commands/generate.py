@@ -124,7 +124,7 @@ def _load(options: argparse.Namespace) -> "Generator":
 
     remember_compilations()
     try:
-        preset = speculation_options.default_preset(
+        preset = options.preset or speculation_options.default_preset(
             options.speculate, options.method, divided=parallelism.divided(options)
         )
         control = control_options.read(options, preset)

@@ -87,6 +87,8 @@ class TextSide(NamedTuple):
 
 
 def _default_preset(options: argparse.Namespace) -> str:
+    if options.preset is not None:
+        return options.preset
     drafter = speculation_options.engine_fields(options.speculate, options.speculative_config)["speculate"]
     return speculation_options.default_preset(
         drafter,

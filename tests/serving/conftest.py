@@ -1,6 +1,7 @@
 """Fixtures of the command-line tests: a scripted generator, and a real one with random weights."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -108,7 +109,13 @@ def entropic(capsys):
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
-    return run
+    logger = logging.getLogger("entropic_jax")  # a server in this process may have configured it
+    handlers, level = logger.handlers[:], logger.level
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    yield run
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

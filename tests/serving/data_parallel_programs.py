@@ -33,7 +33,7 @@ PREFIX = "from collections import OrderedDict, defaultdict, deque\n"  # three pa
 
 def answers(directory: str, **options: Any) -> dict[str, Any]:
     """The tokens of `PROMPTS` from an `LLM`, and where they were computed."""
-    with LLM(directory, seed=0, **SIZES, **options) as llm:
+    with LLM(directory, preset="off", seed=0, **SIZES, **options) as llm:
         params = SamplingParams(max_tokens=12, temperature=0.7, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params)
         engine = llm._engine

@@ -60,7 +60,7 @@ def test_options_that_are_refused(options, message):
 )
 def test_a_lack_of_devices_is_one_line(command, option, capsys):
     with pytest.raises(SystemExit) as exit_status:
-        main([command, option, "64", *(("--port", "0") if command == "serve" else ())])
+        main([command, option, "64", "--preset", "off", *(("--port", "0") if command == "serve" else ())])
     error = capsys.readouterr().err
     assert exit_status.value.code == 2
     assert error.count("\n") == 1 and f"{option} must be between 1 and" in error, error
