@@ -10,6 +10,7 @@ from typing import NamedTuple
 LEARNING_LAUNCHES = 3  # of each kind, before they are compared
 LONGEST_WAIT = 16  # launches until the slower kind is tried again
 TRIAL_STEPS = 4  # of a launch that tries the slower kind, at most
+HOPEFUL = 0.9  # of the rate of plain launches: drafts that were slower than that are not for new sequences
 LEARNING_RATE = 0.25  # weight of the latest launch in a rate
 
 
@@ -44,9 +45,14 @@ class DraftChoice:
             untried: Fraction of the sequences for which nothing was ever drafted.
         """
         plain, drafting = self._rate(width, False), self._rate(width, True)
-        if untried > 0.5 or drafting.launches < LEARNING_LAUNCHES:
+        if drafting.launches < LEARNING_LAUNCHES:
             return True
-        if plain.launches < LEARNING_LAUNCHES:
+        learnt = plain.launches >= LEARNING_LAUNCHES
+        if untried > 0.5:
+            hopeful = drafting.tokens_per_second >= HOPEFUL * plain.tokens_per_second
+            if not learnt or hopeful:
+                return True
+        if not learnt:
             return False
         faster = self._faster(width)
         return faster if self._due.get(width, 0) > 0 else not faster
