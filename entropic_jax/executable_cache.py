@@ -321,7 +321,7 @@ def _load(
 
 
 class _ForDevices(pickle.Unpickler):
-    """Reads what `serialize_executable.serialize` has written, with other devices instead of those in it.
+    """Loads a program that `serialize_executable.serialize` has stored, for other devices than it names.
 
     JAX would look for the devices that the program was compiled for, and XLA's CPU client would run it there.
     """

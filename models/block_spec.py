@@ -192,9 +192,7 @@ class Family(NamedTuple):
     experts_as_multiplied: bool = False  # whether stacked experts are [experts, in, out]
     interleaved_experts: bool = False  # whether fused columns of experts take turns
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
-    first_layers_slide: bool = (
-        False  # `max_window_layers` ends them, every second one, instead of beginning them
-    )
+    first_layers_slide: bool = False  # every second layer before `max_window_layers`; else those from it on
     default_rope: Mapping[str, Any] = {}  # `rope_parameters` of files without them and `rope_scaling`
     activations: Mapping[str, str] = {}  # spellings of `hidden_act` that mean another here
 

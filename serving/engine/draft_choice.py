@@ -47,12 +47,11 @@ class DraftChoice:
         plain, drafting = self._rate(width, False), self._rate(width, True)
         if drafting.launches < LEARNING_LAUNCHES:
             return True
-        learnt = plain.launches >= LEARNING_LAUNCHES
-        if untried > 0.5:
-            hopeful = drafting.tokens_per_second >= HOPEFUL * plain.tokens_per_second
-            if not learnt or hopeful:
-                return True
-        if not learnt:
+        learning = plain.launches < LEARNING_LAUNCHES
+        hopeful = learning or drafting.tokens_per_second >= HOPEFUL * plain.tokens_per_second
+        if untried > 0.5 and hopeful:
+            return True
+        if learning:
             return False
         faster = self._faster(width)
         return faster if self._due.get(width, 0) > 0 else not faster
