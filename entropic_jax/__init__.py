@@ -8,26 +8,26 @@
 Names are imported when they are first used: `import entropic_jax` itself imports neither JAX nor NumPy.
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import Cache, ModelShape, allocate
     from .control import chain
     from .loop import generate, replay, start, step
     from .parameter_tables.sampling_params import SamplingParams
-    from .sampling import parameters
     from .serving.llm import LLM, CompletionOutput, LoRARequest, RequestOutput
     from .state import Action, Sampling, Signal, State, Trace
+    from .state.cache import Cache, ModelShape, allocate
+    from .state.sampling_parameters import parameters
 
 _HOMES = {
-    "cache": ("Cache", "ModelShape", "allocate"),
     "control": ("chain",),
     "loop": ("generate", "replay", "start", "step"),
-    "sampling": ("parameters",),
     "parameter_tables.sampling_params": ("SamplingParams",),
     "serving.llm": ("LLM", "CompletionOutput", "LoRARequest", "RequestOutput"),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
+    "state.cache": ("Cache", "ModelShape", "allocate"),
+    "state.sampling_parameters": ("parameters",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -56,7 +56,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module(".serving", __name__).version()
+        try:
+            return metadata.version(__name__)
+        except metadata.PackageNotFoundError:  # run from its source
+            return "0"
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

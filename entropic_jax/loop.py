@@ -18,11 +18,12 @@ from .control import Controller, take_rows
 from .mesh import sharding
 from .phases.batch import gather_active, record, scatter
 from .phases.emission import emit
-from .phases.forward import Decoder, decode, decode_cost
+from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
-from .sampling.constraints import Constraints
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, SchedulingSignal, State, Trace
+from .state.constraints import Constraints
+from .state.decoder import Decoder
 
 __all__ = [
     "Decoder",
@@ -66,10 +67,11 @@ def step(
     """
     rows, state, batch = gather_active(state, width)
     forced, constraints, laws = rows.gather(forced), rows.gather(constraints), take_rows(controller, rows)
-    read, output = decode(decoder, params, batch, getattr(controller, "observes", None))
-    cost = decode_cost(decoder, params, read, output)
-    after, trace = emit(laws, read, output, cost, forced, constraints)
-    state = scatter(state, rows, batch.state, after)
+    before = batch.state
+    batch, output = decode(decoder, params, batch, getattr(controller, "observes", None))
+    cost = decode_cost(decoder, params, batch, output)
+    after, trace = emit(laws, batch, output, cost, forced, constraints)
+    state = scatter(state, rows, before, after)
     trace = rows.scatter(trace, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trace))
     state = record(state, trace.token[None], trace.emitted[None])
     return schedule(controller, state, trace.emitted), trace

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from entropic_jax.cache import ModelShape
+from entropic_jax.state.cache import ModelShape
 
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
@@ -83,7 +83,7 @@ def structure(config: Config, quantization: str | None = None) -> tuple[nnx.Grap
     blocks(config)  # an unknown architecture is an error
     module = lambda: causal_lm(config)
     graph, state = nnx.split(
-        nnx.eval_shape(module if quantization is None else lambda: quantise_module(module()))
+        nnx.eval_shape(module if quantization is None else lambda: quantise_module(module(), quantization))
     )
     return graph, as_tuples(nnx.to_pure_dict(state))
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from entropic_jax.devices import default_device
 from entropic_jax.mesh import first_of_shard, gather_last_axis, num_shards, sum_over_shards
+from entropic_jax.mesh.devices import default_device
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .activations import FUNCTIONS, XIELU
@@ -48,9 +48,9 @@ class Attend(Protocol):
 
 
 class LowRankUpdate(Protocol):
-    """What the adapters of the rows add to the output of a linear layer; see `lora`."""
+    """What the adapters of the rows add to the outputs of linear layers with the same input; see `lora`."""
 
-    def added(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+    def added(self, outputs: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
         """The outputs `[rows, n, outputs]` of x `[rows, n, inputs]` under each row's adapter."""
 
 
@@ -62,7 +62,7 @@ class TokenContext(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias.
+    """x @ kernel + bias; a quantised kernel has a `scale`, see `quantisation`.
 
     Args:
         inputs: width of the input.
@@ -73,8 +73,10 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
-        self.scale: nnx.Param | None = nnx.data(None)  # of the columns of a quantised kernel
-        self.low_rank: LowRankUpdate | None = nnx.data(None)  # of each row's adapter, while a pass is traced
+        self.scale: nnx.Param | None = nnx.data(None)
+        self.low_rank: LowRankUpdate | None = nnx.data(
+            None
+        )  # of this layer and those that are multiplied with it
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return fused_linear(x, self)[0]
@@ -89,7 +91,7 @@ class RowParallelLinear(Linear):
     def __call__(self, x: jax.Array) -> jax.Array:
         product = sum_over_shards(multiply(x, self)[0])
         product = product if self.bias is None else product + self.bias[...]
-        return product if self.low_rank is None else self.low_rank.added(product, x)
+        return product if self.low_rank is None else self.low_rank.added((product,), x)[0]
 
 
 def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
@@ -104,28 +106,39 @@ def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     outputs = tuple(
         y if layer.bias is None else y + layer.bias[...] for y, layer in zip(products, layers, strict=True)
     )
-    return tuple(
-        y if layer.low_rank is None else layer.low_rank.added(y, x)
-        for y, layer in zip(outputs, layers, strict=True)
-    )
+    update = layers[0].low_rank
+    return outputs if update is None else update.added(outputs, x)
 
 
 class Embedding(nnx.Module):
-    """Token embedding, `weight` [vocabulary, hidden], which the devices of a mesh hold by vocabulary."""
+    """Token embedding, `weight` [vocabulary, hidden], which the devices of a mesh hold by vocabulary.
+
+    A weight of int8 has a `scale` for each row, of the dtype that the model computes in.
+    """
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         self.weight = nnx.Param(jnp.zeros((vocabulary, hidden)))
+        self.scale: nnx.Param | None = nnx.data(None)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         weight = self.weight[...]
+        scale = None if self.scale is None else self.scale[...]
         if num_shards() == 1:
-            return look_up(weight, tokens)
+            vectors = look_up(weight, tokens)
+            return vectors if scale is None else scaled_rows(vectors, look_up(scale[:, None], tokens))
         rows = weight.shape[0]
         last = rows * num_shards() - 1
         local = jnp.clip(tokens, 0, last) - first_of_shard(rows)
         held = (local >= 0) & (local < rows)
         vectors = jnp.take(weight, local, axis=0, mode="clip")
-        return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), weight.dtype)))
+        if scale is not None:
+            vectors = scaled_rows(vectors, jnp.take(scale[:, None], local, axis=0, mode="clip"))
+        return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), vectors.dtype)))
+
+
+def scaled_rows(vectors: jax.Array, scale: jax.Array) -> jax.Array:
+    """Rows of int8 times their scales `[..., 1]`, in the dtype of these."""
+    return vectors.astype(scale.dtype) * scale
 
 
 def look_up(weight: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -5,7 +5,11 @@
 A and B of all adapters are stacked, with room for a fixed number of adapters of a fixed rank, and are part of
 the parameters: which adapter a row has, and what is in a slot, are values that programs read, so loading an
 adapter compiles nothing. Adapters of a lower rank are padded with zeros. The scale is multiplied into B.
-Adapter 0 is none: such rows keep the bits of the layer's output.
+Linear layers that multiply the same x are updated together, with their A side by side.
+Adapter 0 means no adapter: the layer's outputs for such rows keep their bits.
+
+On a CPU, a pass computes the update of each adapter that some row has, over all rows, and selects. A pass in
+which no row has an adapter computes none. Elsewhere the factors of each row are gathered.
 
 Source: Hu et al. 2021 (arXiv 2106.09685); scale α/r, or α/√r as in Kalajdzievski 2023 (arXiv 2312.03732).
 """
@@ -19,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from entropic_jax.cache import ModelShape
+from entropic_jax.mesh.devices import default_device
+from entropic_jax.pallas.skinny_matmul import skinny_matmul
+from entropic_jax.state.cache import ModelShape
 
 from .block_spec import AttentionSpec, MLPSpec
 from .config import Config, ModelError
@@ -31,6 +37,8 @@ BLOCKS = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), ("mlp", MLPSpec)),
 }
 """The linear layers that adapters may update: their block, and the kind of block that has them."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Those that multiply the same x; see `layers.fused_linear`."""
 
 
 class Target(NamedTuple):
@@ -42,17 +50,29 @@ class Target(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A and B of one linear layer, for all decoder layers that have it.
-
-    Of one adapter; or of all, with the slot as first axis.
-    """
+    """A and B of one linear layer of an adapter, for all decoder layers that have it, on the host."""
 
     a: Any  # [layers, inputs, rank]
     b: Any  # [layers, rank, outputs], times the scale
 
 
-Adapters = Mapping[str, Factors]
-"""By the names in `BLOCKS`."""
+class Site(NamedTuple):
+    """Linear layers of a decoder layer that are updated together."""
+
+    layer: int
+    block: str
+    names: tuple[str, ...]
+
+
+class StackedFactors(NamedTuple):
+    """A and B of the linear layers of a site, of all adapters."""
+
+    a: Any  # [slots, inputs, layers · rank]
+    b: tuple[Any, ...]  # of each layer, [slots, rank, outputs], times the scale
+
+
+Adapters = tuple[StackedFactors, ...]
+"""The adapters in their slots, by the order of `sites`."""
 
 
 class LoraParams(NamedTuple):
@@ -79,6 +99,17 @@ def targets(config: Config) -> dict[str, Target]:
     return result
 
 
+def sites(config: Config) -> tuple[Site, ...]:
+    """The linear layers that adapters may update, grouped by the input that they share."""
+    layers_of = {name: target.layers for name, target in targets(config).items()}
+    return tuple(
+        Site(number, BLOCKS[present[0]][0], present)
+        for number in range(config.num_hidden_layers)
+        for names in FUSED
+        if (present := tuple(name for name in names if number in layers_of.get(name, ())))
+    )
+
+
 def empty_adapters(config: Config, slots: int, rank: int, dtype: Any) -> Adapters:
     """Slots without an adapter: zeros.
 
@@ -88,41 +119,107 @@ def empty_adapters(config: Config, slots: int, rank: int, dtype: Any) -> Adapter
         rank: largest rank of an adapter.
         dtype: the dtype that the model computes in.
     """
-    return {
-        name: Factors(
-            jnp.zeros((slots, len(target.layers), target.inputs, rank), dtype),
-            jnp.zeros((slots, len(target.layers), rank, target.outputs), dtype),
+    sizes = targets(config)
+    return tuple(
+        StackedFactors(
+            jnp.zeros((slots, sizes[site.names[0]].inputs, len(site.names) * rank), dtype),
+            tuple(jnp.zeros((slots, rank, sizes[name].outputs), dtype) for name in site.names),
         )
-        for name, target in targets(config).items()
-    }
+        for site in sites(config)
+    )
 
 
-def install(adapters: Adapters, slot: jax.Array, adapter: Adapters) -> Adapters:
-    """The adapters with another one in a slot.
+def capacity(adapters: Adapters) -> tuple[int, int]:
+    """The number of slots, and the largest rank of an adapter in them."""
+    slots, rank, _ = adapters[0].b[0].shape
+    return slots, rank
+
+
+def install(adapters: Adapters, slot: jax.Array, adapter: Mapping[str, Factors], config: Config) -> Adapters:
+    """The stacked adapters with the factors of one slot replaced.
 
     Args:
         adapters: those of all slots.
         slot: int32 `[]`.
         adapter: the new one, every target with its factors; see `lora_files`.
+        config: the model's configuration.
     """
-    put = lambda stacked, new: stacked.at[slot].set(new.astype(stacked.dtype))
-    return jax.tree.map(put, adapters, adapter)
+    layers_of = {name: target.layers for name, target in targets(config).items()}
+
+    def put(site: Site, stacked: StackedFactors) -> StackedFactors:
+        places = [(adapter[name], layers_of[name].index(site.layer)) for name in site.names]
+        a = jnp.concatenate([factors.a[place] for factors, place in places], axis=-1)
+        return StackedFactors(
+            stacked.a.at[slot].set(a.astype(stacked.a.dtype)),
+            tuple(
+                b.at[slot].set(factors.b[place].astype(b.dtype))
+                for b, (factors, place) in zip(stacked.b, places, strict=True)
+            ),
+        )
+
+    return tuple(map(put, sites(config), adapters))
 
 
 class RowUpdate(NamedTuple):
-    """The update of one linear layer in each row of a pass; see `layers.LowRankUpdate`."""
+    """The update of the linear layers of a site in each row of a pass; see `layers.LowRankUpdate`."""
 
-    a: jax.Array  # [slots, layers, inputs, rank]
-    b: jax.Array  # [slots, layers, rank, outputs]
-    layer: int  # place on the second axis
+    factors: StackedFactors
     adapter: jax.Array  # int32 [rows], 0 for none; adapter i is in slot i − 1
 
-    def added(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+    def added(self, outputs: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
         """The outputs `[rows, n, outputs]` of x `[rows, n, inputs]` under each row's adapter."""
-        slot = jnp.maximum(self.adapter - 1, 0)
-        a, b = self.a[slot, self.layer], self.b[slot, self.layer]
-        update = jnp.matmul(jnp.matmul(x, a), b)
-        return jnp.where((self.adapter > 0)[:, None, None], outputs + update, outputs)
+        update = one_by_one if default_device().platform == "cpu" else gathered
+        return update(self.factors, self.adapter, outputs, x)
+
+
+def gathered(
+    factors: StackedFactors, adapter: jax.Array, outputs: tuple[jax.Array, ...], x: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Outputs of the layers of a site under each row's adapter, by the factors of every row.
+
+    Args:
+        factors: the factors of all adapters.
+        adapter: the adapter of each row, int32 `[rows]`, 0 for none.
+        outputs: the outputs of each layer, `[rows, n, outputs]`.
+        x: the inputs, `[rows, n, inputs]`.
+    """
+    slot, has = jnp.maximum(adapter - 1, 0), (adapter > 0)[:, None, None]
+    parts = jnp.split(jnp.matmul(x, factors.a[slot]), len(outputs), -1)
+    return tuple(
+        jnp.where(has, y + jnp.matmul(part, b[slot]), y)
+        for y, part, b in zip(outputs, parts, factors.b, strict=True)
+    )
+
+
+def one_by_one(
+    factors: StackedFactors, adapter: jax.Array, outputs: tuple[jax.Array, ...], x: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Outputs of the layers of a site, by the update of each adapter that some row has, one after another.
+
+    Args:
+        factors: the factors of all adapters.
+        adapter: the adapter of each row, int32 `[rows]`, 0 for none.
+        outputs: the outputs of each layer, `[rows, n, outputs]`.
+        x: the inputs, `[rows, n, inputs]`.
+    """
+    none = jnp.iinfo(adapter.dtype).max
+
+    def next_after(number: jax.Array) -> jax.Array:
+        return jnp.min(jnp.where(adapter > number, adapter, none))
+
+    def update(carry: tuple[jax.Array, tuple[jax.Array, ...]]) -> Any:
+        number, outputs = carry
+        of_slot = lambda stacked: jax.lax.dynamic_index_in_dim(stacked, number - 1, 0, keepdims=False)
+        has = (adapter == number)[:, None, None]
+        parts = jnp.split(skinny_matmul(x, of_slot(factors.a))[0], len(outputs), -1)
+        updated = tuple(
+            jnp.where(has, y + skinny_matmul(part, of_slot(b))[0], y)
+            for y, part, b in zip(outputs, parts, factors.b, strict=True)
+        )
+        return next_after(number), updated
+
+    first = next_after(jnp.zeros((), adapter.dtype))
+    return jax.lax.while_loop(lambda carry: carry[0] < none, update, (first, outputs))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +270,9 @@ class LoraDecoder:
         """
         module: Any = self.decoder.module(params.model)
         if adapter is not None:
-            for name, target in targets(self.decoder.config).items():
-                a, b = params.adapters[name]
-                for place, number in enumerate(target.layers):
-                    linear = getattr(getattr(module.layers[number], BLOCKS[name][0]), name)
-                    linear.low_rank = RowUpdate(a, b, place, adapter)
+            for site, factors in zip(sites(self.decoder.config), params.adapters, strict=True):
+                linear = getattr(getattr(module.layers[site.layer], site.block), site.names[0])
+                linear.low_rank = RowUpdate(factors, adapter)
         return module(tokens, positions, layers, attend, lengths)
 
     def logits(self, params: LoraParams, hidden: jax.Array) -> jax.Array:
@@ -186,7 +281,7 @@ class LoraDecoder:
 
 
 def without_adapters(decoder: Any, params: Any) -> tuple[Any, Any]:
-    """A model's functions and parameters without those of adapters, if they have any."""
+    """The functions and parameters of a model without its adapters, if it has any."""
     return (decoder.decoder, params.model) if isinstance(decoder, LoraDecoder) else (decoder, params)
 
 

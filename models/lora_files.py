@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors in a directory.
 
-Modules are named as the model's own tensors are, so that one that holds several of our linear layers
-(`qkv_proj`) gives each its part of B. Every field that changes what an adapter computes is honoured, or
+Modules have the names of the model's own tensors. One that holds several of our linear layers (`qkv_proj`)
+is split, so that each gets its part of B. Every field that changes what an adapter computes is honoured, or
 refused by name.
 """
 
@@ -62,7 +62,7 @@ class AdapterConfig(NamedTuple):
 
 
 def matching(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that is the end of a module's name, as in PEFT; "" if there is none.
+    """The first pattern that a module's name ends with, as in PEFT; "" if there is none.
 
     >>> matching({"k_proj": 4, "layers.1.self_attn.q_proj": 8}, "model.layers.1.self_attn.q_proj")
     'layers.1.self_attn.q_proj'

@@ -22,7 +22,7 @@ from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .gguf_tokenizer import gguf_tokenizer
-from .quantisation import check_quantization, quantise, quantised_kernels
+from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
@@ -111,8 +111,9 @@ def load(
             products widen them as they read: the same numbers, in half of the time.
         mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only
             its part. None puts them on the default device.
-        quantization: "int8" rounds the matrices that are multiplied by rows to 8 bits, with a scale per
-            column, and keeps those that are stored so; None keeps or dequantises them.
+        quantization: The quantization of the matrices that are multiplied by rows, and of the embedding,
+            from `quantisation.QUANTIZATIONS`. "int8" keeps matrices that are stored so; None keeps or
+            dequantises all of them.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -142,7 +143,7 @@ def load(
         total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
         task = bar.add_task(f"loading {directory.name}", total=total)
         advance = lambda amount: bar.advance(task, amount)
-        narrow = quantised_kernels(structure(config, quantization)[1])
+        narrow = int8_kernels(structure(config, quantization)[1])
         params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh, narrow)
     model = Model(config, params, tokenizer, generation, mesh)
     return model if quantization is None else quantised(model, quantization)
@@ -153,15 +154,21 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
 
     Args:
         model: not quantised.
-        quantization: "int8".
+        quantization: one of `quantisation.QUANTIZATIONS`.
 
     Raises:
-        ModelError: for another quantisation, or a model that is quantised already; a ValueError.
+        ModelError: for another quantisation, one whose groups do not divide the model's matrices, or a model
+            that is quantised already; a ValueError.
     """
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised; its weights are {model.quantization}")
     shapes = structure(model.config, check_quantization(quantization))[1]
-    return dataclasses.replace(model, params=quantise(model.params, shapes), quantization=quantization)
+    if model.mesh is not None:
+        sharding.check_groups(shapes, model.mesh)
+    params = quantise(model.params, shapes)
+    if model.mesh is not None:
+        params = jax.device_put(params, sharding.shardings(params, model.mesh))
+    return dataclasses.replace(model, params=params, quantization=quantization)
 
 
 def read_generation(path: Path, config: Config) -> dict[str, Any]:

@@ -1,25 +1,54 @@
-"""Weight quantisation: matrices of int8 with a scale per column, which are widened as they are multiplied.
+"""Weight quantisation: matrices of fewer bits with scales, which are widened as they are multiplied.
 
-    w[i, c] ≈ s[c] q[i, c],   s[c] = max |w[:, c]| / 127,   q = round(w / s)
+    int8      w[i, c] ≈ s[c] q[i, c],   s[c] = max |w[:, c]| / 127,   q = round(w / s)
+    fp8       the same in E4M3, s[c] = max |w[:, c]| / 448
+    int4      w[i, c] ≈ s[g, c] q[i, c],   −8 ≤ q ≤ 7,   for each group g of 32 inputs
+    int4-128  the same with groups of 128
 
-Embeddings, norms, biases, routers and experts keep their dtype, and so do activations and the KV cache.
-Products of a few rows read a quarter of the bytes of float32 (`pallas.skinny_matmul`).
+The scale of a group is the one of `CANDIDATES` that leaves the smallest squared error. The embedding becomes
+int8 with a scale per token, and so does the output projection except under fp8, which makes it E4M3. Norms,
+biases, routers and experts keep their dtype, and so do activations and the KV cache.
+Products of a few rows read the narrow weights as they are (`pallas.skinny_matmul`).
 """
 
+import dataclasses
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from .config import ModelError
 from .experts import Router
-from .layers import Linear
+from .layers import Embedding, Linear
 
-QUANTIZATIONS = ("int8",)
-LARGEST = 127
+LARGEST, LARGEST_FP8 = 127, 448
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightScheme:
+    """How the matrices of a quantised model are stored."""
+
+    dtype: Any  # of a kernel; uint8: two numbers of 4 bits in a byte
+    group: int | None = None  # inputs that share a scale; None: all of a column
+
+
+INT8 = WeightScheme(jnp.int8)
+SCHEMES = {
+    "int8": INT8,
+    "int4": WeightScheme(jnp.uint8, 32),
+    "int4-128": WeightScheme(jnp.uint8, 128),
+    "fp8": WeightScheme(FP8),
+}
+QUANTIZATIONS = tuple(SCHEMES)
+HEAD = "lm_head"  # the output projection, which is never narrower than 8 bits
 # Matrices that are not only multiplied by rows, and one of a single column.
 KEPT = ("kv_b_proj", "shared_expert_gate")
+# Scales of a group as multiples of its largest element / 8, with either sign.
+CANDIDATES = tuple(sign * factor for factor in np.linspace(0.6, 1.2, 25) for sign in (1.0, -1.0))
 
 
 def check_quantization(quantization: str | None) -> str | None:
@@ -39,14 +68,48 @@ class Int8Kernel(NamedTuple):
 AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 
 
-def quantise_module(module: AnyModule) -> AnyModule:
-    """The module with the parameters of quantised matrices: a kernel of int8, and its scale."""
+def quantise_module(module: AnyModule, quantization: str) -> AnyModule:
+    """The module with the parameters of quantised matrices: narrow kernels, and their scales.
+
+    Args:
+        module: not quantised.
+        quantization: one of `QUANTIZATIONS`.
+
+    Raises:
+        ModelError: groups do not divide the inputs of a matrix.
+    """
     for path, part in list(nnx.iter_modules(module)):
         if isinstance(part, Linear) and not isinstance(part, Router) and path[-1] not in KEPT:
-            shape = part.kernel[...].shape
-            part.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
-            part.scale = nnx.Param(jnp.ones(shape[-1]))
+            scheme = SCHEMES[quantization]
+            scheme = INT8 if path[-1] == HEAD and scheme.group is not None else scheme
+            inputs, outputs = part.kernel[...].shape
+            part.kernel = nnx.Param(jnp.zeros((inputs, outputs), scheme.dtype))
+            part.scale = nnx.Param(jnp.ones(outputs))
+            if scheme.group is not None:
+                check_groups(inputs, scheme.group, path[-1], quantization)
+                part.kernel = nnx.Param(jnp.zeros((inputs // 2, outputs), scheme.dtype))
+                part.scale = nnx.Param(jnp.ones((inputs // scheme.group, outputs), jnp.bfloat16))
+        elif isinstance(part, Embedding):
+            rows, hidden = part.weight[...].shape
+            part.weight = nnx.Param(jnp.zeros((rows, hidden), jnp.int8))
+            part.scale = nnx.Param(jnp.ones(rows))
     return module
+
+
+def check_groups(inputs: int, group: int, name: Any, quantization: str) -> None:
+    """Raise ModelError unless groups divide the inputs of a matrix.
+
+    Args:
+        inputs: The number of inputs of the matrix.
+        group: The number of inputs of a group.
+        name: The name of the matrix.
+        quantization: The quantization that has these groups.
+    """
+    if inputs % group:
+        raise ModelError(
+            f"quantization must be int8, fp8 or None for a model whose {name} has {inputs} inputs, which is "
+            f"not a multiple of {group}; got {quantization!r}"
+        )
 
 
 def quantise(params: Any, shapes: Any) -> Any:
@@ -55,7 +118,7 @@ def quantise(params: Any, shapes: Any) -> Any:
     Args:
         params: the model's parameters, not quantised but for matrices that were int8 on disk.
         shapes: the shapes of the quantised model's parameters: where these have a scale, a matrix becomes
-            int8.
+            what they say.
     """
     if isinstance(shapes, tuple):
         return tuple(quantise(x, shape) for x, shape in zip(params, shapes, strict=True))
@@ -63,16 +126,28 @@ def quantise(params: Any, shapes: Any) -> Any:
         return params
     if "scale" not in shapes:
         return {name: quantise(params[name], shape) for name, shape in shapes.items()}
-    kernel = params["kernel"]
-    kernel, scale = kernel if isinstance(kernel, Int8Kernel) else quantise_kernel(kernel)
+    if "weight" in shapes:
+        weight, scale = quantise_table(params["weight"])
+        return {"scale": scale, "weight": weight}
+    kernel, shape = params["kernel"], shapes["kernel"]
+    if shape.dtype == jnp.uint8:
+        kernel, scale = quantise_groups(kernel, kernel.shape[0] // shapes["scale"].shape[0])
+    elif shape.dtype == FP8:
+        kernel, scale = quantise_fp8(kernel)
+    else:
+        kernel, scale = kernel if isinstance(kernel, Int8Kernel) else quantise_kernel(kernel)
     return {**params, "kernel": kernel, "scale": scale}
 
 
-def quantised_kernels(shapes: Any) -> frozenset[tuple[Any, ...]]:
+def int8_kernels(shapes: Any) -> frozenset[tuple[Any, ...]]:
     """The paths of the matrices that become int8, by the shapes of a quantised model's parameters."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    paths = (tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys) for keys, _ in leaves)
-    return frozenset((*path[:-1], "kernel") for path in paths if path[-1] == "scale")
+    paths = (
+        tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys)
+        for keys, leaf in leaves
+        if leaf.dtype == jnp.int8
+    )
+    return frozenset(path for path in paths if path[-1] == "kernel")
 
 
 @jax.jit
@@ -86,6 +161,68 @@ def quantise_kernel(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([[127, 0], [-64, 0]], 1.0)
     """
     wide = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=0)
-    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    scale = largest_scale(wide, 0, LARGEST)
     return jnp.round(wide / scale).astype(jnp.int8), scale
+
+
+@jax.jit
+def quantise_fp8(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A matrix `[inputs, outputs]` in E4M3, and the scale of its columns, float32 `[outputs]`."""
+    wide = kernel.astype(jnp.float32)
+    scale = largest_scale(wide, 0, LARGEST_FP8)
+    return jnp.clip(wide / scale, -LARGEST_FP8, LARGEST_FP8).astype(FP8), scale
+
+
+@jax.jit
+def quantise_table(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A table `[tokens, hidden]` as int8, and the scale of its rows `[tokens]`, in the table's dtype."""
+    wide = table.astype(jnp.float32)
+    scale = largest_scale(wide, 1, LARGEST).astype(table.dtype)
+    numbers = jnp.round(wide / scale.astype(jnp.float32)[:, None])
+    return jnp.clip(numbers, -LARGEST, LARGEST).astype(jnp.int8), scale
+
+
+def largest_scale(wide: jax.Array, axis: int, largest: int) -> jax.Array:
+    """The scale that makes the largest magnitude along an axis `largest`; 1 where all are 0.
+
+    Args:
+        wide: float32 `[inputs, outputs]`.
+        axis: over which a scale is shared.
+        largest: the largest magnitude of the narrow dtype.
+    """
+    magnitude = jnp.max(jnp.abs(wide), axis=axis)
+    return jnp.where(magnitude > 0, magnitude / largest, 1.0)
+
+
+@partial(jax.jit, static_argnums=1)
+def quantise_groups(kernel: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+    """A matrix as packed numbers of 4 bits with a scale for each group of inputs.
+
+    Args:
+        kernel: `[inputs, outputs]`.
+        group: inputs that share a scale; it divides those of the kernel, and is even.
+
+    Returns:
+        uint8 `[inputs / 2, outputs]` and bfloat16 `[inputs / group, outputs]`, as `pallas.skinny_matmul`
+        reads them. A group of zeros has the scale 1.
+    """
+    inputs, outputs = kernel.shape
+    grouped = kernel.astype(jnp.float32).reshape(inputs // group, group, outputs)
+    largest = jnp.take_along_axis(grouped, jnp.argmax(jnp.abs(grouped), axis=1, keepdims=True), axis=1)
+
+    def rounded(scale: jax.Array) -> jax.Array:
+        return jnp.clip(jnp.round(grouped / scale), -8, 7)
+
+    def better(
+        best: tuple[jax.Array, jax.Array], factor: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        error, scale = best
+        candidate = (largest * (factor / 8)).astype(jnp.bfloat16).astype(jnp.float32)
+        candidate = jnp.where(candidate == 0, 1.0, candidate)
+        changed = jnp.sum((rounded(candidate) * candidate - grouped) ** 2, axis=1, keepdims=True)
+        return (jnp.minimum(error, changed), jnp.where(changed < error, candidate, scale)), None
+
+    start = jnp.full_like(largest, jnp.inf), jnp.ones_like(largest)
+    (_, scale), _ = jax.lax.scan(better, start, jnp.asarray(CANDIDATES, jnp.float32))
+    numbers = (rounded(scale) + 8).astype(jnp.uint8).reshape(inputs // 2, 2, outputs)
+    return numbers[:, 0] | (numbers[:, 1] << 4), scale[:, 0].astype(jnp.bfloat16)

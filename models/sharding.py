@@ -53,7 +53,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
         return P(EXPERT, TENSOR, None) if kind == "kernel" else P(EXPERT)
     if module in COLUMN_PARALLEL:
         return P(*(None,) * (ndim - 1), SHARDS)
-    if module in ROW_PARALLEL and kind == "kernel":
+    if module in ROW_PARALLEL and (kind == "kernel" or (kind == "scale" and ndim > 1)):
         return P(*(None,) * (ndim - 2), SHARDS, None)
     if kind in PER_HEAD or (module in HEAD_NORMS and ndim == 2):
         return P(SHARDS)
@@ -120,6 +120,24 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     if mesh.shape[DATA] > 1:
         raise ModelError(f"mesh must have one device along {DATA}; got {mesh.shape[DATA]}")
     check_sizes(config, mesh.shape[TENSOR], mesh.shape[EXPERT])
+
+
+def check_groups(shapes: Any, mesh: Mesh) -> None:
+    """Raise ModelError unless every device gets whole groups of the inputs of quantised matrices.
+
+    Args:
+        shapes: the shapes of the quantised model's parameters.
+        mesh: over which they are divided.
+    """
+    devices = model_devices(mesh)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    for path, leaf in leaves:
+        module, kind = path[-2].key, path[-1].key
+        if module in ROW_PARALLEL and kind == "scale" and leaf.ndim > 1 and leaf.shape[0] % devices:
+            raise ModelError(
+                f"tensor_parallel_size must divide the {leaf.shape[0]} groups of inputs of {module}, each of "
+                f"which has a scale; got {devices}"
+            )
 
 
 def check_sizes(config: Config, size: int, experts: int = 1) -> None:

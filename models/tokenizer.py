@@ -1,6 +1,5 @@
 """Text to tokens and back: a thin layer over `tokenizers`, streaming included, and chat templates."""
 
-import datetime
 import functools
 import json
 import os
@@ -9,18 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
+from . import chat_templates
 from .config import ModelError, abbreviate, read_json, require_file
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
+LONG_TEXT = 4096  # characters from which a text is encoded beside other threads
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 MARK = "\ufdd0"  # no character: stands between the characters of a special token that is plain text
 
@@ -155,7 +152,10 @@ class Tokenizer:
         backend = self.backend
         if not self.parse_special and (MARK in text or not rendered):
             backend = self._backend_of_chats if rendered else self._backend_of_plain_text
-        return backend.encode(text, add_special_tokens=special).ids
+        if len(text) < LONG_TEXT:
+            return backend.encode(text, add_special_tokens=special).ids
+        # `encode` lets no other thread of Python run, for seconds where a text is long.
+        return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     @functools.cached_property
     def _backend_of_plain_text(self) -> tokenizers.Tokenizer:
@@ -215,7 +215,7 @@ class Tokenizer:
 
         Encode it with `special=False` and `rendered=True`.
 
-        The template comes with the model and is not trusted: it runs in Jinja's immutable sandbox.
+        The template comes with the model and is not trusted: see `chat_templates`.
 
         Args:
             messages: each with "role" and "content".
@@ -224,7 +224,7 @@ class Tokenizer:
             **variables: whatever else the template reads.
 
         Raises:
-            ModelError: there is no template, or it rejects the messages.
+            ModelError: there is no template, it rejects the messages, or it takes too long.
         """
         if self.chat_template is None:
             raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")
@@ -233,11 +233,8 @@ class Tokenizer:
             "messages": [dict(self.escape(m)) for m in messages],
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            others = {"tools": tools, "documents": None, **variables}
-            return compiled(self.chat_template).render({**named, **stated, **others})
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the chat template rejects the messages: {error}") from None
+        others = {"tools": tools, "documents": None, **variables}
+        return chat_templates.render(self.chat_template, {**named, **stated, **others})
 
 
 def is_there(path: Path) -> bool:
@@ -272,38 +269,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             "chat_template must be null, a string, or a list of objects with name and template; "
             f"got {abbreviate(template)}"
         )
-
-
-class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks for training what the model wrote; here it is only its text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def compiled(template: str) -> jinja2.Template:
-    """A chat template in jinja's immutable sandbox, with the helpers that templates expect."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def as_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = as_json
-    strftime_now = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(
-        template, globals={"raise_exception": refuse, "strftime_now": strftime_now}
-    )
 
 
 class Detokenizer:

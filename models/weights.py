@@ -1,14 +1,16 @@
 """Tensors on disk to arrays in memory and back, one tensor at a time.
 
-`tensor_names` says which tensors an array is made of. Files are memory-mapped and read in strips of rows, so
-that loading needs the weights once, in the dtype asked for, and one tensor more.
+`tensor_names` says which tensors an array is made of. Several threads read blocks of rows, so that the disk
+works while other blocks are converted and transposed. Loading needs the weights once, in the dtype asked for,
+and two tensors more where a device or a mesh copies them.
 """
 
 import json
 import math
+import mmap
 import os
-from collections.abc import Callable, Container
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +26,15 @@ from .decoder import Params, structure
 from .formats.stored import DTYPES, StoredTensor
 from .quantisation import Int8Kernel
 from .sharding import model_devices, partition_spec
-from .stored_tensors import StoredTensors, Tensor, strips
-from .tensor_names import ParameterSource, Piece, entries
+from .stored_tensors import STRIP, StoredTensors, Tensor, strips
+from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
 ALIGNMENT = 64  # bytes, of arrays that a device need not copy
-AHEAD = 8  # arrays that the system reads before they are copied
-SHARED = 1 << 22  # bytes of an array from which several threads copy it
-RELEASED = 1 << 23  # bytes that are copied before the pages of a file are given back
-THREADS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "weights")
+BLOCK = 1 << 22  # bytes of a block of rows that a thread reads
+NEW_MEMORY = 1 << 23  # bytes of new memory that a thread touches at a time
+WIDENED = 4  # rows of 16-bit numbers that are transposed as one of 64 bits
+WAITING_THREADS = 3  # that wait for the disk while one for each processor converts
+MOST_THREADS = 8
 
 
 def read(
@@ -57,45 +60,55 @@ def read(
     expected = entries(config)
     tensors.check(expected, config)
     arrays: list[jax.Array | Int8Kernel] = []
-    fetch(expected[:AHEAD], tensors)
-    for number, entry in enumerate(expected):
-        fetch(expected[number + AHEAD : number + AHEAD + 1], tensors)
-        int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
-        if int8 is not None:
-            arrays.append(read_int8(entry, *int8, mesh))
-        else:
+    in_memory: dict[str, StoredTensor] = {}
+    num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))
+    with ThreadPoolExecutor(num_threads, "weights") as threads:
+
+        def begin(entry: ParameterSource) -> PendingArray:
+            int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
+            if int8 is not None:
+                host = aligned_empty(entry.shape, np.dtype(np.int8))
+                touched = touch(host, threads)
+                blocks = fill_blocks(int8[0], host, entry.pieces[0], threads, touched)
+                return PendingArray(entry, host, blocks, int8[1][entry.pieces[0].outputs])
             narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
-            arrays.append(read_array(entry, tensors, jnp.dtype(jnp.bfloat16) if narrow else dtype, mesh))
-        for piece in entry.pieces:
-            tensors[piece.name].release()
-        advance(math.prod(entry.shape) * dtype.itemsize)
+            host = aligned_empty(entry.shape, jnp.dtype(jnp.bfloat16) if narrow else dtype)
+            touched = touch(host, threads)
+            parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
+            sources = [in_memory.get(piece.name, tensors[piece.name]) for piece in entry.pieces]
+            each = zip(sources, parts, entry.pieces, strict=True)
+            blocks = [block for parts in each for block in fill_blocks(*parts, threads, touched)]
+            return PendingArray(entry, host, blocks)
+
+        begun: PendingArray | None = None
+        for entry in [*expected, None]:
+            following = None if entry is None else begin(entry)
+            if begun is not None:
+                arrays.append(begun.finish(mesh))
+                advance(begun.host.size * dtype.itemsize)
+                if config.tie_word_embeddings and begun.entry.pieces[0].name == EMBEDDING:
+                    in_memory[EMBEDDING] = StoredTensor(begun.host, "", tensors.directory)
+            begun = following
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
 
 
-def fetch(expected: list[ParameterSource], tensors: StoredTensors) -> None:
-    """Have the system begin to read the tensors of arrays."""
-    for entry in expected:
-        for piece in entry.pieces:
-            if isinstance(tensor := tensors[piece.name], StoredTensor):
-                tensor.fetch()
+class PendingArray(NamedTuple):
+    """An array of Params that threads are filling."""
 
+    entry: ParameterSource
+    host: np.ndarray
+    blocks: list[Future[None]]
+    scales: np.ndarray | None = None  # of an int8 matrix
 
-def read_array(
-    entry: ParameterSource, tensors: StoredTensors, dtype: np.dtype, mesh: Mesh | None
-) -> jax.Array:
-    """An array of Params.
-
-    Args:
-        entry: which it is.
-        tensors: the tensors of the directory.
-        dtype: the dtype of the array.
-        mesh: over which it is divided; None for the default device.
-    """
-    host = aligned_empty(entry.shape, dtype)
-    parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
-    for piece, part in zip(entry.pieces, parts, strict=True):
-        copy(tensors[piece.name], part, piece)
-    return place(host, entry.path, mesh)
+    def finish(self, mesh: Mesh | None) -> jax.Array | Int8Kernel:
+        """The array on its devices."""
+        for block in self.blocks:
+            block.result()
+        array = place(self.host, self.entry.path, mesh)
+        if self.scales is None:
+            return array
+        scales = np.ascontiguousarray(self.scales)
+        return Int8Kernel(array, place(scales, (*self.entry.path[:-1], "scale"), mesh))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -104,6 +117,23 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT
     return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def touch(host: np.ndarray, threads: ThreadPoolExecutor) -> list[Future[None]]:
+    """Have threads touch new memory, each its own pages, before rows are transposed into it.
+
+    A block of transposed rows touches all pages of the array, which several threads would wait for at once.
+    Touching a page writes to it, so that nothing else may be written before the results are there.
+
+    Args:
+        host: an array that nothing was written to, in one piece.
+        threads: that touch it.
+    """
+    memory = host.reshape(-1).view(np.uint8)
+    first, size = -host.ctypes.data % mmap.PAGESIZE, memory.size
+    memory[:1] = 0
+    ranges = ((begin, min(begin + NEW_MEMORY, size)) for begin in range(first, size, NEW_MEMORY))
+    return [threads.submit(memory[begin : end : mmap.PAGESIZE].fill, 0) for begin, end in ranges]
 
 
 def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
@@ -117,24 +147,9 @@ def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Arr
     if mesh is None:
         return jax.block_until_ready(jax.device_put(host))
     spec = partition_spec(path, host.ndim) if model_devices(mesh) > 1 else PartitionSpec()
-    return jax.block_until_ready(jax.device_put(host, NamedSharding(mesh, spec)))
-
-
-def read_int8(
-    entry: ParameterSource, matrix: StoredTensor, scales: np.ndarray, mesh: Mesh | None
-) -> Int8Kernel:
-    """A matrix that stays int8.
-
-    Args:
-        entry: which array it is.
-        matrix: int8 on disk, [out, in].
-        scales: float32, of its rows.
-        mesh: over which it is divided; None for the default device.
-    """
-    host, piece = np.empty(entry.shape, np.int8), entry.pieces[0]
-    copy(matrix, host, piece)
-    scale = np.ascontiguousarray(scales[piece.outputs])
-    return Int8Kernel(place(host, entry.path, mesh), place(scale, (*entry.path[:-1], "scale"), mesh))
+    # Each process puts its part on its devices.
+    divided = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
+    return jax.block_until_ready(divided)
 
 
 def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:
@@ -147,39 +162,75 @@ def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:
     )
 
 
-def copy(tensor: Tensor, out: np.ndarray, piece: Piece) -> None:
-    """Fill an array from a part of a tensor on disk, strip by strip.
+def fill_blocks(
+    tensor: Tensor,
+    out: np.ndarray,
+    piece: Piece,
+    threads: ThreadPoolExecutor,
+    touched: Sequence[Future[None]] = (),
+) -> list[Future[None]]:
+    """Have threads fill an array from a part of a tensor on disk, a block of rows at a time.
 
     Args:
         tensor: on disk.
         out: is filled.
         piece: which part it is.
+        threads: that fill it.
+        touched: results of the same threads after which it may be written to.
     """
     lead = () if piece.expert is None else (piece.expert,)
-    if not piece.stored_shape:
-        out[...] = tensor[...].astype(out.dtype, copy=False)
-        return
     as_is = not piece.transposed and len(piece.stored_shape) - len(lead) > 1
-    first, _, step = piece.outputs.indices(piece.stored_shape[len(lead)])
+    first, _, step = piece.outputs.indices((*piece.stored_shape[len(lead) :], 1)[0])
+    block_of = tensor.block if isinstance(tensor, StoredTensor) else tensor.__getitem__
 
     def fill(rows: slice) -> None:
-        if as_is:
-            strip = tensor[(*lead, rows)][..., piece.outputs].astype(out.dtype, copy=False)
-            bits(out)[rows] = bits(strip)
-            return
-        on_disk = slice(first + rows.start * step, first + (rows.stop - 1) * step + 1)
-        strip = tensor[(*lead, on_disk)][::step].astype(out.dtype, copy=False)
-        bits(out)[..., rows] = bits(strip).T if piece.transposed else bits(strip)
-
-    parts = strips(out.shape[0] if as_is else out.shape[-1])
-    if out.nbytes < SHARED:
-        for rows in parts:
-            fill(rows)
-        return
-    width = max(1, len(parts) * RELEASED // out.nbytes)
-    for begin in range(0, len(parts), width):
-        list(THREADS.map(fill, parts[begin : begin + width]))
+        if not piece.stored_shape:
+            wait(touched)
+            out[...] = tensor[...].astype(out.dtype, copy=False)
+        elif as_is:
+            block = block_of((*lead, rows))[..., piece.outputs].astype(out.dtype, copy=False)
+            wait(touched)
+            bits(out)[rows] = bits(block)
+        else:
+            on_disk = slice(first + rows.start * step, first + (rows.stop - 1) * step + 1)
+            block = bits(block_of((*lead, on_disk))[::step].astype(out.dtype, copy=False))
+            wait(touched)
+            if piece.transposed:
+                transpose(block, bits(out)[:, rows])
+            else:
+                bits(out)[rows] = block
         tensor.release()
+
+    length = out.shape[0] if as_is else out.shape[-1]
+    size = max(STRIP, BLOCK * length // max(1, out.nbytes) // STRIP * STRIP)
+    blocks = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return [threads.submit(fill, rows) for rows in blocks]
+
+
+def transpose(rows: np.ndarray, out: np.ndarray) -> None:
+    """Copy a matrix to its transpose, in strips that stay in the processor's cache.
+
+    Four rows of 16-bit numbers are interleaved first, and moved as one row of 64-bit numbers.
+
+    Args:
+        rows: [rows, columns].
+        out: is filled, [columns, rows].
+    """
+    widened = len(rows) // WIDENED * WIDENED if rows.itemsize == 2 and is_widened(out) else 0
+    strip = np.empty((STRIP // WIDENED, rows.shape[1], WIDENED), rows.dtype)
+    for begin in range(0, widened, STRIP):
+        end = min(begin + STRIP, widened)
+        interleaved = strip[: (end - begin) // WIDENED]
+        for i in range(WIDENED):
+            interleaved[..., i] = rows[begin + i : end : WIDENED]
+        out[:, begin:end].view(np.uint64)[...] = interleaved.view(np.uint64)[..., 0].T
+    for part in strips(len(rows) - widened):
+        out[:, widened:][:, part] = rows[widened:][part].T
+
+
+def is_widened(out: np.ndarray) -> bool:
+    """Whether four 16-bit numbers of a row of the array are one of 64 bits."""
+    return out.strides == (out.strides[0], 2) and not any(n % 8 for n in (out.ctypes.data, out.strides[0]))
 
 
 def bits(array: np.ndarray) -> np.ndarray:

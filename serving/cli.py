@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from entropic_jax import __version__
 from entropic_jax.parameter_tables.table import ParameterError
 
-from . import version
 from .commands import ablate, bench, calibrate, chat, doctor, generate, heads, models, plan, serve
 from .commands.config_file import use_config
 from .commands.unknown_flags import explained
@@ -38,7 +38,7 @@ def parser() -> Parser:
         epilog="`entropic COMMAND --help` lists the options of a command.",
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"entropic_jax {version()}")
+    top.add_argument("--version", action="version", version=f"entropic_jax {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, module in COMMANDS.items():
         summary = module.__doc__.splitlines()[0]
@@ -55,12 +55,8 @@ def parser() -> Parser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status.
-
-    0 is success, 1 a failed request, 2 wrong use (with a line on standard error), 130 an interrupt from the
-    keyboard, 141 a closed pipe at standard output.
-    """
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed options of a command line; wrong use ends the process with status 2 and a line."""
     top = parser()
     options, unknown = top.parse_known_args(arguments)
     if (path := getattr(options, "config_file", None)) is not None:
@@ -71,6 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = top.parse_known_args(arguments)
     if unknown:
         options.error(explained(unknown, options.flags))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    0 is success, 1 a failed request, 2 wrong use (with a line on standard error), 130 an interrupt from the
+    keyboard, 141 a closed pipe at standard output.
+    """
+    options = parsed(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write characters that the encoding lacks
     try:

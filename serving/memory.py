@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from entropic_jax.devices import default_device
+from entropic_jax.mesh.devices import default_device
 
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless an option sets its size

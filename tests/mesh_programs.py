@@ -17,8 +17,8 @@ import numpy as np
 
 from entropic_jax import allocate, generate, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.control import presets
 from entropic_jax.mesh import make_mesh, sharding
+from entropic_jax.methods import presets
 from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.phases.batch import gather_active
 from entropic_jax.phases.forward import decode

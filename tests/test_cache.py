@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from entropic_jax import cache
 from entropic_jax.attention import attend
-from entropic_jax.cache import ModelShape
+from entropic_jax.state import cache
+from entropic_jax.state.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=2, kv_heads=1, head_dim=2, vocabulary=8, hidden=4)
 ROWS, PER_ROW, PAGE = 4, 6, 4

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from entropic_jax import entropy, models
-from entropic_jax.cache import ModelShape
 from entropic_jax.models.decoder import structure
-from entropic_jax.phases import ledger
-from entropic_jax.phases.ledger import HARDWARE, Hardware
+from entropic_jax.state import ledger
+from entropic_jax.state.cache import ModelShape
+from entropic_jax.state.ledger import HARDWARE, Hardware
 
 FLAT = Hardware(1e9, 1e9)
 
@@ -217,3 +217,26 @@ def test_alternating_temperature_makes_time_of_nothing():
     swing = sampled[1] - sampled[0]
     np.testing.assert_allclose(gamed.entropic_time, 49 * swing, rtol=1e-4)
     assert gamed.entropic_time > 50  # nats
+
+
+# What a prompt costs.
+
+
+@pytest.mark.parametrize(
+    ("hardware", "seconds"),
+    [
+        (Hardware(100.0, 1e12), (2 * 50 * 3 + 4 * 8 * 6 / 3 * (2 * 3 * 6)) / 100),
+        (Hardware(1e12, 10.0), (2 * 50 + 2 * 8 * 4 * (2 * 3) * 3) / 10),
+    ],
+    ids=["bound by arithmetic", "bound by memory"],
+)
+def test_a_prompt_by_hand(hardware, seconds):
+    """Three tokens: weights once each; six pairs of positions in every layer and query head."""
+    shape = ModelShape(layers=2, heads=6, kv_heads=3, head_dim=8, vocabulary=4, hidden=48, weights=50)
+    actual = ledger.prefill_seconds(shape, 3, bytes_per_weight=2, bytes_per_cache=4, hardware=hardware)
+    assert actual == pytest.approx(seconds)
+
+
+def test_no_prompt_costs_nothing():
+    shape = ModelShape(layers=2, heads=6, kv_heads=3, head_dim=8, vocabulary=4, hidden=48, weights=50)
+    assert ledger.prefill_seconds(shape, 0, bytes_per_weight=2, bytes_per_cache=4, hardware=FLAT) == 0

@@ -70,10 +70,12 @@ def test_extras():
         "tracing",
         "clients",
         "kernels",
+        "manifests",
         "train",
         "docs",
         "dev",
         "oracle",
+        "ray",
     }
 
 

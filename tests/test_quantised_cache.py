@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, cache, chain, generate, parameters, replay, start
-from entropic_jax.control.presets import FINE_PAGES
+from entropic_jax import allocate, chain, generate, parameters, replay, start
+from entropic_jax.methods.presets import FINE_PAGES
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import quantised
 from entropic_jax.phases import prefill
+from entropic_jax.state import cache
 from tests import tiny
 
 DTYPES = ("int8", "float8_e4m3fn")

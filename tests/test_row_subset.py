@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.phases import batch
-from entropic_jax.row_subset import RowSubset
+from entropic_jax.state.row_subset import RowSubset
 from tests import tiny
 
 SELECTED = jnp.array([False, True, False, True, True])

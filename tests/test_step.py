@@ -12,8 +12,8 @@ from entropic_jax import Action, Signal, chain, generate
 from entropic_jax.control import Every, PerRow, When, pytree
 from entropic_jax.control.temperature import Normalised
 from entropic_jax.loop import step, tokens_first
-from entropic_jax.row_subset import Shared, where_rows
 from entropic_jax.state import FAILED, RUNNING, SchedulingSignal, Trace
+from entropic_jax.state.row_subset import Shared, where_rows
 from tests import tiny
 
 TEXTS = tiny.prompts(9, 5, 12, 7)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import entropy, generate
-from entropic_jax.control.presets import preset
+from entropic_jax.methods.presets import preset
 from entropic_jax.pallas import topk_entropy
 from entropic_jax.pallas.dispatch import Operation, interpreted
 from entropic_jax.sampling import constraints, step_entropy

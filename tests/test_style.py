@@ -23,7 +23,7 @@ EXCUSED_FUNCTIONS = {
 LONG_PHASE = 40  # lines with signature and docstring, of a step of the loop and each of its phases
 PHASES = (  # the files in which a step and its phases are written
     "entropic_jax/loop.py",
-    "entropic_jax/row_subset.py",
+    "entropic_jax/state/row_subset.py",
     "entropic_jax/phases/*.py",
     "entropic_jax/sampling/processors.py",
     "entropic_jax/sampling/sampler.py",

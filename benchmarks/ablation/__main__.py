@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from rich.console import Console
 
-from entropic_jax.serving.compilation import remember_compilations
+from entropic_jax.serving.options.compilation_cache import remember_compilations
 from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness import paths

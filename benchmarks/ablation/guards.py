@@ -10,9 +10,10 @@ from entropic_jax import chain
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Row, Workload
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.control.controller import pytree, update_rows
-from entropic_jax.control.presets import FINE_PAGES, pruning_law
+from entropic_jax.control.controller import update_rows
 from entropic_jax.control.pruning import Pruning
+from entropic_jax.methods.presets import FINE_PAGES, pruning_law
+from entropic_jax.state.pytree import pytree
 
 from .stress import SCALES, SCORED, scaled
 

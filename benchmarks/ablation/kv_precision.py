@@ -2,8 +2,8 @@
 
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Row, Workload, interleave
-from entropic_jax.cache import default_page_size
 from entropic_jax.state import State
+from entropic_jax.state.cache import default_page_size
 
 CONFIGURATIONS = [(name, kind) for kind in ("float32", "bfloat16", "int8") for name in ("off", "full-lossy")]
 

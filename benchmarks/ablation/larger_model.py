@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from entropic_jax import cache, parameters, start
+from entropic_jax import parameters, start
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Row, interleave
-from entropic_jax.control.presets import FINE_PAGES, Gains, Preset, preset
+from entropic_jax.methods.presets import FINE_PAGES, Gains, Preset, preset
 from entropic_jax.pallas import skinny_matmul
-from entropic_jax.phases.ledger import HARDWARE
+from entropic_jax.state import cache
+from entropic_jax.state.ledger import HARDWARE
 
 from ..harness.baselines.pool import EngineError, EnginePool
 from ..harness.baselines.reference_model import random_model, write_prompts

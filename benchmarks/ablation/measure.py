@@ -14,7 +14,7 @@ from rich.console import Console
 
 from entropic_jax.analysis import studies
 from entropic_jax.analysis.studies import Row, Workload
-from entropic_jax.control.presets import FINE_PAGES, preset
+from entropic_jax.methods.presets import FINE_PAGES, preset
 
 from ..harness.baselines.pool import EnginePool
 from ..harness.baselines.reference_model import prepare_weights

@@ -15,8 +15,8 @@ from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import LN2
 from entropic_jax.analysis.studies import DISTINCT_PRESETS, Row, Workload, set_up
 from entropic_jax.attention import page_selection as pages
-from entropic_jax.control.presets import FINE_PAGES, Preset, preset
 from entropic_jax.control.pruning import FixedPruning
+from entropic_jax.methods.presets import FINE_PAGES, Preset, preset
 from entropic_jax.models.train import recall as generator
 from entropic_jax.pallas.paged_attention import SelectionRules
 

@@ -8,7 +8,7 @@ from entropic_jax.analysis import ablation
 from entropic_jax.analysis.studies import Row, Workload, interleave, set_up
 from entropic_jax.calibration import teacher_forced
 from entropic_jax.control.estimation import ESTIMATORS, Estimated
-from entropic_jax.control.presets import Preset, preset
+from entropic_jax.methods.presets import Preset, preset
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 HEAD = 50  # logits that an estimator sees

@@ -9,7 +9,7 @@ from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import Workload
 from entropic_jax.calibration import load_calibration
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.control.presets import Gains
+from entropic_jax.methods.presets import Gains
 
 
 def load_workload(folder: Path, texts: list[str]) -> Workload:

@@ -30,10 +30,10 @@ def spread(rates: list[float]) -> dict[str, float]:
 
 
 def copy_rates(options: argparse.Namespace) -> dict[str, Any]:
-    """Bandwidths as `benchmarks.bandwidth` prints them."""
+    """Bandwidths as `benchmarks.harness.bandwidth` prints them."""
     megabytes, repeat = ("64", "2") if options.quick else ("512", "5")
     size = ["--threads", str(options.threads), "--megabytes", megabytes, "--repeat", repeat]
-    command = [sys.executable, "-m", "benchmarks.bandwidth", *size]
+    command = [sys.executable, "-m", "benchmarks.harness.bandwidth", *size]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
 
 

@@ -14,7 +14,7 @@ from entropic_jax import LLM
 from entropic_jax.models.train import evaluate, export, recall, scoring, tasks
 
 from ..harness.held_out_text import module_files
-from ..sampling.measure import loops
+from ..harness.loops import loops
 from . import bars
 
 PARTS = ("bits", "recall", "texts", "greedy")

@@ -12,11 +12,10 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from rich.console import Console
 
 from ..harness.held_out_text import module_files
 from ..harness.paths import ROOT
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
 
 VOCABULARIES, KS = [32_000, 128_256, 151_936], [16, 50, 128]
@@ -49,10 +48,7 @@ def main() -> None:
     options.repeat = options.repeat or (2 if options.quick else 15)
     if not options.text:
         options.text = [file for name in TEXTS for file in module_files(f"{name}.py")]
-
-    console = Console()
-    results = load_or_measure(options, "entropy", lambda: measure.run(options, console), "cpu")
-    publish("entropy", report, results, options.document, console)
+    measure_and_publish("entropy", report, measure.run, options)
 
 
 if __name__ == "__main__":

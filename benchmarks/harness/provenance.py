@@ -72,6 +72,15 @@ def changed_since(commit: str, paths: Sequence[str]) -> bool | None:
     return {0: False, 1: True}.get(status)
 
 
+def is_unknown(commit: str) -> bool:
+    """Whether a repository with all of its history does not have a commit; False where git cannot tell."""
+    try:
+        shallow = _git("rev-parse", "--is-shallow-repository").stdout.strip()
+        return shallow == "false" and _git("cat-file", "-e", commit.partition(" ")[0]).returncode != 0
+    except FileNotFoundError:
+        return False
+
+
 def stamp(runs: Iterable[dict[str, Any]], measured_code: Sequence[str]) -> str:
     """The line that stands under the title of every published table.
 
@@ -95,7 +104,8 @@ def stamp(runs: Iterable[dict[str, Any]], measured_code: Sequence[str]) -> str:
     if not exact and not recorded:
         parts.append("recorded before commits were noted")
     changed = [changed_since(commit, measured_code) for commit in (*exact, *recorded)]
-    older = any(changed) or not changed or any(UNCOMMITTED in commit for commit in exact)
+    unknown = any(map(is_unknown, (*exact, *recorded)))
+    older = any(changed) or not changed or unknown or any(UNCOMMITTED in commit for commit in exact)
     return ", ".join(parts) + "." + (f" {OLDER}" if older else "")
 
 

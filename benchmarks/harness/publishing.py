@@ -15,19 +15,23 @@ from .tables import Table, markdown, print_tables
 
 PAGE_OF = {  # the page that holds the tables of a benchmark
     "ablation": "ablation.md",
+    "ablation.certificate": "ablation.md",
     "decode": "decoding.md",
+    "decode.quantization": "quantization.md",
     "entropy": "entropy.md",
     "kernels": "kernels.md",
     "long_context": "long-context.md",
+    "long_context.head_budgets": "long-context.md",
     "optimisers": "training.md",
     "sampling": "sampling.md",
+    "sampling.temperature": "sampling.md",
     "scheduling": "scheduling.md",
     "serving": "serving.md",
     "soak": "soak.md",
     "speculation": "speculation.md",
+    "speculation.lossless": "speculation.md",
     "stability": "stability.md",
     "start_up": "start-up.md",
-    "temperature": "sampling.md",
 }
 
 
@@ -40,7 +44,7 @@ def benchmark_parser(description: str | None, name: str) -> argparse.ArgumentPar
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that everything runs")
-    stored = f"benchmarks/results/{name.replace('_', '-')}-….json"
+    stored = f"benchmarks/results/{name.rpartition('.')[2].replace('_', '-')}-….json"
     parser.add_argument("--output", type=Path, help=f"file of the results ({stored})")
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
     add_document_option(parser, name)
@@ -119,6 +123,30 @@ def publish(name: str, report: Report, results: dict[str, Any], document: bool, 
     print_tables(report.tables(results), report.notes(results), console)
     if document:
         write_section(paths.PAGES / PAGE_OF[name], name, section_text(report, results))
+
+
+def measure_and_publish(
+    name: str,
+    report: Report,
+    measure: Callable[[argparse.Namespace, Console], dict[str, Any]],
+    options: argparse.Namespace,
+    device_field: str = "cpu",
+) -> None:
+    """The end of most commands: measure or read results, store them, print them, write the page if asked to.
+
+    Results of small sizes are not written into a page.
+
+    Args:
+        name: the name of the benchmark, as in `PAGE_OF`.
+        report: its module of that name.
+        measure: makes the results from the options, reporting its progress on the console.
+        options: the parsed options of a `benchmark_parser`.
+        device_field: the entry of the results that names the device.
+    """
+    console = Console()
+    file_name = name.rpartition(".")[2].replace("_", "-")
+    results = load_or_measure(options, file_name, lambda: measure(options, console), device_field)
+    publish(name, report, results, options.document and not options.quick, console)
 
 
 def section_markers(name: str) -> tuple[str, str]:

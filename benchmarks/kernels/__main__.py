@@ -7,10 +7,8 @@ profiler; on a CPU, those on the clock. On an accelerator every kernel is first 
 small cases of its tests; `python -m tests.pallas.table --show` then enters that into docs/kernels.md.
 """
 
-from rich.console import Console
-
 from ..harness.cores import pin_to_cores
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import report
 from .measure import PARTS, run
 from .timing import on_cpu
@@ -24,11 +22,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="cores, on a CPU")
     options = parser.parse_args()
     options.repeat = options.repeat or (2 if options.quick else 10)
-    console = Console()
     if on_cpu() and not options.show:
         pin_to_cores(options.threads)
-    results = load_or_measure(options, "kernels", lambda: run(options, console), "device")
-    publish("kernels", report, results, options.document, console)
+    measure_and_publish("kernels", report, run, options, device_field="device")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from entropic_jax import cache, models, parameters, start
+from entropic_jax import models, parameters, start
 from entropic_jax.analysis import ablation
 from entropic_jax.analysis.ablation import Subject
-from entropic_jax.control.presets import Preset, preset
+from entropic_jax.methods.presets import Preset, preset
 from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.state import cache
 
 from .timing import CALLS, device_seconds, on_cpu, wall_seconds
 

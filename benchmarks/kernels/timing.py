@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..bandwidth.measure import measure as measure_bandwidth
+from ..harness.bandwidth import measure as measure_bandwidth
 
 CALLS = 5  # in one trace
 

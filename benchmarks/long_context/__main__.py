@@ -20,8 +20,7 @@ from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness.publishing import add_document_option, publish
 from . import report
-from .measure import QUALITY, STUDIES, measure
-from .workload import TASKS
+from .measure import CASES, QUALITY, STUDIES, measure
 
 
 def main() -> None:
@@ -33,12 +32,19 @@ def main() -> None:
     parser.add_argument("--studies", type=words, default=list(STUDIES))
     parser.add_argument("--methods", type=words, help=f"of {', '.join(QUALITY)}")
     parser.add_argument("--contexts", type=numbers, default=[7800], help="tokens, for quality")
-    parser.add_argument("--budgets", type=numbers, default=[256], help="tokens, for quality")
+    parser.add_argument(
+        "--budgets", type=numbers, default=[64, 128, 256, 512, 1024], help="tokens, for quality"
+    )
     parser.add_argument("--speed-contexts", type=numbers, default=[2048, 32768, 65536])
     parser.add_argument(
-        "--cases", type=int, default=len(TASKS), help="documents per cell, each with a question per task"
+        "--cases",
+        type=int,
+        default=CASES,
+        help=f"documents per cell, each with a question per task (default: {CASES})",
     )
-    parser.add_argument("--files", type=Path, nargs="+", help="LongBench or InfiniteBench files, instead")
+    parser.add_argument(
+        "--files", type=Path, nargs="+", help="LongBench, LongBench v2, InfiniteBench or RULER files, instead"
+    )
     parser.add_argument("--output", type=Path, help="benchmarks/results/long-context-CPU.json")
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")
     add_document_option(parser, "long_context")

@@ -1,6 +1,7 @@
 """Measurements of the long-context benchmark: quality at equal budgets, time end to end."""
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -15,14 +16,14 @@ from tokenizers import Tokenizer
 
 from entropic_jax import loop, models, parameters
 from entropic_jax.analysis.ablation import LN2, Subject
-from entropic_jax.cache import allocate
 from entropic_jax.calibration import load_calibration
-from entropic_jax.control.presets import Gains, Preset, preset
 from entropic_jax.methods import cache_compression
 from entropic_jax.methods.method import Method
+from entropic_jax.methods.presets import Gains, Preset, preset
 from entropic_jax.methods.registry import METHODS, add_method
 from entropic_jax.models.train.recall import Filler
 from entropic_jax.state import RUNNING, State
+from entropic_jax.state.cache import allocate
 
 from ..harness.baselines.reference_model import random_model
 from ..harness.held_out_text import module_texts
@@ -42,9 +43,11 @@ SPEED = (
     "meso-lossy",
     "entropyinfer + meso-lossy",
 )
+UNBOUNDED = ("dense", "meso-lossy")  # methods without a budget
 LONGEST = ("dense", "entropyinfer", "entropyinfer + meso-lossy")  # timed at the longest context
 SHORTEST = ("dense", "entropyinfer")  # timed where the prompt is so short that prefill is dense
 TAIL, ROWS, TOKENS = 320, len(TASKS), 128
+CASES = 15 * len(TASKS)  # at least 100 questions that are asked first
 
 
 def configure(
@@ -260,12 +263,15 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
     subject = Subject(model.decoder, model.params)
     for file in options.files:
         items = read_items(file)[: options.cases]
-        for name in options.methods or QUALITY:
+        names = options.methods or QUALITY
+        for name, budget in itertools.product(names, options.budgets):
+            if name in UNBOUNDED and budget != options.budgets[0]:
+                continue
             scores = []
             for item in items:
                 room = model.config.max_position_embeddings - item.tokens
                 prompt = item.fitted(model.tokenizer.encode, room)
-                setting = configure(name, options.budgets[0])
+                setting = configure(name, None if name in UNBOUNDED else budget)
                 state = begin(subject, setting, [prompt], len(prompt) + item.tokens, item.tokens)
                 answer: list[int] = []
                 while (np.asarray(state.status) == RUNNING).any():
@@ -273,7 +279,7 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
                     state, trace = cache_compression.generate(*arguments, 64)
                     answer += trace.token[np.asarray(trace.emitted[:, 0]), 0].tolist()
                 scores.append(score(item, model.tokenizer.decode(answer)))
-            key = f"files/{file.stem}/{options.budgets[0]}/{name}"
+            key = f"files/{file.stem}/{budget}/{name}"
             results["cells"][key] = {"score": float(np.mean(scores)), "items": len(items)}
             console.print(f"{key}: {np.mean(scores):.3f} of {len(items)} items")
 
@@ -285,7 +291,7 @@ def plan(options: argparse.Namespace) -> list[tuple[str, int, int | None, str, i
         for context in options.contexts:
             for budget in options.budgets:
                 for name in options.methods or QUALITY:
-                    bounded = name not in ("dense", "meso-lossy")
+                    bounded = name not in UNBOUNDED
                     cells.append(("quality", context, budget if bounded else None, name, 0))
     if "speed" in options.studies:
         longest = max(options.speed_contexts)
@@ -310,12 +316,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     quality = model = None
     for study, context, budget, name, repetition in plan(options):
         key = f"{study}/{context}/{budget}/{name}/{repetition}"
-        if key in results["cells"]:
+        stored = results["cells"].get(key)
+        if stored and (study == "speed" or stored.get("cases", len(TASKS)) == options.cases):
             continue
         began = time.perf_counter()
         if study == "quality":
             quality = quality or QualityStudy(options.model, options.cases)
-            cell = quality.measure(name, context, budget)
+            cell = {**quality.measure(name, context, budget), "cases": options.cases}
         else:
             model = model or random_model()
             cell = measure_speed(model, name, context)

@@ -1,8 +1,12 @@
-"""Items of local LongBench (Bai et al. 2023) and InfiniteBench (Zhang et al. 2024) files, and their scores.
+"""Items of local LongBench, LongBench v2, InfiniteBench and RULER files, and their scores.
 
-Both are JSON lines. LongBench: `input`, `context`, `answers`, `all_classes`, `dataset`, `language`;
-InfiniteBench: `id`, `context`, `input`, `answer`, `options`, the task being the name of the file. The wording
-of the prompts is our own, so scores compare methods with each other, not with published tables.
+JSON lines, or one JSON array. LongBench (Bai et al. 2023): `input`, `context`, `answers`, `all_classes`,
+`dataset`, `language`. LongBench v2 (Bai et al. 2024): `question`, `choice_A` … `choice_D`, `answer` (a
+letter), `context`. InfiniteBench (Zhang et al. 2024): `id`, `context`, `input`, `answer`, `options`, the task
+being the name of the file. RULER (Hsieh et al. 2024), as its scripts write them: `input`, the whole prompt;
+`outputs`; the task is the name of the file, or of its folder where the file is called `validation` or `test`.
+The wording of the prompts is our own but for RULER, so scores compare methods with each other, not with
+published tables.
 """
 
 import difflib
@@ -30,6 +34,7 @@ SUMMARY = Kind("Summarise the text above.", "rouge", LONG)
 EXAMPLES = Kind("Go on as in the examples above.", "classes", SHORT)
 FIND = Kind("Answer with what the text above says, and nothing else.", "exact", SHORT)
 CODE = Kind("", "edit", SHORT)
+ALL, ANY = Kind("", "all", MIDDLE), Kind("", "any", SHORT)  # RULER's prompts hold their instructions
 CHOICE = Kind("Answer with the letter of the right option.", "choice", SHORT)
 KINDS: dict[str, Kind] = {
     # LongBench
@@ -56,6 +61,13 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("longbook_choice_eng", "code_debug"), CHOICE),
     "code_run": Kind("Answer with the value that the last call returns: a number.", "number", SHORT),
     "math_find": Kind("Answer with the number that is asked for.", "number", SHORT),
+    # RULER
+    **{f"niah_{kind}_{i}": ALL for kind in ("single", "multikey") for i in (1, 2, 3)},
+    **dict.fromkeys(("niah_multivalue", "niah_multiquery", "cwe"), ALL),
+    "vt": ALL._replace(tokens=SHORT),
+    "fwe": ALL._replace(tokens=64),
+    **dict.fromkeys(("qa_1", "qa_2"), ANY),
+    "longbench_v2": CHOICE,
     "math_calc": Kind("Write the intermediate results, one after another.", "sequence", LONG),
 }
 
@@ -89,27 +101,50 @@ class Item(NamedTuple):
         return context + question
 
 
+SPLITS = ("validation", "test", "train", "data")  # names of files that do not name a task
+
+
 def read_items(file: Path) -> list[Item]:
-    """The items of a file of either kind. Raises ValueError, which names the line, for what is neither."""
+    """The items of a file of any of these kinds.
+
+    Raises ValueError, which names the line or the entry, for what is none. Lines end at line feeds alone: a
+    JSON string may hold U+2028, U+0085 and other separators as they are.
+    """
+    text = file.read_text("utf-8")
+    task = file.parent.name if file.stem in SPLITS else file.stem
+    if text.lstrip().startswith("["):
+        try:
+            parts: list[Any] = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file}: not readable JSON: {error}") from error
+        place = "entry"
+    else:
+        parts, place = text.split("\n"), "line"
     items = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        if not line.strip():
+    for number, part in enumerate(parts, 1):
+        if isinstance(part, str) and not part.strip():
             continue
         try:
-            record = json.loads(line)
-            items.append(read_record(record, file.stem))
+            record = json.loads(part) if isinstance(part, str) else part
+            if not isinstance(record, dict):
+                raise TypeError(f"an item must be a JSON object; got {json.dumps(record)[:60]}")
+            items.append(read_record(record, task))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{file}, line {number}: {reason}") from error
+            raise ValueError(f"{file}, {place} {number}: {reason}") from error
     return items
 
 
 def read_record(record: dict[str, Any], stem: str) -> Item:
-    """One line: LongBench has `answers`, InfiniteBench `answer`."""
+    """One item: LongBench has `answers`, InfiniteBench `answer`, RULER `outputs`, LongBench v2 `choice_A`."""
+    if "choice_A" in record:
+        return read_choices(record)
     task = str(record.get("dataset") or stem).removesuffix("_e")
     if task not in KINDS:
         raise ValueError(f"task must be one of {', '.join(sorted(KINDS))}; got {task!r}")
     kind = KINDS[task]
+    if kind.measure in ("all", "any"):
+        return read_ruler(record, task)
     if "answers" in record:
         answers, options = record["answers"], record.get("all_classes") or ()
     else:
@@ -125,6 +160,24 @@ def read_record(record: dict[str, Any], stem: str) -> Item:
         parts.append("Answer:")
     question = "\n".join(part for part in parts if part)
     return Item(task, record["context"], question, answers, tuple(map(str, options)))
+
+
+def read_choices(record: dict[str, Any]) -> Item:
+    """An item of LongBench v2."""
+    options = tuple(str(record[f"choice_{letter}"]) for letter in "ABCD")
+    if record["answer"] not in tuple("ABCD"):
+        raise ValueError(f"answer must be A, B, C or D; got {record['answer']!r}")
+    lines = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
+    question = "\n".join([CHOICE.instruction, record["question"], *lines, "Answer:"])
+    return Item("longbench_v2", record["context"], question, (record["answer"],), options)
+
+
+def read_ruler(record: dict[str, Any], task: str) -> Item:
+    """An item of RULER, whose `input` ends with the question, and with `answer_prefix` where it is apart."""
+    answers = tuple(map(str, record["outputs"]))
+    if not answers:
+        raise ValueError("outputs must hold at least one; got none")
+    return Item(task, record["input"] + record.get("answer_prefix", ""), "", answers, ())
 
 
 def words(text: str) -> list[str]:
@@ -195,6 +248,8 @@ def score(item: Item, answer: str) -> float:
         answer = lines[0].strip() if lines else ""
     if measure == "sequence":
         return sequence(answer, " ".join(item.answers))
+    if measure == "all":  # RULER's string_match_all; `any` is its string_match_part
+        return sum(x.lower() in answer.lower() for x in item.answers) / len(item.answers)
     return max(_score(measure, item, answer, expected) for expected in item.answers)
 
 
@@ -212,4 +267,6 @@ def _score(measure: str, item: Item, answer: str, expected: str) -> float:
         return number(answer, expected)
     if measure == "edit":
         return difflib.SequenceMatcher(None, answer, expected.strip()).ratio()
+    if measure == "any":
+        return float(expected.lower() in answer.lower())
     return float(expected.strip() in answer)

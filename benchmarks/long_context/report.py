@@ -21,6 +21,7 @@ WITHDRAWN = (
         "`uniform-prefill` under other names, and their agreement with it says nothing of entropy."
     ),
 )
+QUESTIONS, CAPABLE = 100, 0.8  # of a cell with power: questions asked first, and what dense attains
 Rows = list[dict[str, Any]]
 
 
@@ -144,9 +145,31 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 """
 
 
+def power(results: dict[str, Any]) -> list[str]:
+    """How many questions the cells have, and the tasks that dense attention cannot do."""
+    cells = [cell for cell in results["cells"].values() if cell.get("study") == "quality"]
+    dense = [answer for cell in cells if cell["method"] == "dense" for answer in cell["answers"]]
+    if not dense:
+        return []
+    fewest = min(sum(answer["asked"] == "first" for answer in cell["answers"]) for cell in cells)
+    weak = [
+        task
+        for (task,), answers in split(dense, "task")
+        if statistics.fmean(answer["right"] for answer in answers) < CAPABLE
+    ]
+    enough = "" if fewest >= QUESTIONS else f", fewer than the {QUESTIONS} that a comparison needs"
+    lines = [f"Power: {fewest} questions asked first in the smallest cell{enough}."]
+    if weak:
+        lines.append(
+            f"Dense attention answers less than {CAPABLE:.0%} of {', '.join(weak)}: those columns say "
+            "nothing of a method, and they lower every share of the first table."
+        )
+    return lines
+
+
 def notes(results: dict[str, Any]) -> list[str]:
     run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
-    return [run, *WITHDRAWN, NOTE, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+    return [run, *power(results), *WITHDRAWN, NOTE, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
 
 
 def stamps(results: dict[str, Any]) -> str:

@@ -16,18 +16,22 @@ ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
 DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-16384-8")]
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
+    "ablation.certificate": "certificate-amd-epyc.json",
+    "decode.quantization": "quantization-amd-epyc.json",
     "entropy": "entropy-amd-epyc.json",
     "kernels": "kernels-amd-epyc.json",
     "long_context": LONG_CONTEXT.name,
+    "long_context.head_budgets": "head-budgets-amd-epyc.json",
     "optimisers": "optimisers.json",
     "sampling": "sampling-amd-epyc.json",
+    "sampling.temperature": "temperature-intel-xeon-processor.json",
     "scheduling": "scheduling-simulation.json",
     "serving": "serving-amd-epyc.json",
     "soak": "soak-amd-epyc.json",
-    "speculation": "speculation-intel-xeon-processor.json",
+    "speculation": "speculation-amd-epyc.json",
+    "speculation.lossless": "lossless-amd-epyc.json",
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",
-    "temperature": "temperature-intel-xeon-processor.json",
 }
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from rich.console import Console
 from entropic_jax.analysis.ablation import distinct
 
 from ..harness.held_out_text import module_texts
+from ..harness.loops import loops
 from ..harness.provenance import describe_run
 from ..harness.publishing import results_file, write_json
 from . import workload
@@ -19,22 +20,6 @@ from .workload import Task
 
 ROWS = 8  # tasks at once
 FREE_TEXT_TOKENS = 192
-LONGEST_PERIOD = 40  # tokens of a loop
-
-
-def loops(text: Sequence[int]) -> bool:
-    """Whether a text ends in a loop: a period of up to 40 tokens, three times and for 12 tokens at least.
-
-    >>> loops([1, 2, 3] + [7, 8] * 6), loops([1, 2, 3] + [7, 8] * 3), loops(list(range(99)))
-    (True, False, False)
-    """
-    for period in range(1, LONGEST_PERIOD + 1):
-        tail = text[-max(3 * period, 12) :]
-        if len(tail) >= max(3 * period, 12) and all(
-            a == b for a, b in zip(tail[period:], tail[:-period], strict=True)
-        ):
-            return True
-    return False
 
 
 def held_out_source() -> list[str]:

@@ -11,12 +11,12 @@ import numpy as np
 from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.calibration import Calibration, load_calibration
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.control.presets import Gains, Preset, preset
 from entropic_jax.control.temperature import Mirostat
 from entropic_jax.methods import entropix, entropix_search
 from entropic_jax.methods.dslider import DSlider
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.entropix_released import AsReleased
+from entropic_jax.methods.presets import Gains, Preset, preset
 from entropic_jax.state import RUNNING
 
 LAUNCH = 64  # steps

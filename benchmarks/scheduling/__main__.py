@@ -11,7 +11,7 @@ import argparse
 from rich.console import Console
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
 
 
@@ -20,9 +20,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "scheduling")
     parser.add_argument("--seeds", type=int, default=4, help="simulations of each policy")
     options = parser.parse_args()
-    console = Console()
-    results = load_or_measure(options, "scheduling", lambda: simulate(options, console), "device")
-    publish("scheduling", report, results, options.document and not options.quick, console)
+    measure_and_publish("scheduling", report, simulate, options, device_field="device")
 
 
 def simulate(options: argparse.Namespace, console: Console) -> dict:

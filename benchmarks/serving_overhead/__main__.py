@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from entropic_jax.serving.compilation import remember_compilations
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.start import start
+from entropic_jax.serving.options.compilation_cache import remember_compilations
 from entropic_jax.serving.options.model import EMBEDDED
 
 from .measure import engine_seconds, offline_seconds

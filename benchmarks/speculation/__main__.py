@@ -11,10 +11,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from rich.console import Console
 
 from ..harness.paths import ROOT
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
 
 
@@ -23,7 +22,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "speculation")
     parser.add_argument("--contexts", help="tokens of the prompts (512,2048,7936)")
     parser.add_argument("--temperatures", help="of the sampling (0.7,1.0)")
-    parser.add_argument("--prompts", type=int, help="texts of each context (8)")
+    parser.add_argument("--prompts", type=int, help="texts of the longest context; short ones have more (8)")
     parser.add_argument("--tokens", type=int, help="tokens to generate for each (128)")
     parser.add_argument("--repeat", type=int, help="measurements of each time (5)")
     parser.add_argument("--rows", help="rows of the engine that decodes batches (8,32)")
@@ -46,10 +45,7 @@ def main() -> None:
     options.prompts = options.prompts or (1 if quick else 8)
     options.tokens = options.tokens or (12 if quick else 128)
     options.repeat = options.repeat or (1 if quick else 5)
-
-    console = Console()
-    results = load_or_measure(options, "speculation", lambda: measure.run(options, console), "cpu")
-    publish("speculation", report, results, options.document, console)
+    measure_and_publish("speculation", report, measure.run, options)
 
 
 if __name__ == "__main__":

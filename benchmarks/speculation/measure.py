@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
-from entropic_jax.calibration.pass_costs import SHORT, measure_pass_costs
-from entropic_jax.control.controller import STATIC, pytree
 from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Draft, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation.pass_timing import SHORT, measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
 from entropic_jax.state import RUNNING
+from entropic_jax.state.pytree import STATIC, pytree
 
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
@@ -25,6 +25,7 @@ from . import batches
 from .workload import WIDTHS, arms, loops, prompts
 
 LAUNCH = 32  # steps
+SHORT_SHARE = 4  # a cell of short prompts takes this part of the time that one of the longest takes
 
 
 @pytree
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        total = len(options.contexts) + len(cells) * options.prompts
+        total = len(options.contexts) + sum(num_texts(options, context) for _, context, _ in cells)
         total += len(options.rows) * len(options.batch_contexts) + 1
         task = progress.add_task("passes", total=total)
         for context in options.contexts:
@@ -167,7 +168,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         results["law"] = costs._asdict()
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
-            texts = prompts(text, tokenizer, context, options.prompts)
+            texts = prompts(text, tokenizer, context, num_texts(options, context))
             compare(model, texts[0], 4, temperature, arms(costs), 0)  # compile
             for number, prompt in enumerate(texts):
                 entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
@@ -178,6 +179,16 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         progress.update(task, description="batches")
         results["batches"] = batches.measure(options, lambda: progress.advance(task))
     return results
+
+
+def num_texts(options: argparse.Namespace, context: int) -> int:
+    """The number of texts of a cell: `options.prompts`, and more where prompts are short, since many loop.
+
+    Args:
+        options: the options of the command.
+        context: tokens of a prompt.
+    """
+    return max(options.prompts, options.prompts * max(options.contexts) // (context * SHORT_SHARE))
 
 
 def compare(

@@ -18,7 +18,7 @@ from rich.console import Console
 from entropic_jax.serving.options.model import EMBEDDED
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
 
 
@@ -28,9 +28,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--rows", type=int, default=12, help="repetitions of every sweep")
     options = parser.parse_args()
-    console = Console()
-    results = load_or_measure(options, "stability", lambda: run(options, console), "cpu")
-    publish("stability", report, results, options.document and not options.quick, console)
+    measure_and_publish("stability", report, run, options)
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:

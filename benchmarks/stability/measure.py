@@ -14,9 +14,9 @@ from entropic_jax.analysis.ablation import Subject
 from entropic_jax.calibration import load_calibration
 from entropic_jax.calibration.record import Calibration
 from entropic_jax.control import chain
-from entropic_jax.control.presets import FINE_PAGES
 from entropic_jax.control.pruning import Pruning
 from entropic_jax.control.temperature import Exact, Integral, Normalised, Paper
+from entropic_jax.methods.presets import FINE_PAGES
 
 from ..harness.held_out_text import module_tokens
 

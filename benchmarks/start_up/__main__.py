@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 
 from ..harness.provenance import describe_run
-from ..harness.publishing import benchmark_parser, load_or_measure, publish
+from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
 
 
@@ -25,9 +25,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "start_up")
     parser.add_argument("--repeat", type=int, default=5, help="starts with filled caches, of each kind")
     options = parser.parse_args()
-    console = Console()
-    results = load_or_measure(options, "start-up", lambda: run(options, console), "cpu")
-    publish("start_up", report, results, options.document and not options.quick, console)
+    measure_and_publish("start_up", report, run, options)
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:

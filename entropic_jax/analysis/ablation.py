@@ -14,12 +14,12 @@ import numpy as np
 
 from .. import loop
 from ..attention.page_selection import Selection, no_page_lists
-from ..cache import Cache, Layer, allocate
 from ..control import Controller, chain
-from ..control.presets import Preset
 from ..control.scheduling import default_load, with_load
-from ..sampling import parameters
+from ..methods.presets import Preset
 from ..state import FULL, RUNNING, State, plain_action
+from ..state.cache import Cache, Layer, allocate
+from ..state.sampling_parameters import parameters
 
 LN2 = float(np.log(2))
 

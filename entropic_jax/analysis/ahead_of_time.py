@@ -16,13 +16,13 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 from entropic_jax import loop
-from entropic_jax.cache import allocate
-from entropic_jax.control.presets import Preset
 from entropic_jax.mesh import make_mesh, sharding
+from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
 from entropic_jax.models.decoder import Decoder, structure
-from entropic_jax.sampling import parameters
+from entropic_jax.state.cache import allocate
+from entropic_jax.state.sampling_parameters import parameters
 
 # libtpu must neither ask the cloud for a description of this machine, nor claim a device, nor report that
 # there is none.

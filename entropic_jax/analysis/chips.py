@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from entropic_jax.phases.ledger import HARDWARE
+from entropic_jax.state.ledger import HARDWARE
 
 GIB = 2**30
 SECONDS_PER_HOP = 1e-6  # from a chip to its neighbour, however little is sent

@@ -17,7 +17,7 @@ from entropic_jax.mesh import EXPERT, TENSOR
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.sharding import check_sizes, partition_specs
-from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.state.cache import bytes_per_number
 
 from .chips import Topology, topology
 from .collectives import Collective, collectives

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
-from ..control.controller import STATIC, AnySignal, pytree, schedule_rows, update_rows
+from ..control.controller import AnySignal, schedule_rows, update_rows
 from ..state import RUNNING, Action, Measured, SchedulingSignal, Signal, State, Trace
+from ..state.pytree import STATIC, pytree
 from .statistics import Estimate, estimate
 
 NOISES = {"constant": (1.0, 1.0), "opposite": (-1.0, -1.0), "alternating": (1.0, -1.0)}

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache import default_page_size
 from ..control import chain
-from ..control.presets import Gains, Preset, preset
 from ..control.scheduling import FirstComeFirstServed
-from ..phases.ledger import prefill_seconds
+from ..methods.presets import Gains, Preset, preset
 from ..state import State
+from ..state.cache import default_page_size
+from ..state.ledger import prefill_seconds
 from . import ablation
 from .ablation import LN2, Subject
 from .information import information_gained, order_zero_surprisal

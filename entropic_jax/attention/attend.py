@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
 from ..pallas.paged_attention.quantised import put_pages, stored
 from ..pallas.paged_attention.write_reference import update_summary
+from ..state.cache import Cache, Layer
 from .statistics import Observer
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer, ModelShape
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
 from ..pallas.paged_attention.quantised import bytes_per_number
 from ..pallas.paged_attention.reference import decode_gathered
+from ..state.cache import Cache, Layer, ModelShape
 
 SUMMARY_BYTES = 3 * 4  # of a page's summary, per number of a key: the bounds and the sum, in float32
 
@@ -22,7 +22,7 @@ class ReadStats(NamedTuple):
 
     positions: jax.Array  # keys (or values) read, summed over KV heads
     held: jax.Array  # keys in the cache, summed over KV heads
-    dropped: jax.Array  # attention mass left unread, estimated, mean over heads
+    dropped_mass: jax.Array  # attention mass left unread, estimated, mean over heads
     certificate: jax.Array  # bound of the change of any head's output, ‖Δ‖₂ ≤ 2δ·max‖v‖
     summaries: jax.Array | float = 0.0  # what was read to choose, in positions that cost as much
 
@@ -175,7 +175,7 @@ def over_layers(layer_stats: list[ReadStats]) -> ReadStats:
     return ReadStats(
         stacked.positions.sum(0),
         stacked.held.sum(0),
-        stacked.dropped.mean(0),
+        stacked.dropped_mass.mean(0),
         stacked.certificate.max(0),
         stacked.summaries.sum(0),
     )
@@ -191,7 +191,7 @@ def dense_layer_stats(layer: Layer, first: jax.Array, last: jax.Array) -> ReadSt
     """
     positions = (jnp.maximum(last - first, 0) * layer.keys.shape[1]).astype(jnp.float32)
     zero = jnp.zeros_like(positions)
-    return ReadStats(positions, positions, dropped=zero, certificate=zero)
+    return ReadStats(positions, positions, dropped_mass=zero, certificate=zero)
 
 
 def dense_step_stats(shape: ModelShape, span: Any) -> ReadStats:
@@ -204,4 +204,4 @@ def dense_step_stats(shape: ModelShape, span: Any) -> ReadStats:
     )
     positions = positions.astype(jnp.float32)
     zero = jnp.zeros_like(positions)
-    return ReadStats(positions, positions, dropped=zero, certificate=zero)
+    return ReadStats(positions, positions, dropped_mass=zero, certificate=zero)

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer, ModelShape
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PageChoice, PageSummary, SelectionRules
 from ..pallas.paged_attention.reference import estimate_pages, page_gates
-from ..row_subset import where_rows
+from ..state.cache import Cache, Layer, ModelShape
+from ..state.row_subset import where_rows
 from .page_reader import LayerPages, PageGates, PageReader
 
 RULES = SelectionRules()

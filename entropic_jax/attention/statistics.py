@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention.quantised import gather
 from ..state import Focus
+from ..state.cache import Cache, Layer
 
 
 @jax.tree_util.register_static

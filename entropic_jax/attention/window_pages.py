@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
+from ..state.cache import Cache, Layer
 from .page_reader import LayerAttention, ReadStats, dense_layer_stats, over_layers
 
 

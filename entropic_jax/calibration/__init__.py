@@ -1,4 +1,4 @@
-"""Calibration: the belief temperature T_cal of a model, the set-points of its control laws, and pass costs.
+"""Calibration: the belief temperature T_cal of a model, and the set-points of its control laws.
 
 A text is read twice: once to fit T_cal and once to measure statistics under it. The first pass keeps only
 sums, the second a few numbers per token. The result is a small JSON file next to the model; without one,
@@ -9,7 +9,6 @@ Sources: temperature scaling and the expected calibration error, Guo, Pleiss, Su
 Differs from Kiruluta 2026 (arXiv 2603.03310), which assumes calibrated logits and known set-points.
 """
 
-from .pass_costs import measure_pass_costs
 from .record import FILE, LEVELS, Calibration, load_calibration, save_calibration
 from .statistics import autoregression, calibrate
 from .teacher_forcing import split_sequences, teacher_forced
@@ -24,7 +23,6 @@ __all__ = [
     "expected_calibration_error",
     "fit_temperature",
     "load_calibration",
-    "measure_pass_costs",
     "save_calibration",
     "split_sequences",
     "teacher_forced",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import entropy
-from ..phases.forward import Decoder
+from ..state.decoder import Decoder
 from .record import LEVELS, Calibration
 from .teacher_forcing import split_sequences, teacher_forced
 from .temperature import expected_calibration_error, fit_temperature

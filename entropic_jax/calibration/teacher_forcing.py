@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention.attend import TokenSpan, attend_to
-from ..cache import Cache, allocate, grant
-from ..phases.forward import Decoder
+from ..state.cache import Cache, allocate, grant
+from ..state.decoder import Decoder
 
 CHUNK, CHUNK_LOGITS = 512, 1 << 25  # most positions, and most logits, computed at once
 

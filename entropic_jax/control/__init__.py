@@ -1,5 +1,6 @@
 """Controllers: each reads a `Signal` and rewrites an `Action`."""
 
+from ..state.pytree import pytree
 from .controller import (
     Chain,
     Controller,
@@ -7,7 +8,6 @@ from .controller import (
     PerRow,
     When,
     chain,
-    pytree,
     schedule_rows,
     take_rows,
     update_rows,

@@ -16,7 +16,8 @@ from ..entropy import (
     upper_bound,
 )
 from ..state import Action, SchedulingSignal, Signal
-from .controller import STATIC, pytree, schedule_rows, update_rows
+from ..state.pytree import STATIC, pytree
+from .controller import schedule_rows, update_rows
 
 # Estimators of H₁ from the k most probable tokens, in nats: the entropy of these alone (`truncated`), the
 # paper's tail-corrected form (`printed`), and the tight bounds with their midpoint, see `entropy`.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..state import Action, Signal
-from .controller import pytree
+from ..state.pytree import pytree
 
 
 class PruningState(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..state import Action, SchedulingSignal
-from .controller import STATIC, pytree
+from ..state.pytree import STATIC, pytree
 from .entropy_drop import (
     AR1,
     PRIOR,

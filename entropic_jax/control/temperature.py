@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..entropy import LOWEST_TEMPERATURE, entropy_statistics
 from ..state import Action, Signal
-from .controller import pytree
+from ..state.pytree import pytree
 from .temperature_solver import max_entropy, solve_temperature
 
 Gain = float | jax.Array

@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from ..devices import default_device
 from ..mesh import on_mesh
+from ..mesh.devices import default_device
+from .threads import MAX_THREADS, num_processors
 
 
 @cache
@@ -48,6 +49,18 @@ def unavailable_reason() -> str | None:
     if not numba_installed() or sys.platform not in ("linux", "darwin"):
         return "Numba is not installed or the platform has no POSIX threads"
     return None
+
+
+def check_prefill(tokens: int) -> None:
+    """Raise NotImplementedError for a pass of many tokens if XLA has more threads than kernels have.
+
+    Args:
+        tokens: The tokens of the pass.
+    """
+    if (processors := num_processors()) > MAX_THREADS:
+        raise NotImplementedError(
+            f"{tokens} tokens on {processors} processors: kernels run on {MAX_THREADS} at most"
+        )
 
 
 def check_supported(*dtypes: Any) -> None:

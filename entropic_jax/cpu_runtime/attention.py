@@ -27,6 +27,7 @@ from .instructions import (
     larger,
     largest_lane,
     load,
+    load_fours,
     load_widened,
     loop,
     multiply_add,
@@ -42,6 +43,7 @@ QUADS = LANES // CHUNK  # vectors of four keys in a block of keys
 LINES_AT_ONCE = 4  # cache lines that are prefetched together
 ROWS_AT_ONCE = 8  # values that are added up between two prefetches
 HEADS = 4  # query heads whose scores of a block of keys fill the accumulators
+NARROW_SUMS = 4  # vectors of sums that leave registers for their operands, where those are not of AVX-512
 
 
 def padded(page_size: int) -> int:
@@ -137,7 +139,7 @@ def _block_offset(builder: Any, part: Any, chunk: int, quad: int) -> Any:
 
 
 @cache
-def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
+def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) -> Any:
     """`scores(keys, query, out, block, heads, begin, end, next_tile)`: dot products of queries and keys.
 
         out[h, t] = query[h] · keys[t],   begin ≤ t < end
@@ -152,6 +154,8 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         page_size: keys of a tile.
         dtype: of the keys. The tile at the address `next_tile` is prefetched on the way. `block` is scratch
             for `LANES · head_dim` floats.
+        wide: whether registers are those of AVX-512. If not, a batch of heads is multiplied by some of the
+            vectors of a block of keys at a time, so that its sums stay in registers.
     """
     stride, parts, sizes = padded(page_size), head_dim // LANES, _batches(HEADS, group)
     block_bytes = LANES * head_dim * ITEMSIZE[dtype]
@@ -164,43 +168,67 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
 
         def quads_from_tile(t, part, quad):
             """For four keys, the vectors of their elements 0-3, 4-7, 8-11 and 12-15 of a part."""
-            elements = []
+            offsets = []
             for i in range(CHUNK):
                 row = _row_of_page(builder, t, quad + QUADS * i, page_size)
-                offset = builder.add(builder.mul(row, WORD(head_dim)), part)
-                elements.append(load_widened(builder, keys, offset, dtype))
+                offsets.append(builder.add(builder.mul(row, WORD(head_dim)), part))
+
+            def load_one(m):
+                four = load_fours(builder, keys, offsets, CHUNK * m, dtype)
+                store(builder, four, block, _block_offset(builder, part, m, quad))
+                return four
+
+            if not wide:  # one at a time
+                return load_one
+            elements = [load_widened(builder, keys, offset, dtype) for offset in offsets]
             fours = transpose_fours(builder, elements)
             for m, value in enumerate(fours):
                 store(builder, value, block, _block_offset(builder, part, m, quad))
-            return fours
+            return fours.__getitem__
 
         def quads_from_block(t, part, quad):
-            return [load(builder, block, _block_offset(builder, part, m, quad)) for m in range(CHUNK)]
+            load_one = lambda m: load(builder, block, _block_offset(builder, part, m, quad))
+            return [load_one(m) for m in range(CHUNK)].__getitem__ if wide else load_one
 
         def batch(t, h, size, load_quads):
             number = builder.mul(_batch_number(builder, h, sizes), WORD(parts))
             next_block = builder.add(next_tile, builder.mul(t, WORD(head_dim * ITEMSIZE[dtype])))
 
-            def add_part(part, sums):
-                prefetcher.take_step(next_block, builder.add(number, builder.udiv(part, WORD(LANES))))
-                query_of = {}
-                for g in range(size):
-                    offset = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(head_dim)), part)
-                    for m in range(CHUNK):
-                        query_of[g, m] = broadcast_four(builder, query, builder.add(offset, WORD(CHUNK * m)))
+            def add_part(part, sums, quads):
+                if quads.start == 0:
+                    prefetcher.take_step(next_block, builder.add(number, builder.udiv(part, WORD(LANES))))
                 sums = list(sums)
-                for quad in range(QUADS):
-                    for m, four in enumerate(load_quads(t, part, quad)):
+
+                def query_of(g, m):
+                    offset = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(head_dim)), part)
+                    return broadcast_four(builder, query, builder.add(offset, WORD(CHUNK * m)))
+
+                factors = {(g, m): query_of(g, m) for g in range(size) for m in range(CHUNK)} if wide else {}
+                for number_of_quad, quad in enumerate(quads):
+                    load_four = load_quads(t, part, quad)
+                    for m in range(CHUNK):
+                        four = load_four(m)
                         for g in range(size):
-                            i = g * QUADS + quad
-                            sums[i] = multiply_add(builder, four, query_of[g, m], sums[i])
+                            i = g * len(quads) + number_of_quad
+                            factor = factors[g, m] if wide else query_of(g, m)
+                            sums[i] = multiply_add(builder, four, factor, sums[i])
                 return sums
 
-            sums = loop(builder, WORD(0), WORD(head_dim), LANES, [zero] * (size * QUADS), add_part)
+            # A batch that reads the scratch would keep the query of several vectors in registers.
+            narrow = max(1, NARROW_SUMS // max(2, size)) if load_quads is quads_from_tile else 1
+            at_once = QUADS if wide else narrow
+            sums_of_quad = {}
+            for first in range(0, QUADS, at_once):
+                quads = range(first, first + at_once)
+                add = lambda part, sums, quads=quads: add_part(part, sums, quads)
+                start = [zero] * (size * at_once)
+                sums = loop(builder, WORD(0), WORD(head_dim), LANES, start, add)
+                for i, value in enumerate(sums):
+                    sums_of_quad[i // at_once, quads[i % at_once]] = value
             for g in range(size):
                 target = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(stride)), t)
-                quads = sums[g * QUADS : (g + 1) * QUADS]
-                store(builder, sum_lanes_of_fours(builder, quads), out, target)
+                sums = [sums_of_quad[g, quad] for quad in range(QUADS)]
+                store(builder, sum_lanes_of_fours(builder, sums), out, target)
 
         def block_of_keys(t, _):
             first = _for_first_batch(
@@ -215,7 +243,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
 
 
 @cache
-def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
+def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool) -> Any:
     """`softmax(scores, top, total, out, begin, end, key_scale, value_scale)`: an online softmax of a head.
 
     The scores of a page become weights exp(score − top), 0 in the other lanes of vectors at the ends. `top`
@@ -227,6 +255,8 @@ def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
         head_dim: of `out`; a multiple of `LANES`.
         scaled: whether scores are multiplied by the float32 at `key_scale`, and weights, once they are added
             up, by those at `value_scale`, each `[padded(page_size)]`.
+        wide: whether registers are those of AVX-512. If not, a loop of its own computes the
+            exponentials, so that their constants stay in registers.
     """
     low, zero = constant(float(np.finfo(np.float32).min)), constant(0)
     parts = head_dim // LANES
@@ -249,25 +279,26 @@ def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
             limit = builder.fadd(load(builder, top, 0, FLOAT), FLOAT(SLACK))
             exceeded = builder.fcmp_ordered(">", maximum, broadcast(builder, limit))
             with builder.if_then(any_lane(builder, exceeded), likely=False):
-                raise_top(maximum)
+                _raise_top(builder, maximum, top, total, out, parts)
             subtrahend = broadcast(builder, load(builder, top, 0, FLOAT))
 
+            def exponentiate(t, _):
+                store(builder, exponential(builder, builder.fsub(score(t), subtrahend)), scores, t)
+                return []
+
             def weigh(t, carried):
-                weight = inside(t, exponential(builder, builder.fsub(score(t), subtrahend)), zero)
+                if wide:
+                    power = exponential(builder, builder.fsub(score(t), subtrahend))
+                else:
+                    power = load(builder, scores, t)
+                weight = inside(t, power, zero)
                 store(builder, scaled_by(weight, value_scale, t), scores, t)
                 return [builder.fadd(carried[0], weight)]
 
+            if not wide:
+                loop(builder, first, last, LANES, [], exponentiate)
             (mass,) = loop(builder, first, last, LANES, [load(builder, total, 0)], weigh)
             store(builder, mass, total, 0)
-
-        def raise_top(maximum):
-            peak = largest_lane(builder, maximum)
-            drop = builder.fsub(load(builder, top, 0, FLOAT), peak)
-            shrink = exponential(builder, broadcast(builder, drop))
-            store(builder, peak, top, 0)
-            store(builder, builder.fmul(load(builder, total, 0), shrink), total, 0)
-            for j in range(parts):
-                store(builder, builder.fmul(load(builder, out, j * LANES), shrink), out, j * LANES)
 
         full = builder.and_(
             builder.icmp_signed("==", begin, WORD(0)), builder.icmp_signed("==", end, WORD(padded(page_size)))
@@ -287,8 +318,28 @@ def softmax(page_size: int, head_dim: int, scaled: bool) -> Any:
     return intrinsic_of(8, emit)
 
 
+def _raise_top(builder: Any, maximum: Any, top: Any, total: Any, out: Any, parts: int) -> None:
+    """Rescales the sums of an online softmax to a larger score.
+
+    Args:
+        builder: The builder of the function.
+        maximum: A vector whose largest lane is the score.
+        top: The address of the score that the sums are relative to.
+        total: The address of the sums of weights by lane.
+        out: The address of the weighted sums.
+        parts: Vectors of the weighted sums.
+    """
+    peak = largest_lane(builder, maximum)
+    drop = builder.fsub(load(builder, top, 0, FLOAT), peak)
+    shrink = exponential(builder, broadcast(builder, drop))
+    store(builder, peak, top, 0)
+    store(builder, builder.fmul(load(builder, total, 0), shrink), total, 0)
+    for j in range(parts):
+        store(builder, builder.fmul(load(builder, out, j * LANES), shrink), out, j * LANES)
+
+
 @cache
-def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
+def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) -> Any:
     """`accumulate(weights, values, out, heads, begin, end, next_tile)`: out[h] += Σ weights[h, t] values[t].
 
     Args:
@@ -296,9 +347,11 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         head_dim: a multiple of the vector's width.
         page_size: rows of `weights` have `padded(page_size)` floats.
         dtype: of the values. The tile at the address `next_tile` is prefetched on the way.
+        wide: whether registers are those of AVX-512. If not, a batch of heads reads the columns of a tile in
+            several turns, so that its sums stay in registers.
     """
     parts, stride = head_dim // LANES, padded(page_size)
-    sizes = _batches(max(1, 16 // parts), group)
+    sizes = _batches(max(1, 16 // parts) if wide else NARROW_SUMS, group)
 
     def emit(builder, values):
         weights, data, out, heads, begin, end, next_tile = values
@@ -308,26 +361,32 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str) -> Any:
         prefetcher = Prefetcher(builder, page_size * head_dim * ITEMSIZE[dtype], steps)
 
         def batch(h, size):
+            at_once = parts if wide else max(1, NARROW_SUMS // size)
+            for first in range(0, parts, at_once):
+                columns(h, size, range(first, min(first + at_once, parts)))
+
+        def columns(h, size, chosen):
             first_step = builder.mul(_batch_number(builder, h, sizes), steps_per_batch)
             base = builder.mul(h, WORD(head_dim))
-            places = [builder.add(base, WORD(i * LANES)) for i in range(size * parts)]
+            places = [builder.add(base, WORD((g * parts + j) * LANES)) for g in range(size) for j in chosen]
             start = [load(builder, out, place) for place in places]
 
             def row(t, sums):
                 offset = builder.mul(t, WORD(head_dim))
                 part_offset = lambda j: builder.add(offset, WORD(j * LANES))
-                value = [load_widened(builder, data, part_offset(j), dtype) for j in range(parts)]
+                value = [load_widened(builder, data, part_offset(j), dtype) for j in chosen]
                 after = []
                 for g in range(size):
                     place = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(stride)), t)
                     weight = broadcast(builder, load(builder, weights, place, FLOAT))
-                    for j in range(parts):
-                        after.append(multiply_add(builder, value[j], weight, sums[g * parts + j]))
+                    for j, part in enumerate(value):
+                        after.append(multiply_add(builder, part, weight, sums[g * len(chosen) + j]))
                 return after
 
             def rows(t, sums):
-                step = builder.add(first_step, builder.udiv(t, WORD(ROWS_AT_ONCE)))
-                prefetcher.take_step(next_tile, step)
+                if chosen.start == 0:
+                    step = builder.add(first_step, builder.udiv(t, WORD(ROWS_AT_ONCE)))
+                    prefetcher.take_step(next_tile, step)
                 after = builder.add(t, WORD(ROWS_AT_ONCE))
                 after = builder.select(builder.icmp_signed("<", after, end), after, end)
                 return loop(builder, t, after, 1, sums, row)

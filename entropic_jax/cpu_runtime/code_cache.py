@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..devices import user_cache
+from ..mesh.devices import user_cache
 from .run_once import run_once
 
 LOG = logging.getLogger("entropic_jax.kernels")

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, WORD, NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of an element, by dtype
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}  # bytes of an element, by dtype
 CACHE_LINE = 64  # bytes
 FOUR = ir.VectorType(FLOAT, 4)
 INTEGERS = ir.VectorType(NARROW, LANES)
@@ -87,16 +87,56 @@ def load_widened(builder: Any, address: Any, offset: Any, dtype: str) -> Any:
         builder: of the function.
         address: integer, of an array.
         offset: of the first element, in elements.
-        dtype: of the array: "float32", "bfloat16" or "int8".
+        dtype: of the array: "float32", "bfloat16", "int8" or "float8_e4m3fn".
     """
+    return _widen(builder, _load_elements(builder, address, offset, dtype, LANES), dtype)
+
+
+def load_fours(builder: Any, address: Any, offsets: list[Any], first: int, dtype: str) -> Any:
+    """A vector of fours of elements of `dtype`, widened to float32: four k begins at `offsets[k] + first`.
+
+    Args:
+        builder: of the function.
+        address: integer, of an array.
+        offsets: four numbers of the program, in elements.
+        first: added to all offsets.
+        dtype: see `load_widened`.
+    """
+    places = [builder.add(offset, WORD(first)) for offset in offsets]
+    a, b, c, d = (_load_elements(builder, address, place, dtype, 4) for place in places)
+    halves = [permute(builder, pair, range(8)) for pair in ((a, b), (c, d))]
+    return _widen(builder, permute(builder, halves, range(LANES)), dtype)
+
+
+def _load_elements(builder: Any, address: Any, offset: Any, dtype: str, number: int) -> Any:
+    """A vector of elements, float32 or the integers that hold narrower ones."""
+    element = FLOAT if dtype == "float32" else ir.IntType(8 * ITEMSIZE[dtype])
+    pointer_type = ir.VectorType(element, number).as_pointer()
     address = _element_address(builder, address, offset, dtype)
+    return builder.load(builder.inttoptr(address, pointer_type), align=ITEMSIZE[dtype])
+
+
+def _widen(builder: Any, bits: Any, dtype: str) -> Any:
+    """A vector as `_load_elements` loads it, as float32."""
     if dtype == "float32":
-        return builder.load(builder.inttoptr(address, VECTOR.as_pointer()), align=4)
-    narrow = ir.VectorType(ir.IntType(8 * ITEMSIZE[dtype]), LANES)
-    bits = builder.load(builder.inttoptr(address, narrow.as_pointer()), align=ITEMSIZE[dtype])
+        return bits
     if dtype == "int8":
         return builder.sitofp(builder.sext(bits, INTEGERS), VECTOR)
+    if dtype == "float8_e4m3fn":
+        return _widen_e4m3(builder, bits)
     return builder.bitcast(builder.shl(builder.zext(bits, INTEGERS), integers(16)), VECTOR)
+
+
+def _widen_e4m3(builder: Any, bits: Any) -> Any:
+    """The numbers of 8 bits of E4M3 as float32, by way of float16, which keeps small ones at full speed."""
+    short = ir.VectorType(ir.IntType(16), LANES)
+    shifted = builder.shl(builder.sext(bits, short), ir.Constant(short, [7] * LANES))
+    half = builder.bitcast(
+        builder.and_(shifted, ir.Constant(short, [0xBF80 - 0x10000] * LANES)),
+        ir.VectorType(ir.HalfType(), LANES),
+    )
+    # The bias of the exponent of float16 is larger by 8.
+    return builder.fmul(builder.fpext(half, VECTOR), constant(256.0))
 
 
 def store(builder: Any, value: Any, address: Any, offset: Any) -> None:

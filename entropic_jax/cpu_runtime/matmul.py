@@ -133,15 +133,22 @@ def emit_tile(function: Any, rows: int, dtype: str, source: str, prefetches: int
             builder.add(panel, WORD(4 * first)),
             ahead,
         ]
-        start = _stored_sums(builder, begin, out, cells)
+        start = stored_sums(builder, begin, out, cells)
         sums = loop(builder, begin, end, 1, addresses + start, advance)[len(addresses) :]
         for cell, value in zip(cells, sums, strict=True):
             store(builder, value, out, cell)
     builder.ret_void()
 
 
-def _stored_sums(builder: Any, begin: Any, out: Any, cells: list[Any]) -> list[Any]:
-    """The vectors at these offsets of `out` if `begin` is above 0, else zeros."""
+def stored_sums(builder: Any, begin: Any, out: Any, cells: list[Any]) -> list[Any]:
+    """The vectors at some offsets of an array if `begin` is above 0, else zeros.
+
+    Args:
+        builder: The builder of the function.
+        begin: The first input of the tile, an integer of the program.
+        out: The address of the array.
+        cells: The offsets, in floats.
+    """
     before = builder.block
     with builder.if_then(builder.icmp_signed(">", begin, WORD(0))):
         stored = [load(builder, out, cell) for cell in cells]
@@ -211,6 +218,20 @@ def load_block(dtype: str) -> Any:
                 small = array(weight + i * width, (columns,), np.int8)
                 for c in range(columns):
                     target[c] = np.float32(small[c])
+                for c in range(columns, BLOCK):
+                    target[c] = np.float32(0)
+        elif dtype == "float8_e4m3fn":
+            for i in range(inputs):
+                address = panel + 4 * i * BLOCK
+                target, bits = array(address, (BLOCK,), np.float32), array(address, (BLOCK,), np.uint32)
+                byte = array(weight + i * width, (columns,), np.uint8)
+                for c in range(columns):
+                    magnitude, sign = np.uint32(byte[c] & 0x7F), np.uint32(byte[c] & 0x80)
+                    if magnitude < 8:
+                        target[c] = np.float32(magnitude) * np.float32(2.0**-9)
+                    else:
+                        bits[c] = (magnitude << np.uint32(20)) + np.uint32(120 << 23)
+                    bits[c] |= sign << np.uint32(24)
                 for c in range(columns, BLOCK):
                     target[c] = np.float32(0)
         else:

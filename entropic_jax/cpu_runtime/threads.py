@@ -15,9 +15,14 @@ MAX_THREADS = 8
 _kept_alive: list[Any] = []
 
 
+def num_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+
+
 def num_threads() -> int:
     """Threads among which a kernel divides its work, the caller's included."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    return min(MAX_THREADS, num_processors())
 
 
 @run_once

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
-from ..cache import Cache, Layer, shrink
 from ..control import Controller
 from ..pallas.paged_attention.quantised import Pool, gather, put_pages, reads_as
 from ..speculation import Speculator
 from ..state import RUNNING, State, Trace
+from ..state.cache import Cache, Layer, shrink
 from .policies import CompressionPolicy, MethodState, top_mask
 
 

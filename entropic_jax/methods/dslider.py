@@ -32,10 +32,10 @@ import jax.numpy as jnp
 from jax.scipy.special import digamma, gammaln
 
 from .. import entropy, sampling
-from ..control.controller import STATIC, pytree
 from ..control.temperature_solver import solve_temperature
 from ..sampling.randomness import random_bits
 from ..state import Action, Signal
+from ..state.pytree import STATIC, pytree
 from .entropix import Gain, step_inputs
 
 SHIFT = 6  # terms of the recurrence before the asymptotic series of the trigamma function

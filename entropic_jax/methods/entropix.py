@@ -11,14 +11,10 @@ going back need pages of their own and are done around the loop, by `entropix_se
 its first candidate in these quadrants. `entropix_released` is the law as published, faults included.
 
 Source: xjdr-alt/entropix (2024), its sampler and the constants of its main generation. Differs from it:
-    attention
-is measured over the positions held; agreement is agreement; entropies are in nats, and the formulas read
-    features
-in [0, 1]: for attention a share of the largest possible entropy, for logits the rank among the quantiles of
-    the
-model's own calibration. The thresholds are such quantiles. Every row decides for itself and draws with its
-    own
-key; truncation keeps the likeliest token.
+attention is measured over the positions held; agreement is 1 where all heads attend alike; entropies are in
+nats; the formulas read features in [0, 1], for attention a share of the largest possible entropy, for logits
+the rank among the quantiles of the model's own calibration. The thresholds are such quantiles. Every row
+decides for itself and draws with its own key; truncation keeps the likeliest token.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -29,10 +25,10 @@ import jax.numpy as jnp
 from .. import sampling
 from ..attention.statistics import Observation
 from ..calibration import LEVELS, Calibration
-from ..control.controller import STATIC, pytree
 from ..sampling.randomness import random_bits
 from ..sampling.truncation import truncate
 from ..state import Action, Signal
+from ..state.pytree import STATIC, pytree
 
 Gain = float | jax.Array
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import fork, release_rows, rewind
-from ..row_subset import RowSubset, map_rows
-from ..sampling.constraints import TopLogprobs
-from ..state import FAILED, FULL, ROW_FIELDS, RUNNING, STOPPED, State, Trace
+from ..state import FAILED, FULL, ROW_FIELDS, RUNNING, STOPPED, State, TopLogprobs, Trace
+from ..state.cache import fork, release_rows, rewind
+from ..state.row_subset import RowSubset, map_rows
 from .entropix import ADAPT, EXPLORE, RESAMPLE, EntropixState
 
 NO_ACTION, LOOK_AHEAD, BRANCH, BACKTRACK, SELECT_BRANCH = range(5)

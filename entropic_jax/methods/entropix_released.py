@@ -28,8 +28,8 @@ import numpy as np
 
 from .. import entropy
 from ..attention.statistics import Observation
-from ..control.controller import STATIC, pytree
 from ..state import Action, Signal
+from ..state.pytree import STATIC, pytree
 from .entropix import (
     ADAPT,
     CLARIFY,

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
-from ..cache import Cache
 from ..state import FULL, RUNNING, State, Trace
+from ..state.cache import Cache
 from .entropix_branches import (
     NO_ACTION,
     SELECT_BRANCH,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, ModelShape
+from ..state.cache import Cache, ModelShape
 from . import window
 from .oracle import attention_received
 from .policies import LayerQueries

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import loop
-from ..cache import allocate
 from ..control import chain
+from ..state.cache import allocate
 from .entropy_prefill import EntropyPrefill, HeadBudgets
 from .method import Method
 from .oracle import page_attention

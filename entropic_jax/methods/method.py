@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.page_selection import Information, PagePolicy
-from ..cache import Cache, ModelShape
+from ..state.cache import Cache, ModelShape
 from .policies import CompressionPolicy, MethodState, PrefillCost, PrefillPolicy
 from .readers import DecodeReader, PrefillReader
 

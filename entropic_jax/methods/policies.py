@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..cache import Cache, Layer, ModelShape
+from ..state.cache import Cache, Layer, ModelShape
 
 
 class LayerQueries(NamedTuple):

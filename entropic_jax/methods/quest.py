@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..attention.page_selection import Selection
-from ..control.controller import pytree
 from ..pallas.paged_attention import SelectionRules
 from ..state import Action, Signal
+from ..state.pytree import pytree
 
 PAGE_SIZE = 16
 PRUNE_TO_RULES = 0.999  # an ε at which only the selection's rules decide which pages are kept

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from ..attention.page_reader import ReadStats, dense_layer_stats, over_layers
 from ..attention.page_selection import PagePolicy
-from ..cache import Cache, Layer
 from ..pallas import paged_attention
+from ..state.cache import Cache, Layer
 from .policies import (
     CompressionPolicy,
     LayerQueries,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
 from ..control.controller import chain
-from ..control.presets import Preset
 from ..parameter_tables.table import ParameterError
 from . import quest
 from .adakv import AdaKV
@@ -18,6 +17,7 @@ from .latent_compression import LatentCompression
 from .method import Method
 from .oracle import Oracle
 from .policies import CompressionPolicy, PrefillPolicy
+from .presets import Preset
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .uniform_budget import UniformBudget
@@ -81,7 +81,7 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
         ValueError: for an unknown name, a budget below 64 or that the method does not have, or a method that
             selects the pages of decode steps with a preset that does so too.
 
-    >>> from ..control.presets import preset
+    >>> from .presets import preset
     >>> add_method("snapkv", preset("micro")).page_policy.compression.budget
     1024
     """

@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 import jax
 
-from ..cache import Cache, ModelShape
 from ..pallas.paged_attention.quantised import reads_as
+from ..state.cache import Cache, ModelShape
 from .policies import LayerQueries
 from .window import Window, empty_window, keep_newest, pool_scores, update_window, window_attention
 

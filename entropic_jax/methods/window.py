@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import ModelShape
+from ..state.cache import ModelShape
 from .policies import LayerQueries
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..devices import default_device
+from ..mesh.devices import default_device
 
 LOG = logging.getLogger("entropic_jax.kernels")
 VARIABLE = "ENTROPIC_KERNELS"
@@ -119,8 +119,8 @@ class Operation(NamedTuple):
     def decline_reasons(self, *arguments: Any) -> dict[str, str | None]:
         """The reason why each back end declines these arguments; None for one that supports them.
 
-        Nothing runs; the reasons are found by tracing. A back end that serves only by name is left out unless
-        it is named.
+        Nothing runs; the reasons are found by tracing, so arrays may be ShapeDtypeStructs. A back end that
+        serves only by name is left out unless it is named.
         """
         reasons: dict[str, str | None] = {}
         for name in self.backends:
@@ -130,9 +130,18 @@ class Operation(NamedTuple):
         return reasons
 
     def _decline_reason(self, name: str, arguments: tuple[Any, ...]) -> str | None:
+        leaves, structure = jax.tree.flatten(arguments)
+        abstract = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+        # Only shapes are parameters, so that static arguments may be among the others.
+        def call(*arrays: Any) -> Any:
+            operands = list(leaves)
+            for i, array in zip(abstract, arrays, strict=True):
+                operands[i] = array
+            return self.backends[name](*jax.tree.unflatten(structure, operands))
+
         try:
-            # The function has no parameters, so that static arguments may be among the others.
-            jax.eval_shape(lambda: self.backends[name](*arguments))
+            jax.eval_shape(call, *(leaves[i] for i in abstract))
         except NotImplementedError as reason:
             return str(reason)
         return None

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..devices import default_device
+from ..mesh.devices import default_device
 from . import (
     entropy_moments,
     gumbel_argmax,

@@ -1,6 +1,6 @@
 """Control gains: the table that every interface to the control loop is derived from.
 
-The command line, the HTTP schema, `control.presets.Gains` and the documentation read the fields of
+The command line, the HTTP schema, `methods.presets.Gains` and the documentation read the fields of
 `ControlGains`. A gain has one name from the HTTP field to the control law. Imports neither JAX nor NumPy.
 """
 
@@ -27,11 +27,13 @@ class PresetLine(NamedTuple):
 
 PRESET_TABLE = {
     "off": PresetLine((), "plain decoding"),
-    "micro": PresetLine((MICRO,), "temperature lowered where entropy is above its target"),
+    "micro": PresetLine((MICRO,), "temperature lowered where the sampled entropy H_T is above its target"),
     "meso": PresetLine((DRAFTS,), "tokens drafted and verified: the text of off in fewer passes"),
-    "macro": PresetLine((MACRO,), "sequences scheduled by expected entropy drop"),
+    "macro": PresetLine((MACRO,), "sequences scheduled by the drop expected of their belief entropy H"),
     "full": PresetLine((MICRO, DRAFTS, MACRO), "micro, meso and macro: the text of micro"),
-    "meso-lossy": PresetLine((PRUNING,), "pages left unread where entropy is low; the text changes"),
+    "meso-lossy": PresetLine(
+        (PRUNING,), "pages left unread where the belief entropy H is low; the text changes"
+    ),
     "full-lossy": PresetLine((MICRO, PRUNING, MACRO), "micro, meso-lossy and macro"),
     "paper": PresetLine(
         (MICRO, PRUNING, MACRO), "full-lossy with the paper's temperature law and priority as printed"

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import grant
-from ..row_subset import RowSubset, map_rows
 from ..sampling import processors
 from ..state import ROW_FIELDS, RUNNING, State
+from ..state.cache import grant
+from ..state.row_subset import RowSubset, map_rows
 
 
 class Batch(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..cache import ModelShape
-from .forward import Decoder
+from ..state.cache import ModelShape
+from ..state.decoder import Decoder
 
 IMPOSSIBLE = -1e9  # logit of a token that the draft model does not have; finite, so that its entropy is
 

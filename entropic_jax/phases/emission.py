@@ -10,12 +10,25 @@ import jax.numpy as jnp
 
 from .. import control, entropy, sampling
 from ..entropy import EntropyStatistics
-from ..row_subset import where_rows
 from ..sampling import step_entropy
-from ..sampling.constraints import Constraints, any_constraint, constrain, pauses, top_logprobs
+from ..sampling.constraints import any_constraint, constrain, pauses, top_logprobs
 from ..sampling.randomness import row_keys
-from ..state import FAILED, FULL, PAUSED, RUNNING, STOPPED, Action, Focus, Measured, Signal, State, Trace
-from . import ledger
+from ..state import (
+    FAILED,
+    FULL,
+    PAUSED,
+    RUNNING,
+    STOPPED,
+    Action,
+    Focus,
+    Measured,
+    Signal,
+    State,
+    Trace,
+    ledger,
+)
+from ..state.constraints import Constraints
+from ..state.row_subset import where_rows
 from .batch import Batch
 from .forward import Forward
 
@@ -53,11 +66,11 @@ def emit(
     logits = process(forward.logits, state, constraints)
     belief, tempered = measure(logits, batch)
     emitting = batch.active & jnp.isfinite(belief.entropy)
-    measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped)
+    measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped_mass)
     signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, forward.focus)
     action, law_state = control.update_rows(controller, signal, state.action, state.control)
     token = jnp.where(emitting, choose(logits, batch, action, forced, constraints), state.token)
-    measured = measure_token(batch, logits, belief, tempered, action, token, forward.read.dropped)
+    measured = measure_token(batch, logits, belief, tempered, action, token, forward.read.dropped_mass)
     measured = where_rows(emitting, measured, state.signal)
     action = action._replace(token=state.action.token)
     after = state._replace(token=token, signal=measured, action=action, control=law_state)

@@ -1,7 +1,6 @@
 """Forward pass: the model over some tokens of every row of a batch, through the paged KV cache."""
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,47 +8,12 @@ import jax.numpy as jnp
 from ..attention.attend import TokenSpan, attend_to
 from ..attention.page_reader import ReadStats, dense_step_stats
 from ..attention.statistics import Observer
-from ..cache import ModelShape, note_surprisal
 from ..mesh import max_over_shards, num_shards, sum_over_shards
-from ..state import Focus, State
-from . import ledger
+from ..state import Focus, State, ledger
+from ..state.cache import note_surprisal
+from ..state.decoder import Decoder
 from .batch import Batch
 from .packing import Packing
-
-
-class Decoder(Hashable, Protocol):
-    """A decoder-only language model as the loop sees it: pure functions of `params`."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """Its sizes."""
-
-    def hidden(
-        self,
-        params: Any,
-        tokens: jax.Array,
-        positions: jax.Array,
-        layers: tuple[Any, ...],
-        attend: Any,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """The last hidden states `[rows, n, hidden]`, and the layers as written.
-
-        Args:
-            params: the parameters of the model.
-            tokens: int32 `[rows, n]`.
-            positions: int32 `[rows, n]`, of the tokens in their texts.
-            layers: the cached keys and values of each layer.
-            attend: writes a layer's keys and values and attends; see `attention.attend.attend_to`.
-            lengths: int32 `[rows, n]`, tokens of the text that each token is read with, on which some
-                rotary embeddings depend; None for its position and one.
-        """
-
-    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocabulary]`."""
-
-    def context_key(self, length: int) -> tuple[int, ...]:
-        """Equal for texts that may share cached keys of a common prefix; `length` in tokens."""
 
 
 class Forward(NamedTuple):
@@ -94,17 +58,27 @@ def forward(
     if packing is not None:
         tokens, positions, attend = packing.pack(tokens), packing.pack(positions), packing.attention(attend)
     lengths = () if total is None else (jnp.maximum(positions + 1, (total + state.evicted)[:, None]),)
-    # Only a model with LoRA adapters has a state that names those of the rows, and takes them.
-    adapter: Any = {} if state.adapter is None else {"adapter": _of_rows(state.adapter, packing)}
+    adapters = _adapters(state, num_tokens, packing)
     hidden, layers = decoder.hidden(
-        params, tokens, positions, state.cache.layers, attend, *lengths, **adapter
+        params, tokens, positions, state.cache.layers, attend, *lengths, **adapters
     )
     return hidden, state._replace(cache=state.cache._replace(layers=layers))
 
 
-def _of_rows(values: jax.Array, packing: Packing | None) -> jax.Array:
-    """Values `[rows]` of the rows that a pass has: with `packing`, each of its tokens is one."""
-    return values if packing is None else packing.pack(values[:, None])[:, 0]
+def _adapters(state: State, num_tokens: jax.Array, packing: Packing | None) -> dict[str, Any]:
+    """The LoRA adapter of each row that a pass has, 0 for rows without a token.
+
+    Only a model with adapters has a state that names those of the rows, and takes them.
+
+    Args:
+        state: the state of the rows.
+        num_tokens: int32 `[rows]`, the real tokens of each.
+        packing: places of the tokens, each of which is a row of the pass; None for passes without.
+    """
+    if state.adapter is None:
+        return {}
+    of_rows = jnp.where(num_tokens > 0, state.adapter, 0)
+    return {"adapter": of_rows if packing is None else packing.pack(of_rows[:, None])[:, 0]}
 
 
 def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[Batch, Forward]:
@@ -143,7 +117,9 @@ def over_shards(read: ReadStats) -> ReadStats:
     if shards == 1:
         return read
     summed = sum_over_shards(read._replace(certificate=jnp.zeros_like(read.certificate)))
-    return summed._replace(dropped=summed.dropped / shards, certificate=max_over_shards(read.certificate))
+    return summed._replace(
+        dropped_mass=summed.dropped_mass / shards, certificate=max_over_shards(read.certificate)
+    )
 
 
 def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) -> ledger.Cost:

@@ -11,15 +11,15 @@ import numpy as np
 from .. import entropy, sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_selection import PagePolicy
-from ..cache import Cache, grant, note_surprisal
 from ..control import Controller
 from ..mesh import sharding
-from ..row_subset import RowSubset, require_rows
 from ..sampling.constraints import top_logprobs
-from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, plain_action, unmeasured
-from . import ledger
+from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, ledger, plain_action, unmeasured
+from ..state.cache import Cache, grant, note_surprisal
+from ..state.decoder import Decoder
+from ..state.row_subset import RowSubset, require_rows
 from .batch import gather, scatter
-from .forward import Decoder, forward
+from .forward import forward
 from .start_check import check_limits, check_prompts
 
 PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two

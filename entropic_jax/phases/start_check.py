@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache import Cache
 from ..state import Sampling
+from ..state.cache import Cache
 
 LARGEST_INT = 2**31 - 1  # what the device's integers hold
 UNUSED = -1  # a slot of `stop` that holds no token

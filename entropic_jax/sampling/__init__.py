@@ -1,7 +1,7 @@
 """Sampling, per row: parameters, logits processors, constraints, truncation and the draw itself."""
 
 from ..state import History, Sampling
-from .parameters import parameters
+from ..state.sampling_parameters import parameters
 from .processors import adjusts, forget, history, penalise, record, record_prompt
 from .sampler import gumbel, sample
 from .truncation import truncate

@@ -16,6 +16,7 @@ from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
 from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
+from .pass_timing import measure_pass_costs
 from .pruned import PrunedDrafter, pruned_drafter
 from .registry import drafts_tokens, make_speculator
 from .speculator import Speculator, check_speculation, draft, speculator, verify_and_emit
@@ -40,6 +41,7 @@ __all__ = [
     "draft",
     "drafts_tokens",
     "make_speculator",
+    "measure_pass_costs",
     "model_drafter",
     "pruned_drafter",
     "speculator",

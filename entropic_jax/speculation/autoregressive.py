@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
-from ..control.controller import STATIC, pytree
 from ..phases.batch import Batch
 from ..phases.emission import emit
 from ..phases.forward import Forward, decode_cost, forward, over_shards
 from ..sampling import record
 from ..state import RUNNING, State
+from ..state.pytree import STATIC, pytree
 from .draft_length import DraftLength, correct
 from .drafter import ControlledModel, Draft
 from .verification import changed_fields

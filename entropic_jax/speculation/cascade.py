@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..control.controller import pytree
 from ..phases.batch import Batch
+from ..state.pytree import pytree
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft
 

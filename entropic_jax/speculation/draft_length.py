@@ -16,7 +16,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from ..control.controller import STATIC, pytree
+from ..state.pytree import STATIC, pytree
 from .drafter import Draft
 
 CERTAIN = 12.0  # log-odds beyond which a correction does not go
@@ -90,13 +90,16 @@ class DraftLength:
         rows, k = draft.tokens.shape
         offered = (jnp.arange(k) < draft.num_tokens[:, None]) & active[:, None]
         reach = jnp.where(offered, jnp.cumprod(self.probabilities(draft, shift), 1), 0.0)
-        order = jnp.argsort(-reach.reshape(-1), stable=True)
-        gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach.reshape(-1)[order])])
+        # The products of a row descend, so those of a single one are in order.
+        ordered, rank = reach.reshape(-1), jnp.arange(rows * k, dtype=jnp.int32)
+        if rows > 1:
+            order = jnp.argsort(-ordered, stable=True)
+            ordered, rank = ordered[order], rank.at[order].set(rank)
+        gain = jnp.concatenate([jnp.zeros(1), jnp.cumsum(ordered)])
         room = jnp.array([min(rows * (width - 1), rows * k) for width in self.widths])
         positions = jnp.where(active, length, 0).sum(dtype=jnp.float32)
         rate = (active.sum(dtype=jnp.float32) + gain[room]) / self.pass_costs(positions)
         width = jnp.argmax(rate).astype(jnp.int32)
-        rank = jnp.zeros(rows * k, jnp.int32).at[order].set(jnp.arange(rows * k, dtype=jnp.int32))
         chosen = (rank < room[width]).reshape(rows, k) & offered & (reach > 0)
         return chosen.sum(1, dtype=jnp.int32), width
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from ..phases.batch import Batch
-from ..phases.forward import Decoder
+from ..state.decoder import Decoder
 
 
 class Draft(NamedTuple):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ..control.controller import pytree
 from ..phases.batch import Batch
 from ..phases.drafting_decoder import DraftingDecoder
+from ..state.pytree import pytree
 from .autoregressive import AutoregressiveDrafter
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft

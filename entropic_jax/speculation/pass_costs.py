@@ -1,6 +1,6 @@
 """Pass costs: seconds of a forward pass by its number of tokens and by the positions it reads, as measured.
 
-`calibration.measure_pass_costs` measures them on the machine at hand.
+`speculation.measure_pass_costs` measures them on the machine at hand.
 """
 
 from typing import NamedTuple

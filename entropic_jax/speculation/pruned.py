@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention.window_pages import WindowPages
-from ..control.controller import STATIC, pytree
 from ..phases.batch import Batch
+from ..state.pytree import STATIC, pytree
 from .autoregressive import AutoregressiveDrafter
 from .draft_length import DraftLength
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ..pallas.skinny_matmul import MAX_ROWS
+from ..pallas.skinny_matmul import SKINNY_ROWS
 from ..parameter_tables.speculation_names import (
     AUTO,
     DEFAULT_DRAFTED,
@@ -79,10 +79,10 @@ def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | 
 def largest_pass() -> int:
     """Tokens of all rows that a pass with drafts has at most.
 
-    On a CPU those of the skinny products: larger ones are bound by arithmetic, they add in another order, and
-    XLA widens the weights for them at the start of every launch.
+    On a CPU those of skinny products: larger ones are bound by arithmetic, so that another token costs as
+    much as in a pass of its own.
     """
-    return MAX_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_PASS
+    return SKINNY_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_PASS
 
 
 def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple[int, ...]:

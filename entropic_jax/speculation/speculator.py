@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..control.controller import pytree
 from ..phases.batch import Batch
-from ..sampling.constraints import ANYTHING, Constraints
 from ..state import State, Trace
+from ..state.constraints import ANYTHING, Constraints
+from ..state.pytree import pytree
 from .draft_length import DraftLength, draft_length
 from .drafter import ControlledModel, Draft, Drafter
 from .suffix import suffix_drafter
@@ -193,8 +193,10 @@ def _gated(runs: jax.Array, batch: Batch, plan: PassPlan) -> tuple[Batch, PassPl
         batch: the rows of the pass.
         plan: the plan of the pass.
     """
-    token, tokens, num_drafted = (
-        jnp.where(runs, x, 0) for x in (batch.state.token, plan.draft.tokens, plan.num_drafted)
+    state = batch.state
+    token, length, tokens, num_drafted = (
+        jnp.where(runs, x, 0) for x in (state.token, state.length, plan.draft.tokens, plan.num_drafted)
     )
-    batch = batch._replace(state=batch.state._replace(token=token), active=batch.active & runs)
+    state = state._replace(token=token, length=length)
+    batch = batch._replace(state=state, active=batch.active & runs)
     return batch, plan._replace(draft=plan.draft._replace(tokens=tokens), num_drafted=num_drafted)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..control.controller import STATIC, pytree
 from ..pallas.longest_match import longest_match
 from ..phases.batch import Batch
+from ..state.pytree import STATIC, pytree
 from .drafter import ControlledModel, Draft
 
 # P(accepted) of the token that follows a match, by the match's length, on some 5000 tokens of held-out code

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from .. import sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
-from ..phases import ledger
 from ..phases.batch import Batch
 from ..phases.emission import emit
 from ..phases.forward import Forward, forward, narrowest
 from ..phases.packing import lay_out
-from ..sampling.constraints import Constraints
-from ..state import RUNNING, State, Trace
+from ..state import RUNNING, State, Trace, ledger
+from ..state.constraints import Constraints
 from .drafter import ControlledModel, Draft
 
 # The fields of `State` that emission changes.

@@ -50,7 +50,7 @@ FAMILIES = (
         | {"norm_topk_prob": False},
         olmoe,
         aliases={"num_local_experts": "num_experts"},
-        required={"clip_qkv": None},
+        required={"clip_qkv": None, "sliding_window": None},
     ),
     Family(
         "Exaone4ForCausalLM",

@@ -57,7 +57,7 @@ class GGUFTensor:
 
 
 class Cursor:
-    """Reads a file of metadata from its beginning; a truncated file is a ValueError."""
+    """A position in the metadata of a GGUF file; values past its end raise ValueError."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.place = data, 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config import Config, ModelError, read_json
+from ..config import Config, ModelError, abbreviate, read_json
 from .foreign_names import ForeignTensor, consolidated, gguf
 from .safetensors_files import open_safetensors
 from .stored import StoredTensor
@@ -16,6 +16,7 @@ TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 VARIANT = re.compile(r"model\.([\w-]+)\.safetensors|model\.safetensors\.index\.([\w-]+)\.json")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # of a variant, whose index has the name without it
 Opener = Callable[[Path], dict[str, StoredTensor]]
+LONGEST = 255  # bytes of a file name
 
 
 def open_tensors(directory: Path, config: Config) -> Mapping[str, ForeignTensor]:
@@ -73,10 +74,10 @@ def open_shards(directory: Path, index: str, opener: Opener) -> dict[str, Stored
     valid = isinstance(file_of, dict) and all(isinstance(f, str) for f in file_of.values())
     if not file_of or not valid:
         raise ModelError(f"{directory / index}: weight_map must be an object of tensor to file names")
-    outside = [f for f in file_of.values() if Path(f).name != f or not f.isprintable()]
+    outside = [f for f in file_of.values() if not is_file_name(f)]
     if outside:
         raise ModelError(
-            f"{directory / index}: weight_map must name files in its directory; got {outside[0]!r}"
+            f"{directory / index}: weight_map must name files in its directory; got {abbreviate(outside[0])}"
         )
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
@@ -87,3 +88,8 @@ def open_shards(directory: Path, index: str, opener: Opener) -> dict[str, Stored
         if name not in tensors or tensors[name].file.name != file:
             raise ModelError(f"{index} says that {name} is in {directory / file}, which has no such tensor")
     return tensors
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a file of a directory can have this name."""
+    return Path(text).name == text and text.isprintable() and len(text.encode()) <= LONGEST

@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .file_rows import mapping_of, read_rows
+
 # Dtypes by the codes of safetensors. 8-bit floats are read as bytes and looked up in tables.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INTEGERS = {"BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16"} | {
@@ -41,25 +43,13 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.array[index]
 
-    def fetch(self) -> None:
-        """Have the system begin to read the tensor from its file."""
-        base = mapping_of(self.array)
-        if base is not None and self.array.nbytes and hasattr(mmap, "MADV_WILLNEED"):
-            begin = self.array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
-            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            base.madvise(mmap.MADV_WILLNEED, page, begin - page + self.array.nbytes)
+    def block(self, index: Any) -> np.ndarray:
+        """A part in one piece, which holds until this thread asks for the next; see `read_rows`."""
+        return read_rows(self.array[index], self.file)
 
     def release(self) -> None:
         """See `release_pages`."""
         release_pages(self.array)
-
-
-def mapping_of(array: np.ndarray) -> mmap.mmap | None:
-    """The mapping of a file that an array is a part of; None for one in memory."""
-    base: Any = array
-    while base is not None and not isinstance(base, mmap.mmap):
-        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
-    return base
 
 
 def release_pages(array: np.ndarray) -> None:

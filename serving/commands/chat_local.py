@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..compilation import remember_compilations
 from ..engine.interface import Engine, EngineRequest
 from ..engine.options import EngineOptions
 from ..engine.start import start as start_engine
 from ..http.served_model import ServedModel, describe
 from ..options import generation_config, speculation_options
+from ..options.compilation_cache import remember_compilations
 from ..options.control_options import Control, check_temperature
+from ..options.xla_threads import limit_xla_threads
 from ..request import Request, RequestError
 from ..request.chat_template import DEFAULT_TEMPLATE
 from . import model_options
@@ -40,6 +41,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
     gains = dict(control.gains)
     if options.api_key is not None:
         raise RequestError("--api-key needs --url; got it alone")
+    limit_xla_threads(options.model, options.dtype, control.method)
     remember_compilations()
     if sys.stderr.isatty():
         print(f"loading {options.model.name} …", end="\r", file=sys.stderr, flush=True)

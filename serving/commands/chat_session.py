@@ -216,7 +216,7 @@ class Session:
         if readline is None or not self.interactive:
             yield
             return
-        from entropic_jax.devices import user_cache
+        from entropic_jax.mesh.devices import user_cache
 
         path = user_cache() / HISTORY
         with contextlib.suppress(OSError):

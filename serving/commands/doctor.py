@@ -12,16 +12,26 @@ import time
 from typing import Any
 
 from ..engine.installation import devices, versions
+from . import model_options, serve
+from .config_file import use_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic doctor` takes."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--config",
+        dest="server_config",
+        metavar="FILE",
+        help="YAML file of options of `serve`: show which back end serves each operation of that server here",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report, and return the exit status."""
     report = examine()
+    if options.server_config is not None:
+        report["server"] = server_of(options.server_config)
     print(json.dumps(report, indent=1) if options.json else "\n".join(describe(report)))
     return 1 if report["problems"] else 0
 
@@ -52,6 +62,47 @@ def examine() -> dict[str, Any]:
     return report
 
 
+def server_of(path: str) -> dict[str, Any]:
+    """The page size of a server on this machine, and the back ends of its operations; loads no weights.
+
+    Raises RequestError where the options, or the model that they name, cannot be used.
+    """
+    import jax
+
+    from entropic_jax import models
+    from entropic_jax.models.decoder import structure
+    from entropic_jax.models.model import read_config
+    from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+
+    from ..engine import kernel_report
+    from ..engine.options import sizes
+    from ..options.kv_cache import pages_of
+    from ..options.model import default_dtype
+
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    use_config(parser, path)
+    stated = parser.parse_args([])
+    stated.model = stated.path or stated.model
+    try:
+        options = serve.engine_options_of(stated, serve.settings_of(stated))
+        config, dtype = read_config(stated.model), options.dtype or default_dtype()
+        like = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+        params = jax.tree.map(like, structure(config)[1])
+        model = models.Model(config, params)
+        pages = pages_of(options.kv_cache_dtype, params)
+        chosen = sizes(model, options, bytes_per_number(pages, model.decoder.shape.head_dim))
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise model_options.loading_error(stated, error) from error
+    attention = kernel_report.attention_shape(model, options, chosen)
+    served = kernel_report.served_operations(model.decoder.shape, attention)
+    return {
+        "page_size": chosen.page_size,
+        "kv_cache_dtype": str(pages),
+        "operations": {operation.operation: operation.text for operation in served},
+    }
+
+
 def _matters(name: str) -> bool:
     return name.startswith(("ENTROPIC_", "JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NUMBA_"))
 
@@ -73,6 +124,10 @@ def describe(report: dict[str, Any]) -> list[str]:
     for operation in report["operations"]:
         lines.append(f"  {operation['operation']:<28} {_verdict(operation)}")
         lines += [f"    {name:<12} declines: {reason}" for name, reason in operation["declined"].items()]
+    if "server" in report:
+        server = report["server"]
+        lines += ["", f"server: pages of {server['page_size']} positions of {server['kv_cache_dtype']}"]
+        lines += [f"  {name:<28} {text}" for name, text in server["operations"].items()]
     lines += ["", *(f"problem: {problem}" for problem in report["problems"])]
     summary = f"{len(report['problems'])} problems" if report["problems"] else "all is well"
     return [*lines, f"{summary}, {report['seconds']:.1f} s"]

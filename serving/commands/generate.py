@@ -119,9 +119,11 @@ def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 
 
 def _load(options: argparse.Namespace) -> "Generator":
-    from ..compilation import remember_compilations
     from ..offline import generation
+    from ..options.compilation_cache import remember_compilations
+    from ..options.xla_threads import limit_xla_threads
 
+    limit_xla_threads(options.model, options.dtype, options.method, parallelism.divided(options))
     remember_compilations()
     try:
         preset = options.preset or speculation_options.default_preset(

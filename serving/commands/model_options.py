@@ -29,7 +29,8 @@ def add_quantization(parser: "argparse.ArgumentParser | argparse._ArgumentGroup"
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round the weights to 8 bits, with a scale per column (default: as they are)",
+        help="round the weights to 8 bits with a scale per column (int8, fp8), or to 4 with one per 32 or "
+        "128 inputs (int4, int4-128; default: as they are)",
     )
 
 
@@ -66,7 +67,7 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
     """The model of `--model` and `--dtype` and its tokenizer. Raises RequestError if it has none."""
     from entropic_jax import models
 
-    from ..compilation import remember_compilations
+    from ..options.compilation_cache import remember_compilations
 
     check_directory(options.model)
     remember_compilations()

@@ -83,7 +83,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     from entropic_jax.analysis import ahead_of_time
     from entropic_jax.analysis.chips import topology
     from entropic_jax.analysis.plan import Dtypes, first_that_fits, make_plan
-    from entropic_jax.control.presets import preset
+    from entropic_jax.methods.presets import preset
     from entropic_jax.models import ModelError
     from entropic_jax.models.model import read_config
     from entropic_jax.models.sharding import check_sizes
@@ -103,7 +103,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         check_sizes(config, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
-    setting = preset(options.preset, options.max_num_seqs)
+    setting = preset(options.preset, options.max_num_seqs, platform="tpu")
     page_size = options.block_size if setting.page_policy is None else setting.page_policy.page_size
     per_row = -(-options.max_model_len // page_size)
     batch = ahead_of_time.Batch(

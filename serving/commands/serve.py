@@ -5,21 +5,46 @@ Options that mean the same have vLLM's names.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from entropic_jax.parameter_tables.table import ParameterError
+
 from ..http.settings import Limits, Settings
-from ..options import control_options, generation_config, lora, parallelism, speculation_options
+from ..options import (
+    control_options,
+    generation_config,
+    lora,
+    parallelism,
+    processes,
+    speculation_options,
+)
+from ..options.option_types import message_of
 from ..request import RequestError
 from . import model_options
 from .serve_options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
+    from ..engine.options import EngineOptions
+    from ..engine.process_group import ProcessGroup
     from ..http.frontend import Frontend
 
 EXTRA = "install the extra: pip install 'entropic_jax[serve]'"
+RAY_EXTRA = "install the extra: pip install 'entropic_jax[ray]'"
+# Options about the state of one server, which the replicas of a fleet do not share.
+NOT_FOR_FLEETS = (
+    "uds",
+    "lora_dir",
+    "profile_dir",
+    "files_dir",
+    "otlp_traces_endpoint",
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,16 +53,115 @@ def run(options: argparse.Namespace) -> int:
         from ..http import log, process, tracing
     except ImportError as error:
         raise RequestError(f"{error.name} is not installed; {EXTRA}") from None
-    from ..compilation import remember_compilations
+    from ..options.compilation_cache import remember_compilations
+    from ..options.xla_threads import limit_xla_threads
 
     options.model = options.path or options.model
-    form = options.log_format or ("text" if sys.stderr.isatty() else "json")
-    log.configure(form, options.uvicorn_log_level)
+    if options.replicas is not None:
+        return run_fleet(options)
+    log.configure(_log_format(options), options.uvicorn_log_level)
+    several = parallelism.divided(options) or options.data_parallel_size != 1
+    several |= not processes.of_command(options).alone
+    limit_xla_threads(options.model, options.dtype, options.method, several)
     traces = tracing.exporter(options.otlp_traces_endpoint)
     settings, text_side = settings_of(options), text_side_of(options)
-    listener = process.bind(settings)  # whatever can be wrong so far is said before anything is loaded
+    # Whatever can be wrong so far is said before anything is loaded.
+    engine_options, group = engine_options_of(options, settings), start_processes(options)
+    if group is None:
+        listener = process.bind(settings)
+        remember_compilations()
+        return process.run(load(options, settings, text_side, engine_options, None), listener, traces)
+    try:
+        remember_compilations()
+        if not group.leads:
+            return follow_process_0(options, engine_options, settings, group)
+        listener = process.bind(settings)
+        frontend = load(options, settings, text_side, engine_options, group)
+    except ParameterError as error:
+        group.leave(message_of(error, options), status=2)
+    return process.run(frontend, listener, traces)
+
+
+def start_processes(options: argparse.Namespace) -> "ProcessGroup | None":
+    """Connect with the other processes that the options state, if there are any. Raises ParameterError."""
+    stated = processes.of_command(options)
+    if stated.alone:
+        return None
+    if options.on_engine_failure != "exit":
+        raise RequestError(
+            "--on-engine-failure must be exit with several processes, which all end; "
+            f"got {options.on_engine_failure}"
+        )
+    if options.enable_sleep_mode:
+        raise RequestError("--enable-sleep-mode must be off with several processes; got on")
+    from ..engine import process_group
+
+    return process_group.start_processes(stated)
+
+
+def follow_process_0(
+    options: argparse.Namespace, engine_options: "EngineOptions", settings: Settings, group: "ProcessGroup"
+) -> int:
+    """Run what process 0 runs until it ends; the exit status.
+
+    Args:
+        options: The options of the command line.
+        engine_options: The options of the engine.
+        settings: The settings of the front end, for its control.
+        group: The processes.
+    """
+    from ..engine import start
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the process ends with process 0, which drains first
+    try:
+        return start.follow_process_0(options.model, engine_options, settings.control, group)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise model_options.loading_error(options, error) from error
+
+
+def run_fleet(options: argparse.Namespace) -> int:
+    """Serve with several replicas under Ray Serve."""
+    settings = fleet_settings(options)
+    try:
+        from ..fleet import launch
+    except ModuleNotFoundError as error:
+        raise RequestError(f"{error.name} is not installed; {RAY_EXTRA}") from None
+    from ..http import log
+
+    log.configure(_log_format(options), options.uvicorn_log_level)
+    return launch.run(options, settings, frontend_of)
+
+
+def fleet_settings(options: argparse.Namespace) -> Settings:
+    """The settings of each replica. RequestError for options that a fleet does not have."""
+    options.model = options.path or options.model
+    for name in NOT_FOR_FLEETS:
+        if (value := getattr(options, name)) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} must be absent with --replicas; got {value}")
+    if options.port == 0:
+        raise RequestError("--port must be at least 1 with --replicas; got 0")
+    if options.max_replicas is not None and options.max_replicas < (options.replicas or 1):
+        raise RequestError(
+            f"--max-replicas must be at least --replicas, {options.replicas or 1}; got {options.max_replicas}"
+        )
+    text_side_of(options)  # says what is wrong before anything is started
+    return settings_of(options)
+
+
+def frontend_of(options: argparse.Namespace) -> "Frontend":
+    """The front end of a replica, in a process of its own."""
+    from ..http import log
+    from ..options.compilation_cache import remember_compilations
+
+    log.configure(_log_format(options), options.uvicorn_log_level)
     remember_compilations()
-    return process.run(load(options, settings, text_side), listener, traces)
+    settings, text_side = settings_of(options), text_side_of(options)
+    return load(options, settings, text_side, engine_options_of(options, settings), None)
+
+
+def _log_format(options: argparse.Namespace) -> str:
+    return options.log_format or ("text" if sys.stderr.isatty() else "json")
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -62,6 +186,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         metrics_prefix=options.metrics_prefix,
         profile_dir=options.profile_dir,
         lora_dir=_adapter_folder(options),
+        sleep_mode=options.enable_sleep_mode,
+        files_dir=options.files_dir,
         control=control_options.read(options, _default_preset(options)),
         limits=Limits(
             body=options.max_body,
@@ -73,6 +199,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
             stored_responses=options.max_stored_responses,
             stored_response_bytes=options.max_stored_response_bytes,
             stored_response_seconds=options.stored_response_ttl,
+            file_bytes=options.max_file_bytes,
+            file_seconds=options.file_ttl,
             rate=options.request_rate_limit,
         ),
     )
@@ -107,19 +235,14 @@ def text_side_of(options: argparse.Namespace) -> TextSide:
     )
 
 
-def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -> "Frontend":
-    """Start the engine, which compiles its programs in the background, and the front end around it.
+def engine_options_of(options: argparse.Namespace, settings: Settings) -> "EngineOptions":
+    """The options of the engine that parsed options describe. Raises ParameterError.
 
     Args:
         options: The options of the command line.
         settings: The settings of the front end.
-        text_side: Tokenizer and template of the model.
     """
     from ..engine.options import EngineOptions
-    from ..engine.start import start
-    from ..http import served_model
-    from ..http.frontend import Frontend
-    from .warm_progress import WarmProgress
 
     control_options.build(settings.control._replace(preset="off", gains=()), None, None)  # says what is wrong
     chosen: dict[str, Any] = {
@@ -135,31 +258,56 @@ def load(options: argparse.Namespace, settings: Settings, text_side: TextSide) -
         "scheduling_policy": "fcfs" if options.scheduling_policy == "priority" else options.scheduling_policy,
         "law": dict(settings.control.gains).get("law"),
     }
+    gains = dict(settings.control.gains)
+    try:
+        return EngineOptions(
+            **{name: value for name, value in chosen.items() if value is not None},
+            enable_prefix_caching=options.enable_prefix_caching,
+            max_queue=options.max_queue,
+            batch_invariant=options.batch_invariant,
+            parse_special=options.parse_special,
+            warmup=options.warmup,
+            preset=settings.control.preset,
+            method=settings.control.method,
+            budgets=settings.control.budgets,
+            clarification=gains.get("clarification", ""),
+            branches=gains.get("branches"),
+            **lora.fields(options),
+            **parallelism.fields(options),
+            **speculation_options.engine_fields(options.speculate, options.speculative_config),
+        )
+    except ValueError as error:
+        raise model_options.loading_error(options, error) from error
+
+
+def load(
+    options: argparse.Namespace,
+    settings: Settings,
+    text_side: TextSide,
+    engine_options: "EngineOptions",
+    group: "ProcessGroup | None",
+) -> "Frontend":
+    """Start the engine, which compiles its programs in the background, and the front end around it.
+
+    Args:
+        options: The options of the command line.
+        settings: The settings of the front end.
+        text_side: Tokenizer and template of the model.
+        engine_options: The options of the engine.
+        group: The processes that the engine spans, of which this is process 0; None for this one alone.
+    """
+    from ..engine.start import start
+    from ..http import served_model
+    from ..http.frontend import Frontend
+    from .warm_progress import WarmProgress
+
     names = options.served_model_name or (options.model.resolve().name,)
     for adapter in options.lora_modules:
         if adapter.name in names:
             raise RequestError(f"--lora-modules must not name the model itself; got {adapter.name}")
     try:
         llm_engine = start(
-            options.model,
-            EngineOptions(
-                **{name: value for name, value in chosen.items() if value is not None},
-                enable_prefix_caching=options.enable_prefix_caching,
-                max_queue=options.max_queue,
-                batch_invariant=options.batch_invariant,
-                parse_special=options.parse_special,
-                warmup=options.warmup,
-                preset=settings.control.preset,
-                method=settings.control.method,
-                budgets=settings.control.budgets,
-                clarification=dict(settings.control.gains).get("clarification", ""),
-                branches=dict(settings.control.gains).get("branches"),
-                **lora.fields(options),
-                **parallelism.fields(options),
-                **speculation_options.engine_fields(options.speculate, options.speculative_config),
-            ),
-            progress=WarmProgress(),
-            control=settings.control,
+            options.model, engine_options, progress=WarmProgress(), control=settings.control, group=group
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

@@ -4,19 +4,20 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from entropic_jax.parameter_tables.table import Number
 
 from ..http.rate_limit import RateLimit
 from ..http.settings import Limits, OnEngineFailure, Settings
-from ..options import control_options, kv_cache, lora, parallelism, speculation_options
+from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.model import EMBEDDED
 from ..options.option_types import number, positive
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
 RATE = re.compile(r"([0-9]{1,9})/(s|min|h)")
+RESOURCES = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")  # of a Ray actor
 PORT, SECONDS = Number(int, 0, 65535), Number(float, 0, 1e9)
 
 
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _http(parser.add_argument_group("server"))
     _engine(parser.add_argument_group("engine"))
     _adapters(parser.add_argument_group("adapters"))
+    _files(parser.add_argument_group("files"))
     _limits(parser.add_argument_group("limits"))
+    _fleet(parser.add_argument_group("fleet"))
     control_options.add_arguments(parser, served=True)
 
 
@@ -143,6 +146,11 @@ def _http(group: argparse._ArgumentGroup) -> None:
         metavar="FOLDER",
         help="enable the paths /start_profile and /stop_profile, which write a JAX trace there",
     )
+    group.add_argument(
+        "--enable-sleep-mode",
+        action="store_true",
+        help="enable the paths /sleep, which frees the KV cache, /wake_up and /is_sleeping",
+    )
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
     group.add_argument(
         "--shutdown-timeout",
@@ -175,6 +183,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
     )
     parallelism.add_arguments(group)
+    processes.add_arguments(group)
     group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
     kv_cache.add_argument(group)
     group.add_argument(
@@ -220,6 +229,42 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     speculation_options.add_config(group)
 
 
+def _fleet(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=positive,
+        metavar="INT",
+        help="serve with so many copies of the model under Ray Serve (extra ray)",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=positive,
+        metavar="INT",
+        help="add replicas up to this number under load (default: --replicas)",
+    )
+    group.add_argument(
+        "--work-per-replica",
+        type=number(Number(float, 0, 1e9, above_low=True)),
+        default=10.0,
+        metavar="SECONDS",
+        help="predicted seconds of work outstanding for which there is one replica (default: 10)",
+    )
+    group.add_argument(
+        "--replica-resources",
+        type=_resources,
+        default={"num_cpus": 1},
+        metavar="JSON",
+        help='what Ray reserves for a replica, as {"num_gpus": 1} (default: {"num_cpus": 1})',
+    )
+    group.add_argument(
+        "--replica-routing",
+        choices=("prefix", "load"),
+        default="prefix",
+        help="prompts that begin alike go to the same replica within a bound on its load, or requests go to "
+        "the less loaded of two replicas (default: prefix)",
+    )
+
+
 def _limits(group: argparse._ArgumentGroup) -> None:
     default, settings = Limits(), Settings()
     group.add_argument(
@@ -245,6 +290,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         ("tokenize", "characters or tokens of a text for the paths /tokenize and /detokenize"),
         ("stored_responses", "responses of /v1/responses kept in memory; the oldest are dropped"),
         ("stored_response_bytes", "bytes of all stored responses and their conversations"),
+        ("file_bytes", "bytes of all files below --files-dir"),
     ):
         value = getattr(default, name)
         group.add_argument(
@@ -268,6 +314,31 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="after which a stored response is forgotten (default: 3600)",
     )
+
+
+def _files(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--files-dir",
+        metavar="FOLDER",
+        help="enable the paths /v1/files and /v1/batches, which keep files there (made if missing)",
+    )
+    group.add_argument(
+        "--file-ttl",
+        type=number(Number(float, 0, 1e9, above_low=True)),
+        default=Limits().file_seconds,
+        metavar="SECONDS",
+        help="after which a file that states no other time is deleted (default: 30 days)",
+    )
+
+
+def _resources(text: str) -> dict[str, Any]:
+    try:
+        resources = json.loads(text)
+    except ValueError:
+        resources = None
+    if isinstance(resources, dict) and resources.keys() <= set(RESOURCES):
+        return resources
+    raise argparse.ArgumentTypeError(f"must be a JSON object with {', '.join(RESOURCES)}; got {text}")
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -9,15 +9,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from entropic_jax.executable_cache import load_or_compile
-from entropic_jax.models.lora import Adapters, install, zero_factors
+from entropic_jax.models.lora import Adapters, capacity, install, zero_factors
 from entropic_jax.models.lora_files import read_adapter
 
+from ..executable_cache import load_or_compile
 from ..options.adapted_model import ModelWithAdapters
 from ..options.lora import check_name
 from ..request import RequestError
@@ -48,8 +49,7 @@ class AdapterSlots:
         """
         params: Any = model.params
         self._config, self._adapters = model.config, params.adapters
-        stacked = next(iter(self._adapters.values())).a
-        self.slots, self.largest_rank = stacked.shape[0], stacked.shape[-1]
+        self.slots, self.largest_rank = capacity(self._adapters)
         self._lock = threading.Lock()
         self._by_name: dict[str, LoadedAdapter] = {}
         self._taken: dict[int, LoadedAdapter] = {}  # by number; also in use after unloading
@@ -58,7 +58,9 @@ class AdapterSlots:
         self._ids = 0
         empty = zero_factors(self._config, self.largest_rank)
         # Compiled now, so that loading an adapter while requests run compiles nothing.
-        self._install = load_or_compile(install, (self._adapters, np.int32(0), empty), 0)[0]
+        self._install = load_or_compile(
+            partial(install, config=self._config), (self._adapters, np.int32(0), empty), 0
+        )[0]
 
     def names(self) -> Mapping[str, str]:
         """The path of every adapter that requests may name."""

@@ -1,21 +1,84 @@
-"""Assembly of an engine's scheduler from its parts and options."""
+"""Assembly of an engine from a model and its options: its sizes, device state, programs and scheduler."""
 
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import jax
 
+from entropic_jax import models
 from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.speculation import PassCosts
 
+from ..options.control_options import Control
+from ..options.kv_cache import pages_of
+from . import description
 from .block_manager import BlockManager
+from .broadcast import Broadcaster
 from .device_state import DeviceState
+from .engine_controllers import row_controllers_of
+from .initial_state import initial_device_state
 from .metrics_hooks import MetricsHooks
-from .options import EngineOptions, Sizes
+from .options import EngineOptions, Sizes, sizes
 from .prefix_cache import PrefixCache
 from .priority import Ranking
 from .programs import Programs
-from .row_controllers import num_gains
+from .row_controllers import RowControllers, num_gains
 from .scheduler import Scheduler
 from .state_updates import StateUpdates
+
+log = logging.getLogger(__name__)
+
+
+class EngineParts(NamedTuple):
+    """What an engine is made of, but for its thread."""
+
+    sizes: Sizes
+    row_controllers: RowControllers
+    programs: Programs
+    scheduler: Scheduler
+
+
+def assemble(
+    model: models.Model,
+    options: EngineOptions,
+    calibration: Any = None,
+    metrics_hooks: MetricsHooks | None = None,
+    control: Control | None = None,
+    sharers: int = 1,
+    broadcaster: Broadcaster | None = None,
+    costs: PassCosts | None = None,
+) -> EngineParts:
+    """The parts of an engine, with the KV cache allocated and no program compiled.
+
+    Args:
+        model: As in `LLMEngine`, like the rest up to `sharers`; with its adapters.
+        options: The options of the engine.
+        calibration: The calibration of the model, None without one.
+        metrics_hooks: Called at each event.
+        control: Control that is checked before anything is allocated.
+        sharers: Engines that share the memory of a CPU.
+        broadcaster: As in `Programs`.
+        costs: As in `Programs`.
+    """
+    cache_dtype = pages_of(options.kv_cache_dtype, model.params)
+    itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
+    allocated: Sizes = sizes(model, options, itemsize, sharers)
+    log.info("KV cache", extra=description.cache_size(model, allocated, cache_dtype))
+    row_controllers = row_controllers_of(model, options, allocated.shapes, calibration)
+    if control is not None:
+        row_controllers.row_gains(control)  # refused now rather than at each request
+    belief_temperature = 1.0 if calibration is None else calibration.temperature
+    device_state = initial_device_state(model, allocated, row_controllers, cache_dtype, belief_temperature)
+    prior = row_controllers.prior
+    programs = Programs(
+        model.decoder, model.params, device_state, prior, allocated.shapes, broadcaster, costs
+    )
+    hooks = metrics_hooks or MetricsHooks()
+    scheduler = scheduler_of(programs, device_state, allocated, options, model.tokenizer, prior, hooks)
+    if broadcaster is not None:
+        broadcaster.send_choices(allocated.pages, programs.known_costs)
+    return EngineParts(allocated, row_controllers, programs, scheduler)
 
 
 def scheduler_of(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
+from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError, SleepMode
 from .output_stream import QueuedOutputStream
 from .routing import Router
 
@@ -138,6 +138,20 @@ class DataParallelEngine:
             self.router.forget()
         return gathered([self.engines[rank].reset_prefix_cache() for rank in self._alive() or [0]])
 
+    def sleep(self, mode: SleepMode) -> "Future[None]":
+        """Release the KV pools of all ranks; see `Engine.sleep`."""
+        return all_done([engine.sleep(mode) for engine in self.engines])
+
+    def wake_up(self) -> "Future[None]":
+        """Allocate the KV pools of all ranks again; see `Engine.wake_up`."""
+        with self._lock:
+            self.router.forget()
+        return all_done([engine.wake_up() for engine in self.engines])
+
+    def is_sleeping(self) -> bool:
+        """Whether the KV pool of a rank is released."""
+        return any(engine.is_sleeping() for engine in self.engines)
+
     def adapter_paths(self) -> Mapping[str, str]:
         """None: adapters are served by one engine only."""
         return {}
@@ -211,23 +225,35 @@ def combined(name: str, values: list[Any]) -> Any:
 
 def gathered(resets: "list[Future[PrefixCacheReset]]") -> "Future[PrefixCacheReset]":
     """The sum of results, once all are there; RuntimeError if an engine has stopped before."""
-    total: Future[PrefixCacheReset] = Future()
-    total.set_running_or_notify_cancel()
-    left, lock = len(resets), threading.Lock()
+    return combined_future(
+        resets, lambda counts: PrefixCacheReset(*(sum(column) for column in zip(*counts, strict=True)))
+    )
 
-    def ended(_: "Future[PrefixCacheReset]") -> None:
+
+def all_done(futures: "list[Future[None]]") -> "Future[None]":
+    """Done once all are; the first exception of them; RuntimeError if an engine has stopped before."""
+    return combined_future(futures, lambda _: None)
+
+
+def combined_future(parts: "list[Future[Any]]", combine: Callable[[list[Any]], Any]) -> "Future[Any]":
+    """The combination of results, once all are there; RuntimeError if an engine has stopped before."""
+    total: Future[Any] = Future()
+    total.set_running_or_notify_cancel()
+    left, lock = len(parts), threading.Lock()
+
+    def ended(_: "Future[Any]") -> None:
         nonlocal left
         with lock:
             left -= 1
             if left:
                 return
         try:
-            counts = [reset.result() for reset in resets]
+            total.set_result(combine([part.result() for part in parts]))
         except CancelledError:
             total.set_exception(RuntimeError("an engine has stopped"))
-            return
-        total.set_result(PrefixCacheReset(*(sum(column) for column in zip(*counts, strict=True))))
+        except Exception as error:
+            total.set_exception(error)
 
-    for reset in resets:
-        reset.add_done_callback(ended)
+    for part in parts:
+        part.add_done_callback(ended)
     return total

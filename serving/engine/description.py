@@ -57,7 +57,12 @@ def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mappi
 
 
 def snapshot(
-    scheduler: Scheduler, live: Many[Sequence], queued: int, presets: Many[str], compilations: int
+    scheduler: Scheduler,
+    live: Many[Sequence],
+    queued: int,
+    work_done: float,
+    presets: Many[str],
+    compilations: int,
 ) -> Mapping[str, Any]:
     """The state of an engine, see `Engine.snapshot`.
 
@@ -65,6 +70,7 @@ def snapshot(
         scheduler: The scheduler of the engine.
         live: Sequences that have not been forgotten.
         queued: Requests that have not had a row.
+        work_done: Work of the sequences that have been forgotten, in decode steps.
         presets: Names that requests may state.
         compilations: Programs compiled after the warm-up.
     """
@@ -83,6 +89,8 @@ def snapshot(
         "scheduling_policy": ranking.policy,
         "presets": presets,
         "preemptions": scheduler.preemptions,
+        "work_done": work_done + sum(s.work_done for s in live),
+        "work_left": float(ranking.work_prediction.remaining(sequences).sum()),
         "longest_wait": ranking.longest_wait,
         "longest_wait_allowed": ranking.longest_allowed(sizes.rows),
         **dict(zip(SearchCounts._fields, scheduler.collector.tally.tolist(), strict=True)),

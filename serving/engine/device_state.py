@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from entropic_jax import State, Trace, cache, loop
+from entropic_jax import State, Trace, loop
 from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1, predicted_drop
 from entropic_jax.methods import cache_compression
@@ -17,10 +17,10 @@ from entropic_jax.methods.entropix_branches import SearchCounts, SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
-from entropic_jax.row_subset import map_rows
-from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import Speculator
-from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs
+from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs, cache
+from entropic_jax.state.constraints import Constraints
+from entropic_jax.state.row_subset import map_rows
 
 from ..request.transcript import TRACE_FIELDS
 from . import branching

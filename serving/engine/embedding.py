@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import cache, models
+from entropic_jax import models
 from entropic_jax.attention.attend import TokenSpan, attend_to
-from entropic_jax.cache import Cache
 from entropic_jax.mesh import EXPERT, TENSOR
+from entropic_jax.state import cache
+from entropic_jax.state.cache import Cache
 
 from ..options.kv_cache import pages_of
 from ..request import RequestError

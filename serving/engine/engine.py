@@ -19,29 +19,26 @@ import jax
 import numpy as np
 
 from entropic_jax import models
-from entropic_jax.devices import chosen_device, use_device
-from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.mesh.devices import chosen_device, use_device
 
 from ..options import draft_model
 from ..options.adapted_model import ModelWithAdapters, with_adapters
 from ..options.control_options import Control
-from ..options.kv_cache import pages_of
 from ..request import RequestError
-from . import description
+from . import description, kernel_report
 from .adapters import AdapterSlots
-from .assembly import scheduler_of
+from .assembly import assemble
+from .broadcast import Broadcaster
 from .embedding import Embedder
 from .engine_call import EngineCall
-from .engine_controllers import row_controllers_of
-from .initial_state import initial_device_state
-from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError
+from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError, SleepMode
 from .metrics_hooks import MetricsHooks
-from .options import EngineOptions, Sizes, sizes
+from .options import EngineOptions
 from .output_stream import QueuedOutputStream, wake
 from .prefix_cache import PageHash
-from .programs import Programs
 from .sequence import ENDED, Sequence
 from .sequence_factory import SequenceFactory
+from .sleep import Sleep
 from .warmup import Warmup
 
 log = logging.getLogger(__name__)
@@ -65,6 +62,7 @@ class LLMEngine:
         progress: Callable[[int, int], None] = no_progress,
         control: Control | None = None,
         sharers: int = 1,
+        broadcaster: Broadcaster | None = None,
     ) -> None:
         """Allocate the KV cache, start the engine's thread, and begin to compile its programs.
 
@@ -76,6 +74,7 @@ class LLMEngine:
             progress: `progress(done, total)` is called after each program of the warm-up.
             control: The control of requests to come; checked before anything is allocated.
             sharers: Engines that the memory of this machine is left for, if the device is a CPU.
+            broadcaster: To the other processes that the mesh of the model spans, which end with the engine.
 
         Raises:
             ValueError: Where the options do not suit the model.
@@ -89,30 +88,13 @@ class LLMEngine:
             model = with_adapters(model, self.options.lora_slots, self.options.max_lora_rank)
         self.model = model
         self.tokenizer.parse_special &= self.options.parse_special
-        cache_dtype = pages_of(self.options.kv_cache_dtype, model.params)
-        itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
-        self.sizes: Sizes = sizes(model, self.options, itemsize, sharers)
+        self.broadcaster = broadcaster
+        parts = assemble(model, self.options, calibration, metrics_hooks, control, sharers, broadcaster)
+        self.sizes, self.row_controllers, self.programs, self.scheduler = parts
         self.method = self.sizes.shapes.method
-        log.info("KV cache", extra=description.cache_size(model, self.sizes, cache_dtype))
-        self.row_controllers = row_controllers_of(model, self.options, self.sizes.shapes, calibration)
-        if control is not None:
-            self.row_controllers.row_gains(control)  # refused now rather than at each request
-        belief_temperature = 1.0 if calibration is None else calibration.temperature
-        device_state = initial_device_state(
-            model, self.sizes, self.row_controllers, cache_dtype, belief_temperature
-        )
-        prior = self.row_controllers.prior
-        self.programs = Programs(model.decoder, model.params, device_state, prior, self.sizes.shapes)
-        self.scheduler = scheduler_of(
-            self.programs,
-            device_state,
-            self.sizes,
-            self.options,
-            self.tokenizer,
-            self.row_controllers.prior,
-            metrics_hooks or MetricsHooks(),
-        )
+        self.kernels = kernel_report.report(model, self.options, self.sizes)
         self.scheduler.on_dequeue, self.scheduler.batch.on_finish = self._dequeued, self._finished
+        self._sleep = Sleep(self.scheduler)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.adapters = AdapterSlots(model) if isinstance(model, ModelWithAdapters) else None
         self._factory = SequenceFactory(
@@ -122,6 +104,7 @@ class LLMEngine:
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
         self.load = 0  # requests accepted that have not ended
+        self._work_done = 0.0  # decode steps, of the sequences that have been forgotten
         self._service_seconds = 1.0  # that a request takes, smoothed
         self._open, self._stopping = True, threading.Event()
         self._failure: BaseException | None = None
@@ -132,6 +115,8 @@ class LLMEngine:
         self.warmup = Warmup(self.programs, self.scheduler, self.options, progress, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if broadcaster is not None:
+            broadcaster.close_at_exit(self.close)
 
     # What a front end calls, from any thread.
 
@@ -191,8 +176,10 @@ class LLMEngine:
 
     def snapshot(self) -> Mapping[str, Any]:
         """The state of the engine, see `Engine.snapshot`."""
-        live, presets = list(self._live.values()), self.row_controllers.accepted
-        return description.snapshot(self.scheduler, live, self._queued, presets, self.compilations)
+        with self._lock:
+            live, work_done = list(self._live.values()), self._work_done
+        presets = self.row_controllers.accepted
+        return description.snapshot(self.scheduler, live, self._queued, work_done, presets, self.compilations)
 
     @property
     def embedding_limits(self) -> EmbeddingLimits:
@@ -218,6 +205,28 @@ class LLMEngine:
     def reset_prefix_cache(self) -> Future[PrefixCacheReset]:
         """Drop the cached prefixes that no sequence uses, see `Engine.reset_prefix_cache`."""
         return self._in_engine(self.scheduler.reset_prefix_cache)
+
+    def sleep(self, mode: SleepMode) -> Future[None]:
+        """Release the KV pool, see `Engine.sleep`."""
+        if not self.ready():
+            raise RequestError("the server must be ready before it sleeps; it compiles, or has stopped")
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            self._sleep.begin(done)
+            for sequence in list(self._live.values()) if mode == "abort" else ():
+                self.scheduler.end(sequence, "abort")
+
+        self._in_engine(begin).add_done_callback(lambda begun: _pass_failure(begun, done))
+        return done
+
+    def wake_up(self) -> Future[None]:
+        """Allocate the KV pool again, see `Engine.wake_up`."""
+        return self._in_engine(self._sleep.wake_up)
+
+    def is_sleeping(self) -> bool:
+        """Whether the KV pool is released."""
+        return self._sleep.asleep
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter, see `Engine.load_adapter`."""
@@ -255,7 +264,7 @@ class LLMEngine:
         return prefix_cache is not None and page_hash in prefix_cache
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
-        """Accept no more requests and end those in flight, see `Engine.close`."""
+        """Accept no more requests and end those that run or wait, see `Engine.close`."""
         self._open = False
         if drain:
             end = time.perf_counter() + drain
@@ -266,7 +275,10 @@ class LLMEngine:
         deadline = None if timeout is None else time.perf_counter() + timeout
         self._thread.join(timeout)
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
-        return self.warmup.stop(left) and not self._thread.is_alive()
+        ended = self.warmup.stop(left) and not self._thread.is_alive()
+        if self.broadcaster is not None:
+            self.broadcaster.close()
+        return ended
 
     # The engine's thread.
 
@@ -279,9 +291,11 @@ class LLMEngine:
             busy = False
             while not self._stopping.is_set():
                 self._receive(wait=not busy)
-                busy = self.scheduler.step()
+                busy = self._sleep.step()
             self._end_all("abort", None)
         except BaseException as error:
+            if self.broadcaster is not None:
+                self.broadcaster.fail(error)
             log.exception("the engine has failed")
             self._failure = error
             self._end_all("error", f"the engine has failed: {error}")
@@ -326,7 +340,8 @@ class LLMEngine:
         """Forget a sequence that has ended."""
         with self._lock:
             self.load -= 1
-        self._live.pop(sequence.output_stream, None)
+            if self._live.pop(sequence.output_stream, None) is not None:
+                self._work_done += sequence.work_done
         self._with_timeout.pop(sequence, None)
         self._factory.release(sequence)
         if sequence.admitted_time is not None:
@@ -361,3 +376,11 @@ class LLMEngine:
         wake(list(self._live))
         self._live.clear()
         self.load = 0
+
+
+def _pass_failure(begun: Future[None], done: Future[None]) -> None:
+    """Give the failure of a call to the future of what it should have begun."""
+    if begun.cancelled():
+        done.cancel()
+    elif (error := begun.exception()) is not None:
+        done.set_exception(error)

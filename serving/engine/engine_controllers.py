@@ -3,8 +3,8 @@
 from typing import Any
 
 from entropic_jax import models
-from entropic_jax.control.presets import preset
 from entropic_jax.methods import registry
+from entropic_jax.methods.presets import preset
 from entropic_jax.parameter_tables.speculation_names import OFF
 
 from ..options import samplers

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import State, allocate, loop, models, parameters
-from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
 from entropic_jax.models.lora import LoraDecoder
-from entropic_jax.sampling.constraints import no_constraints
+from entropic_jax.state.constraints import no_constraints
 
+from ..executable_cache import load_or_compile
 from .branching import new_branch_state
 from .device_state import DeviceState
 from .options import Sizes
@@ -38,11 +38,14 @@ def initial_device_state(
     """
     controller = row_controllers.controller(sizes.rows * sizes.shapes.branches)
     create = partial(_new_device_state, model.decoder, sizes, cache_dtype)
-    if model.mesh is not None:
-        return create(model.params, controller, belief_temperature)
     # One program, because hundreds of small ones would be compiled, or loaded, one after the other.
-    arguments = model.params, controller, np.float32(belief_temperature)
-    return load_or_compile(create, arguments)[0](*arguments)
+    if model.mesh is None:
+        arguments = model.params, controller, np.float32(belief_temperature)
+        return load_or_compile(create, arguments)[0](*arguments)
+    # From host arrays, of which each process of a mesh puts its part on its devices.
+    arguments = model.params, jax.tree.map(np.asarray, controller), np.float32(belief_temperature)
+    divided = sharding.shardings(jax.eval_shape(create, *arguments), model.mesh)
+    return jax.jit(create, out_shardings=divided)(*arguments)
 
 
 def _new_device_state(

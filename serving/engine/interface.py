@@ -102,6 +102,9 @@ class Delta(NamedTuple):
 Pooling = Literal["mean", "last"]  # of the hidden states of a text: over its tokens, or of the last one
 
 
+SleepMode = Literal["abort", "wait"]  # what happens to running requests: they end, or are waited for
+
+
 class EmbeddingLimits(NamedTuple):
     """Limits of `Engine.embed`, and the size of its embeddings."""
 
@@ -152,12 +155,13 @@ class Engine(Protocol):
 
         `running` and `waiting` count requests, `kv_usage` is in [0, 1]. Counted since the start are
         `preemptions`, `prefix_queries` and `prefix_hits` (tokens), `compilations` (after warm-up), and the
-        fields of `entropix_branches.SearchCounts` and `output_collector.DraftCounts`. `longest_wait` for a
-        first row and `longest_wait_allowed` are in rounds of admissions. `sequences` are those in flight,
-        each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`, `priority` (the
-        scheduler's π), `entropy`, `entropic_time` and `waited` (seconds). `presets` are the names
-        that requests may state. Where there are several `ranks`, `engines` are the snapshots of each, without
-        `sequences`, and every sequence has the rank of its `engine`.
+        fields of `entropix_branches.SearchCounts` and `output_collector.DraftCounts`. `work_done` since the
+        start and `work_left` of the sequences in flight, as predicted from recent ones, are in decode steps.
+        `longest_wait` for a first row and `longest_wait_allowed` are in rounds of admissions. `sequences` are
+        those in flight, each with `id`, `state` ("waiting", "prefill", "decode"), `prompt_tokens`, `tokens`,
+        `priority` (the scheduler's π), `entropy`, `entropic_time` and `waited` (seconds). `presets` are the
+        names that requests may state. Where there are several `ranks`, `engines` are the snapshots of each,
+        without `sequences`, and every sequence has the rank of its `engine`.
         """
 
     @property
@@ -172,6 +176,19 @@ class Engine(Protocol):
 
         Raises RuntimeError where the engine has stopped.
         """
+
+    def sleep(self, mode: SleepMode) -> "Future[None]":
+        """Release the KV pool; requests wait until `wake_up`. Done once it is released.
+
+        Running requests end at once, or are waited for. Raises RequestError where the engine cannot sleep,
+        also through the result, and RuntimeError where it has stopped.
+        """
+
+    def wake_up(self) -> "Future[None]":
+        """Allocate the KV pool again, and run what waits. RuntimeError where the engine has stopped."""
+
+    def is_sleeping(self) -> bool:
+        """Whether the KV pool is released."""
 
     def adapter_paths(self) -> Mapping[str, str]:
         """The directory of every LoRA adapter that requests may name, by its name."""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
-from entropic_jax.sampling.constraints import Constraints, no_constraints
+from entropic_jax.state.constraints import Constraints, no_constraints
 
+from ..executable_cache import load_or_compile
 from ..request import Request
 from .device_state import DecodeOutput
 from .draft_choice import TRIAL_STEPS, DraftChoice

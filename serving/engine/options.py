@@ -6,15 +6,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from entropic_jax import cache, models
+from entropic_jax import models
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.control.presets import FINE_PAGES, preset
 from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
+from entropic_jax.methods.presets import preset, pruned_pages
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MACRO, SCALES
 from entropic_jax.parameter_tables.speculation_names import drafter_of, is_draft_model
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
+from entropic_jax.state import cache
 
 from .. import memory
 from ..options import control_options, lora, parallelism, speculation_options
@@ -23,9 +24,6 @@ from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
 from .programs import Shapes
 
-# Page lists are made at every step: lists kept for several steps would be renewed at steps that depend on the
-# sequence's neighbours.
-SELECTION = dataclasses.replace(FINE_PAGES, refresh=1)
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "predicted", "fcfs"]
 UTILIZATIONS = Number(float, 0, 1, above_low=True)
@@ -50,7 +48,7 @@ class EngineOptions:
     """
 
     dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto
-    quantization: str | None = None  # of the weights: "int8"; None keeps their dtype
+    quantization: str | None = None  # of the weights, as `--quantization`; None keeps their dtype
     kv_cache_dtype: KvCacheDtype = "auto"
     max_num_seqs: int = 64  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
@@ -252,7 +250,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
 
 
 def _page_size(options: EngineOptions, method: Method | None) -> int:
-    required = FINE_PAGES.page_size if options.prunes else None
+    required = pruned_pages().page_size if options.prunes else None
     if method is not None:
         required = required or method.page_size
     return options.block_size or required or cache.default_page_size()
@@ -358,7 +356,10 @@ def may_prune(options: EngineOptions, method: Method | None) -> bool:
 
 def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[PagePolicy | None, ...]:
     """Page policies of decode programs: the first reads all pages, the last may leave some unread."""
-    pruned: tuple[PagePolicy | None, ...] = (None, SELECTION) if may_prune(options, method) else (None,)
+    # Page lists are made at every step: lists kept for several steps would be renewed at steps that depend
+    # on the sequence's neighbours.
+    selection = dataclasses.replace(pruned_pages(), refresh=1)
+    pruned: tuple[PagePolicy | None, ...] = (None, selection) if may_prune(options, method) else (None,)
     if method is None:
         return pruned
     if method.decode_policy is not None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from entropic_jax.row_subset import Shared
-from entropic_jax.sampling.constraints import ANYTHING, NOTHING, Constraints
+from entropic_jax.state.constraints import ANYTHING, NOTHING, Constraints
+from entropic_jax.state.row_subset import Shared
 
 from .grammars import Plan
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
 from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling
-from entropic_jax.executable_cache import load_or_compile
 
+from ..executable_cache import load_or_compile
 from .sequence import Sequence
 from .work_prediction import WorkPrediction
 
@@ -83,8 +83,7 @@ class Ranking:
         """
         self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
         self.most_waiting = max(self.most_waiting, num_waiting)
-        if self.policy == "predicted":
-            self.work_prediction.note_first_row(sequence)
+        self.work_prediction.note_first_row(sequence)
 
     def longest_allowed(self, rows: int) -> float:
         """Rounds that no sequence may have waited longer than: B/a + ⌈n/c⌉."""

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from entropic_jax.devices import chosen_device, use_device
+from entropic_jax.mesh.devices import chosen_device, use_device
 
 
 class ProgramCompiler:

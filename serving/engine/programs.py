@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.cache import Cache
-from entropic_jax.calibration.pass_costs import measure_pass_costs
-from entropic_jax.calibration.stored_costs import TimedModel, known_costs, read_costs, write_costs
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.executable_cache import load_or_compile
 from entropic_jax.mesh import sharding
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
@@ -25,25 +21,20 @@ from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.models.lora import Adapters, without_adapters
 from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
-from entropic_jax.row_subset import map_rows
-from entropic_jax.sampling.constraints import Constraints
 from entropic_jax.speculation import DraftLength, PassCosts, Speculator, drafts_tokens, make_speculator
+from entropic_jax.speculation.pass_timing import measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
-from entropic_jax.state import ROW_FIELDS, State
+from entropic_jax.speculation.stored_costs import TimedModel, known_costs, read_costs, write_costs
+from entropic_jax.state.cache import Cache
+from entropic_jax.state.constraints import Constraints
 
-from .device_state import (
-    DecodeOutput,
-    DeviceState,
-    UpdateBatch,
-    apply_updates,
-    compress,
-    decode,
-    prefill,
-    restore_row,
-    save_row,
-)
+from ..executable_cache import load_or_compile
+from .broadcast import Broadcaster
+from .device_state import DecodeOutput, DeviceState, UpdateBatch, compress, decode, prefill
+from .divided_programs import apply_divided, first_row, restore_divided, save_everywhere
 from .program_compiler import ProgramCompiler
 
+T = TypeVar("T")
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 LONGEST_TIMED = 4096  # positions of the context at which passes are timed
 TIMING = threading.Lock()  # engines of one process time their passes one after the other
@@ -131,7 +122,14 @@ class Programs:
     """The compiled programs by shape; one that is not compiled yet is compiled when it is needed."""
 
     def __init__(
-        self, decoder: Any, params: Any, device_state: DeviceState, prior: AR1, shapes: Shapes
+        self,
+        decoder: Any,
+        params: Any,
+        device_state: DeviceState,
+        prior: AR1,
+        shapes: Shapes,
+        broadcaster: Broadcaster | None = None,
+        costs: PassCosts | None = None,
     ) -> None:
         """Start without a compiled program.
 
@@ -141,16 +139,19 @@ class Programs:
             device_state: A device state of the shapes to come, without a sequence.
             prior: Model of H₁ along a sequence.
             shapes: What the programs are compiled for.
+            broadcaster: To the other processes of the mesh, in process 0 of several.
+            costs: The costs of passes as process 0 knows them, in the other processes.
         """
+        self.broadcaster = broadcaster
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
         self._alone = without_adapters(decoder, params)  # passes are timed without adapters
         no_cache: Any = None
         state = device_state.state._replace(cache=no_cache)
-        self.blank = load_or_compile(_first_row, (state,))[0](state)  # to clear other rows with
+        self.blank = load_or_compile(first_row, (state,))[0](state)  # to clear other rows with
         self._speculators: dict[int, Speculator | None] = dict.fromkeys(shapes.widths)
+        self.known_costs: PassCosts | None = None
         if shapes.speculates:
-            self._known_costs = known_costs(self._timed_model(device_state.state.cache))
-            self._use_costs(self._known_costs)
+            self._use_costs(costs or known_costs(self._timed_model(device_state.state.cache)))
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self.compilations = 0
@@ -165,13 +166,14 @@ class Programs:
     def measure_pass_costs(self, cache: Cache) -> None:
         """Time passes on this machine, unless that was done before, so that drafts are as long as they pay.
 
-        What was measured while requests ran is used, but not stored.
+        What was measured while requests ran is used, but not stored. Where a mesh spans processes, nothing
+        is timed.
 
         Args:
             cache: The cache of the engine: the passes run on pages of the same kind.
         """
         context = cache.table.shape[1] * cache.page_size
-        if not self.shapes.speculates or context < SHORTEST_TIMED:
+        if not self.shapes.speculates or context < SHORTEST_TIMED or self.broadcaster is not None:
             return
         with TIMING:
             self._measure_pass_costs(cache, context, self._timed_model(cache))
@@ -185,7 +187,7 @@ class Programs:
             model: Under which the costs are stored.
         """
         if (known := read_costs(model)) is not None:
-            if known != self._known_costs:  # another engine of this process has timed them meanwhile
+            if known != self.known_costs:  # another engine of this process has timed them meanwhile
                 self._use_costs(known)
             return
         launches = self.launches
@@ -205,7 +207,7 @@ class Programs:
         return TimedModel(*self._alone, cache.page_size, cache.layers[0].keys.dtype)
 
     def _use_costs(self, costs: PassCosts) -> None:
-        self._known_costs = costs
+        self.known_costs = costs
         self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
 
     def _laws(self) -> list[tuple[int, DraftLength]]:
@@ -214,8 +216,7 @@ class Programs:
 
     def apply(self, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
         """Run `apply_updates`."""
-        program = self._program(("apply", batch.prompt_history is not None), self.blank, device_state, batch)
-        return program(self.blank, device_state, batch)
+        return self._run(("apply", batch.prompt_history is not None), self.blank, device_state, batch)
 
     def prefill(
         self, device_state: DeviceState, chunk: PrefillChunk, scored: bool
@@ -229,11 +230,11 @@ class Programs:
         """
         self.launches += 1
         key = ("prefill", *chunk.tokens.shape, scored)
-        return self._program(key, self.params, device_state, chunk)(self.params, device_state, chunk)
+        return self._watched(self._run(key, self.params, device_state, chunk))
 
     def compress(self, device_state: DeviceState, row: int) -> tuple[DeviceState, jax.Array]:
         """Run `compress`."""
-        return self._program(("compress",), device_state, np.int32(row))(device_state, np.int32(row))
+        return self._run(("compress",), device_state, np.int32(row))
 
     def decode(
         self,
@@ -254,7 +255,7 @@ class Programs:
         """
         self.launches += 1
         arguments = self.decode_arguments(device_state, steps, constraints, forced, program)
-        return self._program(("decode", *program), *arguments)(*arguments)
+        return self._watched(self._run(("decode", *program), *arguments))
 
     def decode_arguments(
         self,
@@ -278,7 +279,8 @@ class Programs:
 
     def save_row(self, device_state: DeviceState, row: int) -> dict[str, Any]:
         """Run `save_row`."""
-        return self._program(("save",), device_state, np.int32(row))(device_state, np.int32(row))
+        saved = self._run(("save",), device_state, np.int32(row))
+        return saved if self._mesh is None else jax.device_get(saved)
 
     def restore_row(self, device_state: DeviceState, row: int, saved: dict[str, Any]) -> DeviceState:
         """Run `restore_row`.
@@ -288,8 +290,7 @@ class Programs:
             row: The branch group.
             saved: From `save_row`.
         """
-        arguments = (device_state, np.int32(row), saved)
-        return self._program(("restore",), *arguments)(*arguments)
+        return self._run(("restore",), device_state, np.int32(row), saved)
 
     def is_compiled(self, key: tuple) -> bool:
         """Whether a program can run at once."""
@@ -303,6 +304,22 @@ class Programs:
         """Whether a program is `available`; if not, it is compiled next."""
         return self.available(key) or not (self.compiler and self.compiler.prefer(key))
 
+    def _run(self, key: tuple, *arguments: Any) -> Any:
+        """Run a program, here and in the other processes of the mesh."""
+        program = self._program(key, *arguments)
+        if self.broadcaster is not None:
+            self.broadcaster.launch(key, arguments)
+        return program(*arguments)
+
+    def _watched(self, result: tuple[DeviceState, T]) -> tuple[DeviceState, T]:
+        if self.broadcaster is not None:
+            self.broadcaster.watch(result[1])
+        return result
+
+    @property
+    def _mesh(self) -> Mesh | None:
+        return getattr(self.decoder, "mesh", None)
+
     def _program(self, key: tuple, *arguments: Any) -> Callable[..., Any]:
         if self.compiler is not None and key not in self._compiled:
             self.compiler.wait_for(key)
@@ -312,23 +329,31 @@ class Programs:
         """Compile a program, or load it from the cache, and keep it."""
         start_time = time.perf_counter()
         program, donated = self._function(key)
+        if self.broadcaster is not None:
+            self.broadcaster.begin_compilation(key)
         compiled, is_new = load_or_compile(program, arguments, donated)
+        if self.broadcaster is not None:
+            self.broadcaster.await_compilation(key)
         with self._lock:
             self._compiled[key] = compiled
             self.compilations += is_new
             self.compile_seconds += time.perf_counter() - start_time
         return compiled
 
+    def compiled(self, key: tuple) -> Callable[..., Any]:
+        """A program that has been compiled."""
+        return self._compiled[key]
+
     def _function(self, key: tuple) -> tuple[Callable[..., Any], int | tuple[int, ...]]:
         """The function behind a key, with its static arguments, and the argument that it consumes."""
-        mesh = getattr(self.decoder, "mesh", None)
+        mesh = self._mesh
         match key:
             case ("apply", _):
-                return partial(_apply, mesh), 1
+                return partial(apply_divided, mesh), 1
             case ("save",):
-                return save_row, ()
+                return partial(save_everywhere, mesh), ()
             case ("restore",):
-                return partial(_restore_row, mesh), 0
+                return partial(restore_divided, mesh), 0
             case ("compress",):
                 return partial(compress, method=self.shapes.method), 0
             case ("prefill", _, _, scored):
@@ -344,24 +369,3 @@ class Programs:
     def _launch(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """A program of the parameters and the device state, on the mesh if the model has one."""
         return partial(sharding.launch, self.decoder, program)
-
-
-def _first_row(state: State) -> State:
-    """A copy of the first row of a state."""
-    row = {name: map_rows(lambda x: x[:1], getattr(state, name)) for name in ROW_FIELDS}
-    return jax.tree.map(jnp.copy, state._replace(**row))
-
-
-def _apply(mesh: Mesh | None, blank: Any, device_state: DeviceState, batch: UpdateBatch) -> DeviceState:
-    return _divide(apply_updates(blank, device_state, batch), mesh)
-
-
-def _restore_row(
-    mesh: Mesh | None, device_state: DeviceState, row: Any, saved: dict[str, Any]
-) -> DeviceState:
-    return _divide(restore_row(device_state, row, saved), mesh)
-
-
-def _divide(device_state: DeviceState, mesh: Mesh | None) -> DeviceState:
-    """The device state of a program without a model, divided as other programs take it."""
-    return device_state if mesh is None else sharding.constrain(device_state, mesh)

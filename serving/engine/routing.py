@@ -7,7 +7,7 @@ no further than that before others compute it, too.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .prefix_cache import PageHash
 
@@ -29,7 +29,12 @@ class Router:
         self._sent: OrderedDict[PageHash, int] = OrderedDict()
         self._next = 0  # equal ranks are chosen in turn
 
-    def order(self, hashes: Sequence[PageHash], loads: Sequence[int], able: Collection[int]) -> list[int]:
+    def order(
+        self,
+        hashes: Sequence[PageHash],
+        loads: Sequence[int] | Mapping[int, int],
+        able: Collection[int],
+    ) -> list[int]:
         """The ranks that may be given a request, the best first, then by load.
 
         Args:

@@ -14,11 +14,11 @@ import numpy as np
 
 from entropic_jax import Action, Signal
 from entropic_jax.control import Chain, PerRow, chain, pytree, update_rows
-from entropic_jax.control.controller import STATIC
 from entropic_jax.control.entropy_drop import AR1, PRIOR, EntropyPredictor, new_predictor, update_predictor
-from entropic_jax.control.presets import Gains, pruning_law, temperature_law
+from entropic_jax.methods.presets import Gains, pruning_law, temperature_law
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MICRO, PRESETS, PRUNING, SCALES
 from entropic_jax.parameter_tables.speculation_names import DRAFTERS, OFF
+from entropic_jax.state.pytree import STATIC
 
 from ..options import control_options
 from ..options.control_options import SAMPLER_OPTIONS, SAMPLERS, Control

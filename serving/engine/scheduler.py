@@ -110,6 +110,7 @@ class Scheduler:
         )
         self.collector = OutputCollector(self.batch, sizes.page_size, tokenizer, exact)
         self.waiting: list[Sequence] = []
+        self.paused = False  # no sequence that waits may begin
         self.all_await_programs = False  # no sequence that waits can run before another program is compiled
         self.in_flight: deque[InFlight] = deque()
         self.rounds = 0.0  # of admissions; a round is as many as there are rows
@@ -133,7 +134,7 @@ class Scheduler:
         # Deliver while the device works: the readers compete with this thread for the interpreter.
         self.batch.deliver()
         self._collect(keep=int(busy and self.overlapped and not constrained))
-        batch, waiting = self.batch, self.waiting and not self.all_await_programs
+        batch, waiting = self.batch, self.waiting and not (self.all_await_programs or self.paused)
         return bool(batch.occupied or self.in_flight or waiting or self.updates or batch.deltas)
 
     def apply_updates(self) -> None:
@@ -152,7 +153,7 @@ class Scheduler:
         """Give free rows to the waiting sequences, in the order of their priority."""
         free = self.batch.free_rows
         self.all_await_programs = False
-        if not free or not self.waiting:
+        if not free or not self.waiting or self.paused:
             return
         self.waiting = self.ranking.rank(self.waiting, self.rounds, self.batch.expected_drop)
         await_programs = []

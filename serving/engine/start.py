@@ -3,19 +3,24 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from entropic_jax import models
-from entropic_jax.devices import use_device
+from entropic_jax.mesh.devices import use_device
+from entropic_jax.models.model import read_config
 
 from ..options import control_options, draft_model, parallelism
 from ..options.control_options import Control, calibration_of
 from ..options.model import default_dtype
+from .broadcast import Broadcaster
 from .data_parallel import DataParallelEngine, Progress
 from .engine import LLMEngine, no_progress
+from .follower import check_identity, follow
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions
+from .process_group import ProcessGroup
 
 
 def start(
@@ -24,6 +29,7 @@ def start(
     metrics_hooks: MetricsHooks | None = None,
     progress: Callable[[int, int], None] = no_progress,
     control: Control | None = None,
+    group: ProcessGroup | None = None,
 ) -> LLMEngine | DataParallelEngine:
     """The engine of a Hugging Face model directory, with the calibration in it if there is one.
 
@@ -36,23 +42,19 @@ def start(
         metrics_hooks: Called at each event.
         progress: Called after each program of the warm-up.
         control: Default control of the requests, checked before the model is loaded.
+        group: The processes that the engine spans, of which this is process 0; None for this one alone.
 
     Raises:
         ValueError: Where the directory or the options are at fault.
         OSError: Where a file cannot be read.
     """
     options = EngineOptions() if options is None else options
-    calibration = calibration_of(Path(path))
-    if control is not None:
-        control_options.check_engine_control(control, calibration, options.policy)
-    sizes = {name: getattr(options, name) for name in parallelism.SIZES}
-    places = parallelism.places_of(**sizes, mesh=options.mesh)
-    dtype = options.dtype or default_dtype()
-    with use_device(places[0].device):
-        model = models.load(path, dtype, mesh=places[0].mesh, quantization=options.quantization)
-        model = draft_model.load(model, options.speculate, dtype, options.quantization)
+    model, calibration, places = _prepare(Path(path), options, control, group)
     if len(places) == 1:
-        engine = LLMEngine(model, options, calibration, metrics_hooks, progress, control)
+        broadcaster = None if group is None else Broadcaster(group)
+        engine = LLMEngine(
+            model, options, calibration, metrics_hooks, progress, control, broadcaster=broadcaster
+        )
         try:
             for adapter in options.lora_modules:
                 engine.load_adapter(*adapter)
@@ -72,3 +74,48 @@ def start(
         # The programs of the others have the same shapes, so that they are the same programs.
         options = dataclasses.replace(options, num_pages=engines[0].sizes.pages)
     return DataParallelEngine(engines)
+
+
+def follow_process_0(
+    path: str | Path, options: EngineOptions, control: Control | None, group: ProcessGroup
+) -> int:
+    """Run the launches of process 0 until it ends; the exit status.
+
+    Args:
+        path: As in `start`, like the rest.
+        options: The same as in process 0.
+        control: The same as in process 0.
+        group: The processes, of which this is not process 0.
+    """
+    model, calibration, _ = _prepare(Path(path), options, control, group)
+    return follow(model, options, calibration, control, group)
+
+
+def _prepare(
+    path: Path, options: EngineOptions, control: Control | None, group: ProcessGroup | None
+) -> tuple[models.Model, Any, list[parallelism.Place]]:
+    """The model, its calibration, and where engines run; checked before weights are read.
+
+    Args:
+        path: As in `start`, like the rest.
+        options: The options of the engine.
+        control: Default control of the requests.
+        group: The processes.
+    """
+    calibration = calibration_of(path)
+    if control is not None:
+        control_options.check_engine_control(control, calibration, options.policy)
+    if group is not None:
+        parallelism.check_processes(options, group.num_processes)
+    sizes = {name: getattr(options, name) for name in parallelism.SIZES}
+    places = parallelism.places_of(**sizes, mesh=options.mesh)
+    device, mesh = places[0]
+    if group is not None and mesh is not None:
+        check_identity(group, path, options)
+        read_config(path, mesh)  # says what is wrong while JAX still connects the processes
+        group.settle(mesh)
+    dtype = options.dtype or default_dtype()
+    with use_device(device):
+        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
+        model = draft_model.load(model, options.speculate, dtype, options.quantization)
+    return model, calibration, places

@@ -61,7 +61,7 @@ class Warmup:
         if options.warmup == "none":
             self.ended.set()
             return
-        examples = _examples(programs, scheduler)
+        examples = examples_of(programs, scheduler)
         self.first = _first(programs.shapes, options)
         self._keys = list(dict.fromkeys([*self.first, *_rest(programs.shapes, options, list(examples))]))
         compiler = ProgramCompiler(
@@ -106,7 +106,7 @@ class Warmup:
         return None
 
 
-def _examples(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
+def examples_of(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
     """Arguments of every program, by its key."""
     planner, device_state, shapes = scheduler.planner, scheduler.device_state, programs.shapes
     row = np.int32(0)
@@ -132,8 +132,7 @@ def _examples(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
         arguments = programs.decode_arguments(device_state, 1, constraints, forced, program)
         examples["decode", *program] = arguments
     examples["save",] = (device_state, row)
-    if getattr(programs.decoder, "mesh", None) is None:  # on a mesh, the saved row is divided as it comes
-        examples["restore",] = (device_state, row, jax.eval_shape(save_row, device_state, row))
+    examples["restore",] = (device_state, row, jax.eval_shape(save_row, device_state, row))
     return examples
 
 

@@ -1,5 +1,6 @@
 """Prediction of the work of sequences from what is known before they begin, learned from recent ones."""
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -49,10 +50,12 @@ class WorkPrediction:
     def __init__(self) -> None:
         self.recent: deque[_Recent] = deque(maxlen=RECENT)
         self.model: LengthModel | None = None
+        self._lock = threading.Lock()  # the engine's thread learns, others ask for the remaining work
 
     def note_first_row(self, sequence: Sequence) -> None:
         """Learn from this sequence from now on."""
-        self.recent.append(_Recent(sequence))
+        with self._lock:
+            self.recent.append(_Recent(sequence))
 
     def order(self, sequences: list[Sequence], overdue: np.ndarray) -> np.ndarray:
         """The order in which to serve sequences, int `[sequences]`, the first first.
@@ -61,14 +64,37 @@ class WorkPrediction:
             sequences: To be ordered.
             overdue: bool `[sequences]`, those that have waited too long; they come first, by arrival.
         """
-        if sum(entry.refresh() for entry in self.recent):
-            self._fit()
+        with self._lock:
+            model = self._refreshed()
         arrival = np.array([s.arrival_time for s in sequences])
-        if self.model is None:
+        if model is None:
             return np.lexsort((arrival, ~overdue))
         features = _columns(_features(s) for s in sequences)
         age = np.array([s.work_done for s in sequences])
-        return serving_order(self.model, features, age, arrival, overdue, preemptive=False)
+        return serving_order(model, features, age, arrival, overdue, preemptive=False)
+
+    def remaining(self, sequences: list[Sequence]) -> np.ndarray:
+        """The expected work that is left of each sequence, in decode steps, `[sequences]`, from any thread.
+
+        Until 32 sequences have ended, it is what the mean of those that have leaves. It is never above what
+        `max_tokens` allows, which is also the answer before any has ended.
+        """
+        with self._lock:
+            model = self._refreshed()
+            complete = [entry.work for entry in self.recent if entry.complete]
+        most = np.array([s.remaining_work for s in sequences], float)
+        if not sequences or not complete:
+            return most
+        age = np.array([s.work_done for s in sequences])
+        if model is None:
+            return np.clip(np.mean(complete) - age, np.minimum(1.0, most), most)
+        return np.minimum(model.forecast(_columns(_features(s) for s in sequences), age).remaining, most)
+
+    def _refreshed(self) -> LengthModel | None:
+        """The model of all that has ended. The caller holds the lock."""
+        if sum(entry.refresh() for entry in self.recent):
+            self._fit()
+        return self.model
 
     def _fit(self) -> None:
         work = np.array([entry.work for entry in self.recent])

@@ -180,7 +180,7 @@ class Frontend:
     @functools.cached_property
     def target_entropy(self) -> float:
         """Default set-point of the temperature law, in nats."""
-        from entropic_jax.control.presets import Gains
+        from entropic_jax.methods.presets import Gains
 
         target = dict(self.settings.control.gains).get("target_entropy", AUTO)
         if target != AUTO:

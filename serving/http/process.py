@@ -39,10 +39,11 @@ class Server(uvicorn.Server):
     """A server that drains at the first signal and stops at once at the second."""
 
     def __init__(self, frontend: Frontend, tracer_provider: Any = None) -> None:
-        settings = frontend.settings
+        settings, app = frontend.settings, create(frontend, tracer_provider)
+        self.batches = app.state.batches
         super().__init__(
             uvicorn.Config(
-                create(frontend, tracer_provider),
+                app,
                 host=settings.host,
                 port=settings.port,
                 ssl_certfile=settings.ssl_certfile,
@@ -80,9 +81,17 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept requests, and log the address."""
         await super().startup(sockets)
+        if self.batches is not None:
+            self.batches.start()
         for listener in sockets or ():
             address = address_of(listener, "https" if self.config.is_ssl else "http")
             logger.info("listening", extra={"address": address, "model": self.frontend.model.names[0]})
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what runs; batches go on in a later process."""
+        if self.batches is not None:
+            self.batches.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; at the second signal, stop waiting."""

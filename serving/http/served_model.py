@@ -8,7 +8,7 @@ from typing import Any
 from entropic_jax import models
 
 from ..options.generation_config import sampling_defaults
-from ..request import RequestError, chat_template
+from ..request import RequestError, chat_template, infilling
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,11 @@ class ServedModel:
         """The prompt that stands for an empty one: the BOS token, if the model has one."""
         begin = self.tokenizer.bos_token
         return [] if begin is None else [self.tokenizer.token_id(begin)]
+
+    @functools.cached_property
+    def infilling(self) -> infilling.Infilling | None:
+        """How the model fills in the middle of a text; None if it has no tokens for that."""
+        return infilling.infilling_of(self.tokenizer)
 
     def chat(
         self,

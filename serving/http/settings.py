@@ -21,6 +21,8 @@ class Limits(NamedTuple):
     stored_responses: int = 4096  # responses of /v1/responses
     stored_response_bytes: int = 64 * 2**20  # of all stored responses
     stored_response_seconds: float = 3600.0  # that a stored response lives
+    file_bytes: int = 2**30  # of all files of /v1/files
+    file_seconds: float = 30 * 86400.0  # that a file lives which states no other time
     rate: RateLimit | None = None  # of the POST requests of an API key, or of an address without keys
 
 
@@ -45,6 +47,8 @@ class Settings(NamedTuple):
     metrics_prefix: str = "vllm"
     profile_dir: str | None = None  # where /start_profile writes; None: there are no such routes
     lora_dir: str | None = None  # below which adapters may be loaded; None: there are no such routes
+    sleep_mode: bool = False  # whether there are the routes /sleep, /wake_up and /is_sleeping
+    files_dir: str | None = None  # of /v1/files and /v1/batches; None: there are no such routes
     control: Control = Control()
     limits: Limits = Limits()
 

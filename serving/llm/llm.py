@@ -26,16 +26,18 @@ from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, recommended
 from entropic_jax.parameter_tables.table import short
 
-from ..compilation import remember_compilations
 from ..engine.interface import EngineRequest, OutputStream
 from ..engine.metrics_hooks import MetricsHooks
-from ..engine.start import start
+from ..engine.process_group import start_processes
+from ..engine.start import follow_process_0, start
+from ..options import processes
+from ..options.compilation_cache import remember_compilations
 from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
 from ..request import Request
 from ..request.chat_template import set_template
 from .lora_request import LoRARequest, RequestedAdapters
-from .options import IN_FLIGHT, read_options
+from .options import IN_FLIGHT, PROCESS_NAMES, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from .prompts import (
     Message,
@@ -98,23 +100,33 @@ class LLM:
                 seed; None draws anew each time.
             **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`, `max_num_seqs`,
                 `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`, `budgets`, …), or any
-                gain of the controllers (`law`, `target_entropy`, `lowest_temperature`, …).
+                gain of the controllers (`law`, `target_entropy`, `lowest_temperature`, …). With
+                `coordinator_address`, `num_processes` and `process_id`, or `distributed`, the model is
+                divided over several processes that run the same script: the constructor returns in process
+                0, and in the others runs the launches of process 0 until that ends, then exits.
 
         Raises:
             TypeError: for an argument that is not known.
             ValueError: for one whose value is not accepted, or a model that cannot be loaded.
             OSError: if files of the model cannot be read.
+            SystemExit: in other processes than process 0, when it has ended.
         """
         if not isinstance(model, str | Path | None):
             raise TypeError(f"model must be a path, as a string or Path; got {short(model)}")
         self._seed = SEED.check("seed", seed)
+        stated = {name: options.pop(name) for name in PROCESS_NAMES if name in options}
+        group = start_processes(processes.checked(stated))
         self._control, engine_options = read_options(preset, options)
         remember_compilations()
+        path = EMBEDDED if model is None else model
+        if group is not None and not group.leads:
+            raise SystemExit(follow_process_0(path, engine_options, self._control, group))
         self._lock = threading.Lock()
         self._num_prompts = self._num_sequences = 0  # submitted so far
         self._finished_requests = FinishedRequests()
-        path = EMBEDDED if model is None else model
-        self._engine = start(path, engine_options, self._finished_requests, control=self._control)
+        self._engine = start(
+            path, engine_options, self._finished_requests, control=self._control, group=group
+        )
         set_template(self._engine.tokenizer)
         self._adapters = RequestedAdapters(self._engine, engine_options)
         self._close = weakref.finalize(self, self._engine.close)

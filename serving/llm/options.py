@@ -11,7 +11,7 @@ from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRUNING, S
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from ..engine.options import EngineOptions
-from ..options import speculation_options
+from ..options import processes, speculation_options
 from ..options.control_options import ENGINE_PRESETS, SAMPLER_OPTIONS, SERVED_GAINS, Control, check_preset
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
@@ -25,6 +25,7 @@ ENGINE_NAMES = tuple(
 )
 
 DIVIDING = ("mesh", "tensor_parallel_size", "expert_parallel_size")  # the model over several devices
+PROCESS_NAMES = processes.NAMES  # which processes the model is divided over
 SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
 
 
@@ -34,7 +35,7 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
     Args:
         preset: A name of `ENGINE_PRESETS`; None chooses as `speculation_options.default_preset` says.
         options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
-            `SPECULATIVE_CONFIG`.
+            `SPECULATIVE_CONFIG`; without `PROCESS_NAMES`.
 
     Raises:
         TypeError: for a name that is neither.
@@ -79,6 +80,6 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
 
 
 def _suggestion(name: str) -> str:
-    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG)
+    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES, *PROCESS_NAMES, SPECULATIVE_CONFIG)
     close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(known)}"

@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import cache, loop, models, sampling
-from entropic_jax.calibration.stored_costs import TimedModel, known_costs
-from entropic_jax.control import presets
-from entropic_jax.executable_cache import load_or_compile
+from entropic_jax import loop, models, sampling
 from entropic_jax.mesh import sharding
-from entropic_jax.methods import cache_compression
+from entropic_jax.methods import cache_compression, presets
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
 from entropic_jax.parameter_tables.table import short
 from entropic_jax.speculation import PassCosts, Speculator, make_speculator
-from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace
+from entropic_jax.speculation.stored_costs import TimedModel, known_costs
+from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace, cache
 
 from .. import memory
+from ..executable_cache import load_or_compile
 from ..options.kv_cache import KvCacheDtype, pages_of
 from ..request import Request, RequestError, chat_template
 from ..request.transcript import TRACE_FIELDS, Completion, Token, Transcript
@@ -247,6 +246,8 @@ class Engine:
         if not self._fits(rows, context):
             context = min(needed, self.context)
         sample = drawing([*requests, *[Request(prompt="")] * padding])
+        room = [self.context + 1 - len(prompt) for prompt in prompts]  # a page may end behind the context
+        most_tokens = [min(r.max_tokens, most) for r, most in zip(requests, room, strict=True)]
         decoder, page_policy = self.model.decoder, self.preset.page_policy
         page_size = page_policy.page_size if page_policy else None
         return loop.start(
@@ -259,7 +260,7 @@ class Engine:
             ),
             prompts + [[]] * padding,
             key=jax.random.key(0),
-            max_tokens=[r.max_tokens for r in requests] + [0] * padding,
+            max_tokens=[*most_tokens, *[0] * padding],
             sample=sample,
             seeds=[r.seed for r in requests] + [0] * padding,
             stop=[() if r.ignore_eos else self.model.stop_tokens for r in requests] + [()] * padding,

@@ -64,7 +64,7 @@ def load(
         speculate: Name of the drafter of speculative decoding, or the directory of a draft model; "off" for
             none; None is that of the preset.
         tensor_parallel_size: Devices over which the model is divided.
-        quantization: The quantization of the weights: "int8"; None keeps their dtype.
+        quantization: The quantization of the weights, a value of `--quantization`; None keeps their dtype.
         parse_special: Whether special tokens in prompts and messages are more than plain text.
         expert_parallel_size: Groups of so many devices over which experts are divided.
     """

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from entropic_jax import cache, chain, models
-from entropic_jax.control.presets import Preset
+from entropic_jax import chain, models
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix_branches import SearchPlan
-from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
+from entropic_jax.methods.presets import Preset
+from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, cache
 
 from ..options.control_options import Control
 from ..options.kv_cache import KvCacheDtype

@@ -24,7 +24,7 @@ from .option_types import number
 
 if TYPE_CHECKING:
     from entropic_jax.calibration import Calibration
-    from entropic_jax.control.presets import Gains, Preset
+    from entropic_jax.methods.presets import Gains, Preset
 
 SAMPLERS = ("entropix", "entropix-as-released", "dslider")  # complete samplers, of `samplers.law`
 ENGINE_PRESETS = (*(name for name in PRESETS if name != "paper"), *SAMPLERS)  # `paper` has no per-row form
@@ -182,7 +182,7 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
 
     Raises RequestError for what `gains`, `check_preset` or the method refuse.
     """
-    from entropic_jax.control.presets import preset
+    from entropic_jax.methods.presets import preset
     from entropic_jax.methods.registry import add_method
 
     base = preset(control.preset, width, gains(control, calibration))
@@ -202,8 +202,8 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
     Raises RequestError where a gain is not accepted, is "auto" and there is no calibration, or would be
     ignored by the temperature law or the preset paper.
     """
-    from entropic_jax.control.presets import Gains
     from entropic_jax.control.scheduling import AR1
+    from entropic_jax.methods.presets import Gains
 
     stated = dict(control.gains)
     if control.preset in SAMPLERS:
@@ -232,7 +232,7 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
 
 def _check_used(preset: str, law: str, stated: Mapping[str, Any]) -> None:
     """Raise RequestError for a stated gain that the preset paper or the temperature law would ignore."""
-    from entropic_jax.control.presets import PAPER_GAINS, TEMPERATURE_GAINS, gains_of_law
+    from entropic_jax.methods.presets import PAPER_GAINS, TEMPERATURE_GAINS, gains_of_law
 
     if preset == "paper":
         setting, unused = "preset paper", stated.keys() - set(PAPER_GAINS)

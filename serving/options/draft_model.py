@@ -41,7 +41,7 @@ def load(
         model: To be served.
         speculate: The name of a drafter, or a directory.
         dtype: That the draft model computes in.
-        quantization: The quantization of its weights: "int8"; None keeps their dtype.
+        quantization: The quantization of its weights, a value of `--quantization`; None keeps their dtype.
 
     Raises:
         ValueError: Where the directory cannot be used, or its model has other tokens.

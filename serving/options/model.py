@@ -6,7 +6,7 @@ from ..request import RequestError
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4", "int4-128", "fp8")
 """The values of `--quantization`: those of `models.quantisation`, which takes long to import."""
 
 

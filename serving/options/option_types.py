@@ -8,7 +8,12 @@ from typing import Any
 from entropic_jax.parameter_tables.control_gains import GAINS
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError
 
-NAMES_IN_PROSE = (*(name for name in GAINS if "_" in name), "scheduling_policy")  # which are no plain words
+PROCESSES = ("coordinator_address", "num_processes", "process_id")
+NAMES_IN_PROSE = (  # which are no plain words
+    *(name for name in GAINS if "_" in name),
+    "scheduling_policy",
+    *PROCESSES,
+)
 
 
 def message_of(error: ParameterError, options: argparse.Namespace) -> str:

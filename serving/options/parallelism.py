@@ -73,6 +73,32 @@ def check(options: Any) -> None:
         check_control(options.preset, options.method)
 
 
+def check_processes(options: Any, num_processes: int) -> None:
+    """Raise ParameterError unless programs of one engine use all devices of all processes.
+
+    Args:
+        options: With the fields `SIZES` and `mesh`.
+        num_processes: How many processes there are.
+    """
+    import jax
+
+    if options.mesh is not None:
+        raise ParameterError(f"mesh must be None with {num_processes} processes; got a mesh", "mesh")
+    if options.data_parallel_size != 1:
+        name = "data_parallel_size"
+        raise ParameterError(
+            f"{name} must be 1 with {num_processes} processes; got {options.data_parallel_size}", name
+        )
+    devices, experts = jax.device_count(), options.expert_parallel_size
+    if options.tensor_parallel_size * experts != devices:
+        times = f", times {experts} expert groups," if experts > 1 else ""
+        raise ParameterError(
+            f"tensor_parallel_size{times} must be {devices}, the devices of all {num_processes} processes; "
+            f"got {options.tensor_parallel_size}",
+            "tensor_parallel_size",
+        )
+
+
 def divided(options: Any) -> bool:
     """Whether the model is divided over several devices.
 

@@ -6,10 +6,8 @@ The server, `LLM` and the command line share it, so that a conversation has the 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from entropic_jax.models import ModelError, Tokenizer
-from entropic_jax.models.tokenizer import compiled
+from entropic_jax.models.chat_templates import check
 
 from . import RequestError
 
@@ -29,11 +27,9 @@ RESERVED_VARIABLES = frozenset({"chat_template", "messages", "self"})
 def check_template(template: str, name: str) -> None:
     """Raise RequestError, which names the argument `name`, for text that is no Jinja template."""
     try:
-        compiled(template)
-    except TemplateSyntaxError as error:
-        raise RequestError(
-            f"{name} must be a Jinja template; got an error in line {error.lineno}: {error.message}"
-        ) from None
+        check(template, name)
+    except ModelError as error:
+        raise RequestError(str(error)) from None
 
 
 def set_template(tokenizer: Tokenizer, template: str | None = None) -> None:

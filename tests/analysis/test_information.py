@@ -15,9 +15,9 @@ from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import chain
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.pallas.paged_attention import SelectionRules
-from entropic_jax.phases.ledger import prefill_seconds, step_cost
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.state import Hardware
+from entropic_jax.state.ledger import prefill_seconds, step_cost
 
 from .test_studies import workload
 

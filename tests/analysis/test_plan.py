@@ -1,6 +1,7 @@
 """Plans of models on slices: against the shapes, the published sizes, and libtpu."""
 
 import dataclasses
+import logging
 import math
 
 import jax
@@ -11,8 +12,9 @@ from entropic_jax.analysis import ahead_of_time
 from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
 from entropic_jax.analysis.plan import Dtypes, from_shapes, make_plan, page_bytes, weight_bytes
-from entropic_jax.control.presets import preset
+from entropic_jax.methods.presets import preset
 from entropic_jax.models.decoder import structure
+from entropic_jax.pallas import dispatch
 from tests.pallas.compilers import _need
 
 LLAMA_8B = models.Config(
@@ -122,9 +124,12 @@ def test_collectives_of_a_program_are_counted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset_name"), [("v5e:2x4", "off"), ("v6e:2x2", "full-lossy")])
-def test_the_compiler_agrees_with_the_shapes(name, preset_name):
+def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, caplog):
     _need("libtpu")
-    config, setting = dataclasses.replace(LLAMA_8B, num_hidden_layers=2), preset(preset_name, 8)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    caplog.set_level(logging.DEBUG, dispatch.LOG.name)
+    config = dataclasses.replace(LLAMA_8B, num_hidden_layers=2)
+    setting = preset(preset_name, 8, platform="tpu")
     page_size = 128 if setting.page_policy is None else setting.page_policy.page_size
     batch = ahead_of_time.Batch(rows=32, context=4096, page_size=page_size, pages=32 * 4096 // page_size)
     compiled = ahead_of_time.compile_step(
@@ -132,6 +137,9 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name):
     )
     plan = plan_of(config, name, batch, setting, compiled)
     assert plan.source == "compiled program"
+    assert page_size == 128
+    for operation in ("decode", "write"):
+        assert f"paged_attention.{operation}: tpu is chosen" in caplog.text
     expected = plan.weight_bytes + (batch.pages + 1) * plan.page_bytes + plan.state_bytes
     assert plan.argument_bytes == pytest.approx(expected, rel=0.02)
     rows = batch.rows if preset_name == "off" else 8

@@ -7,9 +7,9 @@ import pytest
 from entropic_jax.analysis import ablation, studies, tables
 from entropic_jax.analysis.ablation import Subject
 from entropic_jax.analysis.studies import EQUIVALENT_PRESETS, Workload
-from entropic_jax.cache import check
 from entropic_jax.control import chain
-from entropic_jax.control.presets import PRESETS, Gains
+from entropic_jax.methods.presets import PRESETS, Gains
+from entropic_jax.state.cache import check
 from tests import tiny
 
 

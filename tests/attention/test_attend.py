@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import cache
 from entropic_jax.attention import attend
 from entropic_jax.attention.attend import TokenSpan
-from entropic_jax.cache import ModelShape
+from entropic_jax.state import cache
+from entropic_jax.state.cache import ModelShape
 
 SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=8, vocabulary=8, hidden=32)
 PAGE = 4

@@ -9,7 +9,6 @@ import pytest
 
 from entropic_jax import (
     allocate,
-    cache,
     chain,
     generate,
     parameters,
@@ -17,10 +16,12 @@ from entropic_jax import (
     start,
 )
 from entropic_jax.attention import attend, page_selection
+from entropic_jax.attention.page_reader import LayerPages, PageGates
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.cache import ModelShape
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules, reference
+from entropic_jax.state import cache
+from entropic_jax.state.cache import ModelShape
 from tests import tiny
 
 KINDS = ("value", "mass", "surprisal", "mahalanobis")
@@ -162,7 +163,7 @@ def test_the_dropped_mass_of_soft_selection_is_that_of_the_hard_one():
     def dropped(softness):
         reader = Selection(rules=rules, dense_layers=0, softness=softness).reader(pool, drop, (), zero)
         reader.read(layer, q, zero, last)
-        return np.asarray(reader.total().dropped)
+        return np.asarray(reader.total().dropped_mass)
 
     hard = dropped(0.0)
     assert (hard > 0.2).all()
@@ -186,9 +187,103 @@ def test_pages_far_from_the_mean_value_weigh_more(length):
         np.testing.assert_allclose(weight[pool.table[0, number]], expected, rtol=2e-3)
 
 
+def chosen(choice: Selection, number: int, limit, memory=(), tokens=(0, 0), last=(200, 200), sign: int = 1):
+    """What a step with these limits chooses for a layer, and the lists that it leaves."""
+    pool, layer, q = filled(200, 8)
+    step = choice.reader(pool, jnp.array(limit, jnp.float32), memory, jnp.array(tokens, jnp.int32)).chooser
+    for earlier in range(number):
+        step.choose(earlier, layer, sign * q, jnp.array(last, jnp.int32))
+    return step.choose(number, layer, sign * q, jnp.array(last, jnp.int32)), step.memory()
+
+
+def pages(choice, row: int) -> list[list[int]]:
+    return [list_[:n].tolist() for list_, n in zip(choice.page_list[row], choice.num_pages[row], strict=True)]
+
+
+def test_the_first_layer_that_chooses_may_drop_more():
+    plain = Selection(rules=LOOSE, dense_layers=0)
+    scaled = dataclasses.replace(plain, first_layer_scale=2.0, dense_layers=1)
+    assert chosen(scaled, 0, (0.3, 0.3))[0] is None
+    alone = {limit: chosen(plain, 0, (limit, limit))[0] for limit in (0.3, 0.6, 0.95)}
+    assert len({pages(choice, 0).__repr__() for choice in alone.values()}) == 3
+    for number, limit, same in ((1, 0.3, 0.6), (2, 0.3, 0.3), (1, 0.6, 0.95)):
+        (choice, memory), expected = chosen(scaled, number, (limit, limit)), alone[same]
+        assert isinstance(choice, LayerPages) and memory == ()
+        assert [pages(choice, row) for row in (0, 1)] == [pages(expected, row) for row in (0, 1)]
+        np.testing.assert_array_equal(choice.dropped_mass, expected.dropped_mass)
+
+
+def test_layers_of_a_group_take_the_lists_of_its_first():
+    shared = Selection(rules=LOOSE, dense_layers=0, layers_per_list=2)
+    first, follower = (chosen(shared, number, (0.5, 0.5))[0] for number in (0, 1))
+    assert pages(follower, 0) == pages(first, 0) and follower.log_bound is None
+    assert first.is_new.all() and not follower.is_new.any() and not follower.summaries_read.any()
+
+
+@pytest.mark.parametrize(
+    ("rules", "limit", "read"),
+    [
+        (LOOSE, (0.5, 0.0), [True, False]),
+        (LOOSE._replace(min_pages=25), (0.5, 0.5), [False, False]),
+        (LOOSE._replace(min_pages=24), (0.5, 0.5), [True, True]),
+        (LOOSE._replace(sink_pages=12, recent_pages=13), (0.5, 0.5), [False, False]),
+    ],
+)
+def test_summaries_are_read_where_a_page_may_be_left_out(rules, limit, read):
+    choice, _ = chosen(Selection(rules=rules, dense_layers=0), 0, limit)  # of 25 pages
+    assert choice.summaries_read.tolist() == read
+
+
+def test_lists_are_kept_between_refreshes_with_the_pages_that_begin():
+    pool, _, q = filled(200, 8)
+    kept, anew = (Selection(rules=LOOSE, dense_layers=0, refresh=n) for n in (2, 1))
+    memory = kept.memory(SHAPE, pool)
+    assert anew.memory(SHAPE, pool) == () and len(memory) == 1
+    assert [x.shape for x in memory[0]] == [(2, 2, pool.table.shape[1]), (2, 2), (2,), (2, 2)]
+    assert not any(np.asarray(x).any() for x in memory[0])
+    limit, ends = (0.5, 0.5), (184, 184)  # 23 pages
+    before, memory = chosen(kept, 0, limit, memory, tokens=(2, 4), last=ends)
+    expected, _ = chosen(anew, 0, limit, last=ends)
+    assert [pages(before, row) for row in (0, 1)] == [pages(expected, row) for row in (0, 1)]
+    after, memory = chosen(kept, 0, limit, memory, tokens=(4, 1), sign=-1)
+    assert after.is_new.tolist() == [True, False] and after.summaries_read.tolist() == [True, False]
+    assert pages(after, 0) == pages(chosen(anew, 0, limit, sign=-1)[0], 0)
+    assert pages(after, 1) == [[*list_, 23, 24] for list_ in pages(before, 1)]
+    for list_, n in zip(after.page_list[1], after.num_pages[1], strict=True):
+        assert not list_[int(n) :].any()
+    assert after.log_bound.shape == q.shape[:3] and np.isinf(after.log_bound[1]).all()
+    assert memory[0].row_pages.tolist() == [25, 25]
+    assert memory[0].num_pages.tolist() == after.num_pages.tolist()
+
+
+def test_gates_are_open_where_nothing_may_be_dropped():
+    soft = Selection(rules=LOOSE._replace(min_pages=0), dense_layers=0, softness=0.2)
+    choice, _ = chosen(soft, 0, (0.0, 0.6))
+    assert (
+        isinstance(choice, PageGates) and (choice.gate[0] == 1).all() and (choice.dropped_mass[0] == 0).all()
+    )
+    assert (choice.gate[1] < 0.9).any()
+
+
+def test_pages_without_tokens_have_no_information():
+    pool = cache.allocate(SHAPE, 1, 64, page_size=8, moments=True, surprisal=True)
+    pool, length = cache.grant(pool, jnp.array([17], jnp.int32))[0], jnp.array([17], jnp.int32)
+    pool = pool._replace(surprisal=jnp.full(9, 8.0))
+    weight = page_selection.information("surprisal", pool.layers[0], pool, length)
+    expected = np.zeros(9)
+    expected[np.asarray(pool.table[0, :3])] = [1, 1, 8]
+    np.testing.assert_allclose(weight, np.broadcast_to(expected[:, None], (9, 2)))
+    np.testing.assert_array_equal(page_selection.information("mass", pool.layers[0], pool, length), 1)
+    span, v = attend.TokenSpan(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)), jnp.ones((1, 1, 2, 16))
+    layer = attend.write(pool.layers[0], pool.table, span, v, v)
+    alone = page_selection.information("mahalanobis", layer, pool, jnp.ones(1, jnp.int32))
+    assert not alone.any()  # a single value is the mean
+
+
 def test_layers_share_lists_in_groups():
     choice = Selection(dense_layers=2, layers_per_list=2)
     assert [choice.groups(layers) for layers in (1, 2, 3, 4, 5, 8)] == [0, 0, 1, 1, 2, 3]
+    assert [Selection().groups(layers) for layers in (2, 3, 4)] == [0, 1, 2]  # by default, one a layer
 
 
 @pytest.mark.slow
@@ -230,7 +325,9 @@ def test_the_surprisals_of_a_page_are_those_of_its_tokens():
         (dict(refresh=0), "refresh must be at least 1; got 0"),
         (dict(layers_per_list=0), "layers_per_list must be at least 1; got 0"),
         (dict(dense_layers=-1), "dense_layers must be at least 0; got -1"),
+        (dict(first_layer_scale=0.0), "first_layer_scale must be above 0; got 0.0"),
         (dict(rules=SelectionRules(bound_weight=2.0)), "bound_weight between 0 and 1; got"),
+        (dict(rules=SelectionRules(min_pages=-1)), "min_pages of at least 0"),
     ],
 )
 def test_bad_settings_are_refused(change, message):

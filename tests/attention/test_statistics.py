@@ -9,9 +9,9 @@ import pytest
 
 from entropic_jax import chain, loop
 from entropic_jax.attention.statistics import Observation, Observer, agree
-from entropic_jax.cache import Layer, allocate
 from entropic_jax.control import Every, When, pytree
 from entropic_jax.phases import emission, forward
+from entropic_jax.state.cache import Layer, allocate
 from tests import tiny
 
 ROWS, KV_HEADS, GROUP, DIM, SIZE, PAGES = 3, 2, 2, 16, 4, 6

@@ -7,7 +7,7 @@ import pytest
 
 from entropic_jax import allocate
 from entropic_jax.attention.window_pages import WindowPages
-from entropic_jax.cache import ModelShape, grant
+from entropic_jax.state.cache import ModelShape, grant
 
 PAGE, LENGTH = 4, (38, 9, 0)
 SHAPE = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=16, vocabulary=8, hidden=8)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.temperature.controls import Constant, Delayed, Shuffled
-from benchmarks.temperature.relative import OUTLIER, Relative
+from benchmarks.sampling.temperature.controls import Constant, Delayed, Shuffled
+from benchmarks.sampling.temperature.relative import OUTLIER, Relative
 from entropic_jax.entropy import at_temperature
 from entropic_jax.state import Action, Signal, plain_action, quiet_signal
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, generate, parameters, start
-from entropic_jax.control.presets import Gains, preset
 from entropic_jax.control.temperature import LAWS
+from entropic_jax.methods.presets import Gains, preset
 from entropic_jax.state import FAILED, FULL
 from tests import tiny
 

@@ -10,9 +10,9 @@ import pytest
 
 from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.control.presets import PRESETS, Gains, preset
 from entropic_jax.control.pruning import FixedPruning, LinearPruning, Pruning, limit_at_entropy
 from entropic_jax.control.temperature import LAWS
+from entropic_jax.methods.presets import PRESETS, Gains, preset
 from entropic_jax.state import plain_action, quiet_signal
 
 LAW = Pruning(dropped_mass_limit=0.2, low_entropy=0.5, high_entropy=2.5, smoothing=0.5, rate=0.05, patience=0)

@@ -19,10 +19,12 @@ def kernels():
     """Scores, the softmax and the accumulation of a page, called from Python."""
     from entropic_jax.cpu_runtime import attention
     from entropic_jax.cpu_runtime.kernel import compiled
+    from entropic_jax.cpu_runtime.matmul import has_wide_registers
 
-    emitted_scores = attention.scores(1, HEAD_DIM, PAGE_SIZE, "float32")
-    emitted_softmax = attention.softmax(PAGE_SIZE, HEAD_DIM, False)
-    emitted_accumulate = attention.accumulate(1, HEAD_DIM, PAGE_SIZE, "float32")
+    wide = has_wide_registers()
+    emitted_scores = attention.scores(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
+    emitted_softmax = attention.softmax(PAGE_SIZE, HEAD_DIM, False, wide)
+    emitted_accumulate = attention.accumulate(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
 
     @compiled
     def scores(keys, query, out, block, heads, begin, end):

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, parameters, replay, start
-from entropic_jax import cache as pool_of
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.control.presets import preset
 from entropic_jax.methods import cache_compression
-from entropic_jax.methods.adakv import AdaKV
+from entropic_jax.methods.adakv import AdaKV, whole_pages
 from entropic_jax.methods.entropy_prefill import EntropyPrefill
 from entropic_jax.methods.h2o import H2O
 from entropic_jax.methods.latent_compression import LatentCompression
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.policies import top_mask
+from entropic_jax.methods.presets import preset
 from entropic_jax.methods.registry import add_method
 from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.streaming_llm import StreamingLLM
 from entropic_jax.methods.window import Window, update_window
 from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.state import State
+from entropic_jax.state import cache as pool_of
 from tests import tiny
 
 PAGE, BUDGET = 4, 30
@@ -209,9 +209,23 @@ def test_adakv_shares_a_layers_budget():
     rank[0, 0] *= 0.01  # a head of low ranks: it keeps its floor
     policy = AdaKV(budget=20, floor=0.5)
     pages = np.asarray(policy.pages_per_head(jnp.asarray(rank), PAGE))
-    assert pages.tolist() == [[10 // PAGE, 30 // PAGE]]
+    assert pages.tolist() == [[10 // PAGE + 1, 30 // PAGE]]  # 40 entries: ten whole pages
     even = np.asarray(AdaKV(budget=20, floor=0.5).pages_per_head(jnp.asarray(rank[:, 1:].repeat(2, 1)), PAGE))
     assert even.tolist() == [[20 // PAGE, 20 // PAGE]]
+
+
+def test_pages_that_rounding_leaves_over_are_given_out():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        entries = rng.integers(0, 90, (3, 5))
+        held = entries + rng.integers(0, 2 * PAGE, (3, 1))
+        pages = np.asarray(whole_pages(jnp.asarray(entries), jnp.asarray(held), PAGE))
+        room = ((entries // PAGE + 1) * PAGE <= held).sum(1)
+        left_over = entries.sum(1) // PAGE - (entries // PAGE).sum(1)
+        assert (pages.sum(1) == (entries // PAGE).sum(1) + np.minimum(left_over, room)).all()
+        assert (pages * PAGE <= held).all() and ((pages - entries // PAGE) <= 1).all()
+    tied = whole_pages(jnp.array([[6, 7, 7]]), jnp.full((1, 3), 64), 4)
+    assert tied.tolist() == [[1, 2, 2]]  # of twenty entries; the largest remainders first
 
 
 @pytest.mark.slow

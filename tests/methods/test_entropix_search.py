@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropic_jax import allocate, cache, chain, loop, parameters, start
+from entropic_jax import allocate, chain, loop, parameters, start
 from entropic_jax.methods import entropix_search
 from entropic_jax.methods.entropix import ADAPT, EXPLORE, RESAMPLE, Thresholds
 from entropic_jax.methods.entropix_branches import SEED, SearchPlan, find_entropix_state
-from entropic_jax.state import RUNNING
+from entropic_jax.state import RUNNING, cache
 from tests import tiny
 from tests.methods.test_entropix import forcing, law
 

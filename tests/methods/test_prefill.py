@@ -61,7 +61,7 @@ def layer_queries(
     keys[order[held:]] = np.nan
     keys[-1] = np.nan
     blank = np.zeros((pages + 1, 2), np.float32)
-    from entropic_jax.cache import Layer
+    from entropic_jax.state.cache import Layer
 
     layer = Layer(*(jnp.asarray(x) for x in (keys, keys, keys.min(2), keys.max(2), keys.sum(2), blank)))
     return LayerQueries(

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import allocate, cache, chain, generate, models, parameters, replay, start
+from entropic_jax import allocate, chain, generate, models, parameters, replay, start
 from entropic_jax.attention.attend import TokenSpan, attend_to
+from entropic_jax.state import cache
 
 PAGE, TOLERANCE = 8, 2e-4
 # Of XLA's CPU backend: the programs are tiny and run once.

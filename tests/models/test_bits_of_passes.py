@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import cache, cpu_runtime, models
+from entropic_jax import cpu_runtime, models
 from entropic_jax.attention.attend import TokenSpan, attend_to
+from entropic_jax.models.model import quantised
+from entropic_jax.state import cache
 
 EMBEDDED = Path(models.__file__).parent / "embedded"
-PROMPT, CONTEXT, PAGE = 13, 64, 16  # a prompt of four rows is a product of fewer than `MAX_ROWS` rows
+PROMPT, CONTEXT, PAGE = 13, 128, 16
 SIZES = dict(
     vocab_size=136,
     hidden_size=64,
@@ -20,7 +22,7 @@ SIZES = dict(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    max_position_embeddings=128,
+    max_position_embeddings=256,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -57,13 +59,14 @@ def passes(model: models.Model, rows: int, split: tuple[int, ...], dtype: str = 
 
 
 def assert_same_bits(model: models.Model, dtype: str = "float32") -> None:
-    alone, pool = passes(model, 1, (1,) * 12, dtype)
-    for split in ((12,), (1, 2, 5, 4)):
+    """Decoding one by one, verification, and prefill of more queries than `verify` takes."""
+    alone, pool = passes(model, 1, (1,) * 100, dtype)
+    for split in ((100,), (1, 2, 5, 4, 70, 18), (33, 67)):
         logits, written = passes(model, 1, split, dtype)
         np.testing.assert_array_equal(logits, alone, err_msg=f"passes of {split}")
         for layer, expected in zip(jax.tree.leaves(written), jax.tree.leaves(pool), strict=True):
             np.testing.assert_array_equal(layer, expected, err_msg=f"pages after passes of {split}")
-    for split in ((12,), (1,) * 12):
+    for split in ((100,), (1,) * 5 + (95,)):
         np.testing.assert_array_equal(passes(model, 4, split, dtype)[0][:1], alone)
 
 
@@ -77,6 +80,12 @@ def assert_same_bits(model: models.Model, dtype: str = "float32") -> None:
 )
 def test_dense_models(architecture, dtype):
     assert_same_bits(tiny(architecture), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantised_models(quantization):
+    assert_same_bits(quantised(tiny("LlamaForCausalLM"), quantization))
 
 
 @pytest.mark.slow

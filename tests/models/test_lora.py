@@ -54,7 +54,7 @@ def adapted(model: models.Model, *directories: Path, rank: int = 8) -> lora.Lora
     adapters = lora.empty_adapters(model.config, 3, rank, "float32")
     for slot, directory in enumerate(directories):
         adapters = lora.install(
-            adapters, jnp.int32(slot), lora_files.read_adapter(directory, model.config, rank)
+            adapters, jnp.int32(slot), lora_files.read_adapter(directory, model.config, rank), model.config
         )
     return lora.LoraParams(model.params, adapters)
 
@@ -143,6 +143,37 @@ def test_a_row_gets_its_adapter_whatever_the_others_have(small, tmp_path):
     np.testing.assert_array_equal(mixed[1], logits(decoder, params, 4)[1])
 
 
+def test_a_pass_computes_the_updates_of_its_adapters_only(small, tmp_path, monkeypatch):
+    calls, product = [], lora.skinny_matmul
+
+    def counted(*operands):
+        jax.debug.callback(lambda: calls.append(1))
+        return product(*operands)
+
+    monkeypatch.setattr(lora, "skinny_matmul", counted)
+    decoder = lora.LoraDecoder(small.decoder)
+    params = adapted(small, *(write_adapter(tmp_path / str(i), small, i) for i in range(2)))
+    of_one = sum(1 + len(site.names) for site in lora.sites(small.config))  # A side by side, each B
+    for rows, adapters in (([0, 0, 0], 0), ([0, 1, 1], 1), ([2, 0, 1], 2)):
+        calls.clear()
+        logits(decoder, params, 3, adapter=jnp.array(rows))
+        jax.effects_barrier()
+        assert len(calls) == adapters * of_one, rows
+
+
+def test_both_ways_to_update_rows_agree():
+    rng, rows = np.random.default_rng(0), jnp.array([2, 0, 3, 2, 0])
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    factors = lora.StackedFactors(draw(3, 8, 4), (draw(3, 2, 6), draw(3, 2, 5)))
+    outputs, x = (draw(5, 2, 6), draw(5, 2, 5)), draw(5, 2, 8)
+    results = [jax.jit(way)(factors, rows, outputs, x) for way in (lora.gathered, lora.one_by_one)]
+    for y, first, second in zip(outputs, *results, strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-5)
+        np.testing.assert_array_equal(first[jnp.array([1, 4])], y[jnp.array([1, 4])])
+        np.testing.assert_array_equal(second[jnp.array([1, 4])], y[jnp.array([1, 4])])
+        assert np.abs(first[0] - y[0]).max() > 0.1
+
+
 def test_an_adapter_that_is_not_finite_stays_in_its_rows(small, tmp_path):
     paths = [write_adapter(tmp_path / str(i), small, i) for i in range(2)]
     tensors = load_file(paths[0] / "adapter_model.safetensors")
@@ -168,7 +199,8 @@ def test_an_adapter_of_a_quantised_model(small, tmp_path):
             stored = quantised.params["layers"][number][lora.BLOCKS[name][0]][name]
             kernel = stored["kernel"].astype(jnp.float32) * stored["scale"]
             linear["kernel"] = kernel + factors[name].a[place] @ factors[name].b[place]
-    head = quantised.params["lm_head"]
+    head, table = quantised.params["lm_head"], quantised.params["embed_tokens"]
+    dense["embed_tokens"]["weight"] = table["weight"].astype(jnp.float32) * table["scale"][:, None]
     dense["lm_head"]["kernel"] = head["kernel"].astype(jnp.float32) * head["scale"]
     expected = logits(small.decoder, dense)
     np.testing.assert_allclose(actual[0], expected[0], atol=TOLERANCE)

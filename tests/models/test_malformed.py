@@ -209,6 +209,7 @@ CASES = {
     "template is a pipe": (pipe("chat_template.jinja"), r"chat_template\.jinja must be a regular file"),
     "two lines": (index("x\ny"), r"weight_map must name files in its directory; got 'x.ny'"),
     "outside": (index("../x.safetensors"), r"weight_map must name files in its directory; got '\.\./x"),
+    "long name": (index("x" * 5000), r"weight_map must name files in its directory; got 'x"),
     "no unknown token": (
         lambda d: edit_vocabulary(d, "a"),
         r"tokenizer\.json is not readable by tokenizers: WordLevel error: Missing",

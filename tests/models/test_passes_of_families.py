@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, cache, chain, generate, models, parameters, start
+from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.attention.attend import TokenSpan, attend_to
-from entropic_jax.control import presets
+from entropic_jax.methods import presets
 from entropic_jax.models.config_json import from_json
+from entropic_jax.state import cache
 from tests.models.family_cases import CASES, SIZES
 from tests.models.oracle import QUICK
 from tests.speculation.test_lossless import corrupted, scripted

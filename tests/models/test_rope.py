@@ -15,10 +15,14 @@ from tests.models.dense import run
 from tests.models.family_cases import SIZES, longrope
 from tests.models.oracle import TOLERANCE, greedy, paged_logits, random_model
 
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=3.0)
 SCALINGS = {
     "default": None,
     "linear": RopeScaling("linear", 4.0),
     "llama3": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+    "yarn": RopeScaling("yarn", 4.0, original_max_position_embeddings=4096),
+    "yarn from 20 to 3 turns": YARN,
+    "yarn between whole pairs": YARN._replace(truncate=False),
 }
 
 
@@ -35,6 +39,18 @@ def test_frequencies_are_those_of_transformers(kind, theta):
     ours = rope_frequencies(128, theta, scaling)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_each_bound_of_yarn_changes_other_pairs():
+    """Pairs that turn more often than `beta_fast` keep their frequency; that of slow ones is divided."""
+    unscaled, scaled = rope_frequencies(128, 1e4), rope_frequencies(128, 1e4, YARN)
+    turns = 4096 * unscaled / (2 * np.pi)
+    np.testing.assert_array_equal(scaled[turns > 25], unscaled[turns > 25])
+    np.testing.assert_allclose(scaled[turns < 2.4], unscaled[turns < 2.4] / 4, rtol=1e-6)
+    between = (turns > 3) & (turns < 16)
+    assert np.all((scaled[between] < unscaled[between]) & (scaled[between] > unscaled[between] / 4))
+    for name, value in (("beta_fast", 40.0), ("beta_slow", 1.0)):
+        assert np.any(rope_frequencies(128, 1e4, YARN._replace(**{name: value})) != scaled), name
 
 
 def test_rotation_by_definition():

@@ -1,6 +1,9 @@
 """Tokenizers: encoding and decoding, BOS, streaming without broken characters, chat templates."""
 
 import json
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -9,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from entropic_jax import models
 from entropic_jax.models import ModelError, Tokenizer
-from entropic_jax.models.tokenizer import compiled
 
 CORPUS = ["def f(x):\n    return x + 1\n", "größer als 🙂🙂 né", "日本語 text", "the cat sat on the mat " * 4]
 
@@ -255,7 +258,7 @@ def test_marks_of_what_the_model_wrote_are_text():
     """Templates of SmolLM 3 and of models that were trained with TRL have them."""
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     messages = [{"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "!"}]
-    assert compiled(template).render(messages=messages) == "yes!"
+    assert Tokenizer(byte_level(), {}, template).chat(messages) == "yes!"
 
 
 def test_chat_refusals(chatty):
@@ -280,3 +283,23 @@ def test_saved_tokenizers_come_back(chatty, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert Tokenizer.from_directory(tmp_path).chat_template == "d"
     assert Tokenizer.from_directory(tmp_path / "nowhere") is None
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = Tokenizer.from_directory(Path(models.__file__).parent / "embedded")
+    text = "def f(a, b): return a + b  # 0123456789\n" * 10_000
+    ticks, ended = [], threading.Event()
+
+    def tick():
+        while not ended.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    tokens = tokenizer.encode(text)
+    seconds = time.perf_counter() - start
+    ended.set()
+    thread.join()
+    assert any(0.2 * seconds < when - start < 0.8 * seconds for when in ticks)
+    assert tokens == tokenizer.backend.encode(text).ids

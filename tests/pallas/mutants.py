@@ -246,7 +246,7 @@ MUTANTS = (
         ),
     ),
     *sown(
-        f"{PAGED}/tpu.py",
+        f"{PAGED}/tpu_softmax.py",
         TPU_DECODE._replace(expression="tpu_in_the_interpreter and late and bfloat16"),
         (
             "sums are kept in bfloat16",
@@ -256,6 +256,19 @@ MUTANTS = (
     ),
     *sown(
         f"{PAGED}/tpu.py",
+        TPU_DECODE._replace(expression="(taken_together and late) or out_of_range"),
+        ("copies of pages are not waited for", "(num_pages >> power) % 2 == 1", "num_pages >> power == 1"),
+        ("a round copies one page several times", "start(i * UNROLLED + j)", "start(i * UNROLLED)"),
+        ("a page out of range is copied", "jnp.clip(lists.pages, 0, keys.shape[0] - 1)", "lists.pages"),
+    ),
+    *sown(
+        f"{PAGED}/tpu_softmax.py",
+        TPU_DECODE._replace(expression="taken_together and late"),
+        ("the first blocks are taken again", "attend(i * together, together)", "attend(0, together)"),
+        ("the last blocks are left out", "rounds * together, stop", "rounds * together + 1, stop"),
+    ),
+    *sown(
+        f"{PAGED}/tpu_softmax.py",
         TPU_DECODE._replace(expression="tpu_in_the_interpreter and late and cap"),
         (
             "the soft cap is not applied in decode",

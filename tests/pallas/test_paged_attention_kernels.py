@@ -13,7 +13,11 @@ from . import programs
 from .compilers import interpreted_on_gpu, interpreted_on_tpu
 
 NAMES = [case.name for case in cases.SMALL]
-SMALL_CHUNKS = {"BLOCK": 32, "CHUNK_BYTES": 1 << 15}  # several chunks per list, several steps per chunk
+SMALL_CHUNKS = {
+    "BLOCK": 32,
+    "CHUNK_BYTES": 1 << 15,
+    "UNROLLED": 2,
+}  # several chunks per list, several steps per chunk
 # The result is rounded to bfloat16, as are the weights of bfloat16 values: each moves a vector by some 0.15 %
 # of its length. Sums that were kept in bfloat16 would move vectors by more.
 MEAN_DISTANCE, LARGEST_DISTANCE = 2.8e-3, 5e-3
@@ -94,6 +98,17 @@ def test_tpu_in_the_interpreter(case, mode, small_chunks):
     except NotImplementedError as declined:
         pytest.skip(str(declined))
     check(result, case, inputs)
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+@pytest.mark.parametrize("window", [False, True])
+def test_tpu_with_blocks_that_are_taken_together(mode, window, monkeypatch):
+    for name, value in {"BLOCK": 32, "CHUNK_BYTES": 1 << 17, "UNROLLED": 3, "TOGETHER": 2}.items():
+        monkeypatch.setattr(tpu, name, value)
+    case = cases.Case(2, 2, 2, 128, 16, 24, kept=0.6, window=window)
+    inputs, arguments = arguments_of(case)
+    assert inputs.num_pages.max() > 8  # pages of a chunk: 4 blocks
+    check(on_tpu(case, arguments, mode), case, inputs)
 
 
 @pytest.mark.parametrize("pages", ["int8", "float8_e4m3fn"])
@@ -215,10 +230,16 @@ def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, mon
         check(on_tpu(TILE_32, arguments, mode), TILE_32, inputs)
 
 
-def test_a_page_out_of_range_is_found(small_chunks):
+@pytest.mark.parametrize("shift", [19, -100])
+def test_tpu_reads_the_first_or_last_page_for_one_out_of_range(shift, small_chunks):
     _, arguments = arguments_of(TILE_32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds read"):
-        on_tpu(TILE_32, arguments._replace(page_table=arguments.page_table + 19), "eager")
+    last = arguments.keys.shape[0] - 1
+    table = arguments.page_table + shift
+    in_range = arguments._replace(page_table=jnp.clip(table, 0, last))
+    assert (np.asarray(table) != np.asarray(in_range.page_table)).any()
+    results = [on_tpu(TILE_32, x, "eager") for x in (arguments._replace(page_table=table), in_range)]
+    for result, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_a_page_that_is_masked_but_fetched_is_found(monkeypatch):

@@ -5,10 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.pallas.paged_attention import prefill_reference
+from entropic_jax import cpu_runtime
+from entropic_jax.pallas.paged_attention import cpu, decode, prefill_cpu, prefill_reference
 
 ROWS, KV_HEADS, GROUP, QUERIES, HEAD_DIM, SIZE, PAGES = 2, 2, 2, 8, 16, 4, 10
-prefill = jax.jit(prefill_reference.prefill)
+REFERENCE = jax.jit(prefill_reference.prefill)
+ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
+BACK_ENDS = [
+    pytest.param(REFERENCE, id="xla"),
+    pytest.param(jax.jit(prefill_cpu.prefill), id="cpu", marks=ON_CPU),
+]
 
 
 def case(seed: int):
@@ -51,9 +57,10 @@ def plain(q, k, v, listed, query, last, window=None):
     return out
 
 
+@pytest.mark.parametrize("prefill", BACK_ENDS)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_each_head_reads_its_list_and_nothing_else(seed, window):
+def test_each_head_reads_its_list_and_nothing_else(seed, window, prefill):
     q, k, v, table, listed, query, last = case(seed)
     index = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
     position = query[:, None] + np.arange(QUERIES)
@@ -66,7 +73,8 @@ def test_each_head_reads_its_list_and_nothing_else(seed, window):
         np.testing.assert_allclose(out[row, :, :, :count], expected[row, :, :, :count], rtol=2e-4, atol=2e-5)
 
 
-def test_all_pages_listed_is_dense():
+@pytest.mark.parametrize("prefill", BACK_ENDS)
+def test_all_pages_listed_is_dense(prefill):
     q, k, v, table, listed, query, last = case(2)
     every = np.ones_like(listed)
     keys, values = (pool(x, table, every, last) for x in (k, v))
@@ -95,7 +103,51 @@ def test_queries_past_the_context_see_what_the_last_position_sees(form):
     first = np.zeros((ROWS, QUERIES))
     first[1, -1] = last[1]  # this query sees nothing
     places = integers(table)[0], *lists, *integers(first, query, last)
-    out = np.asarray(prefill(jnp.asarray(q), keys, values, *places))
+    out = np.asarray(REFERENCE(jnp.asarray(q), keys, values, *places))
     expected = plain(q, k, v, listed, query, last)
     expected[1, :, :, -1] = 0
     np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-5)
+
+
+@ON_CPU
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("number", [1, cpu.MAX_QUERIES, cpu.MAX_QUERIES + 1, 3 * cpu.MAX_QUERIES + 5])
+@pytest.mark.parametrize("parts", [False, True])
+def test_each_query_has_the_bits_of_decoding(number, window, parts, monkeypatch):
+    """The second row has half of the queries; what follows them is padding, which sees nothing."""
+    if parts:  # two blocks of queries in a call
+        partials = KV_HEADS * cpu.MAX_QUERIES * GROUP * (HEAD_DIM + 2) * 4
+        monkeypatch.setattr(prefill_cpu, "MOST_PARTIALS", 2 * partials)
+    rng, size, pages, start = np.random.default_rng(number), 16, 12, np.array([3, 70])
+    count = np.array([number, (number + 1) // 2])
+    q = jnp.asarray(rng.standard_normal((ROWS, KV_HEADS, GROUP, number, HEAD_DIM)), jnp.float32)
+    keys, values = jnp.asarray(
+        rng.standard_normal((2, ROWS * pages + 1, KV_HEADS, size, HEAD_DIM)), jnp.float32
+    )
+    table = jnp.asarray(rng.permutation(ROWS * pages).reshape(ROWS, pages), jnp.int32)
+    position = start[:, None] + np.arange(number)
+    first = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    places = (jnp.asarray(x, jnp.int32) for x in (first, start, start + count))
+    out = np.asarray(prefill_cpu.prefill(q, keys, values, table, None, None, *places))
+    for row in range(ROWS):
+        for i in range(count[row]):
+            ends = (jnp.asarray([x], jnp.int32) for x in (first[row, i], position[row, i] + 1))
+            alone = decode(
+                q[row : row + 1, :, :, i],
+                keys,
+                values,
+                table[row : row + 1],
+                None,
+                None,
+                *ends,
+                backend="cpu",
+            )
+            np.testing.assert_array_equal(out[row, :, :, i], alone.out[0])
+        assert not out[row, :, :, count[row] :].any()
+
+
+@ON_CPU
+def test_no_rows():
+    keys, none = jnp.zeros((3, KV_HEADS, 16, HEAD_DIM)), jnp.zeros((0, 2), jnp.int32)
+    q, first, ends = jnp.zeros((0, KV_HEADS, GROUP, 40, HEAD_DIM)), jnp.zeros((0, 40), jnp.int32), none[:, 0]
+    assert prefill_cpu.prefill(q, keys, keys, none, None, None, first, ends, ends).shape == q.shape

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from entropic_jax import cpu_runtime
-from entropic_jax.pallas.skinny_matmul import MAX_ROWS, SKINNY_MATMUL, reference, skinny_matmul
+from entropic_jax.pallas.skinny_matmul import SKINNY_MATMUL, SKINNY_ROWS, reference, skinny_matmul
+from entropic_jax.pallas.skinny_matmul.reference import unpack
 
 INPUTS, COLUMNS = 96, (128, 64, 192)
 ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
@@ -22,7 +23,7 @@ def case(rows: int, kind: str, columns: tuple[int, ...] = COLUMNS):
     ("kind", "columns"),
     [("float32", COLUMNS), ("bfloat16", COLUMNS), ("float32", (8, 64, 100)), ("bfloat16", (72, 64, 8))],
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 15, SKINNY_ROWS, SKINNY_ROWS + 1])
 def test_products_are_those_of_the_widened_weights(rows, kind, columns):
     x, weights = case(rows, kind, columns)
     for y, weight in zip(skinny_matmul(x, *weights), weights, strict=True):
@@ -36,20 +37,21 @@ def test_products_are_those_of_the_widened_weights(rows, kind, columns):
     ("kind", "columns"), [("float32", COLUMNS), ("bfloat16", COLUMNS), ("float32", (8, 64, 100))]
 )
 def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
-    x, weights = case(MAX_ROWS, kind, columns)
+    x, weights = case(200, kind, columns)
     together = skinny_matmul(x, *weights)
-    for rows in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18)):
+    for rows in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18), slice(9, 159)):
         for part, all_ in zip(skinny_matmul(x[rows], *weights), together, strict=True):
             np.testing.assert_array_equal(part, all_[rows])
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
 @pytest.mark.parametrize("columns", [COLUMNS, (8, 64, 100)])
-def test_products_with_weights_of_int8_are_scaled_by_column(columns, backend):
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_products_with_weights_of_8_bits_are_scaled_by_column(kind, columns, backend):
     rng = np.random.default_rng(3)
-    weights = tuple(jnp.asarray(rng.integers(-127, 128, (INPUTS, n)), jnp.int8) for n in columns)
+    weights = tuple(jnp.asarray(rng.integers(-127, 128, (INPUTS, n)), kind) for n in columns)
     scales = tuple(jnp.asarray(rng.uniform(0.001, 0.01, n), jnp.float32) for n in columns)
-    x = jnp.asarray(rng.standard_normal((MAX_ROWS, INPUTS)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((SKINNY_ROWS, INPUTS)), jnp.float32)
     together = skinny_matmul(x, *weights, scales=scales, backend=backend)
     for y, weight, scale in zip(together, weights, scales, strict=True):
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64) * np.asarray(scale, np.float64)
@@ -57,6 +59,56 @@ def test_products_with_weights_of_int8_are_scaled_by_column(columns, backend):
     for rows in (slice(0, 1), slice(5, 8), slice(3, 18)) if backend == "cpu" else ():
         for part, all_ in zip(skinny_matmul(x[rows], *weights, scales=scales), together, strict=True):
             np.testing.assert_array_equal(part, all_[rows])
+
+
+def packed_case(rows: int, inputs: int, group: int, columns: tuple[int, ...]):
+    rng = np.random.default_rng(inputs)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    weights = tuple(jnp.asarray(rng.integers(0, 256, (inputs // 2, n)), jnp.uint8) for n in columns)
+    scales = tuple(jnp.asarray(rng.uniform(-0.1, 0.1, (inputs // group, n)), jnp.bfloat16) for n in columns)
+    return x, weights, scales
+
+
+def test_halves_of_a_byte_are_neighbouring_inputs():
+    weight, scale = jnp.asarray([[0x90], [0x8F]], jnp.uint8), jnp.asarray([[2.0], [-1.0]], jnp.bfloat16)
+    assert unpack(weight, scale).tolist() == [[-16.0], [2.0], [-7.0], [0.0]]
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
+@pytest.mark.parametrize(("inputs", "group"), [(96, 32), (384, 128)])
+@pytest.mark.parametrize("rows", [1, SKINNY_ROWS, SKINNY_ROWS + 1])
+def test_products_with_packed_weights(rows, inputs, group, backend):
+    x, weights, scales = packed_case(rows, inputs, group, (128, 8, 100))
+    for y, weight, scale in zip(
+        skinny_matmul(x, *weights, scales=scales, backend=backend), weights, scales, strict=True
+    ):
+        numbers = np.stack([np.asarray(weight) & 15, np.asarray(weight) >> 4], 1).reshape(inputs, -1) - 8.0
+        wide = numbers * np.repeat(np.asarray(scale, np.float64), group, axis=0)
+        np.testing.assert_allclose(y, np.asarray(x, np.float64) @ wide, rtol=0, atol=1e-4)
+
+
+@ON_CPU
+@pytest.mark.parametrize("group", [32, 64, 160])
+def test_bits_of_packed_products_are_those_of_the_widened_weights(group):
+    """Every number of rows up to more than three tiles, full and partial blocks, several panels."""
+    x, weights, scales = packed_case(40, 320, group, (320, 72))
+    wide = tuple(unpack(weight, scale) for weight, scale in zip(weights, scales, strict=True))
+    expected = skinny_matmul(x, *wide, backend="cpu")
+    for count in range(1, 41):
+        products = skinny_matmul(x[40 - count :], *weights, scales=scales, backend="cpu")
+        for y, all_ in zip(products, expected, strict=True):
+            np.testing.assert_array_equal(y, all_[40 - count :], err_msg=f"{count} rows")
+
+
+@ON_CPU
+def test_every_number_of_e4m3_is_widened():
+    numbers = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
+    wide = jnp.nan_to_num(numbers.astype(jnp.float32))[None]  # NaN, which no quantised weight is, aside
+    narrow, unit = wide.astype(jnp.float8_e4m3fn), jnp.ones((1, 1), jnp.float32)
+    for begin in (0, 200):  # full blocks, and a part of one
+        ones = jnp.ones(256 - begin, jnp.float32)
+        y = skinny_matmul(unit, narrow[:, begin:], scales=(ones,), backend="cpu")[0]
+        np.testing.assert_array_equal(y, wide[:, begin:])
 
 
 @ON_CPU
@@ -127,3 +179,14 @@ def test_what_is_not_served_is_declined_with_a_reason(x, kinds, columns):
         SKINNY_MATMUL(rows, weights, backend="cpu")
     assert isinstance(declined.value.exceptions[0], NotImplementedError)
     assert skinny_matmul(rows, *weights)[0].shape == (2, columns[0])
+
+
+@pytest.mark.parametrize(("group", "kind"), [(16, "bfloat16"), (32, "float32")])
+def test_scales_that_the_kernel_does_not_read_are_declined(group, kind):
+    x, weights, scales = packed_case(2, 96, group, (64,))
+    scales = tuple(scale.astype(kind) for scale in scales)
+    with pytest.raises(ExceptionGroup) as declined:
+        SKINNY_MATMUL(x, weights, scales, backend="cpu")
+    assert "only bfloat16 with groups of a multiple of 32 inputs" in str(declined.value.exceptions[0])
+    wide = unpack(weights[0], scales[0])
+    np.testing.assert_allclose(skinny_matmul(x, *weights, scales=scales)[0], x @ wide, atol=1e-4)

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -170,3 +171,17 @@ class Page:
     def picture(self, path: Path) -> None:
         """A screenshot of the window, as PNG."""
         path.write_bytes(base64.b64decode(self("Page.captureScreenshot", format="png")["data"]))
+
+
+def channels(colour):
+    return [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)

@@ -91,7 +91,9 @@ def script(monkeypatch):
         generator.loaded = []
         load = lambda path, dtype, *_: generator.loaded.append((path, dtype)) or generator
         monkeypatch.setattr(generation, "load", load, raising=False)
-        monkeypatch.setattr("entropic_jax.serving.compilation.remember_compilations", lambda: None)
+        monkeypatch.setattr(
+            "entropic_jax.serving.options.compilation_cache.remember_compilations", lambda: None
+        )
         return generator
 
     return install

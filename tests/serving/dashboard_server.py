@@ -42,7 +42,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/"
         self.requests: list[dict] = []
         self.refuse, self.key, self.gap, self.broken_off = None, None, 0.0, 0
-        self.cut_off = False
+        self.cut_off, self.differs_at = False, None
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -97,7 +97,9 @@ class Handler(BaseHTTPRequestHandler):
                 for i, state in enumerate(names)
             ]  # fmt: skip
             state = dict(running=3, waiting=1, kv_usage=0.37, ready=True, sequences=rows)
-            return self._json(200, {**state, "model": "scripted", "target_entropy": self.server.target})
+            return self._json(
+                200, {**state, "model": "scripted", "preset": "full", "target_entropy": self.server.target}
+            )
         return self._json(404, {"error": {"message": "there is no such page"}})
 
     def do_POST(self) -> None:
@@ -119,8 +121,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _speak(self, body: dict) -> None:
         full, tau = body["entropic"]["preset"] == "full", 0.0
-        for i in range(min(body["max_tokens"], 3 * len(TOKENS))):
+        count = min(body["max_tokens"], 3 * len(TOKENS))
+        for i in range(count):
             token, high = TOKENS[i % len(TOKENS)], entropy(i)
+            if full and i == self.server.differs_at:
+                token = "other"
             tau += max(0.0, entropy(i - 1) - high) if i else 0.0
             trace = {
                 "text": [token],
@@ -130,17 +135,23 @@ class Handler(BaseHTTPRequestHandler):
                 ],
                 "temperature": [0.8 / (1 + 0.2 * (high - self.server.target)) if full and high < 5 else 0.8],
                 "kept_fraction": [0.35 + 0.1 * high if full else 1.0],
+                "from_draft": [float(full and i % 3 == 1)],
                 "entropic_time": [tau],
             }
             top = {token: -0.2 - high / 3, "\n": -1.9, "return": -2.5, "self": -3.0, "_": -4.2}
             logprobs = {"tokens": [token], "token_logprobs": [-0.2 - high / 3], "top_logprobs": [top]}
+            if "messages" in body:
+                tops = [{"token": name, "logprob": logprob} for name, logprob in top.items()]
+                content = [{"token": token, "logprob": top[token], "top_logprobs": tops}]
+                logprobs = {"content": content}
             self._event(
                 {"text": token, "logprobs": logprobs, "entropic": {"trace": trace}, "finish_reason": None}
             )
             time.sleep(self.server.gap)
         if self.server.cut_off:
             return
-        self._event({"text": "", "logprobs": None, "finish_reason": "length"})
+        summary = {"passes": count - count // 3 if full else count, "cost": 0.002 * count}
+        self._event({"text": "", "logprobs": None, "entropic": summary, "finish_reason": "length"})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, choice: dict) -> None:

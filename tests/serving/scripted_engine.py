@@ -217,6 +217,15 @@ class ScriptedEngine:
         reset.set_result(PrefixCacheReset(3, 1))
         return reset
 
+    def sleep(self, mode: str) -> Future[None]:
+        raise RequestError(f"the scripted engine never sleeps; got {mode}")
+
+    def wake_up(self) -> Future[None]:
+        raise RuntimeError("the scripted engine never sleeps")
+
+    def is_sleeping(self) -> bool:
+        return False
+
     def adapter_paths(self) -> dict[str, str]:
         return dict(self.adapters)
 

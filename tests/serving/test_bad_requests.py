@@ -25,7 +25,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "temperature must be a number between 0 and 1000; got True",
         ),
         ({"prompt": "x", "n": 0}, "n", "n must be an integer between 1 and 128; got 0"),
-        ({"prompt": "x", "suffix": "y"}, "suffix", "suffix must be null; got 'y'"),
+        (
+            {"prompt": "x", "suffix": "y"},
+            "suffix",
+            "suffix must be null for a model without fill-in-the-middle",
+        ),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop", "stop must have at most 16 strings; got 17"),
         (
             {"prompt": "x", "stop": ""},

@@ -106,6 +106,40 @@ def test_whoever_is_placed_leaves_others_a_page_each_to_grow():
     )
 
 
+def test_a_refusal_keeps_no_page_and_growth_evicts_what_it_needs():
+    blocks, updates, text = BlockManager(4, 8, PAGE, PrefixCache()), state_updates(), keys(*range(16))
+    assert blocks.allocate(0, text, 16, 0, updates) == []
+    blocks.cache_prefix(0, text, np.arange(4), updates)
+    blocks.free(0)
+    assert blocks.allocate(1, text, 40, 0, updates) is None
+    assert blocks.prefix_cache.num_evictable == 4  # the refused sequence uses none of them
+    assert blocks.allocate(2, text[:2], 8, 0, updates) == [0, 1]
+    assert blocks.num_free_pages == 4  # shared pages count once
+    assert blocks.reserve(np.array([2]), np.array([7 * PAGE]), updates) is True
+    assert blocks.num_free_pages == 0 and updates.released_pages == [3]
+    assert blocks.reserve(np.array([2]), np.array([9 * PAGE]), updates) is False
+    blocks.free(2)
+    assert blocks.usage == 0 and not blocks.reserved.any() and not blocks.cached.any()
+
+
+def test_a_row_offers_each_page_once_and_gives_its_pages_back_once():
+    blocks, updates, text = BlockManager(4, 8, PAGE, PrefixCache()), state_updates(), keys(*range(8))
+    for row, pages in enumerate(([0, 1], [2, 3])):
+        assert blocks.allocate(row, [], 8, 0, updates) == []
+        blocks.cache_prefix(row, text, np.array(pages), updates)
+    assert updates.retained_pages == [0, 1]  # the second row holds the same text
+    blocks.free(0)
+    blocks.free(0)
+    assert blocks.allocate(2, text, 9, 0, updates) == [0, 1]
+    blocks.free(2)
+    assert blocks.prefix_cache.num_evictable == 2
+    assert blocks.reset_prefix_cache(updates) == (2, 0) and sorted(updates.released_pages) == [0, 1]
+    blocks.cache_prefix(1, text, np.array([2, 3]), updates)
+    assert updates.retained_pages == [0, 1] and blocks.num_free_pages == 6
+    blocks.shrink(1, 1)
+    assert blocks.num_free_pages == 7
+
+
 def test_edits_keep_pages_before_rows_end_and_end_rows_before_jobs_are_placed():
     updates = state_updates()
     updates.retained_pages += range(700)

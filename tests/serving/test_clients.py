@@ -96,7 +96,7 @@ def test_the_extension_through_openai(client, preset):
         model="embedded", prompt=CODE, max_tokens=20, seed=3, extra_body=extra, logprobs=0
     )
     summary = answer.choices[0].entropic
-    assert summary["entropic_time"] >= 0 and summary["mean_entropy"] > 0
+    assert summary["entropic_time"] >= 0 and summary["mean_entropy"] > 0 and summary["cost"] > 0
     assert len(summary["trace"]["entropy"]) == answer.usage.completion_tokens
     temperatures = [t for t in summary["trace"]["temperature"] if t is not None]
     assert len(set(temperatures)) > 3  # the law moves it

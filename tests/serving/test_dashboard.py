@@ -9,7 +9,7 @@ import pytest
 from tests.serving import browser
 from tests.serving.dashboard_server import FOLDER, TOKENS, DashboardServer, entropy
 
-PHONE, DESKTOP = (390, 844), (1280, 900)
+SMALL, PHONE, DESKTOP = (320, 640), (390, 844), (1280, 900)
 ENDED = "document.querySelector('#said').textContent.includes('ended')"
 LIMITS = (0.25, 0.75, 1.5, 2.5, 4)
 
@@ -57,7 +57,7 @@ def test_a_run_streams_the_text_in_the_colours_of_its_entropy(page, server):
     (body,) = server.requests
     assert body["stream"] and body["seed"] == 7 and body["max_tokens"] == 40 and body["model"] == "scripted"
     assert body["entropic"] == {"preset": "full", "trace": True}
-    assert body["prompt"].startswith("import json")
+    assert body["prompt"].startswith("class Settings")
     shown = page.value("[...document.querySelectorAll('.t')].map(t => [t.textContent, t.innerHTML])")
     assert [name for name, _ in shown] == TOKENS[:40]
     for i, (_, inside) in enumerate(shown):
@@ -84,7 +84,7 @@ def test_pointing_at_a_token_shows_what_was_measured(page):
 def test_keys_alone_are_enough(page, server):
     server.gap = 0.02
     page.press("Tab")
-    page.press("Tab")
+    page.press("Enter")  # the link that skips to the prompt
     assert page.value("document.activeElement.id") == "prompt"
     page.press("Enter", modifiers=2)
     page.until("document.querySelectorAll('.t').length > 3")
@@ -109,7 +109,8 @@ def test_side_by_side_asks_for_the_same_text_twice(page, server):
     page.until(ENDED)
     full, off = sorted(server.requests, key=lambda body: body["entropic"]["preset"])
     assert (full["entropic"]["preset"], off["entropic"]["preset"]) == ("full", "off")
-    assert {**full, "entropic": 0} == {**off, "entropic": 0}
+    assert {**full, "entropic": 0, "cache_salt": 0} == {**off, "entropic": 0, "cache_salt": 0}
+    assert full["cache_salt"] != off["cache_salt"]  # neither finds the prompt of the other in the cache
     assert page.value(
         "[...document.querySelectorAll('.pane h3')].map(h => h.firstChild.nextSibling.data)"
     ) == [
@@ -118,6 +119,110 @@ def test_side_by_side_asks_for_the_same_text_twice(page, server):
     ]
     kept = page.value("document.querySelectorAll('canvas')[2].getAttribute('aria-label')")
     assert "off: 160 tokens, mean 100.00" in kept and "full: 160 tokens" in kept
+
+
+@pytest.mark.parametrize("differs_at", [None, 7])
+def test_a_comparison_ends_with_a_verdict(page, server, differs_at):
+    server.differs_at = differs_at
+    page.point("#compare", click=True)
+    page.until(ENDED)
+    verdict = text(page, "#verdict")
+    equal = "The tokens are equal, all 160." if differs_at is None else "The tokens differ from token 8 on."
+    assert verdict.startswith(f"{equal} full took ")
+    rows = page.value(
+        "[...document.querySelectorAll('#verdict tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert rows[0] == ["preset", "tokens", "seconds", "passes", "cost C, s"]
+    assert [(r[0], r[1], r[3], r[4]) for r in rows[1:]] == [
+        ("off", "160", "160", "0.3200"),
+        ("full", "160", "107", "0.3200"),
+    ]
+    page.point("#run", click=True)
+    page.until("document.querySelector('#verdict').hidden")
+
+
+def test_accepted_drafts_are_underlined(page):
+    page.point("#run", click=True)
+    page.until(ENDED)
+    underlined = (
+        "[...document.querySelectorAll('.t')].flatMap((t, i) =>"
+        " getComputedStyle(t).textDecorationLine === 'underline' ? [i] : [])"
+    )
+    assert page.value(underlined) == list(range(1, 160, 3))
+    assert "53 from drafts" in text(page, ".pane h3")
+
+
+def test_the_servers_preset_is_chosen_until_the_user_chooses(page, server):
+    chosen = "document.querySelector('input[name=preset]:checked').value"
+    assert page.value(chosen) == "full"
+    page.value("document.querySelector('input[value=micro]').click()")
+    time.sleep(1.2)  # the page has asked for the state again
+    assert page.value(chosen) == "micro"
+
+
+def test_a_conversation(page, server):
+    page.value("document.querySelector('input[value=chat]').click()")
+    page.value("document.querySelector('#max-tokens').value = 3")
+    assert page.value("document.querySelector('#compare').hidden")
+    for said in ("first", "second"):
+        page.value(f"document.querySelector('#prompt').value = {said!r}")
+        page.point("#run", click=True)
+        page.until(ENDED + " && document.querySelector('#prompt').value === ''")
+        page.until("!document.querySelector('#clear').hidden")
+    answer = {"role": "assistant", "content": "".join(TOKENS[:3])}
+    first, second = server.requests
+    assert first["messages"] == [{"role": "user", "content": "first"}] and "prompt" not in first
+    assert second["messages"] == [*first["messages"], answer, {"role": "user", "content": "second"}]
+    assert second["logprobs"] is True and second["top_logprobs"] == 5
+    server.refuse = 400, {}, "messages must be shorter"
+    page.value("document.querySelector('#prompt').value = 'third'")
+    page.point("#run", click=True)
+    page.until("document.querySelector('#prompt').value === 'third'")  # nothing answered it
+    assert page.value("document.querySelectorAll('#conversation li').length") == 4
+    page.point("#clear", click=True)
+    assert page.value("document.querySelectorAll('#conversation li').length") == 0
+    page.value("document.querySelector('input[value=text]').click()")
+    assert page.value("document.querySelector('#prompt').value").startswith("class Settings")
+
+
+@pytest.mark.parametrize("size", [SMALL, PHONE], ids=["small", "phone"])
+def test_the_stop_button_is_in_reach_on_a_phone(page, server, size):
+    page.look(*size)
+    server.gap = 0.02
+    page.point("#run", click=True)
+    page.until("document.querySelectorAll('.t').length > 3")
+    shown = (
+        "(() => { const r = document.querySelector('#stop').getBoundingClientRect(); const e = "
+        "document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2); return e?.id === 'stop'; })()"
+    )
+    assert page.value(shown)
+    page.value("scrollTo(0, document.body.scrollHeight)")
+    assert page.value(shown)
+    page.value("document.querySelector('#stop').click()")
+    page.until("document.querySelector('#said').textContent === 'Stopped.'")
+
+
+def test_labels_of_empty_axes_have_room(page, server):
+    """After a refusal nothing is drawn: the labels are those of small numbers and begin inside the canvas."""
+    server.refuse = 400, {}, "temperature must be at most 2; got 9"
+    page.value(
+        "const brush = CanvasRenderingContext2D.prototype; brush.fillText = new Proxy(brush.fillText, {"
+        "apply(target, own, [words, x, y]) { const w = own.measureText(words).width;"
+        "const begin = own.textAlign === 'right' ? x - w : own.textAlign === 'center' ? x - w / 2 : x;"
+        "(window.labels ??= []).push([words, begin, begin + w, own.canvas.clientWidth]);"
+        "return Reflect.apply(target, own, [words, x, y]); } })"
+    )
+    page.point("#run", click=True)
+    page.until("!document.querySelector('#alert').hidden")
+    page.until("window.labels?.length > 12")
+    assert [label for label in page.value("labels") if label[1] < 0 or label[2] > label[3]] == []
+
+
+def test_links_to_metrics_and_the_interface(page):
+    links = page.value(
+        "[...document.querySelectorAll('nav a')].map(a => [a.textContent, a.getAttribute('href')])"
+    )
+    assert links == [["Metrics", "metrics"], ["API", "openapi.json"], ["Grafana", "dashboard/grafana.json"]]
 
 
 def test_plots_are_drawn_and_speak(page):
@@ -132,7 +237,7 @@ def test_plots_are_drawn_and_speak(page):
     page.until(ENDED)
     page.until(f"{painted}.every((n, i) => n > {before}[i] + 50)")
     labels = page.value("[...document.querySelectorAll('canvas')].map(c => c.getAttribute('aria-label'))")
-    assert labels[0].startswith("Entropy H, target 1.35. full: 160 tokens, mean ")
+    assert labels[0].startswith("Sampled entropy H_T, target 1.35. full: 160 tokens, mean ")
     assert [label.split(".")[0] for label in labels[1:]] == ["Temperature T", "Pages kept", "Entropic time τ"]
 
 
@@ -199,7 +304,7 @@ def test_a_server_that_is_gone(page, server):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("size", [SMALL, PHONE, DESKTOP], ids=["small", "phone", "desktop"])
 def test_it_fits_and_can_be_read(page, size, scheme, tmp_path):
     page.look(*size, scheme)
     page.point("#compare", click=True)
@@ -212,25 +317,11 @@ def test_it_fits_and_can_be_read(page, size, scheme, tmp_path):
         "return [e.matches('.legend *'), getComputedStyle(e).color, back()]; })"
     )
     for _, ink, ground in inks:
-        assert contrast(ink, ground) >= 4.5, (ink, ground)
-    ramp = [luminance(ground) for in_legend, _, ground in inks if in_legend]
+        assert browser.contrast(ink, ground) >= 4.5, (ink, ground)
+    ramp = [browser.luminance(ground) for in_legend, _, ground in inks if in_legend]
     assert len(ramp) == 6
     assert ramp == sorted(ramp, reverse=scheme == "light"), "lightness alone tells the classes apart"
     page.picture(tmp_path / "page.png")
-
-
-def channels(colour):
-    return [int(n) / 255 for n in re.findall(r"\d+", colour)[:3]]
-
-
-def luminance(colour):
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(first, second):
-    low, high = sorted((luminance(first), luminance(second)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_everything_that_can_be_focused_has_a_name(page):
@@ -269,12 +360,14 @@ def test_the_real_server_speaks_the_same_language(chromium, live):
     assert text(chromium, "#model") == "embedded"
     chromium.until("document.querySelector('#target').placeholder.startsWith('auto: 1.3')")
     chromium.value(
+        "document.querySelector('input[value=micro]').click();"
         "document.querySelector('#max-tokens').value = 12; document.querySelector('#seed').value = 0"
     )
     chromium.point("#compare", click=True)
-    chromium.until(ENDED)
+    chromium.until(ENDED + " || document.querySelector('#alert').innerText")
+    assert text(chromium, "#alert") == ""
     engine_request = live.engine.engine_requests[-1]
-    assert {j.control.preset for j in live.engine.engine_requests[-2:]} == {"off", "full"}
+    assert {j.control.preset for j in live.engine.engine_requests[-2:]} == {"off", "micro"}
     assert (engine_request.request.seed, engine_request.request.max_tokens, engine_request.logprobs) == (
         0,
         12,

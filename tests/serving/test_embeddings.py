@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import cache, models
+from entropic_jax import models
 from entropic_jax.attention.attend import TokenSpan, attend_to
 from entropic_jax.serving.engine.embedding import Embedder
+from entropic_jax.state import cache
 
 from .live import refused
 from .real_server import real_server

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from entropic_jax import cache, models
+from entropic_jax import models
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, Grammar, QueueFullError
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
+from entropic_jax.state import cache
 
 EXACT = dict(max_num_seqs=4, max_num_batched_tokens=128, block_size=4, max_steps=4, batch_invariant=True)
 EXACT |= dict(warmup="none", scheduling_policy="entropic")
@@ -394,5 +395,6 @@ def test_snapshot_says_what_is_in_flight(exact):
     (sequence,) = shown["sequences"]
     assert sequence["id"] == "shown" and sequence["state"] in ("decode", "ended") and sequence["entropy"] > 0
     assert 0 < shown["kv_usage"] <= 1 and shown["running"] == 1
+    assert shown["work_done"] > 0 and 0 <= shown["work_left"] <= 100
     output_stream.cancel()
     collect(output_stream)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from entropic_jax import cache, models
+from entropic_jax import models
 from entropic_jax.calibration import load_calibration
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
@@ -14,6 +14,7 @@ from entropic_jax.serving.offline.search_engine import make_engine as offline_en
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import RequestError
+from entropic_jax.state import cache
 from tests.serving.test_engine import (
     EXACT,
     WARM,

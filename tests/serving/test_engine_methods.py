@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 
-from entropic_jax import cache, models
-from entropic_jax.control.presets import preset
+from entropic_jax import models
 from entropic_jax.methods import registry
 from entropic_jax.methods.criti_prefill import CritiPrefill
 from entropic_jax.methods.entropy_prefill import EntropyPrefill
 from entropic_jax.methods.latent_compression import LatentCompression
+from entropic_jax.methods.presets import preset
 from entropic_jax.methods.registry import METHODS, Entry
 from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
@@ -17,6 +17,7 @@ from entropic_jax.serving.engine.metrics_hooks import MetricsHooks
 from entropic_jax.serving.offline import engine as offline
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
+from entropic_jax.state import cache
 from tests.serving.test_engine import (
     EXACT,
     WARM,

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from entropic_jax import cache, chain, loop, parameters
+from entropic_jax import chain, loop, parameters
+from entropic_jax.state import cache
 from tests.serving.test_engine import engine_request, exact, model, prompt, run  # noqa: F401  (fixtures)
 
 

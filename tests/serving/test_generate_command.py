@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from entropic_jax.serving import version
+from entropic_jax import __version__
 from entropic_jax.serving.cli import COMMANDS
 from entropic_jax.serving.commands.generate import DEFAULT_PROMPT
 from entropic_jax.serving.options.model import EMBEDDED
@@ -301,7 +301,7 @@ def test_help_needs_no_heavy_import():
 
 
 def test_version(entropic):
-    assert entropic("--version") == (0, f"entropic_jax {version()}\n", "")
+    assert entropic("--version") == (0, f"entropic_jax {__version__}\n", "")
 
 
 def test_help_lists_every_command(entropic):

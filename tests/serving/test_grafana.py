@@ -6,10 +6,10 @@ import re
 import pytest
 
 from tests.serving.dashboard_server import FOLDER
+from tests.serving.exported_metrics import METRIC, exported_metrics, unmatched_brackets
 
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text("utf-8"))
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
-METRIC = re.compile(r"\b(?:vllm:|entropic_)\w+")
 
 
 def overlaps(first: dict, other: dict) -> bool:
@@ -40,26 +40,10 @@ def test_panels_are_sound():
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_brackets_of_queries_match(query):
-    left = re.sub(r'"[^"]*"', "", query)
-    while (shorter := re.sub(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]", "", left)) != left:
-        left = shorter
-    assert not set(left) & set("(){}[]")
+    assert not unmatched_brackets(query)
 
 
 def test_every_metric_exists():
-    metrics = pytest.importorskip("entropic_jax.serving.http.metrics")
-
-    class Engine:
-        ranks = 1
-
-        def snapshot(self):
-            return {}
-
-        def ready(self):
-            return True
-
-    text = metrics.Metrics(Engine(), "model").text().decode()
-    known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     queried = {name for query in QUERIES for name in METRIC.findall(query)}
     assert len(queried) > 20
-    assert queried - known == set()
+    assert queried - exported_metrics() == set()

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from entropic_jax import LLM, SamplingParams
-from entropic_jax.control.presets import preset
+from entropic_jax.methods.presets import preset
 from entropic_jax.parameter_tables.control_gains import DRAFTS, PRESET_TABLE, PRUNING, SCALES
 from entropic_jax.parameter_tables.speculation_names import AUTO, OFF, drafter_of
 from entropic_jax.parameter_tables.table import ParameterError

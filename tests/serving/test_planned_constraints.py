@@ -6,11 +6,12 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax.sampling.constraints import ANYTHING, NOTHING, no_constraints, pauses
+from entropic_jax.sampling.constraints import pauses
 from entropic_jax.serving.engine.grammars import ALL_TOKENS, Plan
 from entropic_jax.serving.engine.interface import EngineRequest, Grammar
 from entropic_jax.serving.engine.planned_constraints import planned_fields
 from entropic_jax.serving.engine.suffix_lookup import LONGEST, continuation
+from entropic_jax.state.constraints import ANYTHING, NOTHING, no_constraints
 from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     VOCABULARY,
     WARM,

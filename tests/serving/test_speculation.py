@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from entropic_jax import LLM, SamplingParams
-from entropic_jax.calibration import stored_costs
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine import programs
@@ -15,7 +14,7 @@ from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.serving.options.control_options import Control
-from entropic_jax.speculation import PassCosts
+from entropic_jax.speculation import PassCosts, stored_costs
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,

@@ -32,9 +32,9 @@ def sequence(max_tokens: int, arrival: float = 0.0, *, priority: int = 0, waited
     )
 
 
-def learned(works, limits, reason: str = "stop") -> Ranking:
+def learned(works, limits, reason: str = "stop", policy: str = "predicted") -> Ranking:
     """A ranking under which sequences of these limits have ended after that work."""
-    ranking = Ranking("predicted", PRIOR)
+    ranking = Ranking(policy, PRIOR)
     for work, limit in zip(works, limits, strict=True):
         recent = sequence(limit)
         ranking.note_first_row(recent, 0.0, 1)
@@ -118,3 +118,25 @@ def test_an_engine_serves_short_requests_first_after_it_has_learned(directory):
         assert waits[2] < waits[9] < waits[20]
     finally:
         engine.close()
+
+
+def test_remaining_work_is_what_max_tokens_allows_before_any_has_ended():
+    assert Ranking("fcfs", PRIOR).work_prediction.remaining(arrivals(300, 20)).tolist() == [300, 20]
+    assert Ranking("fcfs", PRIOR).work_prediction.remaining([]).tolist() == []
+
+
+def test_remaining_work_is_the_mean_of_those_that_have_ended_less_the_work_done():
+    prediction = learned([40, 60], [100, 100]).work_prediction
+    begun = sequence(100)
+    begun.work_done, begun.remaining_work = 20.0, 80.0
+    older = sequence(100)
+    older.work_done, older.remaining_work = 70.0, 30.0
+    assert prediction.remaining([sequence(100), begun, older, sequence(8)]).tolist() == [50, 30, 1, 8]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "entropic", "predicted"])
+def test_remaining_work_is_learned_under_every_policy(policy):
+    ranking = learned(LIMITS // 4, LIMITS, policy=policy)
+    (short, long), most = ranking.work_prediction.remaining(arrivals(16, 1024)), np.array([16, 1024])
+    assert 2 <= short <= 8 and 128 <= long <= 512
+    assert np.all(ranking.work_prediction.remaining(arrivals(*most)) <= most)

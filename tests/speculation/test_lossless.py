@@ -11,11 +11,11 @@ import pytest
 
 from entropic_jax import allocate, chain, generate, parameters, start
 from entropic_jax.attention.window_pages import WindowPages
-from entropic_jax.control import presets
-from entropic_jax.control.controller import STATIC, pytree
+from entropic_jax.methods import presets
 from entropic_jax.speculation import Cascade, Draft, PrunedDrafter, Speculator, SuffixDrafter, speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.state import FULL, RUNNING, STOPPED
+from entropic_jax.state.pytree import STATIC, pytree
 from tests.tiny import model, prompts
 
 ROWS, CONTEXT, PAGE = 4, 64, 8

@@ -10,8 +10,6 @@ import pytest
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.attention.window_pages import WindowPages
-from entropic_jax.calibration.pass_costs import measure_pass_costs
-from entropic_jax.calibration.stored_costs import roofline_pass_costs
 from entropic_jax.speculation import (
     Cascade,
     DraftingDecoder,
@@ -23,6 +21,8 @@ from entropic_jax.speculation import (
     speculator,
 )
 from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation.pass_timing import measure_pass_costs
+from entropic_jax.speculation.stored_costs import roofline_pass_costs
 from entropic_jax.state import Hardware
 from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
 from tests.speculation.test_lossless import run as run_alone

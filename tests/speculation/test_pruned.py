@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.control.controller import STATIC, pytree
 from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
 from entropic_jax.speculation.draft_length import correct
 from entropic_jax.state import State
+from entropic_jax.state.pytree import STATIC, pytree
 
 WIDTHS = (1, 2, 4, 8)
 

@@ -21,15 +21,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...devices import default_device
+from ...mesh.devices import default_device
 from ..derivatives import with_derivatives_of
 from ..dispatch import Operation, for_platform, interpreted
-from . import cpu, cpu_select_pages, cpu_write, page_lists, prefill_reference, reference, write_reference
+from . import (
+    cpu,
+    cpu_select_pages,
+    cpu_write,
+    page_lists,
+    prefill_cpu,
+    prefill_reference,
+    reference,
+    write_reference,
+)
 from .prefill_reference import prefill_partial
 from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
 from .split_kv import merge_partials
 
 __all__ = [
+    "ACCELERATOR_PAGE",
     "MAX_VERIFIED",
     "PageChoice",
     "PageSummary",
@@ -37,6 +47,7 @@ __all__ = [
     "SelectionRules",
     "decode",
     "decode_by_page",
+    "default_page_size",
     "prefill",
     "prefill_partial",
     "select_pages",
@@ -45,6 +56,7 @@ __all__ = [
     "writes_in_order",
 ]
 
+ACCELERATOR_PAGE = 128  # positions; kernels for TPUs and GPUs take such pages of every dtype and head_dim
 MAX_VERIFIED = cpu.MAX_QUERIES  # queries of a row that `verify` is made for; `prefill` serves more
 
 DECODE = Operation(
@@ -62,6 +74,7 @@ PREFILL = Operation(
     {
         "tpu": for_platform("tpu", f"{__name__}.prefill_tpu", "prefill"),
         "gpu": for_platform("gpu", f"{__name__}.prefill_gpu", "prefill"),
+        "cpu": prefill_cpu.prefill,
         "xla": prefill_reference.prefill,
         "interpret": interpreted(f"{__name__}.prefill_tpu", "prefill"),
     },
@@ -108,6 +121,11 @@ def _prefill_gathered(*operands: Any, soft_cap: float | None) -> jax.Array:
 _decode = _differentiable(DECODE, reference.decode_gathered)
 _prefill = _differentiable(PREFILL, _prefill_gathered)
 _verify = _differentiable(VERIFY, _prefill_gathered)
+
+
+def default_page_size(platform: str | None = None) -> int:
+    """64 positions on a CPU, 128 on an accelerator; None is the platform of the default device."""
+    return 64 if (platform or default_device().platform) == "cpu" else ACCELERATOR_PAGE
 
 
 def decode(

@@ -1,10 +1,10 @@
-"""Paged attention of one or a few queries per row on a CPU (split-KV): a page is read once, in place.
+"""Paged attention on a CPU (split-KV): each page is read in place, once for up to `MAX_QUERIES` queries.
 
 The page list of a (row, KV head) is split into pieces of `PIECE` positions. Whichever thread is free takes
 the next piece and keeps an online softmax over it for each query; the partial results are merged at the end,
-in the order of the pieces. Decoding and verification are one kernel. What it computes for a query, and in
-which order, depends on that query and on its row's pages alone: neither the other queries of the row, nor its
-neighbours, nor the number of threads changes a bit of the result.
+in the order of the pieces. Decoding, verification and prefill are one kernel. What it computes for a query,
+and in which order, depends on that query and on its row's pages alone: neither the other queries of the row,
+nor its neighbours, nor the number of threads changes a bit of the result.
 """
 
 from collections.abc import Iterator
@@ -178,14 +178,14 @@ def _page_readers(shape: Shape) -> tuple[Any, Any]:
 
 def _page_attention(shape: Shape) -> Any:
     """Compile the attention of all queries of a (row, KV head) to one page."""
-    from ...cpu_runtime import attention
+    from ...cpu_runtime import attention, matmul
     from ...cpu_runtime.kernel import compiled, floats
 
     group, head_dim, page_size, dtype = shape.group, shape.head_dim, shape.page_size, shape.dtype
     scaled, stride, block_bytes = dtype == "int8", attention.padded(page_size), 4 * attention.LANES * head_dim
-    scores = attention.scores(group, head_dim, page_size, dtype)
-    softmax = attention.softmax(page_size, head_dim, scaled)
-    accumulate = attention.accumulate(group, head_dim, page_size, dtype)
+    sizes = group, head_dim, page_size, dtype, matmul.has_wide_registers()
+    scores, accumulate = attention.scores(*sizes), attention.accumulate(*sizes)
+    softmax = attention.softmax(page_size, head_dim, scaled, matmul.has_wide_registers())
 
     @compiled
     def attend_page(query, key, value, next_key, next_value, key_scale, value_scale, state, bounds, scratch):

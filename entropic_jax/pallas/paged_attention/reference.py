@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...devices import default_device
+from ...mesh.devices import default_device
 from .quantised import Quantised, gather
 
 CHUNK_POSITIONS = 256  # positions read at once

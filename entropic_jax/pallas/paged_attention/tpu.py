@@ -9,7 +9,6 @@ whatever its neighbours. A head_dim that is not a multiple of 128 lanes is suppo
 XLA then lays out the positions along the lanes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,38 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .reference import LANES, NEGATIVE, PartialAttention
 from .split_kv import merge_partials, work_lists
-from .tpu_tile import (
-    BLOCK,
-    CHUNK_BYTES,
-    SCALARS,
-    check,
-    in_main_memory,
-    joined,
-    pools_as_laid_out,
-    product,
-    scaled,
-    sublanes_of,
-    tiles_of,
-)
+from .tpu_softmax import Shape, attend_chunk, normalise
+from .tpu_tile import BLOCK, CHUNK_BYTES, SCALARS, check, in_main_memory, pools_as_laid_out, sublanes_of
 
+UNROLLED = 4  # pages whose copies are started together
+TOGETHER = 4  # blocks of a step of the softmax
 PARTS = 2  # partial results of each list
 _other_slot = lambda slot: 1 - slot  # that the next chunk is copied to
 _wait = lambda copy: copy.wait()
-
-
-class Shape(NamedTuple):
-    """The static parameters of the kernel."""
-
-    lists: int
-    max_listed: int  # entries of a list
-    per_row: int  # lists of a row
-    heads: int  # of one list; all are copied together
-    page: int
-    head_dim: int
-    pages: int  # of a chunk
-    block: int  # pages per step of the softmax
-    position_axis: int  # of a tile, see `pools_as_laid_out`
-    soft_cap: float | None
 
 
 class Item(NamedTuple):
@@ -92,7 +67,17 @@ def decode(
     pages = max(1, min(CHUNK_BYTES // (heads * tile), max_listed) // block) * block
     position_axis, (keys, values) = pools_as_laid_out(keys, values)
     shape = Shape(
-        rows * per_row, max_listed, per_row, heads, size, head_dim, pages, block, position_axis, soft_cap
+        lists=rows * per_row,
+        max_listed=max_listed,
+        per_row=per_row,
+        heads=heads,
+        page=size,
+        head_dim=head_dim,
+        pages=pages,
+        block=block,
+        position_axis=position_axis,
+        together=max(1, min(TOGETHER, pages // block)),
+        soft_cap=soft_cap,
     )
 
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % sublanes), (0, 0)))
@@ -147,14 +132,21 @@ def _call(shape: Shape, q, keys, values, lists):
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        # A page's two copies are started in a third of the instructions without their checks of bounds. What
+        # the lists hold is clamped instead; all other indices are bounded by construction.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
             flops=4 * group * work,
             bytes_accessed=2 * work * keys.dtype.itemsize,
             transcendentals=group * work // head_dim,
         ),
         name=f"paged_decode_{heads}x{length}",
-    )(lists.pages.reshape(-1), ends.reshape(-1), q, *in_main_memory((keys, values)))
+    )(
+        jnp.clip(lists.pages, 0, keys.shape[0] - 1).reshape(-1),
+        ends.reshape(-1),
+        q,
+        *in_main_memory((keys, values)),
+    )
     chunks = -(-(lists.stop - lists.begin) // shape.pages)
     written = jnp.repeat(jnp.arange(PARTS) < chunks[..., None], heads, 1)  # [rows, kv_heads, PARTS]
     out = out.reshape(rows, per_row, PARTS, heads, group, head_dim).swapaxes(2, 3)
@@ -173,7 +165,7 @@ def _kernel(shape: Shape, *refs: Any) -> None:
 
     @pl.when(item.list < lists)
     def _():
-        work.for_copies(item, 0, lambda copy: copy.start())
+        work.start_copies(item, 0)
 
     state = (item, jnp.int32(0), jnp.int32(0))
     _, _, num_outputs = jax.lax.while_loop(lambda state: state[0].list < lists, work.step, state)
@@ -243,16 +235,43 @@ class _Part:
 
         return jax.lax.while_loop(absent, lambda item: self.first_of(item.list + 1), item)
 
-    def page_copies(self, item: Item, slot, page) -> list[Any]:
-        """The copies for one page of a chunk: K and V of the list's heads, and their scales."""
+    def start_copies(self, item: Item, slot) -> None:
+        """Start the copies of a chunk: the queries; K and V of the list's heads, and their scales."""
         shape, refs = self.shape, self.refs
-        entry = item.list * shape.max_listed + self.begin(item.list) + item.chunk * shape.pages + page
-        place = refs.pages[entry]
+        self.query_copy(item, slot).start()
+        first = item.list * shape.max_listed + self.begin(item.list) + item.chunk * shape.pages
         head = pl.ds(jax.lax.rem(item.list, shape.per_row) * shape.heads, shape.heads)
         pools, buffers = (refs.keys, refs.values), (refs.k_buffer, refs.v_buffer)
-        pairs = zip(jax.tree.leaves(pools), jax.tree.leaves(buffers), strict=True)
-        moves = ((pool.at[place, head], buffer.at[slot, page]) for pool, buffer in pairs)
-        return [pltpu.make_async_copy(*pair, refs.input_semaphore.at[slot]) for pair in moves]
+        pairs = list(zip(jax.tree.leaves(pools), jax.tree.leaves(buffers), strict=True))
+
+        def start(page):
+            place = refs.pages[first + page]
+            for pool, buffer in pairs:
+                source, target = pool.at[place, head], buffer.at[slot, page]
+                pltpu.make_async_copy(source, target, refs.input_semaphore.at[slot]).start()
+
+        num_pages = self.length(item)
+        rounds = jax.lax.div(num_pages, UNROLLED)
+
+        @pl.loop(0, rounds)
+        def _(i):
+            for j in range(UNROLLED):
+                start(i * UNROLLED + j)
+
+        pl.loop(rounds * UNROLLED, num_pages)(start)
+
+    def wait_for_copies(self, item: Item, slot) -> None:
+        """Wait for the copies of a chunk. A wait depends on the number of bytes alone, so few are needed."""
+        shape, refs = self.shape, self.refs
+        _wait(self.query_copy(item, slot))
+        num_pages = self.length(item)
+        for power in range(shape.pages.bit_length()):
+
+            @pl.when((num_pages >> power) % 2 == 1)
+            def _(pages=1 << power):
+                for buffer in jax.tree.leaves((refs.k_buffer, refs.v_buffer)):
+                    copied = buffer.at[slot, pl.ds(0, pages)]
+                    _wait(pltpu.make_async_copy(copied, copied, refs.input_semaphore.at[slot]))
 
     def query_copy(self, item: Item, slot):
         """The copy of the queries of an item's list."""
@@ -260,15 +279,6 @@ class _Part:
         return pltpu.make_async_copy(
             refs.q.at[item.list], refs.q_buffer.at[slot], refs.input_semaphore.at[slot]
         )
-
-    def for_copies(self, item: Item, slot, act: Callable) -> None:
-        """Start the copies of a chunk, or wait for them."""
-        act(self.query_copy(item, slot))
-
-        @pl.loop(0, self.length(item))
-        def _(page):
-            for copy in self.page_copies(item, slot, page):
-                act(copy)
 
     def output_copies(self, i, part, slot) -> tuple[Any, Any]:
         """The copies of the partial result of list i to the results of the kernel."""
@@ -291,9 +301,9 @@ class _Part:
 
         @pl.when(following.list < self.shape.lists)
         def _():
-            self.for_copies(following, _other_slot(slot), lambda copy: copy.start())
+            self.start_copies(following, _other_slot(slot))
 
-        self.for_copies(item, slot, _wait)
+        self.wait_for_copies(item, slot)
         self.attend(item, slot)
         done = following.list != item.list
 
@@ -319,7 +329,7 @@ class _Part:
             refs.sum_of[...] = jnp.zeros_like(refs.sum_of)
 
         k, v = (jax.tree.map(lambda x: x.at[slot], buffer) for buffer in (refs.k_buffer, refs.v_buffer))
-        _attend(shape, low, high, refs.q_buffer.at[slot], k, v, refs.top, refs.total, refs.sum_of)
+        attend_chunk(shape, low, high, refs.q_buffer.at[slot], k, v, refs.top, refs.total, refs.sum_of)
 
     def write(self, item: Item, num_outputs) -> None:
         """Start to write the partial result of a list; one of two slots is free once its copies are done."""
@@ -330,69 +340,8 @@ class _Part:
         def _():
             self.wait_for_outputs(to)
 
-        _normalise(
+        normalise(
             self.shape, refs.top, refs.total, refs.sum_of, refs.out_buffer.at[to], refs.log_buffer.at[to]
         )
         for copy in self.output_copies(item.list, jax.lax.rem(item.chunk, PARTS), to):
             copy.start()
-
-
-def _attend(shape: Shape, low, high, q, k, v, top, total, sum_of):
-    """Update the online softmax with positions `low ≤ p < high` of a chunk, block by block."""
-    page, block = shape.page, shape.block
-    positions = block * page
-
-    @pl.loop(jax.lax.div(low, positions), jax.lax.div(high + positions - 1, positions))
-    def _(step):
-        start = step * positions
-        edge = (start < low) | (start + positions > high)
-        block_pages = pl.ds(step * block, block)
-
-        if v.dtype != jnp.int8:
-
-            @pl.when(edge)
-            def _():
-                # Zero times a slot outside must not be NaN.
-                tiles = tiles_of(v)
-                at = start + _positions((block, 1, *tiles.shape[2:]), 0, 2 + shape.position_axis, page)
-                seen = (at >= low) & (at < high)
-                tiles[block_pages] = jnp.where(seen, tiles[block_pages].astype(jnp.float32), 0.0).astype(
-                    tiles.dtype
-                )
-
-        for head in range(shape.heads):
-
-            def wide(x, head=head):
-                return joined(tiles_of(x)[block_pages, head], shape.position_axis).astype(q.dtype)
-
-            score = product(q[head], wide(k), 1 - shape.position_axis)
-            at = start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-            seen = (at >= low) & (at < high)
-            scale = partial(scaled, seen=seen, start=step * block, pages=block, head=head)
-            score = scale(score, k)
-            if shape.soft_cap is not None:
-                score = shape.soft_cap * jnp.tanh(score / shape.soft_cap)
-            score = jnp.where(seen, score, NEGATIVE)
-            before = top[head]
-            after = jnp.maximum(before, score.max(1, keepdims=True))
-            weight = jnp.where(seen, jnp.exp(score - after[:, :1]), 0.0)
-            shrink = jnp.exp(before - after)
-            top[head] = after
-            total[head] = total[head] * shrink + weight.sum(1, keepdims=True)
-            part = product(scale(weight, v).astype(q.dtype), wide(v), shape.position_axis)
-            sum_of[head] = sum_of[head] * shrink[:, :1] + part
-
-
-def _positions(shape, block_axis: int, slot_axis: int, page: int):
-    iota = partial(jax.lax.broadcasted_iota, jnp.int32, shape)
-    return iota(block_axis) * page + iota(slot_axis)
-
-
-def _normalise(shape: Shape, top, total, sum_of, out, log_sum_exp):
-    """Write the output and the log-sum-exp of a part; that of head h goes to lane h."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, log_sum_exp.shape, 1)
-    logs = jnp.zeros(log_sum_exp.shape, jnp.float32)
-    for head in range(shape.heads):
-        out[head] = sum_of[head] / total[head][:, :1]
-        logs = jnp.where(lane == head, top[head] + jnp.log(total[head]), logs)
-    log_sum_exp[...] = logs

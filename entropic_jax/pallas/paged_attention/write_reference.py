@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...devices import default_device
+from ...mesh.devices import default_device
 from .quantised import Quantised, quantise, stored
 from .reference import LANES
 

@@ -1,14 +1,19 @@
 """Skinny matrix products: a few rows times large weights (GEMV-like), where decoding spends most of its time.
 
+On a CPU the same kernel multiplies any number of rows, so that prefill gives the bits that decoding gives.
+
 `skinny_matmul(x, *weights)` multiplies the same rows by one or more weights. Every back end has this
 contract:
 
 Args:
     x: `[rows, inputs]`.
     weights: a tuple of `[inputs, outputs]`, all of one dtype: that of x, or a narrower one. A narrower weight
-        is widened as it is read, and the product is that of the widened weight.
-    scales: a tuple of `[outputs]`, float32, by which the columns of the products are multiplied: those of
-        weights of int8. Empty for other weights.
+        is widened as it is read, and the product is that of the widened weight. Weights of uint8 are packed,
+        `[inputs / 2, outputs]`: the low half of a byte is the number n of an even input, the high half that
+        of the next one, and the weight is its scale times n − 8.
+    scales: for weights of int8 or float8_e4m3fn a tuple of `[outputs]`, float32, by which the columns of the
+        products are multiplied; for packed weights a tuple of `[inputs / group, outputs]`, bfloat16, a scale
+        for each group of neighbouring inputs of a column. Empty for other weights.
 
 Returns:
     A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Each row of a result depends, bit
@@ -17,7 +22,8 @@ Returns:
 Raises:
     NotImplementedError: a back end does not support the case; the message is the reason.
 
-With more than `MAX_ROWS` rows arithmetic costs more than reading the weights, and the plain product is used.
+With more than `SKINNY_ROWS` rows arithmetic costs more than reading the weights. A machine with more
+processors than CPU kernels have threads leaves such products to XLA.
 """
 
 from typing import Any
@@ -27,10 +33,10 @@ import jax
 from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
+from .cpu import SKINNY_ROWS
 
-__all__ = ["MAX_ROWS", "reads_as_stored", "skinny_matmul"]
+__all__ = ["SKINNY_ROWS", "reads_as_stored", "skinny_matmul"]
 
-MAX_ROWS = 64
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
 
@@ -49,8 +55,9 @@ def skinny_matmul(
 
     Args:
         x: `[..., inputs]`.
-        weights: each `[inputs, outputs]`, of the dtype of x or a narrower one.
-        scales: float32 `[outputs]` of each weight, which multiply the columns of its product; for int8.
+        weights: each `[inputs, outputs]`, of the dtype of x or a narrower one; or packed, uint8
+            `[inputs / 2, outputs]`.
+        scales: the scales of each weight of int8, of float8_e4m3fn, or packed; see the package's docstring.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -58,10 +65,7 @@ def skinny_matmul(
     """
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    if rows <= MAX_ROWS:
-        products = _skinny_matmul(backend, flat, weights, scales)
-    else:
-        products = reference.skinny_matmul(flat, weights, scales)
+    products = _skinny_matmul(backend, flat, weights, scales)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
 
 

@@ -15,9 +15,13 @@ from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
 
+SKINNY_ROWS = 64  # up to which a product costs little more than reading the weights
+PACKED = "uint8"  # two numbers of 4 bits
+GROUP_STEP = 32  # inputs; groups are multiples of it
 LONGEST_CHUNK = 4  # blocks of columns
 CHUNKS_PER_THREAD = 4  # at least, where there are as many blocks
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", PACKED)
+SCALED = ("int8", "float8_e4m3fn")  # by column
 
 
 def supports_weight(dtype: Any) -> bool:
@@ -28,7 +32,7 @@ def supports_weight(dtype: Any) -> bool:
 def skinny_matmul(
     x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
-    """Float32 rows times weights of float32, bfloat16 or int8.
+    """Float32 rows times weights of one of `WEIGHT_DTYPES`.
 
     The contract is in the package's docstring.
     """
@@ -40,10 +44,25 @@ def skinny_matmul(
         raise NotImplementedError(
             f"{x.dtype} times {names}: only float32 times one of {', '.join(WEIGHT_DTYPES)} is supported"
         )
+    if x.shape[0] > SKINNY_ROWS:
+        cpu_runtime.check_prefill(x.shape[0])
+    if dtypes == {PACKED}:
+        _check_groups(x.shape[1], scales)
     columns = tuple(weight.shape[1] for weight in weights)
     name = _register(*dtypes)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
+
+
+def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
+    """Raise NotImplementedError unless packed weights have scales that the kernel reads."""
+    for scale in scales:
+        group, rest = divmod(inputs, scale.shape[0])
+        if scale.dtype != jnp.bfloat16 or rest or group % GROUP_STEP:
+            raise NotImplementedError(
+                f"scales {scale.dtype}{list(scale.shape)} of {inputs} inputs: only bfloat16 with groups of a "
+                f"multiple of {GROUP_STEP} inputs is supported"
+            )
 
 
 @run_once
@@ -69,10 +88,9 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     )
     from ...cpu_runtime.matmul import BLOCK
     from ...cpu_runtime.thread_pool import num_threads
-    from .cpu_blocks import multiply_block, multiply_part
 
-    full_block, part_of_block, size = multiply_block(dtype), multiply_part(dtype), ITEMSIZE[dtype]
-    scaled, scale_columns = dtype == "int8", _scale_columns()
+    multiply = _packed_product() if dtype == PACKED else _product(dtype)
+    size = 1 if dtype == PACKED else ITEMSIZE[dtype]
 
     @njit(**EXACT)
     def num_blocks(frame):
@@ -112,16 +130,11 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
             width = weight_shape[1]
             weight += size * column
             out = result(frame, w)[0] + 4 * column
-            if width - column < BLOCK:
-                part_of_block(x, rows, inputs, weight, width, out, width - column)
-            else:
-                # Threads take chunks in turn, from the last one down, so this is the likely next block.
-                next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
-                next_weight, next_column = locate(frame, next_block)
-                following = operand(frame, 1 + next_weight)[0] + size * next_column
-                full_block(x, rows, inputs, weight, width, out, following)
-            if scaled:
-                scale_columns(frame, w, column, out, rows, width, min(BLOCK, width - column))
+            # Threads take chunks in turn, from the last one down, so this is the likely next block.
+            next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
+            next_weight, next_column = locate(frame, next_block)
+            following = operand(frame, 1 + next_weight)[0] + size * next_column
+            multiply(frame, w, column, x, rows, inputs, weight, width, out, following)
 
     yield f"{name}_chunk", thread_task(chunk)
     chunk_address = symbol_address(f"{name}_chunk")
@@ -133,6 +146,50 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
         parallel_for(chunk_address(), frame, (count + per_chunk - 1) // per_chunk)
 
     yield name, xla_handler(body)
+
+
+def _product(dtype: str) -> Any:
+    """`product(frame, w, column, x, rows, inputs, weight, width, out, following)`: rows times a block.
+
+    The arguments from x on are those of `cpu_blocks.multiply_block`; w and column say which block it is.
+    """
+    from ...cpu_runtime.kernel import EXACT, njit
+    from ...cpu_runtime.matmul import BLOCK
+    from .cpu_blocks import multiply_block, multiply_part
+
+    full_block, part_of_block = multiply_block(dtype), multiply_part(dtype)
+    scaled, scale_columns = dtype in SCALED, _scale_columns()
+
+    @njit(**EXACT)
+    def product(frame, w, column, x, rows, inputs, weight, width, out, following):
+        if width - column < BLOCK:
+            part_of_block(x, rows, inputs, weight, width, out, width - column)
+        else:
+            full_block(x, rows, inputs, weight, width, out, following)
+        if scaled:
+            scale_columns(frame, w, column, out, rows, width, min(BLOCK, width - column))
+
+    return product
+
+
+def _packed_product() -> Any:
+    """The product of `_product` with packed weights, whose scales are operands behind all weights."""
+    from ...cpu_runtime.kernel import EXACT, njit, operand, words
+    from ...cpu_runtime.matmul import BLOCK
+    from .cpu_int4 import multiply_block, multiply_part
+
+    full_block, part_of_block = multiply_block(), multiply_part()
+
+    @njit(**EXACT)
+    def packed_product(frame, w, column, x, rows, inputs, weight, width, out, following):
+        scales, shape = operand(frame, 1 + words(frame, 15)[12] + w)
+        scale, group = scales + 2 * column, inputs // shape[0]
+        if width - column < BLOCK:
+            part_of_block(x, rows, inputs, weight, width, out, width - column, scale, group)
+        else:
+            full_block(x, rows, inputs, weight, width, out, following, scale, group)
+
+    return packed_product
 
 
 def _scale_columns() -> Any:

@@ -1,13 +1,30 @@
 """Skinny matrix products in plain JAX."""
 
 import jax
+import jax.numpy as jnp
 
 
 def skinny_matmul(
     x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
     """The contract is in the package's docstring."""
+    if scales and scales[0].ndim == 2:
+        return tuple(
+            x @ unpack(weight, scale).astype(x.dtype) for weight, scale in zip(weights, scales, strict=True)
+        )
     products = tuple(x @ weight.astype(x.dtype) for weight in weights)
     if not scales:
         return products
     return tuple(y * scale.astype(x.dtype) for y, scale in zip(products, scales, strict=True))
+
+
+def unpack(weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """A packed weight as float32 `[inputs, outputs]`.
+
+    Args:
+        weight: uint8 `[inputs / 2, outputs]`, two numbers of 4 bits in a byte.
+        scale: `[inputs / group, outputs]`.
+    """
+    numbers = jnp.stack([weight & 15, weight >> 4], axis=1).astype(jnp.float32) - 8
+    grouped = numbers.reshape(scale.shape[0], -1, scale.shape[1]) * scale[:, None].astype(jnp.float32)
+    return grouped.reshape(-1, scale.shape[1])

@@ -1,7 +1,7 @@
-// Four small plots on canvas, drawn at most once a frame, in the colours of the page.
+// Four small plots on canvas; drawn at most once a frame, in the colours of the page.
 
 const MEMORY = 6; // tokens that the running mean of the entropy remembers
-const ROOM = { left: 34, right: 8, top: 8, bottom: 20 };
+const ROOM = { right: 8, top: 8, bottom: 20 }; // the labels on the left take what they need
 
 /** A round number of which about `count` steps span `range`. */
 function stepOf(range, count) {
@@ -70,22 +70,25 @@ class Plot {
     brush.clearRect(0, 0, width, height);
     const xs = this.series.flatMap((s) => s.x.slice(-1)), ys = this.series.flatMap((s) => s.y);
     const right = Math.max(this.across === "s" ? 0.1 : 20, ...xs);
-    const top = this.most ?? Math.max(1e-3, this.level ?? 0, ys.reduce((a, b) => Math.max(a, b), 0)) * 1.08;
-    const inner = { w: width - ROOM.left - ROOM.right, h: height - ROOM.top - ROOM.bottom };
-    const px = (x) => ROOM.left + (x / right) * inner.w, py = (y) => ROOM.top + (1 - Math.min(y, top) / top) * inner.h;
-
+    const top = this.most ?? (Math.max(this.level ?? 0, ys.reduce((a, b) => Math.max(a, b), 0)) || 1) * 1.08;
     brush.font = `10.5px ${style.fontFamily}`;
+    const ticks = [];
+    for (let step = stepOf(top, 3), y = 0; y <= top * 1.001; y += step) ticks.push([y, String(+y.toPrecision(4))]);
+    const left = 10 + Math.max(...ticks.map(([, label]) => brush.measureText(label).width));
+    const inner = { w: width - left - ROOM.right, h: height - ROOM.top - ROOM.bottom };
+    const px = (x) => left + (x / right) * inner.w, py = (y) => ROOM.top + (1 - Math.min(y, top) / top) * inner.h;
+
     brush.fillStyle = color("quiet");
     brush.strokeStyle = color("line");
     brush.lineWidth = 1;
     brush.textAlign = "right";
     brush.textBaseline = "middle";
-    for (let step = stepOf(top, 3), y = 0; y <= top * 1.001; y += step) {
+    for (const [y, label] of ticks) {
       brush.beginPath();
-      brush.moveTo(ROOM.left, Math.round(py(y)) + 0.5);
+      brush.moveTo(left, Math.round(py(y)) + 0.5);
       brush.lineTo(width - ROOM.right, Math.round(py(y)) + 0.5);
       brush.stroke();
-      brush.fillText(String(+y.toFixed(3)), ROOM.left - 6, py(y));
+      brush.fillText(label, left - 6, py(y));
     }
     brush.textBaseline = "alphabetic";
     brush.textAlign = "center";
@@ -97,7 +100,7 @@ class Plot {
       brush.setLineDash([4, 4]);
       brush.strokeStyle = color("warn");
       brush.beginPath();
-      brush.moveTo(ROOM.left, py(this.level));
+      brush.moveTo(left, py(this.level));
       brush.lineTo(width - ROOM.right, py(this.level));
       brush.stroke();
       brush.setLineDash([]);
@@ -133,10 +136,10 @@ class Plot {
   }
 }
 
-/** The four plots of a run: running mean of the entropy sampled from (and, faint, each token's), T, kept, τ. */
+/** The four plots of a run: running mean of the sampled entropy H_T (and, faint, each token's), T, kept, τ. */
 export class Plots {
   constructor(place) {
-    this.entropy = new Plot({ title: "Entropy H", unit: "", across: "token" });
+    this.entropy = new Plot({ title: "Sampled entropy H_T", unit: "", across: "token" });
     this.temperature = new Plot({ title: "Temperature T", unit: "", across: "token" });
     this.kept = new Plot({ title: "Pages kept", unit: " %", across: "token", most: 105, digits: 0 });
     this.time = new Plot({ title: "Entropic time τ", unit: "", across: "s", digits: 1 });

@@ -42,8 +42,8 @@ export async function get(path, key) {
 }
 
 /** The events of a streamed completion, as the server sends them. */
-async function* events(body, key, signal) {
-  const response = await ask("v1/completions", {
+async function* events(path, body, key, signal) {
+  const response = await ask(path, {
     method: "POST", signal, headers: { "Content-Type": "application/json", ...headers(key) }, body: JSON.stringify(body),
   });
   if (!response.ok) throw await refusal(response);
@@ -69,9 +69,19 @@ async function* events(body, key, signal) {
   if (!ended) throw new Refusal("gone", "The text broke off: the server ended the stream early.");
 }
 
+/** Names and log-probabilities in the form of text completions; those of a chat have an object for each token. */
+function wordsOf(said) {
+  if (!Array.isArray(said.content)) return said;
+  return {
+    tokens: said.content.map((token) => token.token),
+    token_logprobs: said.content.map((token) => token.logprob),
+    top_logprobs: said.content.map((token) => Object.fromEntries(token.top_logprobs.map((top) => [top.token, top.logprob]))),
+  };
+}
+
 /** The tokens of one choice: text, log-probability, alternatives, and what was measured of each. */
 function tokensOf(choice) {
-  const said = choice.logprobs ?? {};
+  const said = wordsOf(choice.logprobs ?? {});
   const measured = choice.entropic?.trace ?? {};
   const names = said.tokens ?? measured.text ?? [];
   const texts = measured.text ?? names; // a character may take several tokens: the last of them has the text
@@ -85,17 +95,18 @@ function tokensOf(choice) {
   }));
 }
 
-/** Stream a completion. Calls `each` with every batch of tokens; returns why it ended and the summary. */
+/** Stream a completion, or with `messages` the answer of a chat. Calls `each` with every batch of tokens; returns why it ended and the summary. */
 export async function complete(request, { key, signal, each }) {
-  const { prompt, max_tokens, temperature, seed, preset, target } = request;
+  const { prompt, messages, max_tokens, temperature, seed, preset, target } = request;
   const controlled = ["micro", "full", "full-lossy"].includes(preset); // the others have no temperature law
   const entropic = { preset, trace: true, ...(controlled && target != null ? { target_entropy: target } : {}) };
   const body = {
-    model: request.model, prompt, max_tokens, temperature, seed, entropic,
-    stream: true, stream_options: { include_usage: true }, logprobs: 5,
+    model: request.model, max_tokens, temperature, seed, entropic, stream: true, stream_options: { include_usage: true },
+    ...(messages ? { messages, logprobs: true, top_logprobs: 5 } : { prompt, logprobs: 5 }),
+    ...(request.salt ? { cache_salt: request.salt } : {}),
   };
   const end = { reason: null, summary: {}, usage: null };
-  for await (const event of events(body, key, signal)) {
+  for await (const event of events(messages ? "v1/chat/completions" : "v1/completions", body, key, signal)) {
     if (event.error) throw new Refusal("failed", event.error.message ?? String(event.error));
     if (event.usage) end.usage = event.usage;
     if (event.entropic) Object.assign(end.summary, event.entropic);

@@ -28,8 +28,9 @@ function tinted({ text, entropy }) {
 
 /** Fill the legend of the colours. */
 export function legend(place) {
-  place.append("entropy, nats", element("span", { textContent: "0" }));
+  place.append("belief H, nats", element("span", { textContent: "0" }));
   for (const [limit, name] of SCALE) place.append(element("span", { className: name, textContent: String(limit) }));
+  place.append(element("u", { className: "drafted", textContent: "drafted and accepted" }));
 }
 
 /** One text. Tokens are added as they come and drawn once a frame; one of them is a tab stop. */
@@ -76,7 +77,7 @@ export class Pane {
     const first = this.tokens.length === 0;
     const made = document.createDocumentFragment();
     for (const token of this.waiting) {
-      const span = element("span", { className: "t", tabIndex: -1 }, ...tinted(token));
+      const span = element("span", { className: token.from_draft ? "t drafted" : "t", tabIndex: -1 }, ...tinted(token));
       span.dataset.index = this.tokens.push(token) - 1;
       made.append(span);
     }
@@ -119,10 +120,11 @@ export class Card {
 
   show(token, span) {
     const rows = [
-      ["entropy", `${number(token.entropy)} nats`],
-      ["of what was sampled", `${number(token.tempered_entropy)} nats`],
-      ["temperature", number(token.temperature)],
+      ["belief entropy H", `${number(token.entropy)} nats`],
+      ["sampled entropy H_T", `${number(token.tempered_entropy)} nats`],
+      ["temperature T", number(token.temperature)],
       ["of the cache read", Number.isFinite(token.kept_fraction) ? `${(100 * token.kept_fraction).toFixed(0)} %` : "–"],
+      ["from", token.from_draft == null ? "–" : token.from_draft ? "an accepted draft" : "a pass of its own"],
       ["probability", Number.isFinite(token.logprob) ? number(Math.exp(token.logprob), 3) : "–"],
     ];
     const list = element("dl");

@@ -22,7 +22,7 @@ class CompletionBody(SamplingBody):
     logprobs: Alternatives | None = Field(None, description="the likeliest tokens to list at each")
     prompt_logprobs: Alternatives | None = None
     add_special_tokens: bool | None = Field(None, description="what the model expects around a text (BOS)")
-    suffix: None = Field(None, description="text after the gap; no model here fills gaps")
+    suffix: str | None = Field(None, description="text after the gap; for models that fill gaps")
 
     @property
     def candidates(self) -> int:

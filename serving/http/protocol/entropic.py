@@ -92,6 +92,7 @@ class EntropicResult(Answer):
     entropic_time: float | None = None
     mean_entropy: float | None = None
     kept_fraction: float | None = None
+    cost: float | None = None  # roofline seconds
     passes: int | None = None  # of the model, that the tokens took
     num_drafted: int | None = None  # drafted tokens that were verified in them
     num_accepted: int | None = None  # and accepted

@@ -83,3 +83,9 @@ class EngineState(Answer):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+
+
+class SleepState(Answer):
+    """Whether the engine sleeps."""
+
+    is_sleeping: bool

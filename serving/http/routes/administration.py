@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from ... import version
+from entropic_jax import __version__
+
 from ..frontend import RETRY, Frontend, FrontendError
 from ..protocol.service import PrefixCacheCounts, ProfileState, ServerInfo
 from ..settings import Settings
@@ -111,7 +112,7 @@ def _add_profiler(routes: APIRouter, profiler: Profiler) -> None:
 def _server_info(frontend: Frontend) -> dict[str, Any]:
     model, control = frontend.model, frontend.settings.control
     return {
-        "version": version(),
+        "version": __version__,
         "started": frontend.started,
         "uptime_seconds": int(time.time()) - frontend.started,
         "model": {

@@ -1,5 +1,6 @@
 """`POST /v1/completions`."""
 
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...engine.interface import Delta, EngineRequest
-from ...request import RequestError
+from ...request import Request as GenerationRequest
+from ...request import RequestError, infilling
 from ..frontend import Frontend
 from ..protocol.completion import Completion, CompletionBody
 from . import generation, logprobs, preparation, rendering, unknown_fields
@@ -81,17 +83,36 @@ def _prepare(
     of_prompt = max((number for number in requested if number is not None), default=None)
     requests, places = [], []
     for prompt in prompts:
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-            frontend.model.check_length(prompt)
-        special = body.add_special_tokens is not False
-        read = frontend.model.encode(prompt, special) or frontend.model.beginning()
-        tokens = tuple(read)[-(body.truncate_prompt_tokens or 0) :]
+        tokens = _tokens(frontend, body, prompt)
         requests += preparation.requests_of(frontend, body, tokens, count, most)
         places += [tokens] * count
+    if body.suffix:
+        requests = [_ended_by_format(frontend, request) for request in requests]
     if most == 0 and of_prompt is None:
         return [], [(tokens, None) for tokens in places]
     engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
     return engine_requests, list(zip(places, engine_requests, strict=True))
+
+
+def _tokens(frontend: Frontend, body: CompletionBody, prompt: str | list[int]) -> tuple[int, ...]:
+    """The tokens behind which a text is written: a prompt, with its suffix if there is one."""
+    model, special = frontend.model, body.add_special_tokens is not False
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        model.check_length(prompt + (body.suffix or ""))
+    if not body.suffix:
+        read = model.encode(prompt, special) or model.beginning()
+        return tuple(read)[-(body.truncate_prompt_tokens or 0) :]
+    form = infilling.check(model.infilling)
+    for name in ("echo", "truncate_prompt_tokens"):
+        if value := getattr(body, name):
+            raise RequestError(f"{name} must be absent with suffix; got {value}", name)
+    return tuple(form.prompt(model.encode(prompt, False), body.suffix, special))
+
+
+def _ended_by_format(frontend: Frontend, request: GenerationRequest) -> GenerationRequest:
+    """A request that the tokens which end the middle of a text end as well."""
+    ends = infilling.check(frontend.model.infilling).ends
+    return dataclasses.replace(request, stop_token_ids=(*request.stop_token_ids, *ends))
 
 
 def _rendered(

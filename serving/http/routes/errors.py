@@ -66,6 +66,7 @@ WORDS = (  # of Pydantic, and of this API
     ("be None", "be null"),
     ("a valid boolean", "true or false"),
     ("a valid integer", "an integer"),
+    ("a valid dictionary or object to extract fields from", "an object"),
     ("a valid dictionary", "an object"),
     ("a valid list", "a list"),
     ("a valid ", "a "),

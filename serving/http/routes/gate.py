@@ -17,6 +17,7 @@ from entropic_jax.parameter_tables.table import short
 
 from .. import log
 from ..host_names import HostNames
+from ..internal_request import INTERNAL
 from ..rate_limit import RateLimiter
 from .errors import answer
 
@@ -60,7 +61,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or INTERNAL in scope:
             return await self.app(scope, receive, send)
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]

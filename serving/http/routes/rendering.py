@@ -36,6 +36,8 @@ def entropic(body: SamplingBody, delta: Delta) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if delta.finish_reason is not None:
         fields = {name: number(delta.summary.get(name)) for name in SUMMARY}
+        if "cost" in delta.summary:
+            fields["cost"] = number(delta.summary["cost"])
         fields |= {name: int(delta.summary[name]) for name in COUNTS if name in delta.summary}
     if body.entropic is not None and body.entropic.trace and (delta.tokens or fields):
         fields["trace"] = {

@@ -5,7 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ... import version
+from entropic_jax import __version__
+
 from ..frontend import Frontend, FrontendError
 from ..protocol.service import EngineState, Health, ModelCard, ModelList, Version
 from .errors import documented
@@ -71,7 +72,7 @@ def router(frontend: Frontend) -> APIRouter:
 
     @routes.get("/version", summary="The version", response_model=Version)
     async def the_version() -> Any:
-        return answered({"version": version()})
+        return answered({"version": __version__})
 
     @routes.get(
         "/metrics",

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.ablation import guards, report, study_tables
 from benchmarks.publish.sections import ABLATION
-from entropic_jax.control.presets import FINE_PAGES, Gains, pruning_law
+from entropic_jax.methods.presets import FINE_PAGES, Gains, pruning_law
 
 
 def differing(arm: guards.Arm, base: guards.Arm) -> set[str]:

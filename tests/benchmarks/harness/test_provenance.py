@@ -11,6 +11,7 @@ MEASURED = ("benchmarks/harness/paths.py",)
 @pytest.fixture
 def unchanged(monkeypatch):
     monkeypatch.setattr(provenance, "changed_since", lambda commit, paths: False)
+    monkeypatch.setattr(provenance, "is_unknown", lambda commit: False)
 
 
 def test_a_stamp_has_date_and_commit(unchanged):
@@ -29,6 +30,14 @@ def test_an_unknown_or_changed_commit_is_said_to_be_older(monkeypatch, unchanged
     assert modified == f"Measured 2026-01-01, at commit `0123abc` with uncommitted changes. {OLDER}"
     monkeypatch.setattr(provenance, "changed_since", lambda commit, paths: True)
     assert stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
+
+
+def test_a_commit_that_the_history_lacks_is_said_to_be_older(monkeypatch, unchanged):
+    assert not stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
+    monkeypatch.setattr(provenance, "is_unknown", lambda commit: True)
+    assert stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
+    monkeypatch.undo()
+    assert not provenance.is_unknown("HEAD")
 
 
 def test_a_commit_that_is_not_there_is_no_answer():

@@ -1,0 +1,153 @@
+"""Follower: a process of an engine that runs the launches of process 0, in its order, and nothing else."""
+
+import dataclasses
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from entropic_jax import models
+from entropic_jax.speculation import PassCosts
+
+from ..executable_cache import source_digest
+from ..options.control_options import Control
+from . import broadcast, process_group
+from .assembly import EngineParts, assemble
+from .broadcast import COMPILED, name_of
+from .device_state import DeviceState
+from .options import EngineOptions
+from .process_group import STOP, ProcessGroup
+from .warmup import examples_of
+
+IDENTITY = "identity"
+MODEL_FILES = ("config.json", "calibration.json", "model.safetensors.index.json")
+SETTINGS = ("ENTROPIC_KERNELS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+
+
+def check_identity(group: ProcessGroup, path: Path, options: EngineOptions) -> None:
+    """End all processes unless each was started with the options, the code and the model of process 0.
+
+    Args:
+        group: The processes.
+        path: The model directory.
+        options: The options of the engine.
+    """
+    identity = identity_of(path, options)
+    if not group.leads:
+        group.send(IDENTITY, identity)
+        return
+    for _ in range(group.num_processes - 1):
+        process_id, message = group.receive()
+        for name, value in identity.items():
+            if (other := message.values.get(name)) != value:
+                group.leave(
+                    f"{name} must be the same in all processes; "
+                    f"got {value} in process 0 and {other} in process {process_id}"
+                )
+
+
+def identity_of(path: Path, options: EngineOptions) -> dict[str, str]:
+    """The settings that all processes must share, by name."""
+    fields = {field.name: repr(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    for name in MODEL_FILES:
+        file = path / name
+        fields[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else "missing"
+    settings = {name: os.environ.get(name, "") for name in SETTINGS}
+    return {**fields, **settings, "source code": source_digest()[:16], "jax version": jax.__version__}
+
+
+def follow(
+    model: models.Model,
+    options: EngineOptions,
+    calibration: Any,
+    control: Control | None,
+    group: ProcessGroup,
+) -> int:
+    """Run what process 0 runs until it ends; the exit status.
+
+    Args:
+        model: With its tokenizer, divided over the mesh.
+        options: The options of the engine.
+        calibration: The calibration of the model, None without one.
+        control: Default control of the requests.
+        group: The processes.
+    """
+    _, message = group.receive()
+    if message.kind == STOP:
+        return 0
+    options = dataclasses.replace(options, num_pages=message.values["num_pages"])
+    costs = _costs(message.values["costs"])
+    parts = assemble(model, options, calibration, control=control, costs=costs)
+    return Follower(group, parts).run()
+
+
+def _costs(values: Mapping[str, Any] | None) -> PassCosts | None:
+    """Pass costs that were sent as JSON."""
+    if values is None:
+        return None
+    fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return PassCosts(**fields)
+
+
+class Follower:
+    """The programs and the device state of a process that follows process 0."""
+
+    def __init__(self, group: ProcessGroup, parts: EngineParts) -> None:
+        """A follower that has compiled nothing.
+
+        Args:
+            group: The processes.
+            parts: The parts of an engine, which has no thread.
+        """
+        self._group, self._programs = group, parts.programs
+        self._device_state = parts.scheduler.device_state
+        examples = examples_of(parts.programs, parts.scheduler)
+        self._examples = {name_of(key): (key, example) for key, example in examples.items()}
+
+    def run(self) -> int:
+        """Run what process 0 runs until it ends; the exit status."""
+        while True:
+            _, message = self._group.receive()
+            match message.kind:
+                case process_group.STOP:
+                    return 0
+                case broadcast.COMPILE:
+                    # Process 0 compiles no more programs at once than it has threads for that.
+                    name = message.values["program"]
+                    threading.Thread(target=self._compile, args=(name,), name="compiler", daemon=True).start()
+                case broadcast.RUN:
+                    try:
+                        self._run(message.values["program"], message.values["leaves"], message.arrays)
+                    except Exception as error:
+                        self._group.fail(error)
+
+    def _compile(self, name: str) -> None:
+        try:
+            self._programs.compile(*self._examples[name])
+        except Exception as error:
+            self._group.fail(error)
+        self._group.send(COMPILED, {"program": name})
+
+    def _run(self, name: str, numbers: list[int], arrays: Any) -> None:
+        """Launch a program.
+
+        Args:
+            name: Its name.
+            numbers: Which leaves of its arguments process 0 has sent.
+            arrays: These leaves.
+        """
+        key, example = self._examples[name]
+        arguments = tuple(self._device_state if isinstance(x, DeviceState) else x for x in example)
+        leaves, structure = jax.tree.flatten(arguments)
+        for number, array in zip(numbers, arrays, strict=True):
+            leaves[number] = array
+        result = self._programs.compiled(key)(*jax.tree.unflatten(structure, leaves))
+        state, outputs = result if type(result) is tuple else (result, None)
+        if isinstance(state, DeviceState):
+            self._device_state = state
+        if outputs is not None:
+            self._group.watch(outputs)

@@ -1,0 +1,332 @@
+"""Process group: the processes of one engine, their channels, and the end of all when one of them ends.
+
+Process 0 has a channel to each of the others. A process counts as dead when its channel ends, or when it is
+silent: every process sends a heartbeat each second. Programs of a mesh cannot continue without one of its
+processes, so the others then exit with a message and status 1; a supervisor restarts them.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.sharding import Mesh, PartitionSpec
+
+from entropic_jax.mesh import SHARDS
+from entropic_jax.parameter_tables.table import ParameterError
+
+from ..options.processes import ProcessOptions, address_of
+from .process_channel import Connection, Message, accept, connect, listen
+
+log = logging.getLogger(__name__)
+ENDED = 1  # exit status of a process that cannot go on
+BEAT = 1.0  # seconds between signs of life
+SILENT_BEATS = 30  # without one, after which a process counts as dead; a busy machine delays them
+LAUNCH_SECONDS = 300  # that a launch may take before it counts as stuck in a collective
+GRACE = 2.0  # seconds in which the death of a process explains why a program has failed
+RETRY = 0.3  # seconds between attempts to reach process 0
+MARGIN = 60  # seconds: JAX's timeouts, which abort the process, come after those of this module
+KEY = "entropic_jax/channel"  # in JAX's key-value store
+ALIVE, STOP = "alive", "stop"
+
+
+def start_processes(options: ProcessOptions) -> "ProcessGroup | None":
+    """Connect this process with the others, before JAX is used; None for a process that is alone.
+
+    Raises:
+        ParameterError: The coordinator's address cannot be used, or the environment does not say which.
+    """
+    if options.alone:
+        return None
+    address, leads = address_of(options), options.process_id == 0
+    if address is not None and options.process_id is not None:
+        (_check_port if leads else _wait_for_host)(address, options.initialization_timeout)
+    seconds = int(options.initialization_timeout)
+    timer = threading.Timer(seconds, _leave, (_late(options),))
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            options.coordinator_address,
+            options.num_processes,
+            options.process_id,
+            cluster_detection_method=None if options.distributed else "deactivate",
+            initialization_timeout=seconds + MARGIN,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ParameterError(
+            "distributed must be set where JAX detects the processes, before JAX is used; "
+            f"got {type(error).__name__}: {str(error).splitlines()[0]}",
+            "distributed",
+        ) from None
+    state = distributed.global_state
+    if state.num_processes == 1:
+        timer.cancel()
+        return None
+    host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
+    connections = _connections(state.client, host, state.process_id, state.num_processes, seconds)
+    timer.cancel()
+    return ProcessGroup(state.process_id, state.num_processes, connections)
+
+
+def _late(options: ProcessOptions) -> str:
+    return (
+        f"num_processes must be the number of processes that start; got {options.num_processes}, and not all "
+        f"of them connected within {options.initialization_timeout:g} s"
+    )
+
+
+def _check_port(address: tuple[str, int], seconds: float) -> None:
+    """Raise ParameterError unless process 0 can listen on its port; JAX does, on all addresses."""
+    _resolve(address)
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", address[1]))
+    except OSError as error:
+        raise _unusable(address, f"its port is not free: {error.strerror}") from None
+
+
+def _wait_for_host(address: tuple[str, int], seconds: float) -> None:
+    """Wait until process 0 listens. Raises ParameterError where its host is unknown or cannot be reached."""
+    _resolve(address)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, max(1.0, deadline - time.monotonic())).close()
+            return
+        except (ConnectionRefusedError, ConnectionResetError):  # process 0 has not started yet
+            if time.monotonic() > deadline:
+                raise _unusable(address, f"nothing listens there after {seconds:g} s") from None
+            time.sleep(RETRY)
+        except OSError as error:
+            raise _unusable(address, error.strerror or str(error)) from None
+
+
+def _resolve(address: tuple[str, int]) -> None:
+    try:
+        socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unusable(address, error.strerror or str(error)) from None
+
+
+def _unusable(address: tuple[str, int], reason: str) -> ParameterError:
+    stated = f"{address[0]}:{address[1]}"
+    message = f"coordinator_address must be reachable from every process; got {stated} ({reason})"
+    return ParameterError(message, "coordinator_address")
+
+
+def _connections(
+    client: Any, host: str, process_id: int, num_processes: int, seconds: int
+) -> list[Connection]:
+    """The channels of a process, whose port and token go through JAX's key-value store.
+
+    Args:
+        client: JAX's client of the store.
+        host: The host of process 0.
+        process_id: That of this process.
+        num_processes: How many there are.
+        seconds: To wait for each other.
+    """
+    if process_id == 0:
+        listener, token = listen(host), secrets.token_bytes(32)
+        client.key_value_set(KEY, f"{listener.getsockname()[1]} {token.hex()}")
+        return accept(listener, token, num_processes, seconds + MARGIN)
+    port, token = client.blocking_key_value_get(KEY, 1000 * (seconds + MARGIN)).split()
+    return [connect((host, int(port)), bytes.fromhex(token), process_id)]
+
+
+class ProcessGroup:
+    """This process among those of an engine."""
+
+    def __init__(self, process_id: int, num_processes: int, connections: list[Connection]) -> None:
+        """Begin to listen to the others, and to watch them.
+
+        Args:
+            process_id: That of this process.
+            num_processes: How many there are.
+            connections: To all others in process 0, to process 0 in the others.
+        """
+        self.process_id, self.num_processes = process_id, num_processes
+        self._connections = connections
+        self._received: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._silent = dict.fromkeys((c.process_id for c in connections), 0)  # beats
+        self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waited = 0  # beats that the oldest launch has taken
+        self._closing = False
+        self._failed = threading.Event()
+        for number, connection in enumerate(connections):
+            self._start(f"process-channel-{number}", self._listen, connection)
+        for name, function in (("beat", self._beat), ("watch", self._watch), ("launches", self._wait)):
+            self._start(f"process-{name}", function)
+        self.at_exit: Callable[[], Any] | None = None  # closes the engine, once there is one
+        atexit.register(self._exit)  # runs before JAX's, which waits for all processes
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0."""
+        return self.process_id == 0
+
+    def settle(self, mesh: Mesh) -> None:
+        """Connect the devices of a mesh by running a collective.
+
+        JAX's own supervision aborts a process when process 0 dies, without a message that names it. On CPUs
+        it is not needed any more once the devices are connected, and ends here.
+        """
+        ones = np.ones(1, np.int32)
+        program = jax.shard_map(
+            lambda x: jax.lax.psum(x, SHARDS),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        jax.block_until_ready(jax.jit(program)(ones))
+        if jax.default_backend() == "cpu":
+            jax.distributed.shutdown()
+
+    def send(self, kind: str, values: Mapping[str, Any] | None = None, arrays: Any = ()) -> None:
+        """Send a message: from process 0 to all others, from the others to process 0.
+
+        Args:
+            kind: Its name.
+            values: What JSON can hold.
+            arrays: NumPy arrays.
+        """
+        for connection in self._connections:
+            try:
+                connection.send(Message(kind, values or {}, arrays))
+            except OSError:
+                self._lost(connection.process_id)
+
+    def receive(self) -> tuple[int, Message]:
+        """The next message and the process that has sent it."""
+        return self._received.get()
+
+    def watch(self, outputs: Any) -> None:
+        """Watch that a launch ends; `outputs` are arrays of it that no later launch consumes."""
+        self._launched.put(outputs)
+
+    def close(self) -> None:
+        """End the group in order. In process 0, the others end as well, with the status 0."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.leads:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):  # it has gone
+                    connection.send(Message(STOP, {}))
+        jax.distributed.shutdown()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process, and thereby the others, because a program or the engine has failed.
+
+        If another process has died, that is the reason, and the message says so.
+        """
+        self._failed.wait(GRACE)
+        log.error("the engine has failed", exc_info=error)
+        self.leave(f"process {self.process_id} has failed: {error}")
+
+    def leave(self, message: str, status: int = ENDED) -> NoReturn:
+        """End this process at once. The others notice, and end as well.
+
+        Args:
+            message: A message of one line.
+            status: The exit status.
+        """
+        _leave(message, status)
+
+    def _exit(self) -> None:
+        """End the group when Python exits, in order if there is an engine."""
+        if self.at_exit is not None:
+            self.at_exit()
+        if not self._closing:
+            _flush()
+            os._exit(ENDED)
+
+    # Threads.
+
+    def _start(self, name: str, function: Any, *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+
+    def _listen(self, connection: Connection) -> None:
+        """Queue what comes over a channel until its end."""
+        while True:
+            try:
+                message = connection.receive()
+            except (OSError, ValueError) as error:
+                log.debug("channel to process %d: %s", connection.process_id, error)
+                message = None
+            if message is None:
+                self._lost(connection.process_id)
+                return
+            self._silent[connection.process_id] = 0
+            if message.kind == STOP:
+                self._closing = True
+            if message.kind != ALIVE:
+                self._received.put((connection.process_id, message))
+
+    def _beat(self) -> None:
+        while not self._closing:
+            self.send(ALIVE)
+            time.sleep(BEAT)
+
+    def _watch(self) -> None:
+        """Count beats rather than seconds, so that time in which this process was paused is no silence."""
+        while not self._closing:
+            time.sleep(BEAT)
+            for process_id in self._silent:
+                self._silent[process_id] += 1
+                if self._silent[process_id] > SILENT_BEATS and not self._closing:
+                    self._lost(process_id, f"gave no sign of life for {SILENT_BEATS} s")
+            self._waited += 1
+            if self._waited > LAUNCH_SECONDS and not self._closing:
+                self.leave(f"a launch has not ended within {LAUNCH_SECONDS} s: stuck in a collective")
+
+    def _wait(self) -> None:
+        """Wait for the launches in their order."""
+        while True:
+            self._waited = -(2**31)  # no launch runs
+            outputs = self._launched.get()
+            self._waited = 0
+            try:
+                jax.block_until_ready(outputs)
+            except Exception as error:
+                if not self._closing:
+                    self.fail(error)
+
+    def _lost(self, process_id: int, reason: str = "has ended") -> None:
+        """End this process because another is dead, unless all are about to end."""
+        if self._closing:
+            return
+        self._failed.set()
+        self.leave(f"process {process_id} of {self.num_processes} {reason}; without it, this process ends")
+
+
+_LEAVING = threading.Lock()
+
+
+def _leave(message: str, status: int = ENDED) -> NoReturn:
+    """End the process with a message; threads stuck in a collective cannot be interrupted otherwise."""
+    with _LEAVING:  # the first message counts, and the process never leaves this block
+        log.error(message)
+        _flush()
+        os._exit(status)
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()

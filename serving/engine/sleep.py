@@ -1,0 +1,89 @@
+"""Sleep of an engine: its KV pool is released, and requests wait until it wakes up."""
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..request import RequestError
+from .scheduler import Scheduler
+
+
+class Sleep:
+    """Puts a scheduler to sleep and wakes it up. All but `asleep` is for the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Awake.
+
+        Args:
+            scheduler: The scheduler whose device state holds the pool.
+        """
+        self.scheduler = scheduler
+        self._asleep = threading.Event()
+        self._waiting: list[Future[None]] = []  # to be resolved once it sleeps
+        self._pool: Any = None  # shapes of the pool that was released
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the pool is released; from any thread."""
+        return self._asleep.is_set()
+
+    def begin(self, done: "Future[None]") -> None:
+        """Start no further sequence, and sleep when those that run have ended.
+
+        Raises RequestError on an accelerator.
+        """
+        platforms = {d.platform for d in self._layers()[0].keys.devices()} if not self.asleep else {"cpu"}
+        if platforms != {"cpu"}:
+            raise RequestError(
+                f"the device must be a CPU to sleep, where weights are in host memory; got {platforms.pop()}"
+            )
+        self.scheduler.paused = True
+        self._waiting.append(done)
+
+    def step(self) -> bool:
+        """An iteration of the scheduler if it is awake; False if only a request can bring work."""
+        scheduler = self.scheduler
+        if not self.asleep:
+            busy = scheduler.step()
+            if not self._waiting or scheduler.batch.occupied:
+                return busy
+            scheduler.collect_all()
+            scheduler.reset_prefix_cache()
+            scheduler.apply_updates()
+            self._release()
+        scheduler.batch.deliver()
+        for done in self._waiting:
+            done.set_result(None)
+        self._waiting.clear()
+        return False
+
+    def wake_up(self) -> None:
+        """Allocate the pool again, and start the sequences that wait. Does nothing if it is awake."""
+        if self.asleep:
+            create = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+            self._replace(jax.block_until_ready(jax.tree.map(create, self._pool)))
+            self._asleep.clear()
+        for done in self._waiting:
+            done.set_exception(RequestError("the server was woken up before it slept"))
+        self._waiting.clear()
+        self.scheduler.paused = False
+
+    def _release(self) -> None:
+        """Give back the memory of the pool; pages, tables and counts stay as they are."""
+        layers = self._layers()
+        shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        self._pool = jax.tree.map(shape_of, layers)
+        self._replace(self._pool)
+        jax.tree.map(lambda leaf: leaf.delete(), layers)
+        self._asleep.set()
+
+    def _layers(self) -> Any:
+        return self.scheduler.device_state.state.cache.layers
+
+    def _replace(self, layers: Any) -> None:
+        device_state = self.scheduler.device_state
+        cache = device_state.state.cache._replace(layers=layers)
+        self.scheduler.device_state = device_state._replace(state=device_state.state._replace(cache=cache))

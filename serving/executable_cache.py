@@ -1,0 +1,398 @@
+"""Executable cache: compiled programs on disk, so that a later process neither traces nor compiles them.
+
+JAX's compilation cache spares the work of XLA, but every process still traces a program to find its entry,
+which takes seconds for a step that drafts tokens. Here the key is what the trace depends on: the program's
+name and static arguments, the shapes of its arrays, the source text of this package, JAX's settings, and the
+machine. Programs that the key cannot describe (laws or models defined elsewhere, callbacks) are compiled as
+usual. Which devices of one kind run a program is not in the key, only the shape of their mesh: it is compiled
+for some, and loaded for others.
+
+Files are kept below XDG_CACHE_HOME (`~/.cache`), or in the folder that ENTROPIC_PROGRAM_CACHE names; if that
+is empty, nothing is stored. Loading one runs what is in it, so files and folders that another user could have
+written are ignored.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import pickle
+import secrets
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding
+from jaxlib import xla_client
+
+import entropic_jax
+from entropic_jax.cpu_runtime.custom_call import register_stored, registered
+from entropic_jax.cpu_runtime.threads import num_threads
+from entropic_jax.mesh.devices import default_device, processor, user_cache
+
+LOG = logging.getLogger("entropic_jax.programs")
+VARIABLE = "ENTROPIC_PROGRAM_CACHE"
+PACKAGE = Path(entropic_jax.__file__).resolve().parent
+NAME = __name__.partition(".")[0]
+DEPENDENCIES = ("jax", "jaxlib", "numpy", "flax", "llvmlite", "numba")
+SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "ENTROPIC_KERNELS", "NPROC")  # read by tracing or compilation
+# Of JAX: where it keeps and what it reports, which no program depends on. Of the default device, the kind is
+# listed elsewhere.
+OTHER_SETTINGS = ("cache", "log", "dump", "profiler", "traceback", "distributed", "default_device")
+
+
+# One for each program: while a thread compiles it, others that need it wait to load it.
+LOCKS: dict[str, threading.Lock] = {}
+
+
+class NotStorableError(Exception):
+    """A program that the cache cannot hold, with the reason."""
+
+
+class StoredProgram(NamedTuple):
+    """What a file holds."""
+
+    kernels: dict[str, str]  # CPU kernels that it calls, and their packages
+    executable: bytes
+    result: bytes  # pickled tree of the results, with numbers in place of arrays
+    devices: tuple[int, ...]  # that it was compiled for, in their order
+
+
+def load_or_compile(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
+) -> tuple[Callable[..., Any], bool]:
+    """The compiled program of a function, from the cache if it is there.
+
+    Args:
+        function: the function of `arguments`; its static arguments are bound by `functools.partial`.
+        arguments: arrays, or their shapes; only these count.
+        donate_argnums: those that the program consumes.
+
+    Returns:
+        The program, and whether it was compiled now.
+    """
+    digest, folder = "", _folder()
+    try:
+        digest = key(function, arguments, donate_argnums) if folder else ""
+    except NotStorableError as reason:
+        LOG.debug("a program is not stored: %s", reason)
+    # What could not be stored before is left to JAX's cache.
+    if not (folder and digest) or _refusal(folder / f"{digest[:32]}.program").exists():
+        return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile(), True
+    with LOCKS.setdefault(digest, threading.Lock()):
+        return _load_or_compile(function, arguments, donate_argnums, folder / f"{digest[:32]}.program")
+
+
+def _load_or_compile(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: Any, file: Path
+) -> tuple[Callable[..., Any], bool]:
+    """As `load_or_compile`, for a program that can be stored.
+
+    Args:
+        function: as for `load_or_compile`.
+        arguments: as for `load_or_compile`.
+        donate_argnums: as for `load_or_compile`.
+        file: where it is stored.
+    """
+    program = _read(file, arguments)
+    if program is not None:
+        return program, False
+
+    def named(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    # XLA can store what it has compiled, but not what it has loaded. The name is part of the key of JAX's
+    # cache, which therefore does not hold this program.
+    named.__name__ = f"{_innermost(function).__name__}_{secrets.token_hex(4)}"
+    program = jax.jit(named, donate_argnums=donate_argnums).lower(*arguments).compile()
+    _write(file, program, _devices(arguments))
+    return program, True
+
+
+def _innermost(function: Any) -> Any:
+    """The function inside nested partials, which names the program in profiles."""
+    while isinstance(function, partial):
+        functions = [x for x in function.args if callable(x) and not isinstance(x, type | Mesh)]
+        function = functions[-1] if functions else function.func
+    return function
+
+
+def key(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
+) -> str:
+    """A hash of everything that the compiled program depends on.
+
+    Args:
+        function: as for `load_or_compile`.
+        arguments: as for `load_or_compile`.
+        donate_argnums: as for `load_or_compile`.
+
+    Raises:
+        NotStorableError: for a function or an argument that it cannot describe.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    _devices(arguments)
+    parts = [_environment(), describe(function), repr(donate_argnums), _structure(structure)]
+    parts += [_array(leaf) for leaf in leaves]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def describe(value: Any) -> str:
+    """A text that is the same in every process for equal values, and different for others.
+
+    Raises:
+        NotStorableError: for a value of a kind that has no such text, or defined outside this package.
+
+    >>> describe((1, "two", None))
+    '(1,"two",None,)'
+    """
+    match value:
+        case None | bool() | int() | float() | bytes():
+            return repr(value)
+        case str():
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        case Mesh():
+            return f"Mesh{dict(value.shape)}{value.axis_types}"
+        case np.dtype():
+            return f"dtype {value}"
+        case partial():
+            return f"partial({describe(value.func)}{describe(value.args)}{describe(value.keywords)})"
+        case Mapping():
+            return "{" + "".join(f"{describe(k)}:{describe(v)}," for k, v in value.items()) + "}"
+        case set() | frozenset():
+            return describe(sorted(map(describe, value)))
+        case _ if type(value) in (tuple, list):
+            return "(" + "".join(f"{describe(item)}," for item in value) + ")"
+        case type() if value.__module__.partition(".")[0] in (NAME, "builtins", "numpy", "jax", "ml_dtypes"):
+            return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__qualname__"):
+        return _global_name(value)
+    kind = type(value)
+    fields: list[str] | tuple[str, ...] | None = getattr(kind, "_fields", None)
+    if fields is None and dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+    if fields is None or kind.__module__.partition(".")[0] != NAME:
+        raise NotStorableError(f"it depends on {kind.__module__}.{kind.__qualname__}")
+    return describe(kind) + describe({name: getattr(value, name) for name in fields})
+
+
+def _global_name(function: Any) -> str:
+    """The name under which a function of this package can be imported."""
+    module, name = getattr(function, "__module__", None) or "", function.__qualname__
+    imported: Any = sys.modules.get(module)
+    for part in name.split("."):
+        imported = getattr(imported, part, None)
+    if module.partition(".")[0] != NAME or imported is not function:
+        raise NotStorableError(f"{module}.{name} is not a function of this package")
+    return f"{module}.{name}"
+
+
+def _structure(tree: Any) -> str:
+    """The description of a pytree's structure, with the static fields of its nodes."""
+    node = tree.node_data()
+    if node is None:
+        return "*" if tree.num_leaves else "None"
+    kind, static = node
+    if kind.__module__.partition(".")[0] not in (NAME, "builtins"):
+        raise NotStorableError(f"an argument is a {kind.__module__}.{kind.__qualname__}")
+    return f"{describe(kind)}{describe(static)}[{','.join(map(_structure, tree.children()))}]"
+
+
+def _array(leaf: Any) -> str:
+    """The shape, type and division of an array, which may have been consumed: its numbers do not count."""
+    device, division = default_device(), ""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != {device}:
+        if not isinstance(leaf.sharding, NamedSharding):
+            raise NotStorableError(f"an array is not on {device} alone, nor on a mesh")
+        division = f"{describe(leaf.sharding.mesh)}{leaf.sharding.spec}"
+    kind = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return f"{kind.dtype}{kind.shape}{getattr(kind, 'weak_type', False)}{division}"
+
+
+def _devices(arguments: Any) -> tuple[jax.Device, ...]:
+    """The devices that run a program with these arguments, in the order of their mesh if there is one."""
+    leaves = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    orders = {
+        tuple(leaf.sharding.mesh.devices.flat)
+        for leaf in leaves
+        if isinstance(leaf.sharding, NamedSharding) and len(leaf.sharding.device_set) > 1
+    }
+    if len(orders) > 1:
+        raise NotStorableError("its arguments are on several meshes")
+    return orders.pop() if orders else (default_device(),)
+
+
+@cache
+def source_digest() -> str:
+    """A hash of the source text of this package."""
+    state = hashlib.sha256()
+    for folder, folders, files in os.walk(PACKAGE, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                state.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return state.hexdigest()
+
+
+def _environment() -> str:
+    """What a program depends on besides its arguments."""
+    device = default_device()
+    jax_settings: Mapping[str, Any] = jax.config.values
+    relevant = {k: v for k, v in jax_settings.items() if not any(word in k for word in OTHER_SETTINGS)}
+    parts = [f"{name} {metadata.version(name)}" for name in DEPENDENCIES if find_spec(name)]
+    parts += [f"{name}={os.environ.get(name, '')}" for name in SETTINGS]
+    parts += [f"{name}={value}" for name, value in sorted(relevant.items())]
+    parts += [source_digest(), _machine(), str(num_threads()), sys.version]
+    parts += [f"process {jax.process_index()} of {jax.process_count()}"]  # each has devices of its own
+    return "\0".join([*parts, device.platform, device.device_kind, device.client.platform_version])
+
+
+@cache
+def _machine() -> str:
+    return processor()
+
+
+def _folder() -> Path | None:
+    parent = os.environ.get(VARIABLE)
+    if parent == "":
+        return None
+    return (Path(parent) if parent else user_cache()) / f"programs-{source_digest()[:16]}"
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user can have written a file or a folder."""
+    if not hasattr(os, "getuid"):
+        return True
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The program in a file; None if there is none, or it cannot be used."""
+    try:
+        if not file.exists():
+            return None
+        if not (_is_ours(file.parent) and _is_ours(file)):
+            raise ValueError("another user could have written it")
+        data = file.read_bytes()
+        if hashlib.sha256(data[32:]).digest() != data[:32]:
+            raise ValueError("it is damaged")
+        stored = StoredProgram(*pickle.loads(data[32:]))
+        for kernel, package in stored.kernels.items():
+            if not register_stored(kernel, PACKAGE / package):
+                raise ValueError(f"the kernel {kernel} is not stored")
+        result = jax.tree.structure(pickle.loads(stored.result))
+        return _load(stored, jax.tree.structure((arguments, {})), result, _devices(arguments))
+    except Exception as error:  # whatever it is, the program can be compiled
+        LOG.info("%s cannot be used: %s", file, error)
+        return None
+
+
+def _load(
+    stored: StoredProgram, arguments: Any, result: Any, devices: tuple[jax.Device, ...]
+) -> Callable[..., Any]:
+    """A stored program, for devices of the kind that it was compiled for.
+
+    Args:
+        stored: the contents of its file.
+        arguments: structure of its positional and keyword arguments.
+        result: structure of its results.
+        devices: that run it.
+    """
+    if tuple(device.id for device in devices) == stored.devices:
+        client = devices[0].client
+        return serialize_executable.deserialize_and_load(
+            stored.executable, arguments, result, backend=client, execution_devices=list(devices)
+        )
+    reader = _ForDevices(io.BytesIO(stored.executable), dict(zip(stored.devices, devices, strict=True)))
+    unloaded, leaves, no_kwargs = reader.load()
+    return jax.stages.Compiled(unloaded.load(), [], arguments.unflatten(leaves), result, no_kwargs=no_kwargs)
+
+
+class _ForDevices(pickle.Unpickler):
+    """Loads a program that `serialize_executable.serialize` has stored, for other devices than it names.
+
+    JAX would look for the devices that the program was compiled for, and XLA's CPU client would run it there.
+    """
+
+    def __init__(self, stream: io.BytesIO, devices: dict[int, jax.Device]) -> None:
+        super().__init__(stream)
+        self.devices, self.client = devices, next(iter(devices.values())).client
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        """The executable, the device or the client that a persistent id stands for."""
+        match pid:
+            case ("exec", executable):
+                devices = tuple(self.devices.values())
+                return self.client.deserialize_executable(executable, devices, _assigned_to(devices))
+            case ("device", number):
+                return self.devices[number]
+            case ("client",):
+                return self.client
+        raise pickle.UnpicklingError(f"it refers to {pid[:1]}")
+
+
+def _assigned_to(devices: tuple[jax.Device, ...]) -> Any:
+    """XLA's options of a program that runs on devices, each with a part."""
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    options.num_replicas = build.num_replicas = 1
+    options.num_partitions = build.num_partitions = len(devices)
+    build.use_spmd_partitioning = len(devices) > 1
+    assignment = np.array([[device.id for device in devices]])
+    build.device_assignment = xla_client.DeviceAssignment.create(assignment)
+    return options
+
+
+def _write(file: Path, program: Any, devices: tuple[jax.Device, ...]) -> None:
+    """Store a program. One that cannot be stored, or a folder that cannot be written to, is not an error.
+
+    Args:
+        file: where it is stored.
+        program: compiled now.
+        devices: that it was compiled for.
+    """
+    try:
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask says, see `_is_ours`
+        executable, _, structure = serialize_executable.serialize(program)
+        result = jax.tree.unflatten(structure, range(structure.num_leaves))
+        text = program.as_text()
+        kernels = {name: package for name, package in _packages() if f'custom_call_target="{name}"' in text}
+        body = pickle.dumps(
+            tuple(
+                StoredProgram(
+                    kernels, executable, pickle.dumps(result), tuple(device.id for device in devices)
+                )
+            )
+        )
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
+            stream.write(hashlib.sha256(body).digest() + body)
+        os.replace(stream.name, file)
+    except Exception as error:
+        LOG.info("a program is not stored: %s", error)
+        with contextlib.suppress(OSError):
+            _refusal(file).touch()
+
+
+def _refusal(file: Path) -> Path:
+    """The file that exists where a program could not be stored."""
+    return file.with_suffix(".refused")
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    """The CPU kernels of this process, and the packages that hold them, relative to this one."""
+    for name, package in registered().items():
+        yield name, package.relative_to(PACKAGE).as_posix()

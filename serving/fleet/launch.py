@@ -1,0 +1,84 @@
+"""Runs a fleet until a signal, for `entropic serve --replicas`."""
+
+import argparse
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+from ..http.frontend import Frontend
+from ..http.process import KEEP_ALIVE, SIGNALS, address_of, bind
+from ..http.settings import Settings
+from .deployment import application
+
+logger = logging.getLogger("entropic_jax.serving.fleet")
+NAME = "entropic"
+FAILED = 1  # exit status
+
+
+def run(
+    options: argparse.Namespace,
+    settings: Settings,
+    make_frontend: Callable[[argparse.Namespace], Frontend],
+) -> int:
+    """Start the replicas, serve until a signal, let requests in flight end, and return the exit status.
+
+    The cluster is the one that RAY_ADDRESS names, or one that is started on this machine and ends with it.
+
+    Args:
+        options: The parsed options.
+        settings: The settings of a server that follow from them.
+        make_frontend: Loads the model and starts the engine in the process of a replica.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    started, stop = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+        if not started.is_set():
+            raise SystemExit(0)  # nothing waits for the replicas, which may load for minutes
+
+    with bind(settings) as listener:  # says whether the port is free
+        address = address_of(listener, "https" if settings.ssl_certfile else "http")
+    ray.init(
+        os.environ.get("RAY_ADDRESS", "local"),
+        include_dashboard=None if "RAY_ADDRESS" in os.environ else False,
+        log_to_driver=options.uvicorn_log_level == "debug",
+    )
+    for number in SIGNALS:  # after `ray.init`, which sets handlers of its own
+        signal.signal(number, on_signal)
+    try:
+        serve.start(http_options=http_options(settings))
+        try:
+            serve.run(application(options, settings, make_frontend), name=NAME)
+            started.set()
+            logger.info("listening", extra={"address": address, "replicas": options.replicas})
+            stop.wait()
+        finally:
+            serve.delete(NAME)  # waits for the requests in flight, within --shutdown-timeout
+        logger.info("stopped")
+        return 0
+    except RuntimeError as error:  # the replicas do not start; their logs are below /tmp/ray
+        logger.error("the fleet does not run", extra={"error": str(error)})
+        return FAILED
+    finally:
+        ray.shutdown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def http_options(settings: Settings) -> dict[str, Any]:
+    """The HTTP options of Ray Serve's proxies."""
+    return {
+        "host": settings.host,
+        "port": settings.port,
+        "root_path": settings.root_path,
+        "keep_alive_timeout_s": KEEP_ALIVE,
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile,
+    }

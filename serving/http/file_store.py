@@ -1,0 +1,211 @@
+"""Stored files: a bounded folder of files, which belong to an API key and expire."""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..request import RequestError
+
+
+class StoredFile(NamedTuple):
+    """What is known of a file beside its content."""
+
+    id: str
+    owner: str | None  # digest of an API key, as hexadecimal digits; None on a server without keys
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int  # seconds since 1970
+    expires_at: int
+
+
+class StoreFullError(RequestError):
+    """There is no room for a file."""
+
+
+class FileStore:
+    """Files by id, from the oldest to the newest, in a folder that one server uses at a time.
+
+    A file is complete or not there, whenever the process ends.
+    """
+
+    def __init__(
+        self, folder: Path, max_bytes: int, seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """The files that are in the folder.
+
+        Args:
+            folder: Is made if it does not exist.
+            max_bytes: Largest size of all files.
+            seconds: Life of a file that states no other.
+            clock: Returns seconds since 1970.
+
+        Raises:
+            RequestError: The folder cannot be used, or another server uses it.
+        """
+        self.folder, self.max_bytes, self.seconds, self.clock = folder, max_bytes, seconds, clock
+        self._contents = folder / "files"
+        try:
+            self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+            _lock(self._lock)
+        except BlockingIOError:
+            raise RequestError(f"--files-dir must not be in use by another server; got {folder}") from None
+        except OSError as error:
+            raise RequestError(
+                f"--files-dir must be a folder that can be written; got {folder} ({error.strerror})"
+            ) from None
+        described = [StoredFile(**load_json(file)) for file in self._contents.glob("*.json")]
+        self._files = {f.id: f for f in sorted(described, key=lambda file: (file.created_at, file.id))}
+        for file in self._contents.iterdir():
+            if file.name.removesuffix(".json") not in self._files:
+                file.unlink()  # of an upload that was cut off
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.close()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self._files.values())
+
+    def check_room(self, size: int, name: str = "file") -> None:
+        """Raise StoreFullError unless there is room for another file.
+
+        Args:
+            size: Bytes of the file.
+            name: What the message calls it.
+        """
+        self.drop_expired()
+        if self.size + size > self.max_bytes:
+            left = max(0, self.max_bytes - self.size)
+            raise StoreFullError(
+                f"{name} must fit into the {left} bytes that are left of {self.max_bytes}; got {size}",
+                name,
+            )
+
+    def put(
+        self,
+        owner: str | None,
+        content: bytes,
+        filename: str,
+        purpose: str,
+        seconds: float | None = None,
+    ) -> StoredFile:
+        """Store a file under a new id.
+
+        Args:
+            owner: Who may read it.
+            content: Its bytes.
+            filename: The name that its owner gives it.
+            purpose: The use of the file.
+            seconds: Its life; None is that of the store.
+
+        Raises:
+            StoreFullError: There is no room.
+        """
+        self.check_room(len(content))
+        return self.keep(owner, content, filename, purpose, seconds, f"file-{uuid.uuid4().hex}")
+
+    def keep(
+        self,
+        owner: str | None,
+        content: bytes,
+        filename: str,
+        purpose: str,
+        seconds: float | None,
+        name: str,
+    ) -> StoredFile:
+        """Store a file for which there is room under its id, in place of one that has it.
+
+        Args:
+            owner: Who may read it.
+            content: Its bytes.
+            filename: The name that its owner gives it.
+            purpose: The use of the file.
+            seconds: Its life; None is that of the store.
+            name: The id.
+        """
+        current = int(self.clock())
+        life = self.seconds if seconds is None else seconds
+        file = StoredFile(name, owner, filename, purpose, len(content), current, int(current + life))
+        write(self._contents / name, content)
+        write(self._contents / f"{name}.json", json.dumps(file._asdict()).encode())
+        self._files[name] = file
+        return file
+
+    def get(self, owner: str | None, name: str) -> StoredFile | None:
+        """The file with an id; None if it is not there, has expired, or has another owner."""
+        self.drop_expired()
+        file = self._files.get(name)
+        return file if file is not None and file.owner == owner else None
+
+    def of_owner(self, owner: str | None) -> list[StoredFile]:
+        """The files of an owner, from the oldest to the newest."""
+        self.drop_expired()
+        return [file for file in self._files.values() if file.owner == owner]
+
+    def content(self, file: StoredFile) -> bytes:
+        """The bytes of a file."""
+        return (self._contents / file.id).read_bytes()
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        del self._files[name]
+        (self._contents / f"{name}.json").unlink(missing_ok=True)
+        (self._contents / name).unlink(missing_ok=True)
+
+    def drop_expired(self) -> None:
+        """Delete the files whose time is over."""
+        current = self.clock()
+        for name in [file.id for file in self._files.values() if file.expires_at <= current]:
+            self.delete(name)
+
+
+def _lock(file: Any) -> None:
+    """Lock an open file. BlockingIOError if another process has done so, OSError where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        raise OSError(0, "this system has no file locks") from None
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def page_of(entries: Iterable[Any], limit: int, after: str | None) -> dict[str, Any]:
+    """A list object with a page of entries, in OpenAI's form.
+
+    Args:
+        entries: Objects with an id, in the order of the list.
+        limit: Entries of the page, at most.
+        after: The id of the entry before the page; None begins the list.
+
+    Raises:
+        RequestError: No entry has that id.
+    """
+    entries = list(entries)
+    if after is not None:
+        place = next((i for i, entry in enumerate(entries) if entry["id"] == after), None)
+        if place is None:
+            raise RequestError(f"after must be the id of an entry of the list; got {after[:200]!r}", "after")
+        entries = entries[place + 1 :]
+    page = entries[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    return {"object": "list", "data": page, "has_more": len(entries) > limit, **ends}
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write a file so that it is complete or not there."""
+    part = file.with_name(f"{file.name}.part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(content)
+    part.replace(file)
+
+
+def load_json(file: Path) -> Any:
+    """The value in a JSON file that this module wrote."""
+    return json.loads(file.read_bytes())

@@ -1,0 +1,89 @@
+"""Chat templates that compute or allocate without end, and the process that renders them."""
+
+import os
+import signal
+
+import pytest
+
+from entropic_jax.models import ModelError, chat_templates
+from entropic_jax.models.chat_templates import PROCESS, check, render
+
+TWICE = "{% set ns.x = ns.x ~ ns.x %}"
+ENDLESS = {
+    "a product": "{{ 'x' * 10**10 }}",
+    "a power": "{{ 10**(10**9) }}",
+    "a filter": "{{ 'x' | center(10000000000) }}",
+    "a method": "{{ 'x'.ljust(10000000000) }}",
+    "a format": "{{ '%10000000000d' % 1 }}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": f"{{% set ns = namespace(x='x') %}}{TWICE * 40}{{{{ ns.x }}}}",
+    "lists of lists": "{% set a = [1] %}" + "{% set a = [a, a] %}" * 60 + "{{ a | string | length }}",
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """A process with less time and memory."""
+    monkeypatch.setattr(chat_templates, "SECONDS", 1)
+    monkeypatch.setattr(chat_templates, "MEMORY", 1 << 28)
+    PROCESS.stop()
+    yield
+    PROCESS.stop()
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_endless_templates_are_errors_of_one_line(name):
+    with pytest.raises(ModelError, match=r"^chat_template must need at most 1 s and 256 MiB") as caught:
+        render(ENDLESS[name], {})
+    assert "\n" not in str(caught.value)
+    assert render("{{ x }}", {"x": 1}) == "1"
+
+
+def test_long_ranges_are_refused():
+    with pytest.raises(ModelError, match="Range too big"):
+        render("{% for i in range(10**12) %}{% endfor %}", {})
+
+
+def test_long_texts_are_refused():
+    with pytest.raises(ModelError, match="at most 16777216 characters"):
+        render("{% for i in range(99999) %}{{ x }}{% endfor %}", {"x": "x" * 1000})
+
+
+def test_what_the_system_ends_is_started_again():
+    assert render("a", {}) == "a"
+    os.kill(PROCESS.process.pid, signal.SIGKILL)
+    PROCESS.process.wait()
+    assert render("b", {}) == "b"
+
+
+def test_a_syntax_error_names_the_argument_and_the_line():
+    check("{{ x }}", "--chat-template")
+    with pytest.raises(ModelError, match="--chat-template must be a Jinja template; got an error in line 2"):
+        check("a\n{% if %}", "--chat-template")
+
+
+def test_constants_are_not_computed_here():
+    """Jinja computes them when it compiles a template."""
+    with pytest.raises(ModelError, match="--chat-template must need at most"):
+        check("{{ 7**99999999 % 2 }}", "--chat-template")
+
+
+def test_objects_that_only_this_process_knows_are_refused():
+    class Local:
+        pass
+
+    with pytest.raises(ModelError, match=r"rejects the messages: .*Local"):
+        render("a", {"x": Local()})
+
+
+def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
+    """The next template gets its own answer, not the one that was interrupted."""
+
+    def interrupt(stream):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_templates, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            render("first", {})
+    assert render("second", {}) == "second"

@@ -1,0 +1,198 @@
+"""Processes of one engine: their options, the messages between them, and when a process ends itself."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from entropic_jax import LLM
+from entropic_jax.serving.cli import main
+from entropic_jax.serving.engine import process_group
+from entropic_jax.serving.engine.process_channel import Connection, Message, accept, connect, listen
+from entropic_jax.serving.engine.process_group import ProcessGroup
+
+ADDRESS = ("--coordinator-address", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--num-processes", "2"),
+            "--num-processes must come with --coordinator-address and --process-id; got 2 alone",
+        ),
+        (
+            (*ADDRESS, "--num-processes", "2", "--process-id", "2"),
+            "--process-id must be below --num-processes, 2; got 2",
+        ),
+        (
+            (*ADDRESS, "--num-processes", "2", "--process-id", "-1"),
+            "--process-id must be an integer of at least 0; got -1",
+        ),
+        (
+            ("--coordinator-address", "here", "--num-processes", "2", "--process-id", "1"),
+            "--coordinator-address must be a host and a port, as in 10.0.0.1:8476; got 'here'",
+        ),
+        (
+            ("--coordinator-address", "nowhere.invalid:1", "--num-processes", "2", "--process-id", "1"),
+            "--coordinator-address must be reachable from every process; got nowhere.invalid:1",
+        ),
+        (
+            (*ADDRESS, "--num-processes", "2", "--process-id", "1", "--initialization-timeout", "1"),
+            "got 127.0.0.1:1 (nothing listens there after 1 s)",
+        ),
+        (
+            (*ADDRESS, "--num-processes", "2", "--process-id", "1", "--on-engine-failure", "stay"),
+            "--on-engine-failure must be exit with several processes",
+        ),
+        (
+            (*ADDRESS, "--num-processes", "2", "--process-id", "1", "--enable-sleep-mode"),
+            "--enable-sleep-mode must be off with several processes; got on",
+        ),
+    ],
+)
+def test_options_that_are_refused(options, message, capsys):
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--port", "0", "--preset", "off", *options])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error, error
+    assert error.count("\n") == 1 and time.monotonic() - begin < 30
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"got {address} .its port is not free: "):
+            LLM(coordinator_address=address, num_processes=2, process_id=0)
+
+
+def pair() -> tuple[Connection, Connection]:
+    ends = socket.socketpair()
+    # A Unix socket has no delay to switch off.
+    left, right = (Connection.__new__(Connection) for _ in ends)
+    for connection, stream, number in ((left, ends[0], 1), (right, ends[1], 0)):
+        connection._stream, connection.process_id = stream, number
+        connection._sending = threading.Lock()
+    return left, right
+
+
+def test_messages_arrive_as_they_were_sent_until_the_end():
+    left, right = pair()
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5), np.zeros((0, 4), bool)]
+    left.send(Message("run", {"program": "decode 4", "leaves": [1, 5]}, arrays))
+    message = right.receive()
+    assert message is not None and message[:2] == ("run", {"program": "decode 4", "leaves": [1, 5]})
+    for sent, received in zip(arrays, message.arrays, strict=True):
+        assert sent.dtype == received.dtype and np.array_equal(sent, received)
+    with pytest.raises(ValueError, match="arrays must hold numbers; got \\['object'\\]"):
+        left.send(Message("run", {}, [np.array([{}], object)]))
+    left.close()
+    assert right.receive() is None
+
+
+def test_only_the_expected_processes_are_accepted():
+    listener, token = listen("127.0.0.1"), os.urandom(32)
+    address, accepted = listener.getsockname()[:2], []
+    thread = threading.Thread(target=lambda: accepted.extend(accept(listener, token, 3, 30)))
+    thread.start()
+    with pytest.raises(OSError, match="is not process 0"):
+        connect(address, os.urandom(32), 1)
+    for number in (0, 3):  # who knows the token, but has another number
+        assert connect(address, token, number).receive() is None
+    assert thread.is_alive() and not accepted
+    second, first = connect(address, token, 2), connect(address, token, 1)
+    thread.join(30)
+    assert [connection.process_id for connection in accepted] == [1, 2]
+    accepted[0].send(Message("for 1", {}))
+    accepted[1].send(Message("for 2", {}))
+    assert first.receive().kind == "for 1" and second.receive().kind == "for 2"
+
+
+class EndedError(Exception):
+    """Stands for the end of the process, in the thread that ends it."""
+
+
+class Recorder:
+    """Takes the place of the function that ends the process, and keeps its messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.happened = threading.Event()
+        self.groups: list[ProcessGroup] = []
+
+    def group(self, process_id: int, connection: Connection) -> ProcessGroup:
+        """One of two processes."""
+        self.groups.append(ProcessGroup(process_id, 2, [connection]))
+        return self.groups[-1]
+
+    def leave(self, message: str, status: int = 1) -> None:
+        self.messages.append(message)
+        self.happened.set()
+        raise EndedError
+
+    def __call__(self) -> str:
+        """The message with which the process would have ended, once there is one."""
+        assert self.happened.wait(30), "the process would not have ended"
+        return self.messages[0]
+
+
+@pytest.fixture
+def ended(monkeypatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(process_group, "_leave", recorder.leave)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    monkeypatch.setattr(process_group.atexit, "register", lambda function: None)
+    yield recorder
+    for group in recorder.groups:
+        group._closing = True
+
+
+def test_the_end_of_a_process_ends_this_one(ended):
+    left, right = pair()
+    ended.group(0, left)
+    right.close()
+    assert ended() == "process 1 of 2 has ended; without it, this process ends"
+
+
+def test_silence_counts_as_death(ended, monkeypatch):
+    monkeypatch.setattr(process_group, "BEAT", 0.01)
+    left, right = pair()
+    ended.group(0, left)
+    assert ended() == "process 1 of 2 gave no sign of life for 30 s; without it, this process ends"
+    assert right.receive().kind == "alive"
+
+
+def test_a_launch_that_does_not_end_ends_the_process(ended, monkeypatch):
+    monkeypatch.setattr(process_group, "BEAT", 0.01)
+    monkeypatch.setattr(process_group, "SILENT_BEATS", 10**9)
+    left, right = pair()
+    group = ended.group(0, left)
+    release = threading.Event()
+
+    class Stuck:
+        def block_until_ready(self) -> None:
+            release.wait(60)
+
+    group.watch(Stuck())
+    assert ended() == "a launch has not ended within 300 s: stuck in a collective"
+    release.set()
+    right.close()
+
+
+def test_a_process_that_stops_in_order_ends_nothing(ended, monkeypatch):
+    monkeypatch.setattr(process_group, "BEAT", 0.01)
+    left, right = pair()
+    group = ended.group(1, left)
+    right.send(Message(process_group.STOP, {}))
+    assert group.receive() == (1, Message("stop", {}, []))
+    right.close()
+    time.sleep(0.6)  # for more beats than those of silence
+    assert ended.messages == []

@@ -1,0 +1,185 @@
+"""Several processes on one machine: the answers of one process, and the end of all when one of them dies."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from entropic_jax import models
+
+from .process_programs import PROMPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = "--xla_force_host_platform_device_count"
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+SECONDS = 600  # that a set of processes gets at most
+END = 10  # seconds in which all end once one is dead
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def divisible(directory, tmp_path_factory) -> str:
+    """A model whose heads and vocabulary four devices can divide."""
+    changes = dict(vocab_size=260, num_key_value_heads=4)
+    small = models.load(directory)
+    config = dataclasses.replace(small.config, **changes)
+    path = tmp_path_factory.mktemp("divisible")
+    models.save(dataclasses.replace(models.initialise(config, 3), tokenizer=small.tokenizer), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Of the processes: caches of their own, so that each compiles once and later sets load."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "ENTROPIC_PROGRAM_CACHE": folder, "XDG_CACHE_HOME": folder}
+
+
+@contextlib.contextmanager
+def started(commands: list[list[str]], environment: dict[str, str], folder: Path) -> Iterator[list[Any]]:
+    """Processes with their logs in `folder`; those that are left at the end are killed."""
+    processes = []
+    try:
+        for number, command in enumerate(commands):
+            with (folder / f"{number}.out").open("w") as out, (folder / f"{number}.err").open("w") as err:
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=environment))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(30)
+
+
+def statuses(processes: list[Any], seconds: float) -> list[int]:
+    """The exit statuses, at most so many seconds later."""
+    deadline = time.monotonic() + seconds
+    return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+
+
+def tokens_of(
+    directory: str, processes: int, devices: int, environment: dict[str, str], folder: Path, **options: Any
+) -> Any:
+    """What `process_programs` prints where so many processes have so many devices each."""
+    port, commands = free_port(), []
+    for number in range(processes):
+        stated = {**options, "tensor_parallel_size": processes * devices}
+        if processes > 1:
+            stated |= dict(
+                coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=number
+            )
+        program = [sys.executable, "-m", "tests.serving.process_programs"]
+        commands.append([*program, directory, json.dumps(stated)])
+    flags = {"XLA_FLAGS": f"{DEVICES}={devices} {QUICK}"}
+    with started(commands, {**environment, **flags}, folder) as running:
+        ended = statuses(running, SECONDS)
+    assert ended == [0] * processes, (folder / "0.err").read_text()[-3000:]
+    assert not any("tokens" in (folder / f"{number}.out").read_text() for number in range(1, processes))
+    return json.loads((folder / "0.out").read_text().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "processes", "devices"), [("full-lossy", 2, 1), ("meso", 2, 1), ("off", 4, 1)]
+)
+def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
+    for name in ("alone", "together"):
+        (tmp_path / name).mkdir()
+    total = processes * devices
+    alone = tokens_of(divisible, 1, total, environment, tmp_path / "alone", preset=preset)
+    several = tokens_of(divisible, processes, devices, environment, tmp_path / "together", preset=preset)
+    assert several["tokens"] == alone["tokens"] and [len(t) for t in alone["tokens"]] == [40] * 3
+    assert several["devices"] == total
+    assert several["preemptions"] > 0, "no row was saved and restored"
+    assert several["drafting"] == (preset == "meso"), "no launch drafted, or one that should not"
+
+
+def servers(directory: str, port: int, num_processes: int = 2, *options: str) -> list[list[str]]:
+    """The commands of a server's processes."""
+    sizes = [
+        "--max-num-seqs",
+        "1",
+        "--max-num-batched-tokens",
+        "16",
+        "--max-model-len",
+        "128",
+        "--kv-cache-bytes",
+        "262144",
+        *options,
+    ]
+    command = [sys.executable, "-m", "entropic_jax", "serve", directory, "--port", "0", *sizes]
+    command += ["--log-format", "json", "--tensor-parallel-size", str(num_processes), "--preset", "off"]
+    command += ["--coordinator-address", f"127.0.0.1:{port}", "--num-processes", str(num_processes)]
+    return [[*command, "--process-id", str(number)] for number in range(num_processes)]
+
+
+def log_of(folder: Path, number: int) -> list[dict[str, Any]]:
+    """The records of a process's log."""
+    lines = (folder / f"{number}.err").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@contextlib.contextmanager
+def serving(directory: str, environment: dict[str, str], folder: Path, *options: str) -> Iterator[Any]:
+    """Two processes that serve; yields them and a client."""
+    flags = {"XLA_FLAGS": f"{DEVICES}=1 {QUICK}"}
+    with started(servers(directory, free_port(), 2, *options), {**environment, **flags}, folder) as running:
+        deadline, url = time.monotonic() + SECONDS, ""
+        while not url:
+            assert time.monotonic() < deadline, "the server did not begin to listen"
+            assert all(process.poll() is None for process in running), (folder / "0.err").read_text()[-3000:]
+            time.sleep(0.1)
+            url = next((r["address"] for r in log_of(folder, 0) if r["message"] == "listening"), "")
+        with httpx2.Client(base_url=url, timeout=SECONDS) as client:
+            while client.get("/ready").status_code != 200:
+                assert time.monotonic() < deadline, "the warm-up did not end"
+                time.sleep(0.2)
+            yield running, client
+
+
+def complete(client: httpx2.Client, prompt: str) -> str:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 12, "seed": 3, "temperature": 0.7}
+    answer = client.post("/v1/completions", json={**body, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_a_server_of_two_processes(divisible, environment, tmp_path):
+    options = ("--served-model-name", "m")
+    (tmp_path / "first").mkdir()
+    with serving(divisible, environment, tmp_path / "first", *options) as (processes, client):
+        answers = [complete(client, prompt) for prompt in PROMPTS]
+        assert answers == [complete(client, prompt) for prompt in PROMPTS]
+        refused = client.post("/v1/embeddings", json={"model": "m", "input": "abc"})
+        assert refused.status_code == 400 and "tensor_parallel_size must be 1" in refused.text
+        assert client.get("/metrics").status_code == 200
+        for process in processes:  # as Kubernetes does, to all at once
+            process.send_signal(signal.SIGTERM)
+        assert statuses(processes, 60) == [0, 0]
+    for victim in (1, 0):
+        folder = tmp_path / f"victim-{victim}"
+        folder.mkdir()
+        with serving(divisible, environment, folder, *options) as (processes, client):
+            assert [complete(client, prompt) for prompt in PROMPTS] == answers
+            processes[victim].kill()
+            survivor = processes[1 - victim]
+            assert survivor.wait(END) == 1
+        message = log_of(folder, 1 - victim)[-1]["message"]
+        assert message == f"process {victim} of 2 has ended; without it, this process ends"
+        assert "Traceback" not in (folder / f"{1 - victim}.err").read_text()

@@ -1,0 +1,112 @@
+"""Sleep and wake-up: the KV pool is released, requests wait, and results are as before."""
+
+import threading
+import time
+
+import httpx2
+import pytest
+
+from entropic_jax.serving.engine import start
+from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.request import RequestError
+
+from .live import refused
+from .test_engine import engine_request, nothing_is_left, prompt, run
+
+SERVER_SETTINGS = {"sleep_mode": True}
+
+
+@pytest.fixture(scope="module")
+def running(directory):
+    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="full", pruning=False)
+    engine = start.start(directory, options)
+    while not engine.ready():
+        time.sleep(0.05)
+    yield engine
+    engine.close()
+    nothing_is_left(engine)
+
+
+def pool(engine):
+    return engine.scheduler.device_state.state.cache.layers
+
+
+def jobs():
+    return [engine_request(f"r{i}", prompt(30, i), seed=i, temperature=0.8) for i in range(3)]
+
+
+def test_the_pool_is_released_and_requests_wait(running):
+    expected = [tokens for tokens, _ in run(running, *jobs())]
+    assert run(running, jobs()[0])[0][1].cached_tokens > 0
+    keys = pool(running)[0].keys
+    running.sleep("abort").result(30)
+    assert running.is_sleeping() and keys.is_deleted()
+    running.sleep("abort").result(30)  # once more changes nothing
+    streams = [running.submit(job) for job in jobs()]
+    cancelled = running.submit(engine_request("cancelled", prompt(5)))
+    timed = running.submit(engine_request("timed", prompt(5), timeout=0.1))
+    cancelled.cancel()
+    assert [delta.finish_reason for delta in cancelled] == ["abort"]
+    assert [delta.timed_out for delta in timed] == [True]
+    assert running.snapshot()["waiting"] == 3
+    running.reset_prefix_cache().result(30)
+    running.wake_up().result(30)
+    deltas = [list(stream) for stream in streams]
+    assert [[t.id for d in of_one for t in d.tokens] for of_one in deltas] == expected
+    assert all(of_one[-1].cached_tokens == 0 for of_one in deltas)  # cached prefixes are lost
+    assert not running.is_sleeping() and pool(running)[0].keys.shape == keys.shape
+    running.wake_up().result(30)
+
+
+def test_running_requests_end_or_are_waited_for(running):
+    first = iter(running.submit(engine_request("long", prompt(5), max_tokens=90)))
+    next(first)
+    running.sleep("abort").result(30)
+    assert [delta.finish_reason for delta in first][-1] == "abort"
+    running.wake_up().result(30)
+    waited = running.submit(engine_request("waited", prompt(5), max_tokens=60))
+    deltas = iter(waited)
+    next(deltas)
+    slept = running.sleep("wait")
+    late = running.submit(engine_request("late", prompt(6)))
+    last = [*deltas][-1]
+    assert last.finish_reason == "length" and last.usage.completion_tokens == 60
+    slept.result(30)
+    running.wake_up().result(30)
+    assert [*late][-1].finish_reason == "length"
+
+
+def test_a_sleep_that_is_interrupted_fails(running):
+    deltas = iter(running.submit(engine_request("long", prompt(5), max_tokens=90)))
+    next(deltas)
+    slept = running.sleep("wait")
+    running.wake_up().result(30)
+    if not slept.done() or slept.exception() is not None:  # else it was quicker
+        with pytest.raises(RequestError, match="woken up before it slept"):
+            slept.result(30)
+    assert [*deltas][-1].finish_reason == "length"
+
+
+def test_an_engine_that_compiles_does_not_sleep(running, monkeypatch):
+    monkeypatch.setattr(running.warmup, "ended", threading.Event())
+    with pytest.raises(RequestError, match="must be ready before it sleeps"):
+        running.sleep("abort")
+
+
+def test_routes(live, running, monkeypatch):
+    for name in ("sleep", "wake_up", "is_sleeping"):
+        monkeypatch.setattr(live.engine, name, getattr(running, name))
+    assert httpx2.get(f"{live.url}/is_sleeping").json() == {"is_sleeping": False}
+    answer = httpx2.post(f"{live.url}/sleep?level=1&mode=wait", timeout=30)
+    assert answer.json() == {"is_sleeping": True} == httpx2.get(f"{live.url}/is_sleeping").json()
+    assert httpx2.post(f"{live.url}/wake_up", timeout=30).json() == {"is_sleeping": False}
+    for query, param in (("level=2", "level"), ("mode=keep", "mode")):
+        assert refused(httpx2.post(f"{live.url}/sleep?{query}"), 400)["param"] == param
+    assert refused(httpx2.post(f"{live.url}/wake_up?tags=weights"), 400)["param"] == "tags"
+
+
+def test_an_engine_that_cannot(live):
+    assert "never sleeps" in refused(httpx2.post(f"{live.url}/sleep"), 409)["message"]
+    assert "never sleeps" in refused(httpx2.post(f"{live.url}/wake_up"), 503)["message"]
+    live.frontend.draining = True
+    refused(httpx2.post(f"{live.url}/sleep"), 503)

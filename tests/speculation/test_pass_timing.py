@@ -1,0 +1,53 @@
+"""Pass costs: which passes are timed, and what their times are taken apart into."""
+
+import jax.numpy as jnp
+import pytest
+
+from entropic_jax.speculation import measure_pass_costs
+from entropic_jax.speculation import pass_timing as module
+from tests import tiny
+
+MODEL = tiny.model()
+
+
+def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shapes.append(shape) or shape)
+    # 1 + 0.1 seconds a token, and for each position that a row reads 0.001 seconds and a tenth more a token.
+    seconds = lambda s: 1 + 0.1 * s.rows * s.width + s.rows * s.length * (0.001 + 0.0001 * s.width)
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
+    costs = measure_pass_costs(None, None, most_tokens=64, context=1000)
+    assert [shape.rows * shape.width for shape in shapes[:7]] == [1, 2, 4, 8, 16, 32, 64]
+    assert costs.tokens == (1, 2, 4, 8, 16, 32, 64) and costs.widths == (1, 2, 4, 8, 16)
+    assert costs.seconds == pytest.approx([1 + 0.1 * n for n in costs.tokens])
+    assert costs.seconds_per_position == pytest.approx([0.001 + 0.0001 * n for n in costs.widths])
+
+
+def test_a_disturbed_measurement_is_not_believed(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda *_: None)
+    times = [1.0, 9.0, 3.0, 2.0, 7.0, 4.0]  # of 1, 2 and 4 tokens, at the short and at the long context
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: times)
+    costs = measure_pass_costs(None, None, most_tokens=4, context=164)
+    assert costs.seconds_per_position == pytest.approx((0.0, 0.0, 0.01))
+    assert costs.seconds == pytest.approx((1.0, 3 - 0.64, 3 - 0.64))
+
+
+def test_a_model_is_timed():
+    costs = measure_pass_costs(MODEL.decoder, MODEL.params, most_tokens=4, context=100, repeat=1, page_size=8)
+    assert costs.tokens == costs.widths == (1, 2, 4)
+    # Which part of a time is the products' and which the positions' is noise at so short a context.
+    assert min(*costs.seconds, *costs.seconds_per_position) >= 0
+    assert (costs.law(1, (1, 2, 4)).pass_costs(jnp.float32(100)) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"most_tokens": 1}, "most_tokens must be at least 2; got 1"),
+        ({"context": 64}, "context must be at least 65; got 64"),
+        ({"repeat": 0}, "repeat must be at least 1; got 0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_pass_costs(MODEL.decoder, MODEL.params, **options)
