@@ -19,9 +19,9 @@ class DocstringBlocks(Extension):
             obj.docstring.value = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
 
     def on_class_instance(self, *, cls: Class, **_: Any) -> None:
-        """Treat `control.pytree` as the `dataclasses.dataclass` that it is, so that fields are arguments."""
+        """Treat `state.pytree` as the `dataclasses.dataclass` that it is, so that fields are arguments."""
         for decorator in cls.decorators:
-            if decorator.callable_path.endswith("controller.pytree"):
+            if decorator.callable_path.endswith("state.pytree.pytree"):
                 decorator.value = ExprName("dataclasses.dataclass")
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:

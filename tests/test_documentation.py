@@ -99,7 +99,6 @@ def test_the_api_reference_has_every_module_of_the_loop():
     assert modules - documented == set()
 
 
-@pytest.mark.slow
 def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(module, reason="pip install -e '.[docs]'")
