@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from ..http.frontend import Frontend
 from ..http.process import KEEP_ALIVE, SIGNALS, address_of, bind
@@ -19,6 +20,10 @@ from .deployment import application
 logger = logging.getLogger("entropic_jax.serving.fleet")
 NAME = "entropic"
 FAILED = 1  # exit status
+
+# Ray Serve replaces a proxy that is not ready within this time, and fails. Its own default, 5 seconds, is short
+# for processes that start together on a small machine.
+PROXY_READY_SECONDS = "60"
 
 
 def run(
@@ -45,6 +50,7 @@ def run(
 
     with bind(settings) as listener:  # says whether the port is free
         address = address_of(listener, "https" if settings.ssl_certfile else "http")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", PROXY_READY_SECONDS)
     ray.init(
         os.environ.get("RAY_ADDRESS", "local"),
         include_dashboard=None if "RAY_ADDRESS" in os.environ else False,
@@ -63,7 +69,7 @@ def run(
             serve.delete(NAME)  # waits for the requests in flight, within --shutdown-timeout
         logger.info("stopped")
         return 0
-    except RuntimeError as error:  # the replicas do not start; their logs are below /tmp/ray
+    except (RuntimeError, TimeoutError, RayError) as error:  # the replicas do not start; their logs are below /tmp/ray
         logger.error("the fleet does not run", extra={"error": str(error)})
         return FAILED
     finally:
