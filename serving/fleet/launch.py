@@ -21,8 +21,8 @@ logger = logging.getLogger("entropic_jax.serving.fleet")
 NAME = "entropic"
 FAILED = 1  # exit status
 
-# Ray Serve replaces a proxy that is not ready within this time, and fails. Its own default, 5 seconds, is short
-# for processes that start together on a small machine.
+# Ray Serve kills a proxy that is not ready within this time, and fails. Its own default, 5 seconds, is
+# short for processes that start together on a small machine.
 PROXY_READY_SECONDS = "60"
 
 
@@ -69,7 +69,8 @@ def run(
             serve.delete(NAME)  # waits for the requests in flight, within --shutdown-timeout
         logger.info("stopped")
         return 0
-    except (RuntimeError, TimeoutError, RayError) as error:  # the replicas do not start; their logs are below /tmp/ray
+    except (RuntimeError, TimeoutError, RayError) as error:
+        # A proxy or the replicas do not start; their logs are below /tmp/ray.
         logger.error("the fleet does not run", extra={"error": str(error)})
         return FAILED
     finally:
