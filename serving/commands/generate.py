@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model(parser)
     model_options.add_parse_special(parser)
     kv_cache.add_argument(parser)
-    parallelism.add_tensor_parallel_size(parser)
-    parallelism.add_expert_parallel_size(parser)
+    parallelism.add_arguments(parser)
     prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
@@ -73,6 +72,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _single(options: argparse.Namespace, overrides: Mapping[str, Any], prompt: str) -> int:
     generator = _load(options)
+    if options.data_parallel_size > 1:
+        number = options.data_parallel_size
+        note = f"one of the {number} engines generates for one prompt; all of them for --batch-file"
+        print(f"entropic generate: {note}", file=sys.stderr)
     text = generator.chat([{"role": "user", "content": prompt}]) if options.chat else prompt
     fields: dict[str, Any] = {**generator.defaults, **overrides, "prompt": text}
     request = Request(**fields)
@@ -123,7 +126,8 @@ def _load(options: argparse.Namespace) -> "Generator":
     from ..options.compilation_cache import remember_compilations
     from ..options.xla_threads import limit_xla_threads
 
-    limit_xla_threads(options.model, options.dtype, options.method, parallelism.divided(options))
+    several = parallelism.divided(options) or options.data_parallel_size != 1
+    limit_xla_threads(options.model, options.dtype, options.method, several)
     remember_compilations()
     try:
         preset = options.preset or speculation_options.default_preset(
@@ -140,6 +144,7 @@ def _load(options: argparse.Namespace) -> "Generator":
             options.quantization,
             options.parse_special,
             options.expert_parallel_size,
+            options.data_parallel_size,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

@@ -1,6 +1,8 @@
 """Offline generation: batches of requests through the decode loop, without the serving engine."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import cached_property, partial
 from typing import Any
 
@@ -63,6 +65,12 @@ class Engine:
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
         self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
+        self.memory_sharers = 1  # engines that share the memory of the device
+
+    @property
+    def together(self) -> int:
+        """Most requests of a batch that are held at once."""
+        return MOST_ROWS if self.preset.width is None else MOST_HELD
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -83,11 +91,17 @@ class Engine:
             if transcript.error:
                 raise RequestError(transcript.error)
 
-    def batch(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """The completions of the requests, in their order."""
-        together = MOST_ROWS if self.preset.width is None else MOST_HELD
-        for first in range(0, len(requests), together):
-            group = requests[first : first + together]
+    def batch(
+        self, requests: Sequence[Request], cancelled: threading.Event | None = None
+    ) -> Iterator[Completion]:
+        """The completions of the requests, in their order.
+
+        Args:
+            requests: To be completed.
+            cancelled: Once it is set, the work ends after the launch that runs, with CancelledError.
+        """
+        for first in range(0, len(requests), self.together):
+            group = requests[first : first + self.together]
             prompts: dict[int, list[int]] = {}
             transcripts: dict[int, Transcript] = {}
             for index, request in enumerate(group):
@@ -102,6 +116,8 @@ class Engine:
                 members, texts = [group[i] for i in part], [prompts[i] for i in part]
                 for row, transcript, _ in self._decode(members, texts, LAUNCH):
                     transcripts[part[row]] = transcript
+                    if cancelled is not None and cancelled.is_set():
+                        raise CancelledError
             for index in range(len(group)):
                 yield transcripts[index].completion()
 
@@ -117,13 +133,18 @@ class Engine:
                 parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
 
     def _fits(self, rows: int, context: int) -> bool:
-        available = memory.available_memory()
+        available = self._available_memory()
         return available is None or rows * context * self.position_bytes <= available
+
+    def _available_memory(self) -> int | None:
+        """This engine's part of the bytes that can be allocated; None where the device does not tell."""
+        available = memory.available_memory()
+        return None if available is None else available // self.memory_sharers
 
     def _check_memory(self, request: Request, prompt: Sequence[int]) -> None:
         """Raise RequestError for a request that has not enough memory for itself alone."""
         if not self._fits(1, min(positions(request, prompt), self.context)):
-            available = memory.available_memory() or 0
+            available = self._available_memory() or 0
             most = max(0, int(available / self.position_bytes) - len(prompt))
             raise RequestError(
                 f"max_tokens must be at most {most} after {len(prompt)} tokens of prompt, with "

@@ -51,6 +51,7 @@ def load(
     quantization: str | None = None,
     parse_special: bool = True,
     expert_parallel_size: int = 1,
+    data_parallel_size: int = 1,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -67,11 +68,14 @@ def load(
         quantization: The quantization of the weights, a value of `--quantization`; None keeps their dtype.
         parse_special: Whether special tokens in prompts and messages are more than plain text.
         expert_parallel_size: Groups of so many devices over which experts are divided.
+        data_parallel_size: Engines, each with a copy of the model, that share the work of a batch.
     """
     from entropic_jax import models
+    from entropic_jax.mesh.devices import use_device
 
     from ..options import draft_model
     from . import engine, search_engine
+    from .data_parallel import DataParallelGenerator
 
     control, dtype = control or Control(), dtype or default_dtype()
     on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
@@ -79,18 +83,25 @@ def load(
     if on_mesh:
         parallelism.check_control(control.preset, control.method)
     calibration = calibration_of(path)
-    if control.preset in SAMPLERS:
-        model = models.load(path, dtype, quantization=quantization)
-        set_parse_special(model, parse_special)
-        return search_engine.make_engine(control, calibration, model, kv_cache_dtype)
     belief = 1.0 if calibration is None else calibration.temperature
-    preset = build(control, calibration, engine.MOST_ROWS)
-    mesh = parallelism.mesh_of(tensor_parallel_size, expert_parallel_size)
-    model = models.load(path, dtype, mesh=mesh, quantization=quantization)
-    set_parse_special(model, parse_special)
-    model = draft_model.load(model, speculate, dtype, quantization)
-    preset = preset._replace(speculate=drafter_of(control.preset, speculate))
-    return engine.Engine(model, preset, belief, kv_cache_dtype)
+    preset = None
+    if control.preset not in SAMPLERS:
+        preset = build(control, calibration, engine.MOST_ROWS)
+        preset = preset._replace(speculate=drafter_of(control.preset, speculate))
+    places = parallelism.places_of(tensor_parallel_size, data_parallel_size, expert_parallel_size)
+    device, mesh = places[0]
+    with use_device(device):
+        model = models.load(path, dtype, mesh=mesh, quantization=quantization)
+        set_parse_special(model, parse_special)
+        if preset is not None:
+            model = draft_model.load(model, speculate, dtype, quantization)
+
+    def engine_of(model: models.Model) -> engine.Engine:
+        if preset is None:
+            return search_engine.make_engine(control, calibration, model, kv_cache_dtype)
+        return engine.Engine(model, preset, belief, kv_cache_dtype)
+
+    return engine_of(model) if len(places) == 1 else DataParallelGenerator(model, places, engine_of)
 
 
 def set_parse_special(model: "models.Model", parse_special: bool) -> None:

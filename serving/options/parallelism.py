@@ -116,12 +116,6 @@ def check_control(preset: str, method: str) -> None:
         raise ParameterError(f"method must be dense on a mesh; got {short(method)}", "method")
 
 
-def mesh_of(tensor_parallel_size: int, expert_parallel_size: int = 1) -> "Mesh | None":
-    """The mesh of one engine; None for one device. Raises ParameterError where there are fewer devices."""
-    ((_, mesh),) = places_of(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
-    return mesh
-
-
 class Place(NamedTuple):
     """Where an engine runs."""
 

@@ -54,6 +54,7 @@ def test_options_that_are_refused(options, message):
     [
         ("generate", "--tensor-parallel-size"),
         ("generate", "--expert-parallel-size"),
+        ("generate", "--data-parallel-size"),
         ("serve", "--tensor-parallel-size"),
         ("serve", "--data-parallel-size"),
     ],
@@ -97,3 +98,83 @@ def test_an_engine_on_two_devices_gives_the_answers_of_one():
     alone, together = json.loads(done.stdout)
     assert [len(tokens) for tokens in alone] == [40, 40, 40]
     assert together == alone
+
+
+GENERATE = """
+import contextlib, io, json, sys
+from entropic_jax.mesh.devices import chosen_device
+from entropic_jax.serving.cli import main
+from entropic_jax.serving.offline.engine import Engine
+
+directory, file = sys.argv[1:]
+devices, launch = set(), Engine._launch
+
+def recorded(*arguments):
+    devices.add(str(chosen_device()))
+    return launch(*arguments)
+
+Engine._launch = recorded
+
+def output_of(*arguments):
+    devices.clear()
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["generate", "--model", directory, "--seed", "3", "--max-tokens", "12", *arguments])
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue(), "devices": sorted(devices)}
+
+report = {}
+for size in ("1", "2"):
+    shared = ["--data-parallel-size", size, "--temperature", "0.7", "--ignore-eos"]
+    report[size] = {
+        "batch": output_of("--batch-file", file, *shared),
+        "chat": output_of("--batch-file", file, "--chat", "--preset", "dslider", *shared),
+        "prompt": output_of("--prompt", "def f(x):", "--json", *shared),
+    }
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def generated(directory, tmp_path_factory):
+    """What `entropic generate` prints with one engine, and with two on virtual devices."""
+    file = tmp_path_factory.mktemp("batch") / "batch.jsonl"
+    lines = [{"prompt": text} for text in ("def add(a, b):", "import os", "class A", "x = 1", "for i in")]
+    file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "x" * 200}])))
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, directory, str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["batch", "chat"])
+def test_a_batch_on_two_engines_has_the_completions_of_one(generated, way):
+    alone, together = generated["1"][way], generated["2"][way]
+    assert len(together["devices"]) == 2, "one engine did everything: the test compares nothing"
+    lines = [[json.loads(line) for line in part["out"].splitlines()] for part in (alone, together)]
+    for name in ("index", "text", "token_ids", "finish_reason", "seed"):
+        assert [line[name] for line in lines[1]] == [line[name] for line in lines[0]]
+    assert [len(line["token_ids"]) for line in lines[1]] == [12] * 5 + [0]
+    assert together["status"] == alone["status"] == 1, "the last prompt is too long"
+
+
+@pytest.mark.slow
+def test_one_prompt_is_generated_by_one_engine_which_is_said(generated):
+    alone, together = generated["1"]["prompt"], generated["2"]["prompt"]
+    assert json.loads(together["out"])["token_ids"] == json.loads(alone["out"])["token_ids"]
+    assert together["status"] == 0 and len(together["devices"]) == 1 and alone["err"] == ""
+    assert together["err"] == (
+        "entropic generate: one of the 2 engines generates for one prompt; all of them for --batch-file\n"
+    )
+
+
+def test_a_command_without_data_parallelism_says_which_have_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["chat", "--data-parallel-size", "2"])
+    assert "--data-parallel-size (only `entropic generate` and `serve` take it)" in capsys.readouterr().err
