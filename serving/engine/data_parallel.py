@@ -10,9 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError, SleepMode
+from .interface import (
+    EmbeddingLimits,
+    Embeddings,
+    EngineRequest,
+    Pooling,
+    PrefixCacheReset,
+    QueueFullError,
+    SleepMode,
+)
 from .output_stream import QueuedOutputStream
 from .routing import Router
 
@@ -44,6 +50,7 @@ class DataParallelEngine:
         held = lambda rank, page_hash: self.engines[rank].is_cached(page_hash)
         self.router = Router(len(self.engines), bound, pages, held)
         self._lock = threading.Lock()
+        self._embedding = [0] * len(self.engines)  # calls of `embed` that run
 
     @property
     def ranks(self) -> int:
@@ -69,7 +76,7 @@ class DataParallelEngine:
         prompt = self.prompt_tokens(engine_request.request.prompt)
         hashes = self.engines[0].page_hashes(prompt, engine_request.cache_salt)
         with self._lock:
-            order = self.router.order(hashes, [engine.load for engine in self.engines], self._able())
+            order = self.router.order(hashes, self._loads(), self._able())
             full: list[QueueFullError] = []
             for rank in order:
                 try:
@@ -81,6 +88,12 @@ class DataParallelEngine:
                 self.router.sent(rank, hashes)
                 return output_stream
         raise min(full, key=lambda error: error.retry_after)
+
+    def _loads(self) -> list[int]:
+        """Requests that each rank has accepted and not ended, those to embed texts included."""
+        return [
+            engine.load + embedding for engine, embedding in zip(self.engines, self._embedding, strict=True)
+        ]
 
     def _able(self) -> list[int]:
         """Ranks that requests may be given to: those that serve, else those that have not failed."""
@@ -116,8 +129,10 @@ class DataParallelEngine:
                 for sequence in part["sequences"]
             ],
             "engines": [
-                {"engine": rank, "ready": engine.ready(), "load": engine.load, **part}
-                for rank, (engine, part) in enumerate(zip(self.engines, numbers, strict=True))
+                {"engine": rank, "ready": engine.ready(), "load": load, **part}
+                for rank, (engine, load, part) in enumerate(
+                    zip(self.engines, self._loads(), numbers, strict=True)
+                )
             ],
         }
 
@@ -169,15 +184,24 @@ class DataParallelEngine:
         """The longest text that `embed` accepts, and the size of an embedding."""
         return self.engines[0].embedding_limits
 
-    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> np.ndarray | None:
-        """Pooled hidden states of texts, all at the first rank; see `Engine.embed`.
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> Embeddings | None:
+        """Pooled hidden states of texts, all at the least loaded rank; see `Engine.embed`.
 
         Args:
             texts: Token ids of each text.
             pooling: "mean" or "last".
             stop: Ends the work when it is set.
         """
-        return self.engines[0].embed(texts, pooling, stop)
+        with self._lock:
+            rank = self.router.order((), self._loads(), self._able())[0]
+            self.router.sent(rank, ())
+            self._embedding[rank] += 1
+        try:
+            embeddings = self.engines[rank].embed(texts, pooling, stop)
+        finally:
+            with self._lock:
+                self._embedding[rank] -= 1
+        return None if embeddings is None else embeddings._replace(rank=rank)
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         """Close all engines at the same time; whether all of their threads have ended. See `Engine.close`."""

@@ -20,6 +20,7 @@ from entropic_jax.mesh import EXPERT, TENSOR
 from entropic_jax.state import cache
 from entropic_jax.state.cache import Cache
 
+from ..executable_cache import load_or_compile
 from ..options.kv_cache import pages_of
 from ..request import RequestError
 from .interface import EmbeddingLimits, Pooling
@@ -155,8 +156,11 @@ class Embedder:
     def _program(self, shape: Shape, kv_cache: Cache, chunk: Chunk) -> Callable[..., Any]:
         with self._lock:
             if shape not in self._compiled:
-                program = jax.jit(partial(encode_chunk, self.model.decoder), donate_argnums=1)
-                self._compiled[shape] = program.lower(self.model.params, kv_cache, chunk).compile()
+                program, arguments = (
+                    partial(encode_chunk, self.model.decoder),
+                    (self.model.params, kv_cache, chunk),
+                )
+                self._compiled[shape], _ = load_or_compile(program, arguments, 1)
             return self._compiled[shape]
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from entropic_jax import models
 from entropic_jax.mesh.devices import chosen_device, use_device
@@ -31,7 +30,15 @@ from .assembly import assemble
 from .broadcast import Broadcaster
 from .embedding import Embedder
 from .engine_call import EngineCall
-from .interface import EmbeddingLimits, EngineRequest, Pooling, PrefixCacheReset, QueueFullError, SleepMode
+from .interface import (
+    EmbeddingLimits,
+    Embeddings,
+    EngineRequest,
+    Pooling,
+    PrefixCacheReset,
+    QueueFullError,
+    SleepMode,
+)
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions
 from .output_stream import QueuedOutputStream, wake
@@ -186,7 +193,7 @@ class LLMEngine:
         """The longest text that `embed` accepts, and the size of an embedding."""
         return self._embedder.limits
 
-    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> np.ndarray | None:
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: threading.Event) -> Embeddings | None:
         """Pooled hidden states of texts, see `Engine.embed`.
 
         Args:
@@ -195,7 +202,8 @@ class LLMEngine:
             stop: Ends the work when it is set.
         """
         with use_device(self.device):
-            return self._embedder.embed(texts, pooling, stop)
+            vectors = self._embedder.embed(texts, pooling, stop)
+        return None if vectors is None else Embeddings(vectors)
 
     def describe(self) -> Mapping[str, Any]:
         """The configuration of the engine, see `Engine.describe`."""

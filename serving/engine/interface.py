@@ -112,6 +112,13 @@ class EmbeddingLimits(NamedTuple):
     dimensions: int  # of an embedding
 
 
+class Embeddings(NamedTuple):
+    """The result of `Engine.embed`."""
+
+    vectors: np.ndarray  # float32 [texts, dimensions]
+    rank: int = 0  # of the engine that has computed them
+
+
 class PrefixCacheReset(NamedTuple):
     """The result of emptying the prefix cache."""
 
@@ -215,11 +222,11 @@ class Engine(Protocol):
     def embedding_limits(self) -> EmbeddingLimits:
         """The longest text that `embed` accepts, and the size of an embedding."""
 
-    def embed(self, texts: list[list[int]], pooling: Pooling, stop: Event) -> np.ndarray | None:
-        """Pooled hidden states after the last norm, float32 `[texts, dimensions]`; not normalised.
+    def embed(self, texts: list[list[int]], pooling: Pooling, stop: Event) -> Embeddings | None:
+        """Pooled hidden states after the last norm, not normalised.
 
-        It blocks its thread while requests go on, and runs at the first of several `ranks`. Programs are
-        compiled when they are first needed.
+        It blocks its thread while requests go on, and runs at the least loaded of several `ranks`. Programs
+        are compiled when they are first needed.
 
         Args:
             texts: Token ids of each text.

@@ -73,7 +73,7 @@ class Frontend:
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
         self.grammars = Grammars(model, settings.limits.grammar)
         self.tool_calling = ToolCalling(model, settings.tool_call_parser, settings.reasoning_parser)
-        self.pools = worker_pools()
+        self.pools = worker_pools(engine.ranks)
         self.started = int(time.time())
         self.draining = False
         self.output_streams: set[OutputStream] = set()

@@ -91,13 +91,13 @@ class WorkerPools(NamedTuple):
             pool.close()
 
 
-def worker_pools() -> WorkerPools:
-    """The pools of one server, without work."""
+def worker_pools(engines: int = 1) -> WorkerPools:
+    """The pools of a server with a number of data-parallel engines, without work."""
     return WorkerPools(
         short_texts=WorkerPool("short text", threads=2, queue=1024),
         long_texts=WorkerPool("long text", threads=1, queue=16, nice=NICE),
         grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
-        embeddings=WorkerPool("embedding", threads=2, queue=64, nice=NICE),
+        embeddings=WorkerPool("embedding", threads=2 * engines, queue=64, nice=NICE),
     )
 
 

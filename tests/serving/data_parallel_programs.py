@@ -55,6 +55,13 @@ def answers(directory: str, **options: Any) -> dict[str, Any]:
         }
 
 
+def embed(client: httpx2.Client) -> list[float]:
+    """The embedding of a text."""
+    answer = client.post("/v1/embeddings", json={"model": "tiny", "input": "abc"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"][0]["embedding"]
+
+
 def over_http(directory: str) -> dict[str, Any]:
     """What a server with two engines answers, before and after one of them fails."""
     progress: list[tuple[int, int]] = []
@@ -81,9 +88,10 @@ def over_http(directory: str) -> dict[str, Any]:
         report["texts"] = [complete(PREFIX + str(number % 2)) for number in range(6)]
         report["others"] = [complete(prompt) for prompt in PROMPTS]
         report["again"] = [complete(prompt) for prompt in PROMPTS]
-        report["embedding"] = client.post(
-            "/v1/embeddings", json={"model": "tiny", "input": "abc"}
-        ).status_code
+        report["embeddings"] = [embed(client) for _ in range(4)]
+        report["embedding_programs"] = [len(e._embedder._compiled) for e in engine.engines]
+        ranked = {"query": "a", "documents": ["b", "c"], "scoring": "embedding"}
+        report["reranked"] = [client.post("/rerank", json=ranked).json()["results"] for _ in range(2)]
         report["metrics"] = client.get("/metrics").text
         report["state"] = client.get("/entropic/state").json()
         report["info"] = client.get("/server_info").json()["engine"]
@@ -93,6 +101,7 @@ def over_http(directory: str) -> dict[str, Any]:
         while engine.failure() is None:
             time.sleep(0.01)
         report["after"] = [complete(PREFIX + str(number % 2)) for number in range(4)]
+        report["embedding_after"] = embed(client)
         report["health"] = client.get("/health").status_code
         report["reset_after"] = client.post("/reset_prefix_cache").status_code
     report["closed"] = engine.close(timeout=30)

@@ -14,6 +14,7 @@ from entropic_jax.parameter_tables.table import AUTO
 from entropic_jax.serving.engine.interface import (
     Delta,
     EmbeddingLimits,
+    Embeddings,
     EngineRequest,
     PrefixCacheReset,
     PromptToken,
@@ -185,7 +186,7 @@ class ScriptedEngine:
         return self.is_ready
 
     def serves(self) -> bool:
-        return self.does_serve
+        return self.does_serve and self.failed is None
 
     def failure(self) -> BaseException | None:
         return None if self.failed is None else RuntimeError(self.failed)
@@ -240,7 +241,7 @@ class ScriptedEngine:
 
     embedding_limits = EmbeddingLimits(100, 8)
 
-    def embed(self, texts: list[list[int]], pooling: str, stop: Event) -> np.ndarray | None:
+    def embed(self, texts: list[list[int]], pooling: str, stop: Event) -> Embeddings | None:
         """Component k counts the tokens that are k modulo 8; "last" counts only the last token."""
         self.embedded.append((texts, pooling))
         if self.embed_seconds and stop.wait(self.embed_seconds):
@@ -248,7 +249,7 @@ class ScriptedEngine:
             return None
         counted = texts if pooling == "mean" else [text[-1:] for text in texts]
         counts = [np.bincount(np.array(text) % 8, minlength=8) for text in counted]
-        return np.array(counts, np.float32)
+        return Embeddings(np.array(counts, np.float32))
 
     def close(self, drain: float | None = None, timeout: float | None = None) -> bool:
         self.closed = drain

@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from entropic_jax.mesh import make_mesh
-from entropic_jax.serving.engine.data_parallel import Progress, gathered
-from entropic_jax.serving.engine.interface import PrefixCacheReset
+from entropic_jax.serving.engine.data_parallel import DataParallelEngine, Progress, gathered
+from entropic_jax.serving.engine.interface import Embeddings, PrefixCacheReset
 from entropic_jax.serving.engine.routing import Router
 from entropic_jax.serving.options.parallelism import places_of
 
@@ -198,7 +201,54 @@ def test_requests_follow_their_prefix_and_metrics_their_engine(report):
     hits = series(http["metrics"], "vllm:prefix_cache_hits_total")
     assert max(hits.values()) >= 5 * 48, "the same prefix went to the same engine"
     assert set(series(http["metrics"], "entropic_ready").values()) == {1.0}
-    assert http["embedding"] == 200
+
+
+@pytest.mark.slow
+def test_embeddings_do_not_depend_on_the_rank(report):
+    http = report["http"]
+    assert http["embedding_programs"] == [1, 1], "one engine did everything: the test compares nothing"
+    assert http["embeddings"] == http["embeddings"][:1] * 4 and len(set(http["embeddings"][0])) > 8
+    assert http["reranked"][0] == http["reranked"][1] and len(http["reranked"][0]) == 2
+    assert http["embedding_after"] == http["embeddings"][0], "the rank that has not failed embeds"
+
+
+class EmbeddingRank:
+    """A rank that embeds texts as its number, once it may."""
+
+    model = tokenizer = None
+    sizes = SimpleNamespace(rows=4, pages=8)
+
+    def __init__(self, number: int, load: int = 0) -> None:
+        self.number, self.load = number, load
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def serves(self) -> bool:
+        return True
+
+    def failure(self) -> None:
+        return None
+
+    def embed(self, texts: Any, pooling: Any, stop: Any) -> Embeddings:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return Embeddings(np.full((len(texts), 1), self.number, np.float32))
+
+
+def test_texts_are_embedded_at_the_least_loaded_rank():
+    ranks = [EmbeddingRank(0, load=1), EmbeddingRank(1), EmbeddingRank(2, load=2)]
+    engine = DataParallelEngine(cast(Any, ranks))
+    with ThreadPoolExecutor(3) as pool:
+        calls = []
+        for rank in (1, 0, 1):  # a call counts in the load of its rank; among equals, each in turn
+            ranks[rank].begun.clear()
+            calls.append(pool.submit(engine.embed, [[5]], "mean", threading.Event()))
+            assert ranks[rank].begun.wait(10), f"rank {rank} was not chosen"
+        for rank in ranks:
+            rank.may_end.set()
+        results = [call.result(10) for call in calls]
+    assert [result.rank for result in results if result is not None] == [1, 0, 1]
+    assert [result.vectors.item() for result in results if result is not None] == [1, 0, 1]
+    assert engine._loads() == [1, 0, 2]
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ async def embedded(
         FrontendError: The request took too long (408), or the result is not finite (500).
     """
     frontend.check_able()
-    if (failure := frontend.engine.failure()) is not None:
+    if (failure := frontend.engine.failure()) is not None and not frontend.engine.serves():
         raise FrontendError(503, f"the engine has failed: {failure}")
     stop, seconds = threading.Event(), frontend.settings.request_timeout
     work = frontend.run_in(frontend.pools.embeddings, frontend.engine.embed, texts, pooling, stop)
@@ -78,7 +78,7 @@ async def embedded(
     try:
         with refusals():
             async with asyncio.timeout(seconds):
-                vectors = await generation.unless_gone(http, work)
+                embeddings = await generation.unless_gone(http, work)
     except TimeoutError:
         raise FrontendError(408, f"the request took longer than its timeout of {seconds:g} s") from None
     finally:
@@ -87,11 +87,12 @@ async def embedded(
         frontend.embedding_stops.discard(stop)
     if ended_by_server:
         frontend.check_able()
-    if vectors is not None and not np.isfinite(vectors).all():
+    if embeddings is None:
+        return None
+    if not np.isfinite(embeddings.vectors).all():
         raise FrontendError(500, "the model computed hidden states that are not finite")
-    if vectors is not None:
-        frontend.metrics.engines[0].prompt_tokens.inc(sum(map(len, texts)))
-    return vectors
+    frontend.metrics.engines[embeddings.rank].prompt_tokens.inc(sum(map(len, texts)))
+    return embeddings.vectors
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
