@@ -6,8 +6,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from entropic_jax.control.scheduling import SCHEDULES as SCHEDULING_LAWS
-from entropic_jax.control.temperature import LAWS
+from entropic_jax.control.laws import LAWS
+from entropic_jax.control.laws import SCHEDULES as SCHEDULING_LAWS
 from entropic_jax.methods.presets import Gains, pruning_law
 from entropic_jax.parameter_tables.control_gains import (
     CALIBRATED,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..state import Action, SchedulingSignal, Signal
 from ..state.pytree import STATIC, pytree
 from ..state.row_subset import RowSubset, where_rows
+from .temperature_bounds import resolve_upper_bound
 
 AnySignal = Signal | SchedulingSignal
 
@@ -26,7 +27,7 @@ class Controller(Protocol):
 
     `update` runs for every token: after its logits are known and before it is sampled, on the rows of the
     step only. A row's result must not depend on its neighbours. A row that emits nothing keeps its action and
-    its entries of the state, whatever `update` returns.
+    its entries of the state, whatever `update` returns. `update_rows` runs it: it sees to that, and to T_max.
 
     A law that compares rows has `schedule` instead, with a `SchedulingSignal`. It runs once per step, after
     sampling, on all rows of the batch, and handles `signal.emitting` itself. A law may have both.
@@ -53,6 +54,9 @@ class Controller(Protocol):
 def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
     """Runs a controller's per-token law; rows that emit nothing keep their action and state.
 
+    A law with a field `highest_temperature` sees T_max of every row there, `[rows]`: where the field is 0,
+    the temperature that the request asked for.
+
     Args:
         controller: a `Controller`; without a method `update` it changes nothing here.
         signal: signal of the rows of this step.
@@ -62,9 +66,9 @@ def update_rows(controller: Any, signal: Signal, action: Action, state: Any) -> 
     Returns:
         The next action and state.
     """
-    law = getattr(controller, "update", None)
-    if law is None:
+    if not hasattr(controller, "update"):
         return action, state
+    law = resolve_upper_bound(controller, signal).update
     changed, after = law(signal, action, state)
     return where_rows(signal.emitting, changed, action), where_rows(signal.emitting, after, state)
 

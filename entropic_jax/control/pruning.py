@@ -4,13 +4,13 @@ Every law writes the budget ε, `Action.dropped_mass_limit`: the less uncertain 
 page policy (`attention.page_selection`) turns ε into lists of pages.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..state import Action, Signal
-from ..state.pytree import pytree
+from ..state.pytree import Gain, pytree
 
 
 class PruningState(NamedTuple):
@@ -80,16 +80,16 @@ class Pruning:
     estimate reads more. Where the entropy is exact, ε_H = 0 and both bounds are the same.
     """
 
-    dropped_mass_limit: Any = 0.1
-    low_entropy: Any = 0.3
-    high_entropy: Any = 2.5
-    lowest_dropped_mass_limit: Any = 0.0
-    entropy_floor: Any = 0.0
-    entropy_error: Any = 0.0
-    smoothing: Any = 0.5
-    rate: Any = 0.05
-    hysteresis: Any = 0.0
-    patience: Any = 4
+    dropped_mass_limit: Gain = 0.1
+    low_entropy: Gain = 0.3
+    high_entropy: Gain = 2.5
+    lowest_dropped_mass_limit: Gain = 0.0
+    entropy_floor: Gain = 0.0
+    entropy_error: Gain = 0.0
+    smoothing: Gain = 0.5
+    rate: Gain = 0.05
+    hysteresis: Gain = 0.0
+    patience: Gain = 4
 
     def init(self, action: Action) -> PruningState:
         """See `Controller`."""
@@ -126,7 +126,7 @@ class FixedPruning:
         dropped_mass_limit: ε, in [0, 1).
     """
 
-    dropped_mass_limit: Any = 0.05
+    dropped_mass_limit: Gain = 0.05
 
     def init(self, action: Action) -> tuple[()]:
         """See `Controller`."""
@@ -154,8 +154,8 @@ class LinearPruning:
     number of blocks, entropy floor and rate limits are those of `Pruning` and of the page selection.
     """
 
-    dropped_mass_limit: Any = 0.3
-    entropy_threshold: Any = 2.0
+    dropped_mass_limit: Gain = 0.3
+    entropy_threshold: Gain = 2.0
 
     def init(self, action: Action) -> tuple[()]:
         """See `Controller`."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..state import Action, SchedulingSignal
-from ..state.pytree import STATIC, pytree
+from ..state.pytree import STATIC, Gain, pytree
 from .entropy_drop import (
     AR1,
     PRIOR,
@@ -245,11 +245,11 @@ class Scheduling(_SchedulingLaw):
     [0, 1]
     """
 
-    cost: Any = 0.5
-    memory: Any = 0.25
-    slack: Any = 0.25
-    ageing: Any = 0.05
-    bound: Any = 4.0
+    cost: Gain = 0.5
+    memory: Gain = 0.25
+    slack: Gain = 0.25
+    ageing: Gain = 0.05
+    bound: Gain = 4.0
     prior: AR1 = PRIOR
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
@@ -286,9 +286,9 @@ class PaperScheduling(_SchedulingLaw):
     Source: Kiruluta 2026, arXiv 2603.03310; see `printed_priority`.
     """
 
-    cost: Any = 0.5
-    memory: Any = 0.25
-    urgency: Any = 0.25
+    cost: Gain = 0.5
+    memory: Gain = 0.25
+    urgency: Gain = 0.25
     prior: AR1 = PRIOR
 
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
@@ -328,12 +328,3 @@ class ShortestRemaining(_SchedulingLaw):
     def score(self, signal: SchedulingSignal, state: ScheduleState) -> jax.Array:
         """See `_SchedulingLaw`."""
         return -jnp.maximum(state.load.expected_end - signal.length, 0)
-
-
-SCHEDULES: dict[str, type] = {
-    "entropic": Scheduling,
-    "paper": PaperScheduling,
-    "fcfs": FirstComeFirstServed,
-    "shortest-job": ShortestJob,
-    "shortest-remaining": ShortestRemaining,
-}

@@ -6,9 +6,10 @@ is never negative, a law that holds H_T at a set-point H* must cool when the ent
 baselines: the first holds the surprisal by truncation, the other two have no set-point.
 
 `Integral`, `Normalised` and `Exact` never exceed the requested temperature unless `highest_temperature` is
-set. In all laws, gains are numbers or arrays `[rows]`. A row at temperature 0 is greedy and stays unchanged;
-no other row is ever set to 0. A row whose measurements are not finite keeps its action. Gradients with
-respect to gains are finite. The laws are stateless: the integrated quantity is the action in force.
+set: where it is 0, `update_rows` replaces it by the requested temperature before a law runs. In all laws,
+gains are numbers or arrays `[rows]`. A row at temperature 0 is greedy and stays unchanged; no other row is
+ever set to 0. A row whose measurements are not finite keeps its action. Gradients with respect to gains are
+finite. The laws are stateless: the integrated quantity is the action in force.
 
 Source: Kiruluta 2026, Entropic-Time Inference, arXiv 2603.03310; other sources are stated with each law.
 """
@@ -18,12 +19,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..entropy import LOWEST_TEMPERATURE, entropy_statistics
+from ..entropy import entropy_statistics
 from ..state import Action, Signal
-from ..state.pytree import pytree
+from ..state.pytree import Gain, pytree
+from .temperature_bounds import set_temperature
 from .temperature_solver import max_entropy, solve_temperature
-
-Gain = float | jax.Array
 
 SMALLEST_VARENTROPY = 0.05  # nats²; below it, changing the temperature hardly changes the entropy
 SMALLEST = 1e-6  # nats and nats²; in float32 no smaller entropy differs from 0
@@ -50,34 +50,6 @@ def _plain_entropy(signal: Signal) -> tuple[jax.Array, jax.Array]:
     entropy = entropy_statistics(_logits(signal)).entropy
     finite = jnp.isfinite(entropy)
     return jnp.where(finite, entropy, 1.0), finite
-
-
-def upper_bound(highest_temperature: Gain, signal: Signal) -> jax.Array:
-    """T_max of every row: `highest_temperature`, or the requested temperature where that is 0.
-
-    >>> from entropic_jax.state import quiet_signal
-    >>> signal = quiet_signal(2)._replace(requested_temperature=jnp.array([0.7, 1.0]))
-    >>> [round(x, 3) for x in upper_bound(0.0, signal).tolist()], upper_bound(1.25, signal).tolist()
-    ([0.7, 1.0], [1.25, 1.25])
-    """
-    highest = jnp.asarray(highest_temperature, jnp.float32)
-    requested = signal.requested_temperature
-    requested = jnp.where(requested > 0, requested, 1.0)  # a greedy row, whose temperature is never set
-    return jnp.where(highest > 0, highest, requested)
-
-
-def _set_temperature(
-    action: Action, temperature: jax.Array, lowest_temperature: Gain, highest_temperature: Gain
-) -> Action:
-    """The action with the clipped temperature; greedy rows and non-finite temperatures change nothing.
-
-    Where T_min is above T_max, the temperature is T_max.
-    """
-    usable = (action.temperature > 0) & jnp.isfinite(temperature)
-    bounded = jnp.clip(jnp.where(usable, temperature, 1.0), lowest_temperature, highest_temperature)
-    # A lower clip of 0 would make the row greedy for good.
-    bounded = jnp.maximum(bounded, LOWEST_TEMPERATURE)
-    return action._replace(temperature=jnp.where(usable, bounded, action.temperature))
 
 
 def _factor(signal: Signal, action: Action, step: jax.Array) -> jax.Array:
@@ -124,8 +96,9 @@ class Paper(_Stateless):
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
         factor = jnp.exp(self.rate * _finite(signal.tempered_entropy - self.target_entropy))
-        highest = upper_bound(self.highest_temperature, signal)
-        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
+        temperature = action.temperature * factor
+        bounds = self.lowest_temperature, self.highest_temperature
+        return set_temperature(action, temperature, *bounds), state
 
 
 @pytree
@@ -151,7 +124,8 @@ class Integral(_Stateless):
     >>> signal = quiet_signal(1)._replace(
     ...     tempered_entropy=jnp.array([3.0]), tempered_varentropy=jnp.array([2.0])
     ... )
-    >>> action, _ = Integral(target_entropy=1.0, rate=0.1).update(signal, plain_action(jnp.array([1.0])), ())
+    >>> law = Integral(target_entropy=1.0, rate=0.1, highest_temperature=2.0)
+    >>> action, _ = law.update(signal, plain_action(jnp.array([1.0])), ())
     >>> round(float(action.temperature[0]), 4)
     0.8187
     """
@@ -165,8 +139,9 @@ class Integral(_Stateless):
         """See `Controller`: writes `temperature`."""
         step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy)
         factor = _factor(signal, action, step)
-        highest = upper_bound(self.highest_temperature, signal)
-        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
+        temperature = action.temperature * factor
+        bounds = self.lowest_temperature, self.highest_temperature
+        return set_temperature(action, temperature, *bounds), state
 
 
 @pytree
@@ -192,7 +167,8 @@ class Normalised(_Stateless):
     >>> signal = quiet_signal(1)._replace(
     ...     tempered_entropy=jnp.array([3.0]), tempered_varentropy=jnp.array([4.0])
     ... )
-    >>> action, _ = Normalised(target_entropy=1.0).update(signal, plain_action(jnp.array([1.0])), ())
+    >>> law = Normalised(target_entropy=1.0, highest_temperature=2.0)
+    >>> action, _ = law.update(signal, plain_action(jnp.array([1.0])), ())
     >>> round(float(action.temperature[0]), 4)
     0.8607
     """
@@ -209,8 +185,9 @@ class Normalised(_Stateless):
         slope = jnp.maximum(_finite(signal.tempered_varentropy), self.lowest_varentropy)
         step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy) / slope
         factor = _factor(signal, action, jnp.clip(step, -jnp.asarray(self.largest_step), self.largest_step))
-        highest = upper_bound(self.highest_temperature, signal)
-        return _set_temperature(action, action.temperature * factor, self.lowest_temperature, highest), state
+        temperature = action.temperature * factor
+        bounds = self.lowest_temperature, self.highest_temperature
+        return set_temperature(action, temperature, *bounds), state
 
 
 @pytree
@@ -232,7 +209,8 @@ class Exact(_Stateless):
     >>> from entropic_jax.entropy import at_temperature
     >>> from entropic_jax.state import plain_action, quiet_signal
     >>> signal = quiet_signal(1)._replace(logits=jnp.array([[3.0, 1.0, 0.0]]))
-    >>> action, _ = Exact(target_entropy=0.5).update(signal, plain_action(jnp.array([1.0])), ())
+    >>> law = Exact(target_entropy=0.5, highest_temperature=2.0)
+    >>> action, _ = law.update(signal, plain_action(jnp.array([1.0])), ())
     >>> round(float(at_temperature(signal.logits, action.temperature).entropy[0]), 4)
     0.5
     """
@@ -248,12 +226,12 @@ class Exact(_Stateless):
             return jnp.broadcast_to(jnp.asarray(gain, jnp.float32), action.temperature.shape)
 
         logits, target_entropy = _logits(signal), by_row(self.target_entropy)
-        highest = upper_bound(by_row(self.highest_temperature), signal)
+        highest = by_row(self.highest_temperature)
         clips = jnp.minimum(by_row(self.lowest_temperature), highest), highest
         finite = jnp.isfinite(jnp.max(logits, axis=-1)) & jnp.isfinite(target_entropy)
         safe = jnp.where(finite[:, None], logits, 0.0), jnp.where(finite, target_entropy, 0.0)
         temperature = solve_temperature(*safe, action.temperature, *clips)
-        return _set_temperature(action, jnp.where(finite, temperature, jnp.nan), *clips), state
+        return set_temperature(action, jnp.where(finite, temperature, jnp.nan), *clips), state
 
 
 @pytree
@@ -329,7 +307,7 @@ class EDT(_Stateless):
         """See `Controller`: writes `temperature`."""
         entropy, finite = _plain_entropy(signal)
         temperature = self.base * jnp.exp(jnp.log(0.8) * self.theta / jnp.maximum(entropy, SMALLEST))
-        return _set_temperature(
+        return set_temperature(
             action, jnp.where(finite, temperature, jnp.nan), self.lowest_temperature, jnp.inf
         ), state
 
@@ -370,17 +348,6 @@ class DynaTemp(_Stateless):
         ratio = jnp.where(positive, entropy, 1.0) / jnp.where(positive, max_entropy(_logits(signal)), 1.0)
         power = jnp.where(positive, jnp.exp(self.exponent * jnp.log(ratio)), 0.0)
         temperature = self.lowest_temperature + (self.highest_temperature - self.lowest_temperature) * power
-        return _set_temperature(
+        return set_temperature(
             action, jnp.where(finite, temperature, jnp.nan), self.lowest_temperature, self.highest_temperature
         ), state
-
-
-LAWS: dict[str, type] = {
-    "paper": Paper,
-    "integral": Integral,
-    "normalised": Normalised,
-    "exact": Exact,
-    "mirostat": Mirostat,
-    "edt": EDT,
-    "dynatemp": DynaTemp,
-}

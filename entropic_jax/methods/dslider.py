@@ -35,8 +35,8 @@ from .. import entropy, sampling
 from ..control.temperature_solver import solve_temperature
 from ..sampling.randomness import random_bits
 from ..state import Action, Signal
-from ..state.pytree import STATIC, pytree
-from .entropix import Gain, step_inputs
+from ..state.pytree import STATIC, Gain, pytree
+from .entropix import step_inputs
 
 SHIFT = 6  # terms of the recurrence before the asymptotic series of the trigamma function
 LEAST_SPREAD = 0.01  # nats of E[ln Σ]: the least variation assumed in a fit; without any, α is infinite

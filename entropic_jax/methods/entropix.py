@@ -28,9 +28,7 @@ from ..calibration import LEVELS, Calibration
 from ..sampling.randomness import random_bits
 from ..sampling.truncation import truncate
 from ..state import Action, Signal
-from ..state.pytree import STATIC, pytree
-
-Gain = float | jax.Array
+from ..state.pytree import STATIC, Gain, pytree
 
 FLOW, CLARIFY, EXPLORE, RESAMPLE, ADAPT = range(5)
 QUADRANTS = ("flow", "clarify", "explore", "resample", "adapt")

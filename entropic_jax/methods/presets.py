@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 from ..attention.page_selection import Selection, SelectionRules
 from ..control.controller import Chain, chain
 from ..control.entropy_drop import AR1, PRIOR
+from ..control.laws import LAWS, SCHEDULES
 from ..control.pruning import Pruning
-from ..control.scheduling import SCHEDULES
-from ..control.temperature import LAWS
 from ..parameter_tables.control_gains import (
     CALIBRATED,
     GAINS,

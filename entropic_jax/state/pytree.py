@@ -6,6 +6,8 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 
 T = TypeVar("T")
+Gain = float | jax.Array
+"""The value of a gain of a control law: a number for all rows, or an array `[rows]`."""
 STATIC = "static"  # marks a field of a `pytree` class that is part of the structure, not a leaf
 
 

@@ -41,6 +41,7 @@ class Ranking:
     def __init__(self, policy: str, prior: AR1) -> None:
         """`policy` is "entropic", "predicted" or "fcfs"; `prior` describes H₁ before the first token."""
         self.policy, self.law = policy, Scheduling(width=1)
+        self.ageing, self.bound = float(self.law.ageing), float(self.law.bound)
         self.prior_drop = float(load_or_compile(_prior_drop, (prior,))[0](prior))
         self.work_prediction = WorkPrediction()
         self.longest_wait = 0.0  # rounds that a sequence has waited for its first row, at most
@@ -62,11 +63,11 @@ class Ranking:
             sequence.entropic_priority = priority
 
         def stated(sequence: Sequence) -> float:
-            promotions = sequence.rounds_waited(rounds) * self.law.ageing // self.law.bound
+            promotions = sequence.rounds_waited(rounds) * self.ageing // self.bound
             return sequence.engine_request.priority - promotions
 
         if self.policy == "predicted":
-            overdue = np.array([s.rounds_waited(rounds) * self.law.ageing >= self.law.bound for s in ordered])
+            overdue = np.array([s.rounds_waited(rounds) * self.ageing >= self.bound for s in ordered])
             ordered = [ordered[place] for place in self.work_prediction.order(ordered, overdue)]
             return sorted(ordered, key=stated)
         if self.policy == "fcfs":
@@ -87,7 +88,7 @@ class Ranking:
 
     def longest_allowed(self, rows: int) -> float:
         """Rounds that no sequence may have waited longer than: B/a + ⌈n/c⌉."""
-        return self.law.bound / self.law.ageing + math.ceil(self.most_waiting / rows)
+        return self.bound / self.ageing + math.ceil(self.most_waiting / rows)
 
     def priorities(self, sequences: list[Sequence], rounds: float, expected_drop: np.ndarray) -> np.ndarray:
         """π of each sequence, float64, in nats per unit of load.

@@ -27,7 +27,7 @@ from ..request import RequestError
 
 @pytree
 class Switched:
-    """A law for those rows only that are switched on; the others keep their action."""
+    """A law for those rows only that are switched on; the others keep their action and state."""
 
     on: Any  # bool [rows]
     law: Any
@@ -36,9 +36,8 @@ class Switched:
         return self.law.init(action)
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
-        changed, state = self.law.update(signal, action, state)
         on = jnp.broadcast_to(jnp.asarray(self.on), action.temperature.shape)
-        return jax.tree.map(lambda new, old: jnp.where(on, new, old), changed, action), state
+        return update_rows(self.law, signal._replace(emitting=signal.emitting & on), action, state)
 
 
 @pytree

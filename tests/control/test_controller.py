@@ -12,7 +12,8 @@ import pytest
 
 from entropic_jax import entropy
 from entropic_jax.control import Every, When, chain, pytree
-from entropic_jax.control.temperature import EDT, LAWS, DynaTemp, Exact, Integral, Mirostat, Normalised, Paper
+from entropic_jax.control.laws import LAWS
+from entropic_jax.control.temperature import EDT, DynaTemp, Exact, Integral, Mirostat, Normalised, Paper
 from entropic_jax.state import Action, Signal, plain_action, quiet_signal
 from tests import tiny
 

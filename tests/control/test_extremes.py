@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, generate, parameters, start
-from entropic_jax.control.temperature import LAWS
+from entropic_jax.control.laws import LAWS
 from entropic_jax.methods.presets import Gains, preset
 from entropic_jax.state import FAILED, FULL
 from tests import tiny

@@ -13,6 +13,7 @@ import pytest
 
 from entropic_jax.control import pruning, scheduling, temperature
 from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.control.laws import LAWS
 from tests.control.test_replay_gradients import STEPS, outside_of_traces, quotients_agree, run, with_slopes
 
 assert outside_of_traces  # used as a fixture
@@ -156,7 +157,7 @@ def of_law(kind: type, names: tuple[str, ...]) -> Any:
 
 
 def test_no_gain_is_left_out():
-    laws = {*temperature.LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.LinearPruning}
+    laws = {*LAWS.values(), pruning.Pruning, pruning.FixedPruning, pruning.LinearPruning}
     for law in laws | {scheduling.Scheduling, scheduling.PaperScheduling}:
         seen = {gain for case in CASES.values() if case.law is law for gain in case.gains}
         fields = {field.name for field in dataclasses.fields(law)} - {"width", "prior"} - WITHOUT

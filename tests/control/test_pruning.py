@@ -10,8 +10,8 @@ import pytest
 
 from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import AR1
+from entropic_jax.control.laws import LAWS
 from entropic_jax.control.pruning import FixedPruning, LinearPruning, Pruning, limit_at_entropy
-from entropic_jax.control.temperature import LAWS
 from entropic_jax.methods.presets import PRESETS, Gains, preset
 from entropic_jax.state import plain_action, quiet_signal
 

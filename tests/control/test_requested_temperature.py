@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.control import chain
-from entropic_jax.control.temperature import LAWS, Normalised
+from entropic_jax.control.laws import LAWS
+from entropic_jax.control.temperature import Normalised
 from entropic_jax.methods.presets import preset
 from entropic_jax.state import plain_action
 from tests import tiny

@@ -15,7 +15,8 @@ from hypothesis.extra.numpy import arrays
 
 from entropic_jax.control import chain, scheduling
 from entropic_jax.control.entropy_drop import AR1
-from entropic_jax.control.scheduling import SCHEDULES, PaperScheduling, RowLoad, Scheduling
+from entropic_jax.control.laws import SCHEDULES
+from entropic_jax.control.scheduling import PaperScheduling, RowLoad, Scheduling
 from entropic_jax.state import Signal, plain_action, quiet_signal
 from tests.control.test_entropy_drop import PRIOR, all_emitting, exact_ar1
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from entropic_jax import entropy, parameters
-from entropic_jax.control import chain
+from entropic_jax.control import chain, update_rows
+from entropic_jax.control.laws import LAWS
 from entropic_jax.control.temperature import (
     EDT,
-    LAWS,
     DynaTemp,
     Exact,
     Integral,
@@ -92,7 +92,7 @@ def seen(logits, temperature) -> Signal:
 
 @jax.jit
 def act(law, signal, action):
-    return law.update(signal, action, law.init(action))[0]
+    return update_rows(law, signal, action, law.init(action))[0]
 
 
 @jax.jit

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from entropic_jax.control import pytree
+from entropic_jax.control import pytree, update_rows
 from entropic_jax.state import Action, Signal
 
 
@@ -31,7 +31,7 @@ class Shuffled:
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`."""
         inner, steps = state
-        decided, inner = self.law.update(signal, action, inner)
+        decided, inner = update_rows(self.law, signal, action, inner)
         key = jax.random.fold_in(jax.random.key(jnp.int32(self.seed)), steps[0])
         order = jax.random.permutation(key, steps.shape[0])
         return exchanged(action, decided, order), (inner, steps + 1)
@@ -54,7 +54,7 @@ class Delayed:
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`."""
         inner, (temperature, limit) = state
-        decided, inner = self.law.update(signal, action, inner)
+        decided, inner = update_rows(self.law, signal, action, inner)
         late = action._replace(temperature=temperature, surprisal_limit=limit)
         return late, (inner, (decided.temperature, decided.surprisal_limit))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from entropic_jax.control import pytree
-from entropic_jax.control.temperature import upper_bound
+from entropic_jax.control.temperature_bounds import upper_bound
 from entropic_jax.control.temperature_solver import SMALLEST, solve_temperature
 from entropic_jax.entropy import at_temperature
 from entropic_jax.state import Action, Signal
