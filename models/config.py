@@ -174,9 +174,8 @@ class Config:
         _require(even, self, "head_dim", "an even number (positions rotate pairs)")
         for name in ("layer_types", "no_rope_layers"):
             value = getattr(self, name)
-            _require(
-                not value or len(value) == layers, self, name, f"a list of {layers} entries, one a layer"
-            )
+            unset = value is None or (value == () and name == "no_rope_layers")
+            _require(unset or len(value) == layers, self, name, f"a list of {layers} entries, one a layer")
         chunked = CHUNKED in (self.layer_types or ())
         _require(
             not chunked or self.attention_chunk_size is not None,

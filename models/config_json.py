@@ -25,6 +25,7 @@ from .config import (
 from .formats import weight_format
 from .rope import FIELDS, RopeScaling
 
+FIELD_NAMES = tuple(f.name for f in dataclasses.fields(Config))
 REQUIRED = tuple(f.name for f in dataclasses.fields(Config)[1:] if f.default is dataclasses.MISSING)
 COMMON = (  # keys that every family reads
     *REQUIRED,
@@ -43,6 +44,9 @@ ZERO_MEANS_UNSET = (
     "head_dim",
     "intermediate_size_mlp",
 )  # in a Config, but not in config.json
+DERIVES_LAYER_TYPES = {  # keys of families that make layer_types of something else where it is absent
+    *("sliding_window_pattern", "attention_chunk_size", "max_window_layers", "no_rope_layer_interval"),
+}
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}  # of every family
 ROPE_KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
 MOST_PAIRS = 4096  # of a head, with a factor each
@@ -272,6 +276,74 @@ def factors(name: str, value: Any) -> tuple[float, ...]:
 def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
     """The config.json that describes a Config, for transformers 4 and 5 alike.
 
+    `from_json` reads it as the same model, and as an equal Config but for what can be said in several ways.
+    These become their defaults: fields without a key in the family, fields of other kinds of scaling, and
+    `intermediate_size_mlp` 0. `num_nextn_predict_layers` becomes 0: `save` writes no such layers.
+    `layer_types` None becomes the list that it stands for where the family would derive another,
+    `no_rope_layers` () a list of ones, and `rope_local_base_freq` None `rope_theta`.
+
+    Args:
+        config: the model's configuration.
+        family: its family, which names the architecture.
+        dtype: the dtype of the weights on disk.
+
+    Raises:
+        ModelError: a field has a value that matters and that the family's config.json cannot state.
+    """
+    result = described(config, family, dtype)
+    reread = from_json(result, family)
+    if specification(reread, family) == specification(config, family):
+        return result
+    changed = [name for name in FIELD_NAMES if getattr(config, name) != getattr(reread, name)]
+    matters = [name for name in changed if changes_model(reread, name, getattr(config, name), family)]
+    name = (matters or changed)[0]
+    expected, value = getattr(reread, name), getattr(config, name)
+    if isinstance(expected, RopeScaling) and isinstance(value, RopeScaling):
+        part = next(part for part in value._fields if getattr(expected, part) != getattr(value, part))
+        name, expected, value = f"{name}.{part}", getattr(expected, part), getattr(value, part)
+    raise ModelError(
+        f"{name} must be {abbreviate(expected)}, since config.json of {family.architecture} "
+        f"cannot state another value for this model; got {abbreviate(value)}"
+    )
+
+
+def specification(config: Config, family: Family) -> tuple[Any, ...]:
+    """All that a family's model computes, as a value that can be compared."""
+    layers = (family.block(config, i) for i in range(config.num_hidden_layers))
+    return (*layers, family.output(config), config.longest_context)
+
+
+def changes_model(config: Config, name: str, value: Any, family: Family) -> bool:
+    """Whether a model computes something else with another value of one field.
+
+    Args:
+        config: the model's configuration.
+        name: of the field.
+        value: its other value.
+        family: the family of the model.
+    """
+    try:
+        other = specification(dataclasses.replace(config, **{name: value}), family)
+    except ModelError:  # not by itself
+        return False
+    return other != specification(config, family)
+
+
+def written_layer_types(config: Config, family: Family) -> tuple[str, ...] | None:
+    """The kind of every layer as config.json must state it; None where it need not."""
+    keys, windowed = family.defaults, config.sliding_window is not None
+    if "layer_types" not in keys or config.layer_types is not None:
+        return config.layer_types
+    unread = "use_sliding_window" in keys and not windowed
+    if unread or not DERIVES_LAYER_TYPES & keys.keys():
+        return None
+    slides = windowed and "sliding_window" in keys
+    return (SLIDING if slides else FULL,) * config.num_hidden_layers
+
+
+def described(config: Config, family: Family, dtype: str) -> dict[str, Any]:
+    """The keys and values of config.json.
+
     Args:
         config: the model's configuration.
         family: its family, which names the architecture.
@@ -295,20 +367,25 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
     }
     if "use_sliding_window" in family.defaults:
         extra["use_sliding_window"] = config.sliding_window is not None
-    if config.layer_types is not None and "layer_types" in family.defaults:
-        kinds = list(config.layer_types)
-        extra["layer_types"] = kinds
+    if "num_nextn_predict_layers" in family.defaults:
+        extra["num_nextn_predict_layers"] = 0
+    stated = written_layer_types(config, family)
+    if stated is not None and "layer_types" in family.defaults:
+        extra["layer_types"] = kinds = list(stated)
         if "max_window_layers" in family.defaults:
             extra["max_window_layers"] = kinds.index(SLIDING) if SLIDING in kinds else len(kinds)
     if "no_rope_layers" in family.defaults and not config.no_rope_layers:
         extra["no_rope_layers"] = [1] * config.num_hidden_layers
     if "rope_local_base_freq" in family.defaults:
-        local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq or config.rope_theta}
+        extra["rope_local_base_freq"] = config.rope_local_base_freq or config.rope_theta
+        local = {"rope_type": "default", "rope_theta": extra["rope_local_base_freq"]}
         plain = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
         extra["rope_parameters"] = {FULL: plain, SLIDING: local}
-    if scaling is not None and "original_max_position_embeddings" in family.defaults:
-        extra["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    original = (scaling or {}).get("original_max_position_embeddings")
+    if original is not None and "original_max_position_embeddings" in family.defaults:
+        extra["original_max_position_embeddings"] = original
     names = {*COMMON, *family.defaults} - {"sliding_window_pattern", "no_rope_layer_interval"}
+    names -= {name for name in ZERO_MEANS_UNSET if known[name] == 0}
     result = {**{name: known[name] for name in known if name in names}, **extra}
     aliased = {theirs: result[ours] for ours, theirs in family.aliases.items() if ours in result}
     return {**family.required, **result, **aliased}

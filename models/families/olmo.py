@@ -37,7 +37,8 @@ FAMILIES = (
     Family(
         "Olmo3ForCausalLM",
         "olmo3",
-        {**KEYS, "max_position_embeddings": 65536, "rope_theta": 5e5, "rope_local_base_freq": None}
+        # As in transformers 5, a `rope_theta` for all layers is that of the layers without a window.
+        {**KEYS, "max_position_embeddings": 65536, "rope_theta": 5e5, "rope_local_base_freq": 5e5}
         | {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
         olmo,
         renames=RENAMES,

@@ -1,5 +1,6 @@
 """Random damage to model directories: fields, structure and text of JSON files, headers, kinds of files."""
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def change_values(directory: Path, rng: np.random.Generator) -> str:
         try:
             for key in path[:-1]:
                 parent = parent[key]
-            parent[path[-1]] = pick(rng, VALUES)
+            parent[path[-1]] = copy.deepcopy(pick(rng, VALUES))  # which a later change may reach into
             changes.append(f"{path} = {str(parent[path[-1]])[:40]}")
             if rng.random() < 0.15:
                 changes.append("deleted")

@@ -9,11 +9,12 @@ from entropic_jax import models
 from entropic_jax.models import ModelError
 from entropic_jax.models.config_json import from_json
 from entropic_jax.models.decoder import family
-from tests.models.family_cases import FULL, LLAMA3, SIZES, longrope
+from tests.models.family_cases import FULL, LLAMA3, SIZES, SLIDING, longrope
 from tests.models.oracle import TOLERANCE, paged_logits, random_model
 
 GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
 LONG = {**longrope(4), "type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
+OLMO3 = {"sliding_window": 6, "num_hidden_layers": 4}
 # Family, settings of the model, and keys of config.json that change after it is written; None: left out.
 READ = {
     "gelu of Gemma 1": ("Gemma", {"head_dim": 8}, {"hidden_act": "gelu", "hidden_activation": None}),
@@ -23,6 +24,26 @@ READ = {
     "no rotation of Ministral 3": ("Ministral3", {"head_dim": 8}, {"rope_parameters": None}),
     "no rotation of Apertus": ("Apertus", {}, {"rope_parameters": None, "rope_theta": 1e4}),
     "no rotation of Cohere": ("Cohere", {}, {"rope_parameters": None}),
+    "one base of OLMo 3": ("Olmo3", OLMO3, {"rope_parameters": None, "rope_theta": 500.0}),
+    "a scaling of OLMo 3": (
+        "Olmo3",
+        OLMO3,
+        {
+            "rope_parameters": None,
+            "rope_theta": 500.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    "layers of OLMo 3 without a window": (
+        "Olmo3",
+        OLMO3,
+        {"rope_theta": 500.0, "rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "layers of OLMo 3 with a window": (
+        "Olmo3",
+        OLMO3,
+        {"rope_theta": 500.0, "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
     "length of the model": (
         "Llama",
         {},
