@@ -16,6 +16,7 @@ LARGEST_INTEGER = 2**31 - 1
 LARGEST_NUMBER = 1e30
 MOST_EXPERTS, MOST_LAYERS = 16384, 16384
 LARGEST_JSON = 64_000_000  # bytes
+LARGEST_SETTINGS = 8_000_000  # bytes, of a file of settings: a second of parsing
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
 SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_tanh": "gelu_pytorch_tanh"}
 
@@ -164,7 +165,10 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             check: Check = field.metadata["check"]
-            _require(check.accepts(getattr(self, field.name)), self, field.name, check.requirement)
+            value = getattr(self, field.name)
+            _require(check.accepts(value), self, field.name, check.requirement)
+            if is_integer(value) and value > LARGEST_INTEGER:  # a number, which JAX takes for an int32
+                object.__setattr__(self, field.name, float(value))
         heads, layers = self.num_attention_heads, self.num_hidden_layers
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
@@ -254,12 +258,15 @@ def require_file(path: Path) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ModelError if the file is missing, malformed or holds no object."""
+def read_json(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
+    """The object in a JSON file of at most so many bytes.
+
+    Raises ModelError if the file is missing, malformed or larger, or holds no object.
+    """
     require_file(path)
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise ModelError(f"{path} must be at most {LARGEST_JSON} bytes; got {path.stat().st_size}")
+        if path.stat().st_size > most:
+            raise ModelError(f"{path} must be at most {most} bytes; got {path.stat().st_size}")
         value = json.loads(path.read_text("utf-8"))
     except ModelError:
         raise

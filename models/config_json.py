@@ -318,8 +318,8 @@ def changes_model(config: Config, name: str, value: Any, family: Family) -> bool
 
     Args:
         config: the model's configuration.
-        name: of the field.
-        value: its other value.
+        name: the name of the field.
+        value: the other value of the field.
         family: the family of the model.
     """
     try:

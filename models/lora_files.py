@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import Config, ModelError, abbreviate, is_integer, is_number, read_json
+from .config import LARGEST_SETTINGS, Config, ModelError, abbreviate, is_integer, is_number, read_json
 from .formats.safetensors_files import open_safetensors
 from .formats.settings import Settings
 from .formats.stored import DTYPES, StoredTensor, as_float32
@@ -77,7 +77,7 @@ def matching(patterns: Mapping[str, Any], module: str) -> str:
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """The configuration of an adapter. Raises ModelError for a field that cannot be honoured."""
     file = directory / CONFIG
-    raw = read_json(file)
+    raw = read_json(file, LARGEST_SETTINGS)
     settings = Settings(raw, str(file))
     settings.choice("peft_type", ("LORA",))
     settings.choice("bias", ("none",), "none")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import sharding, weights
-from .config import Config, ModelError, abbreviate, is_integer, read_json
+from .config import LARGEST_SETTINGS, Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import LOG, log_activations, weight_format
@@ -80,7 +80,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not is_there(file) and (stored := gguf_path(path)) is not None:
         return gguf_config(stored)
-    return read_json(file)
+    return read_json(file, LARGEST_SETTINGS)
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
@@ -175,7 +175,7 @@ def read_generation(path: Path, config: Config) -> dict[str, Any]:
     """The object in generation_config.json, {} if there is none. Raises ModelError for wrong tokens."""
     if not is_there(path):
         return {}
-    generation = read_json(path)
+    generation = read_json(path, LARGEST_SETTINGS)
     for name in ("bos_token_id", "eos_token_id"):
         stated = generation.get(name)
         ids = stated if isinstance(stated, list) else [] if stated is None else [stated]

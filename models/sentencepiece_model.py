@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from .config import ModelError, read_json, require_file
+from .config import LARGEST_SETTINGS, ModelError, read_json, require_file
 from .gguf_tokenizer import KEY, sentencepiece
 from .tokenizer import Tokenizer, check_settings, is_there
 
@@ -34,7 +34,7 @@ def sentencepiece_tokenizer(directory: Path) -> Tokenizer | None:
     if not is_there(path):
         return None
     require_file(path)
-    settings = read_json(settings_file) if is_there(settings_file) else {}
+    settings = read_json(settings_file, LARGEST_SETTINGS) if is_there(settings_file) else {}
     try:
         check_settings(settings)
     except ModelError as error:

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from . import chat_templates
-from .config import ModelError, abbreviate, read_json, require_file
+from .config import LARGEST_SETTINGS, ModelError, abbreviate, read_json, require_file
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
@@ -90,7 +90,7 @@ class Tokenizer:
         except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
             raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
         settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        settings = read_json(settings_file) if is_there(settings_file) else {}
+        settings = read_json(settings_file, LARGEST_SETTINGS) if is_there(settings_file) else {}
         try:
             check_settings(settings)
             settings = {name: value for name, value in settings.items() if name not in SURROUNDING}

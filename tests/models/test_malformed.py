@@ -18,7 +18,8 @@ from tokenizers.models import WordLevel
 
 from entropic_jax import models
 from entropic_jax.models import Config, ModelError, RopeScaling
-from tests.models.damage import damage
+from entropic_jax.models.config import LARGEST_SETTINGS
+from tests.models.damage import VALUES, damage
 
 SIZES = (61, 16, 24, 2, 4, 2)
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
@@ -230,6 +231,37 @@ def test_errors_name_file_and_field(name, tmp_path):
     with pytest.raises(ModelError, match=expected):
         models.load(tmp_path, progress=False)
     assert require_one_line(tmp_path) is not None
+
+
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_large_files_are_refused_unread(name, tmp_path):
+    """Parsing and quoting a value of many objects takes longer than any error is worth."""
+    directory_of("phi3", tmp_path)
+    file = tmp_path / name
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps({**stated, "rope_parameters": [{}] * LARGEST_SETTINGS}))
+    begin = time.process_time()
+    with pytest.raises(ModelError, match=rf"{name} must be at most {LARGEST_SETTINGS} bytes; got \d+"):
+        models.load(tmp_path, progress=False)
+    assert time.process_time() - begin < SECONDS
+
+
+def test_large_integers_are_numbers(tmp_path):
+    """An integer beyond 32 bits in the place of a number."""
+    fields = {"final_logit_softcapping": 10**12, "query_pre_attn_scalar": 10**12}
+    set_field("config.json", **fields)(directory_of("gemma3", tmp_path))
+    require_usable(models.load(tmp_path, progress=False))
+
+
+def test_damage_depends_on_the_seed_alone(sharded, tmp_path):
+    """A seed does not change the values that later ones choose from."""
+    values = repr(VALUES)
+    for seed in range(SEEDS):
+        damage(shutil.copytree(sharded["gemma3"], tmp_path / str(seed)), seed)
+    assert repr(VALUES) == values
 
 
 def test_swish_is_silu(tmp_path):
