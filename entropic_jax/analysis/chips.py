@@ -1,5 +1,6 @@
 """Public figures of TPU chips, and topologies by name: what a plan of a model on a slice is computed from."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -41,6 +42,25 @@ class Topology(NamedTuple):
         for size in self.shape:
             number *= size
         return number
+
+    def group(self, groups: int) -> "Topology":
+        """The part of the slice that is one of as many equal groups of chips.
+
+        The chips are numbered along the last axis first, and those of a group follow each other.
+
+        Args:
+            groups: divides the number of chips.
+
+        >>> topology("v5e:2x4").group(2).name, topology("v5p:2x2x4").group(8).name
+        ('v5e:1x4', 'v5p:1x1x2')
+        """
+        shape = []
+        for size in self.shape:
+            divisor = math.gcd(size, groups)
+            shape.append(size // divisor)
+            groups //= divisor
+        name = f"{self.name.partition(':')[0]}:{'x'.join(map(str, shape))}"
+        return Topology(name, self.chip, tuple(shape))
 
     @property
     def bandwidth(self) -> float:

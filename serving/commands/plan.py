@@ -37,15 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kv_cache.add_argument(parser)
     parser.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=positive,
+        default=1,
+        metavar="INT",
+        help="engines, each with a copy of the model on an equal part of the chips (default: 1)",
+    )
+    parser.add_argument(
         "--expert-parallel-size",
         type=positive,
         default=1,
         metavar="INT",
-        help="groups of chips over which experts are divided; their number of chips is the tensor axis "
-        "(default: 1)",
+        help="groups of an engine's chips over which experts are divided; their number of chips is the "
+        "tensor axis (default: 1)",
     )
     parser.add_argument(
-        "--max-num-seqs", type=positive, default=32, metavar="INT", help="sequences (default: 32)"
+        "--max-num-seqs",
+        type=positive,
+        default=32,
+        metavar="INT",
+        help="sequences of an engine (default: 32)",
     )
     parser.add_argument(
         "--max-model-len",
@@ -72,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs
     plan, note, smallest = make(options)
     if options.json:
-        print(json.dumps(as_json(plan, note, smallest)))
+        print(json.dumps(as_json(plan, options.data_parallel_size, note, smallest)))
     else:
         print("\n".join(describe(options, plan, note, smallest)))
     return int(plan.sequences == 0)
@@ -92,12 +104,11 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         slice_ = topology(options.topology)
     except ValueError as error:
         raise ParameterError(str(error), "topology") from None
-    experts = options.expert_parallel_size
-    if slice_.devices % experts:
-        raise ParameterError(
-            f"expert_parallel_size must divide the number of chips, {slice_.devices}; got {experts}",
-            "expert_parallel_size",
-        )
+    ranks, experts = options.data_parallel_size, options.expert_parallel_size
+    check_divides("data_parallel_size", ranks, "the number of chips", slice_.devices)
+    slice_ = slice_.group(ranks)
+    chips = "the number of chips" if ranks == 1 else "the chips of an engine"
+    check_divides("expert_parallel_size", experts, chips, slice_.devices)
     try:
         config = read_config(options.model)
         check_sizes(config, slice_.devices // experts, experts)
@@ -121,18 +132,51 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     batch = batch._replace(rows=rows, pages=rows * per_row)
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
     try:
-        devices = ahead_of_time.devices_of(options.topology)
+        devices = ahead_of_time.devices_of(slice_.name)
     except RuntimeError as error:
         return plan, str(error), None
     compiled = ahead_of_time.compile_step(config, devices, batch, dtypes, setting, experts)
     return make_plan(config, slice_, dtypes, state, compiled, experts), "", None
 
 
-def as_json(plan: "Plan", note: str, smallest: str | None) -> dict[str, Any]:
+def check_divides(option: str, value: int, name: str, number: int) -> None:
+    """Raise ParameterError unless the value of an option divides a number.
+
+    Args:
+        option: The name of the option.
+        value: The value of the option.
+        name: What the number is.
+        number: To be divided.
+    """
+    if number % value:
+        raise ParameterError(f"{option} must divide {name}, {number}; got {value}", option)
+
+
+def of_all_ranks(plan: "Plan", ranks: int) -> dict[str, Any]:
+    """What as many engines as there are ranks hold and do together, each with the plan's chips.
+
+    Args:
+        plan: The plan of one engine.
+        ranks: Number of engines.
+    """
+    chips, cached = plan.devices * ranks, max(0, plan.pages) * plan.page_bytes
+    return {
+        "engines": ranks,
+        "devices": chips,
+        "weight_bytes": chips * plan.weight_bytes,
+        "kv_cache_bytes": chips * cached,
+        "sequences": ranks * plan.sequences,
+        "tokens": ranks * max(0, plan.pages) * plan.page_size,
+        "tokens_per_second": {ranks * rows: ranks * rate for rows, rate in plan.tokens_per_second.items()},
+    }
+
+
+def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[str, Any]:
     """The plan as JSON has it.
 
     Args:
-        plan: To be shown.
+        plan: To be shown, of one engine.
+        ranks: Number of engines.
         note: Why the step was not compiled, if it was not.
         smallest: Where nothing fits, the first slice on which a sequence does.
     """
@@ -147,6 +191,7 @@ def as_json(plan: "Plan", note: str, smallest: str | None) -> dict[str, Any]:
         "roofline": {**plan.roofline._asdict(), "total": plan.roofline.total},
         "not_compiled": note or None,
         "fits_on": smallest,
+        "total": of_all_ranks(plan, ranks),
     }
 
 
@@ -168,10 +213,33 @@ def window_note(plan: "Plan") -> list[str]:
 
 def axes_of(options: argparse.Namespace, plan: "Plan") -> str:
     """How the model is divided, in words."""
-    experts = options.expert_parallel_size
+    ranks, experts = options.data_parallel_size, options.expert_parallel_size
     if experts == 1:
-        return "tensor parallel"
-    return f"{plan.devices // experts} along tensor, {experts} along expert"
+        axes = "tensor parallel"
+    else:
+        axes = f"{plan.devices // experts} along tensor, {experts} along expert"
+    return axes if ranks == 1 else f"{ranks} engines with {plan.devices} each, {axes}"
+
+
+def totals(plan: "Plan", ranks: int) -> list[str]:
+    """Lines on all engines together, where there are several.
+
+    Args:
+        plan: The plan of one engine.
+        ranks: Number of engines.
+    """
+    if ranks == 1:
+        return []
+    total = of_all_ranks(plan, ranks)
+    rates = total["tokens_per_second"].items()
+    return [
+        "",
+        f"{ranks} engines, {total['devices']} chips together",
+        f"  weights      {total['weight_bytes'] / MIB:10.1f} MiB   {ranks} copies",
+        f"  KV cache     {total['kv_cache_bytes'] / MIB:10.1f} MiB   {total['tokens']} tokens",
+        f"  {total['sequences']} sequences of {plan.context} positions",
+        *(f"  {rows:4} rows: at most {rate:8.0f} tokens/s" for rows, rate in rates),
+    ]
 
 
 def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str | None) -> list[str]:
@@ -185,11 +253,12 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     """
     from entropic_jax.analysis.plan import counted
 
-    axes = axes_of(options, plan)
+    axes, ranks = axes_of(options, plan), options.data_parallel_size
+    chips, of_each = ranks * plan.devices, "" if ranks == 1 else " of each engine"
     mebibytes = lambda number: f"{number / MIB:10.1f} MiB"
     pages = f"{plan.pages} pages of {plan.page_size} positions"
     lines = [
-        f"{options.model} in {options.dtype} on {options.topology}: {plan.devices} chips, {axes}",
+        f"{options.model} in {options.dtype} on {options.topology}: {chips} chips, {axes}",
         f"numbers from: {plan.source}" + (f" ({note})" if note else ""),
         "",
         "per chip",
@@ -198,10 +267,10 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
         f"  other state  {mebibytes(plan.state_bytes)}",
         f"  temporaries  {mebibytes(plan.temporary_bytes)}",
         f"  memory       {mebibytes(plan.memory_bytes)}   90 % of it may be in use",
-        what_fits(plan, smallest),
+        what_fits(plan, smallest) if ranks == 1 else f"of each engine, {what_fits(plan, smallest)}",
         *window_note(plan),
         "",
-        f"a decode step of {plan.rows} rows with {plan.context} positions each",
+        f"a decode step{of_each} of {plan.rows} rows with {plan.context} positions each",
     ]
     lines += [
         f"  {name:<18} {number:4} times {mebibytes(size)} per chip"
@@ -212,5 +281,6 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     lines += [
         f"  {parts} = {time.total:.2f} ms at least",
         *(f"  {rows:4} rows: at most {rate:8.0f} tokens/s" for rows, rate in plan.tokens_per_second.items()),
+        *totals(plan, ranks),
     ]
     return lines

@@ -12,7 +12,7 @@ OTHER_SERVERS = {
     "--context-length": "--max-model-len",
     "--cpu-offload-gb": "all weights are on the device",
     "--cuda-graph-sizes": "programs are compiled for batch buckets: --warmup",
-    "--data-parallel-size": "only `entropic generate` and `serve` take it",
+    "--data-parallel-size": "only `entropic generate`, `serve` and `plan` take it",
     "--device": "the device is that of JAX: JAX_PLATFORMS",
     "--disable-cuda-graph": "--warmup none",
     "--disable-fastapi-docs": "there are no pages that load scripts of other hosts",

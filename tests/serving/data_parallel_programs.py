@@ -47,12 +47,19 @@ def answers(directory: str, **options: Any) -> dict[str, Any]:
             "launches": [e.programs.launches for e in engines],
             "devices": [e.device_ids() for e in engines],
             "pages": [e.sizes.pages for e in engines],
+            "weight_bytes": [bytes_on_a_device(e.model.params) for e in engines],
+            "pool_bytes": [bytes_on_a_device(e.scheduler.device_state.state.cache.layers) for e in engines],
             "collectives": sum(len(collectives(text)) for text in texts),
             "groups": sorted(
                 {match for text in texts for match in re.findall(r"replica_groups=(\S+)", text)}
             ),
             "buffers": [[s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards] for leaf in leaves],
         }
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Bytes of the arrays of a pytree that one of their devices holds."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def embed(client: httpx2.Client) -> list[float]:

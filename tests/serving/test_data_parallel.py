@@ -13,7 +13,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from entropic_jax.analysis.plan import page_bytes, weight_bytes
 from entropic_jax.mesh import make_mesh
+from entropic_jax.models.model import read_config
 from entropic_jax.serving.engine.data_parallel import DataParallelEngine, Progress, gathered
 from entropic_jax.serving.engine.interface import Embeddings, PrefixCacheReset
 from entropic_jax.serving.engine.routing import Router
@@ -148,6 +150,16 @@ def test_engines_have_devices_and_pages_of_their_own(report):
     assert report["two"]["devices"] == [[0], [1]] and report["mesh"]["devices"] == [[2], [3]]
     assert report["two by two"]["devices"] == [[0, 1], [2, 3]]
     assert report["two"]["pages"] == report["one"]["pages"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "devices"), [("one", 1), ("two", 1), ("two by two", 2)])
+def test_engines_hold_the_bytes_of_their_plan(report, directory, way, devices):
+    config = read_config(Path(directory))
+    weights, _ = weight_bytes(config, devices, 4)
+    page = page_bytes(config, devices, 16, "float32")
+    assert report[way]["weight_bytes"] == [weights] * len(report[way]["devices"])
+    assert report[way]["pool_bytes"] == [(pages + 1) * page for pages in report[way]["pages"]]
 
 
 @pytest.mark.slow

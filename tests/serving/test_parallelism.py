@@ -177,4 +177,5 @@ def test_one_prompt_is_generated_by_one_engine_which_is_said(generated):
 def test_a_command_without_data_parallelism_says_which_have_it(capsys):
     with pytest.raises(SystemExit):
         main(["chat", "--data-parallel-size", "2"])
-    assert "--data-parallel-size (only `entropic generate` and `serve` take it)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--data-parallel-size (only `entropic generate`, `serve` and `plan` take it)" in error

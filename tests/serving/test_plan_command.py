@@ -94,9 +94,48 @@ def test_a_plan_with_experts(tmp_path, capsys):
     assert "4 chips, 2 along tensor, 2 along expert" in capsys.readouterr().out
 
 
+def test_a_plan_of_several_engines_is_as_many_plans_of_one(model, capsys):
+    arguments = ["plan", "--model", model, "--no-compile", "--max-model-len", "1024", "--json"]
+    assert main([*arguments, "--topology", "v5e:1x4"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--topology", "v5e:2x4", "--data-parallel-size", "2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    total = plan.pop("total")
+    assert plan == {name: value for name, value in alone.items() if name != "total"}
+    # Embedding and output projection; of a layer q, o, k, v, gate, up, down; five norms on every chip.
+    matrices = 2 * 1024 * 512 + 2 * (2 * 512 * 1024 + 2 * 512 * 512 + 3 * 512 * 1024)
+    assert plan["weight_bytes"] == 2 * (matrices // 4 + 5 * 512)
+    assert total["weight_bytes"] == 2 * 2 * (matrices + 4 * 5 * 512)
+    page = 2 * (128 * 2 * 128 * 2 + 4 * (3 * 128 + 1))  # of one KV head: two layers, summaries included
+    assert plan["page_bytes"] == page and total["kv_cache_bytes"] == 8 * plan["pages"] * page
+    assert (total["engines"], total["devices"]) == (2, 8)
+    assert total["sequences"] == 2 * (plan["pages"] // 8) and total["tokens"] == 2 * 128 * plan["pages"]
+    rates = {str(2 * int(rows)): 2 * rate for rows, rate in alone["tokens_per_second"].items()}
+    assert total["tokens_per_second"] == rates and len(rates) > 3
+
+
+def test_the_text_of_a_plan_of_several_engines(model, capsys):
+    arguments = ["plan", "--model", model, "--topology", "v5e:2x4", "--no-compile", "-dp", "4"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 chips, 4 engines with 2 each, tensor parallel" in lines[0]
+    assert "4 engines, 8 chips together" in lines
+    assert any(line.startswith("of each engine, ") and "sequences of 8192" in line for line in lines)
+    together = lines[lines.index("4 engines, 8 chips together") :]
+    assert any(line.startswith("    32 rows: at most") for line in together)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--topology", "v5e:2x4", "--data-parallel-size", "3"],
+            "--data-parallel-size must divide the number of chips, 8; got 3",
+        ),
+        (
+            ["--topology", "v5e:2x4", "--data-parallel-size", "4", "--expert-parallel-size", "4"],
+            "--expert-parallel-size must divide the chips of an engine, 2; got 4",
+        ),
         (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
         (["--topology", "v5e:2x4"], "must divide num_key_value_heads, 4; got 8"),
         (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
