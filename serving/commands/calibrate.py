@@ -6,14 +6,13 @@ to `calibration.json` in the model's directory, from where it is used by default
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..options.option_types import positive
 from ..request import RequestError
 from . import model_options
-from .text_input import read_text
+from .text_input import check_writable, read_text, unwritable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
     texts = [read_text(path, "--text") for path in options.text]
     if not options.model.is_dir():
         raise RequestError(f"--model must be a directory with a model; got {options.model}")
-    _check_writable(file)
+    check_writable(file, "--out")
     calibration = _calibrate(*model_options.load_model(options), texts, options.tokens)
     try:
         save_calibration(calibration, file)
     except OSError as error:
-        raise _refused(file, error) from None
+        raise unwritable(file, "--out", error) from None
     console = Console(highlight=False)
     console.print(table(calibration))
     console.print(f"stored in {file}", soft_wrap=True, markup=False)
@@ -118,18 +117,3 @@ def table(calibration: "Calibration") -> "Table":
     for row in rows:
         grid.add_row(*row)
     return grid
-
-
-def _check_writable(file: Path) -> None:
-    """Say that a file cannot be written before the model has worked for it."""
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(21, "it is a directory")
-        with tempfile.NamedTemporaryFile(dir=file.parent):
-            pass
-    except OSError as error:
-        raise _refused(file, error) from None
-
-
-def _refused(file: Path, error: OSError) -> RequestError:
-    return RequestError(f"--out must be a file in a writable directory; got {file} ({error.strerror})")

@@ -3,6 +3,9 @@
 The picture is a heat map: KV heads by layer from top to bottom, segments of the text from left to right. In
 EntropyInfer's prefill, rigid heads, which attend to few positions throughout, share one budget; the budget of
 a dynamic head follows its entropy.
+
+With --calibrate and --output, measure instead how much of a text each KV head has to read, and store the
+table of needs by which a budget can be shared over layers and KV heads.
 """
 
 import argparse
@@ -12,26 +15,38 @@ from typing import TYPE_CHECKING, Any
 from ..options.option_types import positive
 from ..request import RequestError
 from . import model_options
-from .text_input import read_text
+from .text_input import check_writable, read_text, read_texts, unwritable
 
 if TYPE_CHECKING:
     from entropic_jax.methods.heads import HeadProfile
 
 SEGMENT, RIGID, BASE, TOLERANCE = 512, 0.84, 2048, 0.01
+NEED_TOKENS, NEED_BUDGET, MIN_SEGMENT = 32768, 512, 16  # of a table of head needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `entropic heads`."""
     model_options.add_model(parser)
-    parser.add_argument("--text", required=True, metavar="FILE", help="text to read; - is standard input")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf"
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text to read; - is standard input; with --output also several files, or folders, whose files "
+        "are read in the order of their paths",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --calibrate, table of head needs to write, as JSON",
     )
     parser.add_argument(
         "--tokens",
         type=positive,
         metavar="INT",
-        help="read at most this many (default: the model's context)",
+        help=f"read at most this many (default: the model's context; with --output: {NEED_TOKENS})",
     )
     parser.add_argument(
         "--segment",
@@ -51,15 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="find that threshold for this model, the highest at which rigid heads, at base budget, leave "
-        f"at most {TOLERANCE:.0%}% of their attention unread",
+        help="with --out: find that threshold for this model, the highest at which rigid heads, at base "
+        f"budget, leave at most {TOLERANCE:.0%}% of their attention unread; with --output: measure head "
+        "needs",
     )
     parser.add_argument(
         "--prefill-budget",
         type=positive,
-        default=BASE,
         metavar="INT",
-        help=f"the base budget, in tokens, for --calibrate (default: {BASE})",
+        help="the base budget, in tokens, for --calibrate; with --output, the tokens a head on average "
+        f"(default: {BASE}; with --output: {NEED_BUDGET})",
     )
 
 
@@ -67,6 +83,13 @@ def run(options: argparse.Namespace) -> int:
     """Measure, draw, and return the exit status."""
     if options.segment & (options.segment - 1):
         raise RequestError(f"--segment must be a power of two; got {options.segment}")
+    if options.output is not None:
+        return _calibrate_needs(options)
+    if options.out is None:
+        raise RequestError("--out, or --calibrate with --output, must name a file to write; got neither")
+    if len(options.text) > 1:
+        raise RequestError(f"--text must be one file with --out; got {len(options.text)}")
+    options.text, options.prefill_budget = options.text[0], options.prefill_budget or BASE
     if options.out.suffix not in (".png", ".svg", ".pdf") or not options.out.parent.is_dir():
         raise RequestError(
             f"--out must be a .png, .svg or .pdf file in an existing directory; got {options.out}"
@@ -100,6 +123,49 @@ def run(options: argparse.Namespace) -> int:
     rigid = int(profile.rigid.sum())
     print(
         f"{profile.rigid.size} KV heads: {rigid} rigid, {profile.rigid.size - rigid} dynamic; {options.out}"
+    )
+    return 0
+
+
+def _calibrate_needs(options: argparse.Namespace) -> int:
+    """Measure the table of head needs, write it, and return the exit status."""
+    from entropic_jax.methods.head_needs import save_head_needs
+    from entropic_jax.methods.need_calibration import LONGEST, calibrate_needs
+
+    if not options.calibrate:
+        raise RequestError(f"--output needs --calibrate; got {options.output} alone")
+    if options.out is not None:
+        raise RequestError(f"--out must not be set with --output, which draws nothing; got {options.out}")
+    if options.segment < MIN_SEGMENT:
+        raise RequestError(f"--segment must be at least {MIN_SEGMENT} with --output; got {options.segment}")
+    check_writable(options.output, "--output")
+    texts = read_texts(options.text, "--text")
+    model, tokenizer = model_options.load_model(options)
+    tokens: list[int] = []
+    limit = options.tokens or NEED_TOKENS
+    for text in texts:
+        tokens += tokenizer.encode(text)
+        if len(tokens) >= limit:
+            break
+    try:
+        needs = calibrate_needs(
+            model.decoder,
+            model.params,
+            tokens[:limit],
+            budget=options.prefill_budget or NEED_BUDGET,
+            segment=options.segment,
+            longest=min(LONGEST, model.config.longest_context),
+        )
+    except ValueError as error:
+        raise RequestError(f"--text {' '.join(options.text)}: {error}") from error
+    try:
+        save_head_needs(needs, options.output)
+    except OSError as error:
+        raise unwritable(options.output, "--output", error) from None
+    flat = [value for row in needs.need[needs.dense_layers :] for value in row]
+    print(
+        f"{len(flat)} KV heads, {needs.tokens} tokens: needs of {min(flat):g} to {max(flat):g} tokens at "
+        f"{needs.budget} a head; {options.output}"
     )
     return 0
 

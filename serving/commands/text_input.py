@@ -1,8 +1,9 @@
-"""Text from files and from standard input."""
+"""Text from files and from standard input, and files to write."""
 
 import os
 import stat
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -21,6 +22,65 @@ def read_text(path: str, argument: str) -> str:
         raise RequestError(
             f"{argument} must be text in UTF-8; got {path} with {error.reason} at byte {error.start}"
         ) from None
+
+
+def read_texts(paths: list[str], argument: str) -> list[str]:
+    """The texts of files, and of the files below folders in the order of their paths.
+
+    Of a folder, hidden files and files that are not text in UTF-8 are left out. Raises RequestError for a
+    path that is neither, or a folder without text.
+
+    Args:
+        paths: Paths of files and folders; "-" is standard input.
+        argument: The option that an error names.
+    """
+    texts = []
+    for path in paths:
+        if path == "-" or not Path(path).is_dir():
+            texts.append(read_text(path, argument))
+            continue
+        texts += (below := [text for file in _visible_files(Path(path)) if (text := _decoded(file))])
+        if not below:
+            raise RequestError(f"{argument} must be a file, or a folder with text in UTF-8; got {path}")
+    return texts
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """The regular files below a folder, sorted by path, without hidden ones."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    shown = [f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts)]
+    return sorted(shown, key=lambda file: file.relative_to(folder).parts)
+
+
+def _decoded(file: Path) -> str:
+    """The text of a file, or an empty string where it is not text in UTF-8 or cannot be read."""
+    try:
+        text = file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return "" if "\0" in text else text
+
+
+def check_writable(file: Path, argument: str) -> None:
+    """Say that a file cannot be written before a model has worked for it. Raises RequestError."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        with tempfile.NamedTemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise unwritable(file, argument, error) from None
+
+
+def unwritable(file: Path, argument: str, error: OSError) -> RequestError:
+    """The error that names the option of a file that cannot be written.
+
+    Args:
+        file: The file.
+        argument: The option.
+        error: Says why.
+    """
+    return RequestError(f"{argument} must be a file in a writable directory; got {file} ({error.strerror})")
 
 
 def has_standard_input() -> bool:

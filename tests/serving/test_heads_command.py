@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 
@@ -29,3 +31,63 @@ def test_the_embedded_model_is_drawn(entropic, tmp_path):
     assert out.startswith("12 KV heads: ") and picture.read_bytes().startswith(b"\x89PNG")
     status, _, errors = entropic("heads", "--text", str(text), "--out", str(picture), "--tokens", "300")
     assert status == 2 and "tokens must have more than 512 entries" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out, or --calibrate with --output, must name a file to write; got neither"),
+        (["b.txt", "--out", "a.png"], "--text must be one file with --out; got 2"),
+        (["--output", "needs.json"], "--output needs --calibrate; got needs.json alone"),
+        (
+            ["--output", "needs.json", "--calibrate", "--out", "a.png"],
+            "--out must not be set with --output, which draws nothing; got a.png",
+        ),
+        (
+            ["--output", "needs.json", "--calibrate", "--segment", "8"],
+            "--segment must be at least 16 with --output; got 8",
+        ),
+        (
+            ["--output", "no/where/needs.json", "--calibrate"],
+            "--output must be a file in a writable directory; got no/where/needs.json (No such file",
+        ),
+        (["--output", "needs.json", "--calibrate"], "--text must be a readable file; got a.txt"),
+    ],
+)
+def test_what_a_table_of_needs_cannot_be_made_from_is_said(
+    entropic, monkeypatch, tmp_path, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    status, out, errors = entropic("heads", "--text", "a.txt", *arguments)
+    assert (status, out) == (2, "")
+    assert message in errors
+
+
+@pytest.mark.slow
+def test_needs_are_measured_on_the_files_of_a_folder_in_order(entropic, directory, tmp_path):
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "b.txt").write_text("the second " * 40)
+    (texts / "a").mkdir()
+    (texts / "a" / "first.txt").write_text("the first file " * 30)
+    (texts / ".hidden").write_text("never " * 500)
+    (texts / "c.bin").write_bytes(b"\xff\x00" * 500)
+    (joined := tmp_path / "joined.txt").write_text("the first file " * 30 + "the second " * 40)
+    tables = []
+    for text in (texts, texts, joined):
+        output = tmp_path / f"needs{len(tables)}.json"
+        status, out, errors = entropic(
+            *("heads", "--model", directory, "--text", str(text), "--calibrate", "--output", str(output)),
+            *("--segment", "32", "--tokens", "300", "--prefill-budget", "32"),
+        )
+        assert (status, errors) == (0, "") and "needs of" in out and str(output) in out
+        tables.append(output.read_bytes())
+    assert tables[0] == tables[1] == tables[2]
+    tree = json.loads(tables[0])
+    assert (tree["tokens"], tree["segment"], tree["budget"]) == (256, 32, 32)
+    assert len(tree["need"]) == tree["layers"]
+    (empty := tmp_path / "empty").mkdir()
+    status, _, errors = entropic(
+        *("heads", "--model", directory, "--text", str(empty), "--calibrate"),
+        *("--output", str(tmp_path / "none.json")),
+    )
+    assert status == 2 and f"--text must be a file, or a folder with text in UTF-8; got {empty}" in errors

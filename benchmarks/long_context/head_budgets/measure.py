@@ -1,8 +1,7 @@
 """Attention that a sparse prefill would miss, by the rule that shares one budget over layers and KV heads.
 
-A text is read densely. For each segment, layer and KV head, the pages before the segment are ranked by their
-expected attention, as the sparse prefills rank them, and the true attention that each receives is kept. Every
-rule is then applied to the same measurements: it decides how many of the ranked pages each head would read.
+A text is read densely and profiled (`entropic_jax.methods.need_calibration`). Every rule is then applied to
+the same measurements: it decides how many of the ranked pages each head would read.
 """
 
 import dataclasses
@@ -10,23 +9,23 @@ import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropic_jax import loop, models
-from entropic_jax.control import chain
-from entropic_jax.methods.criticality import attention_entropy, expected_attention
+from entropic_jax import models
 from entropic_jax.methods.entropy_prefill import AS_RELEASED
-from entropic_jax.methods.heads import READ_ALL
-from entropic_jax.methods.method import Method
-from entropic_jax.methods.oracle import page_attention
-from entropic_jax.methods.policies import LayerQueries, PageScores
-from entropic_jax.state.cache import allocate
+from entropic_jax.methods.need_calibration import (
+    DENSE_LAYERS,
+    PAGE,
+    SEGMENT,
+    RankedProfile,
+    needs_of,
+    ranked_profile,
+)
 
 from ...harness.held_out_text import module_texts
 
-SEGMENT, PAGE, DENSE_LAYERS, LEAST = 512, 16, 1, 0.05
+LEAST = 0.05  # of the mean budget
 LENGTH, TEXTS, BUDGETS = 8192, 4, (128, 256, 512, 1024)  # tokens; texts; tokens a head
 TABLE_PACKAGE, TABLE_BUDGET = "jax", 512  # whose source the table is made from
 SHUFFLES = 8
@@ -39,47 +38,6 @@ class Profile(NamedTuple):
     mass: np.ndarray  # [segments, heads, pages]: true attention of a query, by the rank of the page
 
 
-class ProfileState(NamedTuple):
-    """State of `RankedAttention` in one layer."""
-
-    entropy: jax.Array  # [rows, kv_heads]
-    mass: jax.Array  # [rows, kv_heads, pages]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class RankedAttention:
-    """A prefill policy that reads all pages and measures the attention to them in the order of their scores.
-
-    Args:
-        segment: queries of a segment.
-        page_size: page size of the cache.
-        dense_below: position before which segments read all pages.
-        dense_layers: number of layers that read all pages.
-    """
-
-    segment: int = SEGMENT
-    page_size: int | None = PAGE
-    dense_below: int = READ_ALL
-    dense_layers: int = 0
-
-    def init(self, rows: int, kv_heads: int, pages: int) -> ProfileState:
-        """See `PrefillPolicy`."""
-        return ProfileState(jnp.zeros((rows, kv_heads)), jnp.zeros((rows, kv_heads, pages)))
-
-    def score_pages(
-        self, queries: LayerQueries, state: ProfileState, below: None
-    ) -> tuple[PageScores, ProfileState, None]:
-        """See `PrefillPolicy`."""
-        scores = expected_attention(queries)
-        prior = queries.prior_pages[:, None]
-        count = jnp.maximum(queries.valid.sum(1), 1).astype(jnp.float32)[:, None, None]
-        mass = jnp.where(prior, page_attention(queries) / count, 0.0)
-        order = jnp.argsort(jnp.where(prior, -scores, jnp.inf), -1, stable=True)
-        after = ProfileState(attention_entropy(scores), jnp.take_along_axis(mass, order, -1))
-        return PageScores(scores, jnp.zeros(scores.shape[:2])), after, None
-
-
 def read_profile(model: Any, tokens: list[int]) -> Profile:
     """The profile of a text, whose length is a multiple of the segment.
 
@@ -87,29 +45,9 @@ def read_profile(model: Any, tokens: list[int]) -> Profile:
         model: the model to read it.
         tokens: the text.
     """
-    decoder, params = model.decoder, model.params
-    pool = allocate(decoder.shape, 1, len(tokens) + PAGE, page_size=PAGE)
-    state = loop.start(
-        decoder,
-        params,
-        chain(),
-        pool,
-        [tokens[:1]],
-        key=jax.random.key(0),
-        max_tokens=len(tokens),
-        page_policy=Method(RankedAttention()),
-    )
-    entropy, mass = [], []
-    for start in range(0, len(tokens), SEGMENT):
-        padded = np.zeros((1, SEGMENT + 1), np.int32)
-        padded[0, :SEGMENT] = tokens[start : start + SEGMENT]
-        count = np.array([SEGMENT], np.int32)
-        chunk = loop.PrefillChunk(np.zeros(1, np.int32), padded, count, count + start)
-        state, _ = loop.launch_prefill(decoder, params, state, chunk)
-        layers = state.page_policy_state.prefill[DENSE_LAYERS:]
-        entropy.append(np.concatenate([np.asarray(layer.entropy[0]) for layer in layers]))
-        mass.append(np.concatenate([np.asarray(layer.mass[0]) for layer in layers]))
-    return Profile(np.stack(entropy)[1:], np.stack(mass)[1:].astype(np.float64))
+    profile = ranked_profile(model.decoder, model.params, tokens, SEGMENT)
+    entropy, mass = (values[:, DENSE_LAYERS:] for values in profile)
+    return Profile(entropy.reshape(len(entropy), -1), mass.reshape(len(mass), -1, mass.shape[-1]))
 
 
 def shared(weight: np.ndarray, budget: int, prior: int) -> np.ndarray:
@@ -139,17 +77,12 @@ def shared(weight: np.ndarray, budget: int, prior: int) -> np.ndarray:
 def need(profiles: list[Profile], budget: int) -> np.ndarray:
     """The static table: pages of each head that miss least of the mean attention at a budget, as weights.
 
-    The mean mass of a rank over segments is made to fall with the rank; the largest of all heads are counted.
-
     Args:
         profiles: The profiles of the texts to calibrate with.
         budget: tokens a head on average.
     """
-    mass = np.concatenate([profile.mass for profile in profiles]).mean(0)
-    falling = np.minimum.accumulate(mass, -1)
-    count = round(budget / PAGE * len(falling))
-    least = np.sort(falling.reshape(-1))[-count]
-    return np.maximum((falling >= least).sum(-1), 1).astype(float)
+    layered = [RankedProfile(p.entropy[:, None], p.mass[:, None]) for p in profiles]
+    return needs_of(layered, budget, dense_layers=0)[0] / PAGE
 
 
 def missed(profile: Profile, pages: np.ndarray) -> float:

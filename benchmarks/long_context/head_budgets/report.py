@@ -10,6 +10,7 @@ MEASURED_CODE = (
     "entropic_jax/methods/criticality.py",
     "entropic_jax/methods/oracle.py",
     "entropic_jax/methods/entropy_prefill.py",
+    "entropic_jax/methods/need_calibration.py",
     "benchmarks/long_context/head_budgets/measure.py",
 )
 UNIFORM = "uniform"
