@@ -46,7 +46,8 @@ class Model:
     @property
     def decoder(self) -> Decoder:
         """The model's pure functions, static in compiled programs."""
-        return Decoder(self.config, self.mesh, self.quantization)
+        config = sharding.with_kv_head_copies(self.config, sharding.model_devices(self.mesh))
+        return Decoder(config, self.mesh, self.quantization)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -191,7 +192,13 @@ def read_generation(path: Path, config: Config) -> dict[str, Any]:
 def shard(model: Model, mesh: Mesh) -> Model:
     """The model with its weights divided over a mesh. Raises ModelError if they cannot be."""
     sharding.check_mesh(model.config, mesh)
-    params = jax.device_put(model.params, sharding.shardings(model.params, mesh))
+    config = sharding.with_kv_head_copies(model.config, sharding.model_devices(mesh))
+    shapes = structure(config, model.quantization)[1]
+    kv_heads = model.config.num_key_value_heads
+    params = jax.tree.map(
+        lambda x, shape: sharding.copy_kv_heads(x, shape.shape, kv_heads), model.params, shapes
+    )
+    params = jax.device_put(params, sharding.shardings(params, mesh))
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 
@@ -221,6 +228,8 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
     """
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
+    if (copies := sharding.kv_head_copies(model.config, sharding.model_devices(model.mesh))) > 1:
+        raise ModelError(f"model must have one copy of each KV head to be saved; it has {copies} on its mesh")
     directory = Path(path)
     dtype = checked(jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype)
     directory.mkdir(parents=True, exist_ok=True)

@@ -5,12 +5,18 @@ expert holds some of the experts, which are divided over tensor. A pass needs tw
 layer, after the output projection of the attention and after that of the feed-forward block, one sum for the
 embedding, and one gathering of the logits.
 
+Where there are more devices than KV heads, each device has one KV head, and several have the same one: the
+projections of keys and values, and the pages that they fill, are copied, as in vLLM. The queries of a KV head
+are divided over the devices that have it.
+
 Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -93,6 +99,47 @@ def shardings(shapes: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def kv_head_copies(config: Config, devices: int) -> int:
+    """How many devices hold each KV head; 1 where there are not more devices than KV heads.
+
+    Args:
+        config: the model's configuration, which `check_sizes` accepts.
+        devices: number of devices of a copy of the model.
+    """
+    return max(1, devices // config.num_key_value_heads)
+
+
+def with_kv_head_copies(config: Config, devices: int) -> Config:
+    """The configuration of the model that the devices run: copies of a KV head count as KV heads.
+
+    Args:
+        config: the model's configuration.
+        devices: number of devices of a copy of the model.
+    """
+    copies = kv_head_copies(config, devices)
+    return (
+        config
+        if copies == 1
+        else dataclasses.replace(config, num_key_value_heads=copies * config.num_key_value_heads)
+    )
+
+
+def copy_kv_heads(x: Any, shape: tuple[int, ...], kv_heads: int) -> Any:
+    """An array of the model with its KV heads copied, each next to the others of its group.
+
+    Args:
+        x: an array of NumPy or JAX; KV heads follow each other along one of its axes, or it has none.
+        shape: its shape with copies, which differs along the axis of the KV heads.
+        kv_heads: number of KV heads of the model.
+    """
+    for axis, (size, copied_size) in enumerate(zip(x.shape, shape, strict=True)):
+        if size != copied_size:
+            heads = x.reshape(*x.shape[:axis], kv_heads, size // kv_heads, *x.shape[axis + 1 :])
+            repeat = np.repeat if isinstance(x, np.ndarray) else jnp.repeat
+            return repeat(heads, copied_size // size, axis).reshape(shape)
+    return x
+
+
 def copied(x: jax.Array, place: jax.Device | Mesh) -> jax.Array:
     """An array on other devices, each of which gets one of its shards.
 
@@ -161,10 +208,13 @@ def check_sizes(config: Config, size: int, experts: int = 1) -> None:
         )
     if size > 1 and experts > 1:
         names = "tensor_parallel_size times expert_parallel_size"
-    divided = {
-        "num_key_value_heads": (names, config.num_key_value_heads, shards),
-        "vocab_size": (names, config.vocab_size, shards),
-    }
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if kv_heads % shards and (shards % kv_heads or heads % shards):
+        raise ModelError(
+            f"{names} must divide num_key_value_heads, {kv_heads}, or be a multiple of it that divides "
+            f"num_attention_heads, {heads}; got {shards}"
+        )
+    divided = {"vocab_size": (names, config.vocab_size, shards)}
     if len(routed) < len(blocks):
         width = "intermediate_size_mlp" if config.intermediate_size_mlp else "intermediate_size"
         divided[width] = (names, getattr(config, width), shards)

@@ -25,7 +25,7 @@ from .config import Config
 from .decoder import Params, structure
 from .formats.stored import DTYPES, StoredTensor
 from .quantisation import Int8Kernel
-from .sharding import model_devices, partition_spec
+from .sharding import copy_kv_heads, kv_head_copies, model_devices, partition_spec, with_kv_head_copies
 from .stored_tensors import STRIP, StoredTensors, Tensor, strips
 from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
@@ -84,7 +84,7 @@ def read(
         for entry in [*expected, None]:
             following = None if entry is None else begin(entry)
             if begun is not None:
-                arrays.append(begun.finish(mesh))
+                arrays.append(begun.finish(mesh, config))
                 advance(begun.host.size * dtype.itemsize)
                 if config.tie_word_embeddings and begun.entry.pieces[0].name == EMBEDDING:
                     in_memory[EMBEDDING] = StoredTensor(begun.host, "", tensors.directory)
@@ -100,15 +100,25 @@ class PendingArray(NamedTuple):
     blocks: list[Future[None]]
     scales: np.ndarray | None = None  # of an int8 matrix
 
-    def finish(self, mesh: Mesh | None) -> jax.Array | Int8Kernel:
-        """The array on its devices."""
+    def finish(self, mesh: Mesh | None, config: Config) -> jax.Array | Int8Kernel:
+        """The array on its devices, with the copies of KV heads that these need."""
         for block in self.blocks:
             block.result()
-        array = place(self.host, self.entry.path, mesh)
+        shape, kv_heads = self.host.shape, config.num_key_value_heads
+        if kv_head_copies(config, model_devices(mesh)) > 1:
+            shape = shape_at(structure(with_kv_head_copies(config, model_devices(mesh)))[1], self.entry.path)
+        array = place(copy_kv_heads(self.host, shape, kv_heads), self.entry.path, mesh)
         if self.scales is None:
             return array
-        scales = np.ascontiguousarray(self.scales)
+        scales = copy_kv_heads(np.ascontiguousarray(self.scales), shape[-1:], kv_heads)
         return Int8Kernel(array, place(scales, (*self.entry.path[:-1], "scale"), mesh))
+
+
+def shape_at(tree: Any, path: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape of the array at a path of Params."""
+    for key in path:
+        tree = tree[key]
+    return tree.shape
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -29,6 +29,8 @@ COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 FAMILIES = {
     "llama": dict(architecture="LlamaForCausalLM", num_key_value_heads=8, attention_bias=True),
+    "grouped": dict(architecture="LlamaForCausalLM", num_key_value_heads=2, attention_bias=True),
+    "grouped-olmo2": dict(architecture="Olmo2ForCausalLM", num_key_value_heads=2),
     "qwen3": dict(
         architecture="Qwen3ForCausalLM",
         num_key_value_heads=4,

@@ -129,6 +129,59 @@ def test_no_device_has_more_than_its_share(family, shards):
     assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "shards"),
+    [
+        pytest.param("grouped", "2", marks=pytest.mark.exhaustive),
+        pytest.param("grouped", "4", marks=pytest.mark.exhaustive),
+        ("grouped", "8"),
+        ("grouped-olmo2", "4"),
+    ],
+)
+def test_two_kv_heads_on_more_devices_give_the_tokens_of_one(family, shards):
+    device, mesh = reports(family, shards)
+    np.testing.assert_allclose(mesh["logits"], device["logits"], atol=2e-4, rtol=0)
+    assert np.ptp(device["logits"]) > 1
+    assert mesh["off"]["tokens"] == device["off"]["tokens"]
+    np.testing.assert_allclose(mesh["off"]["entropy"], device["off"]["entropy"], atol=1e-3)
+    assert device["pool_shape"][1] == 2 and mesh["pool_shape"][1] == 1
+    copies = size_of(shards) // 2
+    assert mesh["pool_bytes"] == copies * device["pool_bytes"]
+    heads = (64 + (family == "grouped")) * 2 * 2 * 16 * 4  # keys and values of a layer, with biases
+    norms = 2 * 16 * 4 if family == "grouped-olmo2" else 0
+    assert mesh["weight_bytes"] - device["weight_bytes"] == 2 * (copies - 1) * (heads + norms)
+    assert not forbidden(collectives(mesh["program"]), rows=4, vocabulary=96)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_copies_of_kv_heads_are_next_to_each_other(quantization):
+    from entropic_jax.models.decoder import structure
+    from entropic_jax.models.model import quantised
+    from entropic_jax.models.sharding import copy_kv_heads, kv_head_copies, with_kv_head_copies
+
+    config = models.Config(
+        **{**CONFIG, "num_key_value_heads": 2, "intermediate_size": 64, "attention_bias": True}
+    )
+    assert [kv_head_copies(config, devices) for devices in (1, 2, 4)] == [1, 1, 2]
+    assert with_kv_head_copies(config, 2) == config
+    model = models.initialise(config, 0)
+    model = model if quantization is None else quantised(model, quantization)
+    shapes = structure(with_kv_head_copies(config, 4), quantization)[1]
+    layers, shaped = model.params["layers"][0], shapes["layers"][0]
+    for module, name in (
+        ("k_proj", "kernel"),
+        ("v_proj", "bias"),
+        *([("v_proj", "scale")] * bool(quantization)),
+    ):
+        x = np.asarray(layers["self_attn"][module][name])
+        copied = copy_kv_heads(x, shaped["self_attn"][module][name].shape, 2)
+        first, second = np.split(x, 2, -1)
+        np.testing.assert_array_equal(copied, np.concatenate([first, first, second, second], -1))
+    query = layers["self_attn"]["q_proj"]["kernel"]
+    assert copy_kv_heads(query, shaped["self_attn"]["q_proj"]["kernel"].shape, 2) is query
+
+
 EXPERTS = """
 import json
 from functools import partial
@@ -201,7 +254,11 @@ MIXTRAL = dict(
 @pytest.mark.parametrize(
     ("change", "mesh", "message"),
     [
-        ({"num_key_value_heads": 2}, ((1, 4, 1),), "must divide num_key_value_heads, 2; got 4"),
+        (
+            {"num_key_value_heads": 2},
+            ((1, 8, 1),),
+            "tensor_parallel_size must divide num_key_value_heads, 2, or be a multiple of it .*, 4; got 8",
+        ),
         ({"intermediate_size": 50}, ((1, 4, 1),), "must divide intermediate_size, 50; got 4"),
         ({"vocab_size": 97}, ((1, 2, 1),), "must divide vocab_size, 97; got 2"),
         ({}, ((2, 1, 1),), "mesh must have one device along data; got 2"),
@@ -211,7 +268,7 @@ MIXTRAL = dict(
             "expert_parallel_size must be 1 for LlamaForCausalLM, which has no experts; got 2",
         ),
         (MIXTRAL, ((1, 1, 4),), "expert_parallel_size must divide num_local_experts, 6; got 4"),
-        (MIXTRAL, ((1, 7, 1),), "tensor_parallel_size must divide num_key_value_heads, 4; got 7"),
+        (MIXTRAL, ((1, 7, 1),), "tensor_parallel_size must divide num_key_value_heads, 4, or .*; got 7"),
         ({**MIXTRAL, "intermediate_size": 50}, ((1, 4, 1),), "must divide intermediate_size, 50; got 4"),
         (
             {**MIXTRAL, "intermediate_size": 50, "num_local_experts": 8},
@@ -220,8 +277,8 @@ MIXTRAL = dict(
         ),
         (
             {**MIXTRAL, "num_key_value_heads": 2},
-            ((1, 2, 2),),
-            "tensor_parallel_size times expert_parallel_size must divide num_key_value_heads, 2; got 4",
+            ((1, 2, 3),),
+            "tensor_parallel_size times expert_parallel_size must divide num_key_value_heads, 2, or .*got 6",
         ),
         (
             {"architecture": "DeepseekV2ForCausalLM"},

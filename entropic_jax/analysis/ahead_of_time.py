@@ -110,6 +110,7 @@ def compile_step(
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
+    config = model_sharding.with_kv_head_copies(config, len(devices))
     decoder = Decoder(config, mesh)
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:

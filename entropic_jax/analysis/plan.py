@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from entropic_jax.mesh import EXPERT, TENSOR
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
-from entropic_jax.models.sharding import check_sizes, partition_specs
+from entropic_jax.models.sharding import (
+    check_sizes,
+    kv_head_copies,
+    partition_specs,
+    with_kv_head_copies,
+)
 from entropic_jax.state.cache import bytes_per_number
 
 from .chips import Topology, topology
@@ -62,6 +67,7 @@ class Plan(NamedTuple):
     memory_bytes: int
     pages: int  # that fit
     page_size: int
+    kv_head_copies: int  # chips that hold the same KV head, its projections and its pages
     windowed_layers: int  # layers that see a window; they keep the pages before it
     context: int
     rows: int
@@ -84,7 +90,8 @@ def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) 
         itemsize: bytes of a weight.
         experts: devices of the expert axis, among them.
     """
-    shapes, sizes = structure(config)[1], {TENSOR: devices // experts, EXPERT: experts}
+    shapes = structure(with_kv_head_copies(config, devices))[1]
+    sizes = {TENSOR: devices // experts, EXPERT: experts}
 
     def on_chip(x: Any, spec: Any) -> int:
         axes = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
@@ -100,11 +107,11 @@ def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
 
     Args:
         config: the model's configuration.
-        devices: number of devices of the tensor axis.
+        devices: number of devices of a copy of the model.
         page_size: positions of a page.
         dtype: the dtype of keys and values.
     """
-    shape = Decoder(config).shape
+    shape = Decoder(with_kv_head_copies(config, devices)).shape
     heads, size = shape.kv_heads // devices, shape.head_dim
     tiles = 2 * page_size * size * bytes_per_number(dtype, size)
     return int(config.num_hidden_layers * heads * (tiles + 4 * (3 * size + 1)))
@@ -172,8 +179,8 @@ def roofline(
     """
     devices = topology.devices
     _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
-    flops = 2.0 * Decoder(config).shape.weights * rows / devices
-    shape = Decoder(config).shape
+    shape = Decoder(with_kv_head_copies(config, devices)).shape
+    flops = 2.0 * shape.weights * rows / devices
     position = 2 * config.num_hidden_layers * (shape.kv_heads // devices) * shape.head_dim
     cached = rows * context * position * bytes_per_number(dtypes.cache, shape.head_dim)
     return Roofline(
@@ -194,7 +201,7 @@ def make_plan(
     """The plan of a model on a slice.
 
     Args:
-        config: the configuration of the model; its KV heads are a multiple of the chips.
+        config: the configuration of the model, which `check_sizes` accepts for the chips.
         slice_: the kind of the slice, all of whose chips have parts of one copy of the model.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
@@ -229,6 +236,7 @@ def make_plan(
         memory_bytes=slice_.chip.memory,
         pages=pages,
         page_size=cache.page_size,
+        kv_head_copies=kv_head_copies(config, devices),
         windowed_layers=sum(window is not None for window in Decoder(config).windows),
         context=context,
         rows=rows,

@@ -211,6 +211,16 @@ def window_note(plan: "Plan") -> list[str]:
     return [f"{plan.windowed_layers} layers see a window only; pages before it are kept in all layers"]
 
 
+def copies_note(plan: "Plan") -> list[str]:
+    """A line on copies of KV heads, where there are any, with what they take."""
+    if plan.kv_head_copies == 1:
+        return []
+    more = (1 - 1 / plan.kv_head_copies) * plan.pages * plan.page_bytes / MIB
+    return [
+        f"each KV head is on {plan.kv_head_copies} chips: {more:.1f} MiB of the KV cache of a chip are copies"
+    ]
+
+
 def axes_of(options: argparse.Namespace, plan: "Plan") -> str:
     """How the model is divided, in words."""
     ranks, experts = options.data_parallel_size, options.expert_parallel_size
@@ -269,6 +279,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
         f"  memory       {mebibytes(plan.memory_bytes)}   90 % of it may be in use",
         what_fits(plan, smallest) if ranks == 1 else f"of each engine, {what_fits(plan, smallest)}",
         *window_note(plan),
+        *copies_note(plan),
         "",
         f"a decode step{of_each} of {plan.rows} rows with {plan.context} positions each",
     ]

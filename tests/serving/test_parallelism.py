@@ -67,6 +67,54 @@ def test_a_lack_of_devices_is_one_line(command, option, capsys):
     assert error.count("\n") == 1 and f"{option} must be between 1 and" in error, error
 
 
+FEWER_KV_HEADS = """
+import dataclasses, json, sys
+from entropic_jax import LLM, SamplingParams, models
+from entropic_jax.mesh import make_mesh
+
+directory, folder = sys.argv[1:]
+model = models.load(directory)
+heads = dict(num_attention_heads=8, head_dim=16, num_key_value_heads=2)
+config = dataclasses.replace(model.config, vocab_size=264, **heads)
+models.save(dataclasses.replace(models.initialise(config, 1), tokenizer=model.tokenizer), folder)
+report = {}
+for size in (1, 2, 4, 8):
+    with LLM(folder, preset="off", seed=0, tensor_parallel_size=size, max_num_seqs=2, num_pages=8) as llm:
+        prompts = ["def add(a, b):\\n", "import os\\n"]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.7, ignore_eos=True))
+        keys = llm._engine.scheduler.device_state.state.cache.layers[0].keys
+        report[size] = {
+            "tokens": [output.outputs[0].token_ids for output in outputs],
+            "kv_heads": keys.shape[1],
+            "per_device": keys.addressable_shards[0].data.shape[1],
+        }
+try:
+    models.save(models.load(folder, mesh=make_mesh(4)), folder + "/again")
+except ValueError as error:
+    report["saved"] = str(error)
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.slow
+def test_two_kv_heads_on_up_to_eight_devices_give_the_same_tokens(directory, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER_KV_HEADS, directory, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert len(set(report["1"]["tokens"][0])) > 4
+    for size, kv_heads in (("2", 2), ("4", 4), ("8", 8)):
+        assert report[size]["tokens"] == report["1"]["tokens"]
+        assert (report[size]["kv_heads"], report[size]["per_device"]) == (kv_heads, kv_heads // int(size))
+    assert report["saved"] == "model must have one copy of each KV head to be saved; it has 2 on its mesh"
+
+
 SCRIPT = """
 import json, sys
 from entropic_jax import LLM, SamplingParams

@@ -76,6 +76,23 @@ def test_a_plan_of_a_model_for_one_chip(architecture, tmp_path, capsys):
         assert "tensor_parallel_size must be 1" in capsys.readouterr().err
 
 
+def test_a_plan_counts_the_copies_of_kv_heads(model, capsys):
+    arguments = ["plan", "--model", model, "--no-compile"]
+    assert main([*arguments, "--topology", "v5e:2x2", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--topology", "v5e:2x4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (alone["kv_head_copies"], plan["kv_head_copies"]) == (1, 2)
+    assert plan["page_bytes"] == alone["page_bytes"] == 2 * (128 * 2 * 128 * 2 + 4 * (3 * 128 + 1))
+    # Embedding, output projection, q, o, gate, up, down over 8 chips; a head of k and v, and norms, on each.
+    matrices = 2 * 1024 * 512 + 2 * (2 * 512 * 1024 + 3 * 512 * 1024)
+    assert plan["weight_bytes"] == 2 * (matrices // 8 + 2 * 2 * 512 * 128 + 5 * 512)
+    assert main([*arguments, "--topology", "v5e:2x4"]) == 0
+    copies = plan["pages"] * plan["page_bytes"] / 2**21
+    line = f"each KV head is on 2 chips: {copies:.1f} MiB of the KV cache of a chip are copies"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(
@@ -137,7 +154,7 @@ def test_the_text_of_a_plan_of_several_engines(model, capsys):
             "--expert-parallel-size must divide the chips of an engine, 2; got 4",
         ),
         (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
-        (["--topology", "v5e:2x4"], "must divide num_key_value_heads, 4; got 8"),
+        (["--topology", "v5e:4x4"], "must divide num_key_value_heads, 4, or be a multiple of it that"),
         (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
         (
             ["--topology", "v5e:2x2", "--expert-parallel-size", "3"],
