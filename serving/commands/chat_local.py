@@ -17,6 +17,7 @@ from ..options.control_options import Control, check_temperature
 from ..options.xla_threads import limit_xla_threads
 from ..request import Request, RequestError
 from ..request.chat_template import DEFAULT_TEMPLATE
+from ..request.token_ids import check_parameters
 from . import model_options
 from .chat_backend import Message, Piece, check_preset
 
@@ -67,6 +68,11 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
     defaults = generation_config.sampling_defaults(llm_engine.model.generation)
     name = options.model.resolve().name
     model = describe(llm_engine.model, str(options.model), (name,), llm_engine.context, defaults=defaults)
+    try:
+        check_parameters(overrides, model.vocabulary)
+    except RequestError:
+        llm_engine.close(timeout=CLOSING)
+        raise
     overrides.setdefault("seed", secrets.randbelow(2**31))
     return LocalChat(llm_engine, model, control, overrides)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..options import control_options, kv_cache, parallelism, sampling_options, speculation_options
 from ..options.model import EMBEDDED
 from ..request import Request, RequestError
+from ..request.token_ids import check_parameters
 from . import model_options
 from .text_input import has_standard_input, read_text
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _single(options: argparse.Namespace, overrides: Mapping[str, Any], prompt: str) -> int:
     generator = _load(options)
+    check_parameters(overrides, generator.vocabulary)
     if options.data_parallel_size > 1:
         number = options.data_parallel_size
         note = f"one of the {number} engines generates for one prompt; all of them for --batch-file"
@@ -112,6 +114,7 @@ def _batch(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
     except RequestError as error:
         raise RequestError(f"--batch-file {options.batch_file}: {error}") from None
     generator = _load(options)
+    check_parameters(overrides, generator.vocabulary)
     try:
         requests = list(requests_of(records, generator, overrides, options.chat))
         for request in requests:

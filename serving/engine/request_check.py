@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from entropic_jax.sampling.constraints import MAX_LOGPROBS
 
 from ..request import RequestError
+from ..request.token_ids import check_parameters, check_token_ids
 from .interface import EngineRequest
 from .state_updates import BIASES, STOPS
 
@@ -30,11 +31,7 @@ def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabular
     ):
         if (number or 0) > MAX_LOGPROBS:
             raise RequestError(f"{name} must be at most {MAX_LOGPROBS}; got {number}", name)
-    last = vocabulary - 1
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        tokens = getattr(request, name)
-        if (largest := max(tokens, default=0)) > last:
-            raise RequestError(f"{name} must hold tokens between 0 and {last}; got {largest}", name)
+    check_parameters(vars(request), vocabulary)
 
 
 def check_adapter(engine_request: EngineRequest, enabled: bool) -> None:
@@ -58,6 +55,4 @@ def check_prompt(tokens: Sequence[int], context: int, vocabulary: int) -> None:
             f"got {len(tokens)}",
             "prompt",
         )
-    if max(tokens) >= vocabulary:
-        message = f"prompt must hold tokens between 0 and {vocabulary - 1}; got {max(tokens)}"
-        raise RequestError(message, "prompt")
+    check_token_ids("prompt", tokens, vocabulary)

@@ -9,6 +9,7 @@ from entropic_jax import models
 
 from ..options.generation_config import sampling_defaults
 from ..request import RequestError, chat_template, infilling
+from ..request.token_ids import check_token_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +44,7 @@ class ServedModel:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special, rendered)
-        if (wrong := max(prompt, default=0)) >= self.vocabulary:
-            raise RequestError(
-                f"{name} must hold token ids between 0 and {self.vocabulary - 1}; got {wrong}", name
-            )
+        check_token_ids(name, prompt, self.vocabulary)
         return list(prompt)
 
     def check_length(self, text: str) -> None:

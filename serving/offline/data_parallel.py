@@ -42,6 +42,11 @@ class DataParallelGenerator:
         """The sampling fields that the model's makers recommend; see `Engine.defaults`."""
         return self.engines[0].defaults
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids of the model."""
+        return self.engines[0].vocabulary
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt that the model's chat template makes of the messages."""
         return self.engines[0].chat(messages)

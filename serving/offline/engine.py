@@ -25,6 +25,7 @@ from .. import memory
 from ..executable_cache import load_or_compile
 from ..options.kv_cache import KvCacheDtype, pages_of
 from ..request import Request, RequestError, chat_template
+from ..request.token_ids import check_parameters, check_token_ids
 from ..request.transcript import TRACE_FIELDS, Completion, Token, Transcript
 
 LAUNCH = 64  # most steps of a launch
@@ -76,6 +77,11 @@ class Engine:
     def defaults(self) -> Mapping[str, Any]:
         """The sampling fields that generation_config.json sets; greedy if it says not to sample."""
         return recommended(self.model.generation)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids of the model."""
+        return self.model.config.vocab_size
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt, as token ids, that the model's chat template makes of the messages."""
@@ -159,6 +165,7 @@ class Engine:
                 raise RequestError(f"{name} must be empty offline; got {short(value)}", name)
         if request.logprobs is not None:
             raise RequestError(f"logprobs must be null offline; got {request.logprobs}", "logprobs")
+        check_parameters(vars(request), self.vocabulary)
         prompt = request.prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 0 < len(ids) < self.context:
@@ -166,9 +173,7 @@ class Engine:
                 f"prompt must have between 1 and {self.context - 1} tokens; got {len(ids)}",
                 "prompt",
             )
-        last = self.model.config.vocab_size - 1
-        if max(ids) > last:
-            raise RequestError(f"prompt must hold token ids between 0 and {last}; got {max(ids)}", "prompt")
+        check_token_ids("prompt", ids, self.vocabulary)
         return ids
 
     def _decode(

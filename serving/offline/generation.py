@@ -25,6 +25,10 @@ class Generator(Protocol):
     def defaults(self) -> Mapping[str, Any]:
         """Sampling fields of `Request` that the model's makers recommend."""
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids of the model."""
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str | Sequence[int]:
         """The prompt that the model's chat template makes of messages, each with `role` and `content`.
 

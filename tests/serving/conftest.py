@@ -41,6 +41,7 @@ class Scripted:
         self.pieces, self.interrupt_after = pieces, interrupt_after
         self.requests: list[Request] = []
         self.defaults = {"temperature": 0.75}
+        self.vocabulary = 1000
 
     def chat(self, messages) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)

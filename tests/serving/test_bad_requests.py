@@ -148,6 +148,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "must hold token ids between 0 and 4095; got 4096",
         ),
         (
+            {"prompt": "x", "allowed_token_ids": [7, 5000]},
+            "allowed_token_ids",
+            "must hold token ids between 0 and 4095; got 5000",
+        ),
+        (
             {"prompt": "x", "logit_bias": {"4096": 1}},
             "logit_bias",
             "must hold token ids between 0 and 4095; got 4096",

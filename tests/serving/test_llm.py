@@ -209,7 +209,7 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
         (["x", [1, -1]], r"prompts\[1\]: a prompt must be a string or a list of token ids; got \[1, -1\]"),
         (["x", 5], r"prompts\[1\]: a prompt must be a string or a list of token ids; got 5"),
         ([{"text": "x"}], r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got \['text'\]"),
-        ([[10**6]], r"prompts\[0\]: prompt must hold tokens between 0 and .*; got 1000000"),
+        ([[10**6]], r"prompts\[0\]: prompt must hold token ids between 0 and .*; got 1000000"),
         ([[1] * 256], r"prompts\[0\]: prompt must have between 1 and 255 tokens.*; got 256"),
         (7, "prompts must be a string, a list of token ids, a mapping with prompt .*; got 7"),
         (b"abc", "prompts must be a string, a list of token ids, .*; got b'abc'"),
@@ -222,6 +222,19 @@ def test_prompts_that_are_refused(llm, prompts, message):
         return
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
+def test_a_token_id_outside_the_vocabulary_is_refused_by_name(llm, name):
+    vocabulary = llm._engine.model.config.vocab_size
+    for token, accepted in ((vocabulary - 1, True), (vocabulary, False)):
+        params = SamplingParams(max_tokens=1, **{name: {token: 1.0} if name == "logit_bias" else [token]})
+        if accepted:
+            assert len(llm.generate("x", params)) == 1
+            continue
+        message = rf"^{name} must hold token ids between 0 and {vocabulary - 1}; got {vocabulary}$"
+        with pytest.raises(ValueError, match=message):
+            llm.generate("x", params)
 
 
 def test_sampling_parameters_that_are_refused(llm):

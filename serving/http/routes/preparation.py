@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 
 from ...engine.interface import EngineRequest
 from ...request import Request, RequestError
+from ...request.token_ids import check_parameters
 from .. import grammar, log
 from ..frontend import Frontend, refusals
 from ..grammar import Constraint
@@ -45,10 +46,7 @@ def requests_of(
     fields = body.sampling(dict(frontend.model.defaults))
     max_tokens = max(1, min(most, context - len(prompt)))
     fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
-    last = frontend.model.vocabulary - 1
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        if (highest := max(fields.get(name, ()), default=0)) > last:
-            raise RequestError(f"{name} must hold token ids between 0 and {last}; got {highest}", name)
+    check_parameters(fields, frontend.model.vocabulary)
     first = body.first_seed()
     return [
         Request(prompt=prompt, max_tokens=max_tokens, seed=(first + k) % 2**31, **fields)

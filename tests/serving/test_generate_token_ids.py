@@ -1,0 +1,35 @@
+"""`entropic generate` refuses token ids outside the vocabulary, as `LLM` and the HTTP API do."""
+
+import json
+
+import pytest
+
+OPTIONS = {"--stop-token-ids": "{}", "--logit-bias": "{}=1.5"}
+
+
+@pytest.mark.parametrize("form", ["text", "json", "batch"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_token_id_outside_the_vocabulary_is_refused_by_the_options_name(
+    entropic, directory, tmp_path, option, form
+):
+    (lines := tmp_path / "lines").write_text('{"prompt": "x"}\n')
+    source = ("--batch-file", str(lines)) if form == "batch" else ("--prompt", "x")
+    command = ("generate", "--model", directory, "--preset=off", "--max-tokens=1", *source)
+    command += ("--json",) * (form == "json")
+    status, out, err = entropic(*command, f"{option}={OPTIONS[option].format(258)}")
+    assert (status, out) == (2, "")
+    assert err.endswith(f"error: {option} must hold token ids between 0 and 257; got 258\n"), err
+    if form == "text":
+        assert entropic(*command, f"{option}={OPTIONS[option].format(257)}")[0] == 0
+
+
+def test_a_line_of_a_batch_with_such_a_token_id_fails_alone(entropic, directory, tmp_path):
+    lines = [{"prompt": "x", "stop_token_ids": [token]} for token in (257, 300)]
+    (path := tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
+    command = ("generate", "--model", directory, "--preset=off", "--max-tokens=1", "--batch-file", str(path))
+    status, out, _ = entropic(*command)
+    assert status == 1
+    first, second = map(json.loads, out.splitlines())
+    assert first["finish_reason"] == "length"
+    assert second["finish_reason"] == "error"
+    assert second["error"] == "stop_token_ids must hold token ids between 0 and 257; got 300"
