@@ -138,8 +138,42 @@ def retired_names(root: Path) -> list[str]:
     return result
 
 
+DASHBOARD = "serving/http/dashboard"
+BINDINGS = (
+    r"\b(?:const|let|var|class|(?:async )?function)\s+(\w+)",  # in JavaScript
+    r'\b(?:id|class)="([\w-]+)',  # in HTML
+)
+
+
+def retired_dashboard_names(root: Path) -> list[str]:
+    """`file:line: name; use …` for every retired name that the dashboard's files bind or are called by."""
+    result = []
+    for path in sorted((root / DASHBOARD).iterdir()):
+        lines = [f'id="{path.stem}"', *path.read_text("utf-8").splitlines()]
+        for line, text in enumerate(lines):
+            for name in (name for pattern in BINDINGS for name in re.findall(pattern, text)):
+                if (better := replacement(name.replace("-", "_"))) is not None:
+                    result.append(f"{path.name}:{line}: {name}; use {better}")
+    return result
+
+
 def test_no_retired_name_is_used():
     assert list(retired_names(ROOT)) == []
+    assert retired_dashboard_names(ROOT) == []
+
+
+def test_retired_names_of_the_dashboard_are_found(tmp_path):
+    (folder := tmp_path / DASHBOARD).mkdir(parents=True)
+    (folder / "flight.js").write_text(
+        "const inFlight = 1;\nexport class Flight {}\nasync function one() {}\n"
+    )
+    (folder / "index.html").write_text('<tbody id="flight" class="in-flight"></tbody>\n')
+    assert retired_dashboard_names(tmp_path) == [
+        "flight.js:0: flight; use in_flight",
+        "flight.js:2: Flight; use InFlight",
+        "flight.js:3: one; use step, row",
+        "index.html:1: flight; use in_flight",
+    ]
 
 
 def glossary_errors(page: str, root: Path) -> list[str]:

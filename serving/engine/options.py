@@ -212,7 +212,7 @@ def plan_of(options: EngineOptions) -> SearchPlan | None:
     if plan.branches == 1:
         return None
     if options.method != "dense":
-        raise ValueError(f"method must be dense where sequences branch; got {options.method!r}")
+        raise ParameterError(f"method must be dense where sequences branch; got {options.method!r}", "method")
     return plan
 
 
@@ -273,9 +273,10 @@ def _num_pages(
         room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization, sharers)
         pages = min(options.max_num_seqs * (-(-context // page_size) + spare), room // of_page)
         if pages < 1:
-            raise ValueError(f"kv_cache_bytes must be at least {of_page}, for one page; got {room}")
+            message = f"kv_cache_bytes must be at least {of_page}, for one page; got {room}"
+            raise ParameterError(message, "kv_cache_bytes")
     if pages <= spare:
-        raise ValueError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}")
+        raise ParameterError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}", "num_pages")
     _check_room(options, pages, of_page, devices, sharers)
     return pages
 
@@ -336,10 +337,8 @@ def method_of(options: EngineOptions, model: models.Model) -> Method | None:
     method = policy if isinstance(policy, Method) else Method(decode_policy=policy)
     window = min(filter(None, model.decoder.windows), default=None)
     if method.compression is not None and window is not None:
-        raise ValueError(
-            f"method must not compress the KV cache of a model with a sliding_window (of {window}); "
-            f"got {options.method!r}"
-        )
+        limit = f"a KV cache with a sliding_window (of {window})"
+        raise ParameterError(f"method must not compress {limit}; got {options.method!r}", "method")
     return method
 
 

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any, Literal, get_args
 
+from entropic_jax.parameter_tables.table import ParameterError
+
 FLOAT8 = "float8_e4m3fn"
 # Whatever of 8 bits is named has a scale for each token and KV head.
 KvCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"]
@@ -37,9 +39,10 @@ def stored_as(kv_cache_dtype: KvCacheDtype, dtype: Any) -> Any:
 
 
 def check_pages(dtype: Any, platform: str) -> None:
-    """Raise ValueError where pages of a dtype would be copied at every step."""
+    """Raise ParameterError where pages of a dtype would be copied at every step."""
     if dtype == FLOAT8 and platform == "cpu":
-        raise ValueError(
+        raise ParameterError(
             "kv_cache_dtype must be auto, bfloat16 or int8_per_token_head on a CPU, where every step would "
-            "widen an fp8 cache; got fp8"
+            "widen an fp8 cache; got fp8",
+            "kv_cache_dtype",
         )

@@ -5,24 +5,36 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from entropic_jax.parameter_tables.control_gains import GAINS
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError
 
 PROCESSES = ("coordinator_address", "num_processes", "process_id")
-NAMES_IN_PROSE = (  # which are no plain words
-    *(name for name in GAINS if "_" in name),
-    "scheduling_policy",
-    *PROCESSES,
-)
+WITHOUT_OPTION = ("prompt",)  # may come from elsewhere, and is then not called by its option
 
 
 def message_of(error: ParameterError, options: argparse.Namespace) -> str:
-    """The message of an error, with the options of the command line in place of parameters' names."""
+    """The message of an error, with the options of the command line in place of parameters' names.
+
+    The parameter at fault begins the message. Other names are replaced where they are no plain words, or
+    stand before " = ". Names without an option stay, and so does a message without a parameter at fault.
+
+    >>> flags = ("--speculate", "--temperature", "--highest-temperature", "--lowest-temperature")
+    >>> text = "lowest_temperature must be at most temperature = 0.7 while highest_temperature is 0; got 2"
+    >>> message_of(ParameterError(text, "lowest_temperature"), argparse.Namespace(flags=flags))
+    '--lowest-temperature must be at most --temperature = 0.7 while --highest-temperature is 0; got 2'
+    """
     text, param = str(error), error.param
-    if param is None or getattr(options, param, None) is None:
+    if param is None:
         return text
-    flag = lambda match: f"--{match[0].replace('_', '-')}"
-    return re.sub(rf"^{re.escape(param)}\b|(?<!-)\b({'|'.join(NAMES_IN_PROSE)})\b", flag, text)
+    names = [flag.removeprefix("--").replace("-", "_") for flag in options.flags if flag.startswith("--")]
+    if param in names and (param not in WITHOUT_OPTION or getattr(options, param, None) is not None):
+        text = re.sub(rf"^{re.escape(param)}\b", _flag, text)
+    compound = "|".join(name for name in names if "_" in name)
+    text = re.sub(rf"""(?<![-\w./'"])({compound})\b(?![./'"])""", _flag, text) if compound else text
+    return re.sub(rf"(?<![-\w.])({'|'.join(names)})(?= = )", _flag, text)
+
+
+def _flag(match: re.Match[str]) -> str:
+    return f"--{match[0].replace('_', '-')}"
 
 
 def number(accepts: Number) -> Callable[[str], Any]:

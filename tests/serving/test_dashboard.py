@@ -242,16 +242,16 @@ def test_plots_are_drawn_and_speak(page):
 
 
 def test_sequences_in_flight_by_priority(page):
-    page.until("document.querySelectorAll('#flight tr').length === 4")
+    page.until("document.querySelectorAll('#in-flight tr').length === 4")
     assert page.value(
-        "[...document.querySelectorAll('#flight tr td:nth-child(2)')].map(t => t.textContent)"
+        "[...document.querySelectorAll('#in-flight tr td:nth-child(2)')].map(t => t.textContent)"
     ) == [
         "0.82",
         "0.63",
         "0.41",
         "0.20",
     ]
-    assert text(page, "#flight-figures") == "3 running · 1 waiting · 37 % of the cache"
+    assert text(page, "#in-flight-figures") == "3 running · 1 waiting · 37 % of the cache"
     assert text(page, "#health-text") == "ready"
 
 

@@ -1,6 +1,6 @@
 // Puts the page together: the form, one run or two side by side, a conversation, and what to do when the server says no.
 
-import { Flight } from "./flight.js";
+import { InFlight } from "./in_flight.js";
 import { Plots } from "./plots.js";
 import { Refusal, complete, get } from "./stream.js";
 import { Card, Pane, legend } from "./text.js";
@@ -94,7 +94,7 @@ function request(preset) {
   };
 }
 
-async function one(pane, series, asked, signal) {
+async function runPane(pane, series, requested, signal) {
   const start = performance.now();
   const each = (tokens) => {
     const seconds = (performance.now() - start) / 1000;
@@ -110,7 +110,7 @@ async function one(pane, series, asked, signal) {
     pane.figures.textContent = `${pane.count} tokens · ${rate.toFixed(0)}/s` + (pane.drafted ? ` · ${pane.drafted} from drafts` : "");
   };
   try {
-    const end = await complete(asked, { key: $("key").value, signal, each });
+    const end = await complete(requested, { key: $("key").value, signal, each });
     return { ...end, seconds: (performance.now() - start) / 1000 };
   } finally {
     pane.end();
@@ -143,7 +143,7 @@ async function run(names) {
     const ends = []; // one after the other, each without cached prefixes: seconds are compared
     for (const [i, name] of names.entries()) {
       const salt = names.length > 1 ? crypto.getRandomValues(new Uint32Array(2)).join("-") : null;
-      ends.push(await one(panes[i], i, { ...request(name), salt }, controller.signal));
+      ends.push(await runPane(panes[i], i, { ...request(name), salt }, controller.signal));
     }
     $("said").textContent = ends.map((end, i) => said(names[i], panes[i], end)).join(" ");
     if (names.length > 1) verdict($("verdict"), names.map((name, i) => ({ name, tokens: panes[i].tokens, ...ends[i] })));
@@ -269,8 +269,8 @@ function start() {
       stop();
     }
   });
-  const flight = new Flight({
-    body: $("flight"), figures: $("flight-figures"), dot: document.querySelector(".dot"), words: $("health-text"),
+  const inFlight = new InFlight({
+    body: $("in-flight"), figures: $("in-flight-figures"), dot: document.querySelector(".dot"), words: $("health-text"),
     key: () => $("key").value,
     onKey: askForKey,
     onState: (state) => {
@@ -285,7 +285,7 @@ function start() {
       if (state.model && state.model !== page.model) name(state.model);
     },
   });
-  flight.look();
+  inFlight.look();
   get("v1/models", $("key").value).then((tree) => name(tree.data?.[0]?.id ?? ""), () => {});
 }
 

@@ -150,11 +150,11 @@ export class Plots {
 
   /** Begin anew with series `{ name, color }`; `target` is a line in the plot of the entropy, or null. */
   reset(series, target) {
-    const made = (faint = false, some = series) => some.map(({ name, color }) => ({ name, color, faint, x: [], y: [] }));
+    const lines = (faint = false, drawn = series) => drawn.map(({ name, color }) => ({ name, color, faint, x: [], y: [] }));
     this.count = series.length;
     this.entropy.level = target;
-    this.entropy.reset([...made(), ...made(true, series.slice(-1))]);
-    for (const plot of this.all.slice(1)) plot.reset(made());
+    this.entropy.reset([...lines(), ...lines(true, series.slice(-1))]);
+    for (const plot of this.all.slice(1)) plot.reset(lines());
     this.all.forEach((plot) => plot.describe());
   }
 

@@ -11,9 +11,9 @@ export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "
 const number = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
 }
 
 /** What stands for a token: its colour is on its words, and on a sign for a line break, not on indentation. */
@@ -75,14 +75,14 @@ export class Pane {
   #draw() {
     const follow = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 30;
     const first = this.tokens.length === 0;
-    const made = document.createDocumentFragment();
+    const fragment = document.createDocumentFragment();
     for (const token of this.waiting) {
       const span = element("span", { className: token.from_draft ? "t drafted" : "t", tabIndex: -1 }, ...tinted(token));
       span.dataset.index = this.tokens.push(token) - 1;
-      made.append(span);
+      fragment.append(span);
     }
     this.waiting = [];
-    this.text.append(made);
+    this.text.append(fragment);
     if (first && this.tokens.length) this.spans()[0].tabIndex = 0;
     if (follow) this.text.scrollTop = this.text.scrollHeight;
   }
@@ -101,9 +101,9 @@ export class Pane {
   }
 
   #step(event) {
-    const here = Number(event.target.dataset?.index);
+    const index = Number(event.target.dataset?.index);
     const spans = this.spans();
-    const to = { ArrowRight: here + 1, ArrowDown: here + 1, ArrowLeft: here - 1, ArrowUp: here - 1, Home: 0, End: spans.length - 1 }[event.key];
+    const to = { ArrowRight: index + 1, ArrowDown: index + 1, ArrowLeft: index - 1, ArrowUp: index - 1, Home: 0, End: spans.length - 1 }[event.key];
     if (to === undefined || !spans[to]) return;
     event.preventDefault();
     event.target.tabIndex = -1;

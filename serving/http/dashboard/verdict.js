@@ -3,9 +3,9 @@
 const fixed = (value, digits) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 function row(kind, values) {
-  const made = document.createElement("tr");
-  made.append(...values.map((value) => Object.assign(document.createElement(kind), { textContent: value })));
-  return made;
+  const tr = document.createElement("tr");
+  tr.append(...values.map((value) => Object.assign(document.createElement(kind), { textContent: value })));
+  return tr;
 }
 
 /** The index of the first token in which two texts differ, or -1. */

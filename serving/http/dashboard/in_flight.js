@@ -5,7 +5,7 @@ import { get } from "./stream.js";
 const cell = (text, className = "") => Object.assign(document.createElement("td"), { textContent: text, className });
 const fixed = (value, digits) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
-export class Flight {
+export class InFlight {
   /** `onState` gets each answer of the server, `onKey` is called where it wants an API key. */
   constructor({ body, figures, dot, words, key, onState, onKey }) {
     Object.assign(this, { body, figures, dot, words, key, onState, onKey });
