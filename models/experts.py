@@ -105,7 +105,7 @@ class Router(Linear):
     Args:
         hidden: width of the input.
         experts: how many.
-        per_token: that each token is routed to.
+        per_token: the number of experts that each token is routed to.
         spec: how they are scored.
     """
 
@@ -181,7 +181,7 @@ def local_numbers(expert_ids: jax.Array, experts: int) -> jax.Array:
 
     Args:
         expert_ids: among all experts.
-        experts: that each device holds.
+        experts: the number of experts that each device holds.
     """
     if shards_along(EXPERT) == 1:
         return expert_ids
@@ -209,7 +209,7 @@ def grouped(
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
-        *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
+        *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
         weighted_inputs: whether weights multiply the experts' inputs instead.
     """
@@ -247,7 +247,7 @@ def in_blocks(
         gate: `[experts, hidden, inner]`.
         up: `[experts, hidden, inner]`.
         down: `[experts, inner, hidden]`.
-        *biases: of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
+        *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
         weighted_inputs: whether weights multiply the experts' inputs instead.
     """

@@ -220,7 +220,7 @@ def check_complete(
         settings: names the modules.
         modules: those with tensors.
         pieces: those of the model.
-        file: that holds the tensors.
+        file: the file that holds the tensors.
     """
     for name in settings.modules:
         has = lambda names, name=name: any(module == name or module.endswith(f".{name}") for module in names)

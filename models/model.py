@@ -105,7 +105,7 @@ def load(
 
     Args:
         path: the path of the directory; None is the model that ships with the package.
-        dtype: that the weights become and the model computes in, whatever is on disk: "float32", "bfloat16"
+        dtype: the dtype of the weights and of the computation, whatever is on disk: "float32", "bfloat16"
             or "float16".
         progress: whether to show a bar on stderr where that is a terminal.
         as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
@@ -208,7 +208,7 @@ def copied(model: Model, place: jax.Device | Mesh) -> Model:
     On a CPU, whose devices share their memory, the copy shares that of the model.
 
     Args:
-        model: to be copied.
+        model: the model to copy.
         place: the device, or the mesh for a model that is divided over one.
     """
     mesh = place if isinstance(place, Mesh) else None
@@ -222,7 +222,7 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
     The output projection is left out where the embeddings are tied.
 
     Args:
-        model: to be written.
+        model: the model to write.
         path: the path of the directory, which is made.
         dtype: the dtype of the weights on disk, by default that of the parameters.
     """

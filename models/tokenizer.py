@@ -220,7 +220,7 @@ class Tokenizer:
         Args:
             messages: each with "role" and "content".
             add_generation_prompt: whether the text ends where the answer begins.
-            tools: that the model may call, in OpenAI's form.
+            tools: the tools that the model may call, in OpenAI's form.
             **variables: whatever else the template reads.
 
         Raises:

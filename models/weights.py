@@ -137,7 +137,7 @@ def touch(host: np.ndarray, threads: ThreadPoolExecutor) -> list[Future[None]]:
 
     Args:
         host: an array that nothing was written to, in one piece.
-        threads: that touch it.
+        threads: the threads that touch the memory.
     """
     memory = host.reshape(-1).view(np.uint8)
     first, size = -host.ctypes.data % mmap.PAGESIZE, memory.size
@@ -184,8 +184,8 @@ def fill_blocks(
     Args:
         tensor: on disk.
         out: is filled.
-        piece: which part it is.
-        threads: that fill it.
+        piece: the part of the tensor that fills `out`.
+        threads: the threads that fill `out`.
         touched: results of the same threads after which it may be written to.
     """
     lead = () if piece.expert is None else (piece.expert,)
@@ -294,7 +294,7 @@ def write(path: Path, params: Params, config: Config, dtype: np.dtype) -> None:
 
     Args:
         path: the path of the file.
-        params: to be written.
+        params: the parameters to write.
         config: says which tensors there are.
         dtype: the dtype of the tensors on disk.
     """

@@ -310,7 +310,7 @@ def _load(
         stored: the contents of its file.
         arguments: structure of its positional and keyword arguments.
         result: structure of its results.
-        devices: that run it.
+        devices: the devices that run the program.
     """
     if tuple(device.id for device in devices) == stored.devices:
         client = devices[0].client
@@ -363,7 +363,7 @@ def _write(file: Path, program: Any, devices: tuple[jax.Device, ...]) -> None:
     Args:
         file: where it is stored.
         program: compiled now.
-        devices: that it was compiled for.
+        devices: the devices that the program was compiled for.
     """
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask says, see `_is_ours`

@@ -1,5 +1,6 @@
 """Every interface covers every sampling parameter of the table and accepts the same values."""
 
+import ast
 import math
 import re
 from pathlib import Path
@@ -18,8 +19,10 @@ from entropic_jax.serving.http.protocol.completion import CompletionBody
 from entropic_jax.serving.options import sampling_options
 from entropic_jax.serving.request import Request
 from entropic_jax.state import Sampling
+from entropic_jax.state.sampling_parameters import defaults_unless
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+CORE = Path(__file__).resolve().parents[1] / "entropic_jax"
 BODIES = (
     (CompletionBody, {"prompt": "x"}),
     (ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
@@ -38,6 +41,38 @@ def test_parameters_makes_an_array_of_each():
         array = np.asarray(getattr(state, name))
         assert array.dtype == (np.int32 if line.accepts.kind is int else np.float32)
         assert array.tolist() == [line.default] * 2
+
+
+def test_rows_that_ask_for_nothing_have_the_defaults():
+    stated = {name: line.accepts.high for name, line in DEVICE_PARAMETERS.items()}
+    stated |= {name: line.accepts.low + 0.5 for name, line in DEVICE_PARAMETERS.items() if line.default == 1}
+    kept = defaults_unless(np.array([True, False]), parameters(2, logit_bias={3: 1.0}, **stated))
+    for name, line in DEVICE_PARAMETERS.items():
+        assert stated[name] != line.default
+        np.testing.assert_allclose(getattr(kept, name), [stated[name], line.default], rtol=1e-6)
+    assert kept.bias_tokens[:, 0].tolist() == [3, 3]
+
+
+def test_a_parameter_is_applied_in_one_file():
+    """As CONTRIBUTING says: declared in the table, a field of `Sampling`, and applied in one file."""
+    folders = ("sampling", "state", "phases")
+    texts = {
+        path.relative_to(CORE).as_posix(): path.read_text("utf-8")
+        for folder in folders
+        for path in CORE.glob(f"{folder}/**/*.py")
+    }
+    for name in set(DEVICE_PARAMETERS) - {"temperature"}:  # which the controllers set
+        used = {
+            file
+            for file, text in texts.items()
+            if re.search(rf"\b((?!lax\b)\w+\.{name}\b|{name}=)", _code(text))
+        }
+        assert used in ({"sampling/processors.py"}, {"sampling/truncation.py"}), (name, used)
+
+
+def _code(text: str) -> str:
+    """The code of a module without comments and docstrings."""
+    return ast.unparse(ast.parse(re.sub(r'""".*?"""', '""', text, flags=re.DOTALL)))
 
 
 def test_the_engine_sends_each_to_the_device():

@@ -17,8 +17,9 @@ PENDING: tuple[str, ...] = ()
 # The parameters of a route are those of the request, which its schema documents.
 ROUTES = {"get", "post", "put", "delete", "api_route"}
 
-# A line of Args is a phrase of its own: `state: the loop's state`, not `state: of the loop`.
-ELLIPTIC = re.compile(r"^ +\w+: [Oo]f .*", re.MULTILINE)
+# A line of Args is a noun phrase: `state: the loop's state`, not `state: of the loop`, `that the loop has`,
+# `which state`, `to be run`.
+ELLIPTIC = re.compile(r"^ +\*{0,2}\w+(?:, \w+)*: (?:[Oo]f|[Tt]hat|[Ww]hich|[Tt]o be) .*", re.MULTILINE)
 # Files that may still have such lines: kernel sources, whose text is the key of compiled code.
 ELLIPTIC_KERNELS = re.compile(r"entropic_jax/(cpu_runtime/|pallas/.*cpu\w*\.py)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -212,7 +213,16 @@ def test_arguments_are_described_by_full_phrases():
 
 def test_an_elliptic_line_is_found(tmp_path):
     text = 'def f(state: int) -> int:\n    """F.\n\n    Args:\n        state: {}.\n    """\n'
-    for name, line in (("a", "of the loop"), ("b", "the loop's state"), ("c", "Of the loop")):
+    lines = (
+        ("a", "of the loop"),
+        ("b", "the loop's state"),
+        ("c", "Of the loop"),
+        ("d", "that the loop has"),
+        ("e", "To be run"),
+        ("f", "which state"),
+        ("g", "thatch, and to boot"),
+    )
+    for name, line in lines:
         (tmp_path / "serving").mkdir(exist_ok=True)
         (tmp_path / f"serving/{name}.py").write_text(text.format(line))
-    assert sorted(elliptic(tmp_path)) == ["serving/a.py", "serving/c.py"]
+    assert sorted(elliptic(tmp_path)) == [f"serving/{name}.py" for name in "acdef"]

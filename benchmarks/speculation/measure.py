@@ -51,7 +51,7 @@ def begin(model: models.Model, prompt: list[int], tokens: int, temperature: floa
     """The state of one row after its prompt, in a cache of one size for all prompts: one program serves all.
 
     Args:
-        model: that continues the prompt.
+        model: the model that continues the prompt.
         prompt: token ids.
         tokens: to generate.
         temperature: the temperature of the sampling.
@@ -85,7 +85,7 @@ def pass_seconds(model: models.Model, prompt: list[int], repeat: int) -> dict[in
     """Median seconds of a pass by its number of tokens; 0 stands for a step of plain decoding.
 
     Args:
-        model: that runs the passes.
+        model: the model that runs the passes.
         prompt: token ids before them.
         repeat: launches of every size, taken in turn.
     """
@@ -106,7 +106,7 @@ class Continuation:
     """A text that grows by launches: tokens, seconds without the prompt, passes, tokens drafted and accepted.
 
     Args:
-        model: that continues the prompt.
+        model: the model that continues the prompt.
         prompt: token ids.
         tokens: to generate.
         temperature: the temperature of the sampling.
@@ -204,7 +204,7 @@ def compare(
     The arms take turns launch by launch, so that a change of the machine's speed meets all.
 
     Args:
-        model: that continues the prompt.
+        model: the model that continues the prompt.
         prompt: token ids.
         tokens: to generate.
         temperature: the temperature of the sampling.

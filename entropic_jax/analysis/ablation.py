@@ -78,7 +78,7 @@ def resume(
     Args:
         state: from `read`; it is not consumed.
         controller: the control law of the run.
-        page_policy: which pages a step reads; None reads all.
+        page_policy: the choice of pages that a step reads; None reads all.
         page_size: positions per page, by default that of the policy or, without one, of the state. Pages are
             merged to it.
     """

@@ -57,7 +57,7 @@ class WindowReader(LayerAttention):
     """Attention to the window pages of one step; it lives while a step is traced.
 
     Args:
-        pages: which ones.
+        pages: the window pages of each layer.
         cache: the KV cache of the rows of the step.
         length: int32 `[rows]`, positions held.
     """

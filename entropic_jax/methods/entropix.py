@@ -114,7 +114,7 @@ def quadrant(entropy: jax.Array, varentropy: jax.Array, thresholds: Thresholds) 
     Args:
         entropy: in the unit of the thresholds.
         varentropy: in the square of that unit; the shape is that of the entropy.
-        thresholds: that separate the quadrants.
+        thresholds: the thresholds that separate the quadrants.
 
     >>> bits = Thresholds(0.1, 3.0, 5.0, 0.1, 5.0)
     >>> where = quadrant(jnp.array([0.05, 4.0, 1.0, 6.0, 2.0]), jnp.array([0.05, 0.05, 6.0, 6.0, 2.0]), bits)

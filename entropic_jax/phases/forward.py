@@ -88,7 +88,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         decoder: the model's pure functions.
         params: its parameters.
         batch: the rows of the step.
-        observes: which attention is observed (`attention.statistics.Observation`); None observes nothing.
+        observes: the attention that is observed (`attention.statistics.Observation`); None observes nothing.
 
     Returns:
         The batch with the cache as written, and the logits with what was read.

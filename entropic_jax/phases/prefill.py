@@ -78,7 +78,7 @@ def start(
         seeds: one per row, by default the row's number.
         stop: token ids that end a row, one list per row, −1 where unused; () for none.
         belief_temperature: T_cal, at which the belief H₁ is measured.
-        page_policy: which pages a step reads; None reads all. Not together with a speculator.
+        page_policy: the choice of pages that a step reads; None reads all. Not together with a speculator.
         hardware: the roofline by which the ledger counts seconds, by default that of the device.
         speculator: the `speculation.Speculator` that `generate` will be given; the state keeps the text for
             it.

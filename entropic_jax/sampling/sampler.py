@@ -20,6 +20,7 @@ from jax import lax
 from ..pallas.gumbel_argmax import gumbel, gumbel_argmax
 from ..pallas.gumbel_argmax.reference import first_largest
 from ..state import Sampling
+from ..state.sampling_parameters import defaults_unless
 from .randomness import THREEFRY, random_bits, row_keys
 from .truncation import SMALLEST, truncate
 
@@ -90,14 +91,8 @@ def temper_and_truncate(
     if surprisal_limit is not None:
         limited = jnp.any(warm & (surprisal_limit < jnp.inf))
         scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
-    effective = sampling._replace(
-        top_k=jnp.where(warm, sampling.top_k, 0),
-        top_p=jnp.where(warm, sampling.top_p, 1.0),
-        min_p=jnp.where(warm, sampling.min_p, 0.0),
-        typical_p=jnp.where(warm, sampling.typical_p, 1.0),
-        top_n_sigma=jnp.where(warm, sampling.top_n_sigma, 0.0),
-    )
-    return jnp.where(warm[:, None], truncate(scaled, effective), logits)
+    truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
+    return jnp.where(warm[:, None], truncated, logits)
 
 
 def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ def pruned_drafter(
 
     Args:
         most_tokens: k, the tokens drafted at most.
-        pages: which pages the drafts read.
+        pages: the choice of pages that the drafts read.
         law: what passes cost; None drafts as if they cost nothing.
         step_costs: the costs of a draft step of the batch, in the law's unit of time: without context, and
             what each cached position of a row adds.

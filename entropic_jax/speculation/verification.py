@@ -45,7 +45,7 @@ class VerifiedLogits(NamedTuple):
         """Room for the logits of a pass.
 
         Args:
-            tokens: that the pass may have.
+            tokens: the number of tokens that the pass may have.
             rows: number of rows of the batch.
             n: tokens that a row may have.
             vocabulary: number of tokens.

@@ -56,6 +56,22 @@ def parameters(
     return Sampling(**arrays, bias_tokens=jnp.asarray(tokens), bias_values=jnp.asarray(biases))
 
 
+def defaults_unless(kept: jax.Array, sampling: Sampling) -> Sampling:
+    """The sampling parameters of the kept rows, and in the other rows the defaults; biases stay.
+
+    Args:
+        kept: bool `[rows]`.
+        sampling: parameters of the rows.
+
+    >>> defaults_unless(jnp.array([True, False]), parameters(2, top_k=7, top_p=0.5)).top_k.tolist()
+    [7, 0]
+    """
+    lines = DEVICE_PARAMETERS.items()
+    return sampling._replace(
+        **{name: jnp.where(kept, getattr(sampling, name), line.default) for name, line in lines}
+    )
+
+
 def _per_row(name: str, value: Any, rows: int) -> jax.Array:
     """The value of each row, `[rows]`, in the parameter's type."""
     accepts = DEVICE_PARAMETERS[name].accepts

@@ -161,7 +161,7 @@ def fits(name: str, parts: Parts, scheme: Scheme) -> bool:
     Args:
         name: the name of the matrix.
         parts: the matrix's parts.
-        scheme: that may have made them.
+        scheme: the scheme that may have made the parts.
     """
     try:
         checked_shape(name, parts, scheme)
@@ -176,7 +176,7 @@ def checked_shape(name: str, parts: Parts, scheme: Scheme) -> tuple[int, int]:
     Args:
         name: the name of the matrix.
         parts: the matrix's parts.
-        scheme: that made them.
+        scheme: the scheme that made the parts.
     """
     if "packed" in parts:
         out, inputs = packed_shape(name, parts, scheme)
@@ -225,7 +225,7 @@ def packed_shape(name: str, parts: Parts, scheme: Scheme) -> tuple[int, int]:
     Args:
         name: the name of the matrix.
         parts: the matrix's parts.
-        scheme: that made them.
+        scheme: the scheme that made the parts.
     """
     packed = parts["packed"]
     out, width = require_matrix(f"{name}_packed", packed)
@@ -258,7 +258,7 @@ def quantised_values(parts: Parts, scheme: Scheme, rows: slice, inputs: int) -> 
 
     Args:
         parts: the parts of the matrix.
-        scheme: that made them.
+        scheme: the scheme that made the parts.
         rows: first row and the one after the last.
         inputs: columns of the matrix.
     """
@@ -275,9 +275,9 @@ def zero_points(parts: Parts, scheme: Scheme, rows: slice, grid: ScaleGrid) -> n
 
     Args:
         parts: the parts of the matrix.
-        scheme: that made them.
+        scheme: the scheme that made the parts.
         rows: first row and the one after the last.
-        grid: which elements share one.
+        grid: the grid of elements that share a zero point.
     """
     stored = parts["zero_point"]
     if "packed" in parts and scheme.strategy in ("group", "channel"):

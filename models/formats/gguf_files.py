@@ -27,7 +27,7 @@ class GGUFTensor:
         data: the bytes of its rows, `[rows, bytes]`.
         shape: the shape of the tensor.
         kind: the type of its blocks.
-        file: that holds it.
+        file: the file that holds the tensor.
     """
 
     dtype = "F32"

@@ -30,7 +30,7 @@ class StoredTensor:
     Args:
         array: memory-mapped.
         dtype: its code, such as "BF16".
-        file: that holds it.
+        file: the file that holds the tensor.
     """
 
     def __init__(self, array: np.ndarray, dtype: str, file: Path) -> None:

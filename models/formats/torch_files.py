@@ -60,7 +60,7 @@ def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: An
     """Stands in for `torch._utils._rebuild_tensor_v2`, with its arguments.
 
     Args:
-        storage: that holds the elements.
+        storage: the storage that holds the elements.
         offset: the offset of the first element.
         lengths: the lengths of the axes.
         strides: the strides of the axes, in elements.
@@ -163,7 +163,7 @@ def tensor_of(
     """The array of a tensor, memory-mapped.
 
     Args:
-        view: which part of which storage.
+        view: the part of a storage that holds the tensor.
         entries: the entries of the archive, by name.
         data: the bytes of the file.
         path: the path of the file.

@@ -125,7 +125,7 @@ def require_parts(name: str, parts: Parts, *required: str) -> None:
 
     Args:
         name: the name of the matrix.
-        parts: that it has.
+        parts: the parts that the matrix has.
         *required: names of the parts.
     """
     missing = [part for part in required if part not in parts]

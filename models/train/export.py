@@ -97,7 +97,7 @@ def check(params: Params, shape: Shape, vocabulary: int) -> None:
 
     Args:
         params: weights.
-        shape: that they should have.
+        shape: the shape that the arrays should have.
         vocabulary: tokens of the tokenizer.
     """
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim

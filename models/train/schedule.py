@@ -97,7 +97,7 @@ class Schedule:
         Args:
             step: number of the step.
             micro_tokens: targets of a pass on each device, at least one window.
-            devices: that share a pass.
+            devices: the number of devices that share a pass.
         """
         stage = self.stage(step)
         rows = max(1, micro_tokens // stage.length) * devices  # of a pass

@@ -171,7 +171,7 @@ class Trainer:
         Args:
             tokens: `[windows, length + 1]`.
             weights: `[windows, length]`.
-            passes: that the windows are split into.
+            passes: the number of passes that the windows are split into.
             average_weight: share of the new parameters in the average.
         """
         sharding = NamedSharding(self.mesh, P(None, "data"))

@@ -226,7 +226,7 @@ def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[
     """Lengths times a factor, at least 1 token. The prompt, then the output, is cut to fit into `context`.
 
     Args:
-        arrivals: To be scaled.
+        arrivals: The arrivals to scale.
         factor: The factor of all lengths.
         context: Tokens that prompt and answer have room for; None for any number.
     """

@@ -111,7 +111,7 @@ def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
 
     Args:
         event: As parsed from the stream.
-        outcome: That it is added to.
+        outcome: The outcome that the event is added to.
         timestamp: The timestamp of the event, seconds of `time.perf_counter`.
     """
     if event.get("error"):

@@ -192,7 +192,7 @@ def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:
     """Draw the entropy of all heads as a heat map, and write it; returns the figure.
 
     Args:
-        profile: To be drawn.
+        profile: The profile to draw.
         segment: Tokens of a segment.
         file: To write, a PNG or what Matplotlib makes of the ending.
         title: The title of the figure.

@@ -146,7 +146,7 @@ def check_divides(option: str, value: int, name: str, number: int) -> None:
         option: The name of the option.
         value: The value of the option.
         name: What the number is.
-        number: To be divided.
+        number: The number to divide.
     """
     if number % value:
         raise ParameterError(f"{option} must divide {name}, {number}; got {value}", option)
@@ -175,7 +175,7 @@ def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[s
     """The plan as JSON has it.
 
     Args:
-        plan: To be shown, of one engine.
+        plan: The plan to show, of one engine.
         ranks: Number of engines.
         note: Why the step was not compiled, if it was not.
         smallest: Where nothing fits, the first slice on which a sequence does.
@@ -257,7 +257,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
 
     Args:
         options: The options of the command line.
-        plan: To be shown.
+        plan: The plan to show.
         note: Why the step was not compiled, if it was not.
         smallest: Where nothing fits, the first slice on which a sequence does.
     """

@@ -95,7 +95,7 @@ class AdapterSlots:
         """Read an adapter from disk and put it into a free slot; blocks until requests may name it.
 
         Args:
-            name: That requests state.
+            name: The name that requests state.
             path: A directory in PEFT's format.
             in_engine: Calls a function in the engine's thread.
             replace: Gives the programs new adapters; called in the engine's thread.

@@ -26,7 +26,7 @@ def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mappi
     """The configuration of an engine, see `Engine.describe`.
 
     Args:
-        model: That it runs.
+        model: The model that the engine runs.
         options: As its user set them; null is what suits the model and the device.
         sizes: What followed from them.
     """

@@ -277,7 +277,7 @@ def decode(
         prior: The prior of H₁ along a sequence, for the expected drop.
         speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
         width: Branch groups that a step computes, static; the first `width` that run.
-        page_policy: Which pages the steps read, None for all; static.
+        page_policy: The choice of pages that the steps read, None for all; static.
         samples: Whether the engine's sampler draws the tokens of some rows; static.
         plan: How sequences branch, None where none does; static.
         exact: As in `branching.launch`; static.

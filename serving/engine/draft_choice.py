@@ -72,8 +72,8 @@ class DraftChoice:
         Args:
             width: Rows of the program.
             speculates: Whether its steps draft tokens.
-            tokens: That a row emitted, on average.
-            seconds: That it took.
+            tokens: The tokens that a row emitted, on average.
+            seconds: The seconds that the launch took.
         """
         before = self._faster(width)
         rate = self._rate(width, speculates).with_launch(tokens, seconds)

@@ -20,7 +20,7 @@ def row_controllers_of(
     """The row controllers of an engine.
 
     Args:
-        model: That the engine serves.
+        model: The model that the engine serves.
         options: Name the preset, the method, the sampler and the drafter.
         shapes: What the engine's programs are compiled for.
         calibration: The calibration of the model, None without one.

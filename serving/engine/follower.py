@@ -137,7 +137,7 @@ class Follower:
 
         Args:
             name: Its name.
-            numbers: Which leaves of its arguments process 0 has sent.
+            numbers: The numbers of the leaves of its arguments that process 0 has sent.
             arrays: These leaves.
         """
         key, example = self._examples[name]

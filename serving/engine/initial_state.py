@@ -30,7 +30,7 @@ def initial_device_state(
     """The device state of an engine without a sequence.
 
     Args:
-        model: To be served.
+        model: The model to serve.
         sizes: The sizes of rows, pages and programs.
         row_controllers: Makes the rows' controller.
         cache_dtype: The dtype of the KV cache, as `allocate` takes it.

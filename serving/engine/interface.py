@@ -204,7 +204,7 @@ class Engine(Protocol):
         """Load a LoRA adapter, while requests run; returns once requests may name it.
 
         Args:
-            name: That requests state.
+            name: The name that requests state.
             path: A directory in PEFT's format.
 
         Raises:

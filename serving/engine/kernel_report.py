@@ -111,7 +111,7 @@ def attention_shape(model: models.Model, options: EngineOptions, sizes: Sizes) -
     """The shapes of an engine's programs.
 
     Args:
-        model: That it runs; its params may be abstract.
+        model: The model that the engine runs; its params may be abstract.
         options: Its options.
         sizes: Its sizes.
     """
@@ -135,7 +135,7 @@ def report(model: models.Model, options: EngineOptions, sizes: Sizes) -> list[Se
     On a CPU nothing is done: there, to ask a kernel is to compile it.
 
     Args:
-        model: That it runs; its params may be abstract.
+        model: The model that the engine runs; its params may be abstract.
         options: Its options.
         sizes: Its sizes.
 

@@ -107,7 +107,7 @@ class LaunchCosts:
         """Update the estimates by a launch.
 
         Args:
-            program: That ran.
+            program: The program that ran.
             measured: What it took and emitted.
             expected: Tokens that it was expected to emit; None without plans.
         """

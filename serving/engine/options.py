@@ -175,7 +175,7 @@ class Sizes(NamedTuple):
         not delivered yet are known on the device alone.
 
         Args:
-            branches: That the sequence may have; 0 if it does not branch.
+            branches: The branches that the sequence may have; 0 if it does not branch.
             length: Positions for which pages are reserved anyway.
             limit: Positions of the sequence at most.
         """
@@ -220,7 +220,7 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
     """The sizes for a model.
 
     Args:
-        model: To be served.
+        model: The model to serve.
         options: What the user sets; the rest follows from the model and the default device.
         itemsize: Bytes of a number in the KV cache; less than 1 where two share a byte.
         sharers: Engines that share the memory of the machine, if the device is a CPU.

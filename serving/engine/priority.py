@@ -51,7 +51,7 @@ class Ranking:
         """The sequences, the first to be served first; sets `Sequence.entropic_priority` of each to its π.
 
         Args:
-            sequences: To be ranked.
+            sequences: The sequences to rank.
             rounds: Number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """
@@ -78,7 +78,7 @@ class Ranking:
         """Record how long a sequence has waited for its first row, and that it begins.
 
         Args:
-            sequence: That gets its first row.
+            sequence: The sequence that gets its first row.
             rounds: Number of admission rounds so far.
             num_waiting: Sequences that waited, this one included.
         """
@@ -94,7 +94,7 @@ class Ranking:
         """π of each sequence, float64, in nats per unit of load.
 
         Args:
-            sequences: To be ranked.
+            sequences: The sequences to rank.
             rounds: Number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """

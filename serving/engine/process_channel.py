@@ -40,7 +40,7 @@ class Connection:
 
         Args:
             stream: connected.
-            process_id: that of the other end.
+            process_id: the number of the process at the other end.
         """
         stream.settimeout(None)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -147,7 +147,7 @@ def connect(address: tuple[str, int], token: bytes, process_id: int) -> Connecti
     Args:
         address: Where it listens.
         token: The secret of the processes.
-        process_id: That of this process.
+        process_id: The number of this process.
 
     Raises:
         OSError: It cannot be reached, or does not know the token.

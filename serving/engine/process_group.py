@@ -135,7 +135,7 @@ def _connections(
     Args:
         client: JAX's client of the store.
         host: The host of process 0.
-        process_id: That of this process.
+        process_id: The number of this process.
         num_processes: How many there are.
         seconds: To wait for each other.
     """
@@ -154,7 +154,7 @@ class ProcessGroup:
         """Begin to listen to the others, and to watch them.
 
         Args:
-            process_id: That of this process.
+            process_id: The number of this process.
             num_processes: How many there are.
             connections: To all others in process 0, to process 0 in the others.
         """

@@ -14,7 +14,7 @@ def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabular
     """Raise RequestError if the request exceeds a compiled limit or names a token outside the vocabulary.
 
     Args:
-        engine_request: To be queued.
+        engine_request: The request to queue.
         num_stop_tokens: Tokens that end its text, the model's included.
         vocabulary: Tokens of the model.
     """

@@ -87,7 +87,7 @@ class RunningBatch:
 
         Args:
             sequence: Its `prefill_tokens` are set.
-            row: That it gets.
+            row: The row that the sequence gets.
             limit: Positions at which the row is full.
         """
         sequence.row, sequence.epoch = row, sequence.epoch + 1
@@ -114,7 +114,7 @@ class RunningBatch:
         Args:
             running: Sequences that decode in them.
             steps: Steps of the launch.
-            tokens: That each sequence may emit in them, at most.
+            tokens: The tokens that each sequence may emit in the steps, at most.
         """
         rows = [s.row for s in running]
         for sequence in running:
@@ -128,7 +128,7 @@ class RunningBatch:
         Args:
             row: The row of a sequence that decoded in it.
             length: The length of its text.
-            launch: That has been collected.
+            launch: The launch that has been collected.
         """
         self.length[row] = length
         self.steps_in_flight[row] -= launch.steps
@@ -157,7 +157,7 @@ class RunningBatch:
         """Send the last delta of a sequence.
 
         Args:
-            sequence: That has no row any more.
+            sequence: A sequence that has no row any more.
             tokens: Not sent yet.
             timed_out: Whether its time was up.
         """

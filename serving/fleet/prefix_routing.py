@@ -37,7 +37,7 @@ class PrefixRouting:
 
         Args:
             hashes: The hashes of the blocks of its prompt.
-            replica: That has it until `ended`.
+            replica: The replica that has the request until `ended`.
         """
         self.loads[replica] = self.loads.get(replica, 0) + 1
         self.router.sent(self._ranks.setdefault(replica, len(self._ranks)), hashes)

@@ -21,7 +21,7 @@ class PrefixRouter(RequestRouter):
         """The candidates, the best first, each a rank of its own.
 
         Args:
-            candidate_replicas: That can be chosen.
+            candidate_replicas: The replicas that can be chosen.
             pending_request: The request, if it is known.
         """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}

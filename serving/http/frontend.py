@@ -45,13 +45,13 @@ class FrontendError(Exception):
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn a ParameterError into a FrontendError with status 400 and the same `param`."""
+    """Turn a ParameterError into a FrontendError with status 400; `param` is the field's path in the body."""
     try:
         yield
     except ParameterError as error:
         message, param = str(error), error.param
         if param in entropic.FIELDS and message.startswith(param):
-            message = f"entropic.{message}"  # the name that the client wrote
+            message, param = f"entropic.{message}", f"entropic.{param}"  # the name that the client wrote
         raise FrontendError(400, message, param) from error
 
 
@@ -115,7 +115,7 @@ class Frontend:
         Args:
             pool: Whose thread makes the call.
             function: May block.
-            *arguments: Of the function.
+            *arguments: The arguments of the function.
 
         Raises:
             FrontendError: The pool's queue is full (429).

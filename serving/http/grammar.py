@@ -216,8 +216,8 @@ def error_of(matcher: Any) -> str:
 
 
 def refused(name: str, message: str) -> RequestError:
-    """The error for a field that holds no usable grammar; its `param` is the field of the body it is in."""
-    return RequestError(f"{name} {message}", name.partition(".")[0])
+    """The error for a field that holds no usable grammar; `name` is its path in the body."""
+    return RequestError(f"{name} {message}", name)
 
 
 def from_schema(name: str, schema: dict[str, Any] | bool | str) -> str:

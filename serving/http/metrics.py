@@ -89,7 +89,7 @@ def request_metrics(namespace: str, registry: CollectorRegistry) -> dict[str, An
 
     Args:
         namespace: Before the names that vLLM has.
-        registry: That they belong to.
+        registry: The registry that the families belong to.
     """
     label: dict[str, Any] = {"labelnames": ["model_name", "engine"], "registry": registry}
 

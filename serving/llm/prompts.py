@@ -94,7 +94,7 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
     Args:
         place: The place of the item in the argument, such as `prompts[3]`.
         check: Makes a prompt of an item, or raises RequestError.
-        item: To be checked.
+        item: The item to check.
     """
     try:
         return check(item)

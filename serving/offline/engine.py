@@ -103,7 +103,7 @@ class Engine:
         """The completions of the requests, in their order.
 
         Args:
-            requests: To be completed.
+            requests: The requests to complete.
             cancelled: Once it is set, the work ends after the launch that runs, with CancelledError.
         """
         for first in range(0, len(requests), self.together):

@@ -63,7 +63,7 @@ def load(
 
     Args:
         path: The path of the directory.
-        dtype: That the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
+        dtype: The dtype that the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
         control: Names the preset and its gains; None samples plainly.
         kv_cache_dtype: The dtype of the KV cache.
         speculate: Name of the drafter of speculative decoding, or the directory of a draft model; "off" for

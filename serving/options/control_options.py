@@ -290,7 +290,7 @@ def check_temperature(control: Control, temperature: float) -> None:
 
     Args:
         control: The preset of the request, with its gains.
-        temperature: That the request asks for.
+        temperature: The temperature that the request asks for.
     """
     if MICRO not in SCALES.get(control.preset, ()) or temperature == 0:
         return

@@ -38,9 +38,9 @@ def load(
     """The model with the draft model that `speculate` names; the model itself where it names none.
 
     Args:
-        model: To be served.
+        model: The model to serve.
         speculate: The name of a drafter, or a directory.
-        dtype: That the draft model computes in.
+        dtype: The dtype that the draft model computes in.
         quantization: The quantization of its weights, a value of `--quantization`; None keeps their dtype.
 
     Raises:
@@ -72,7 +72,7 @@ def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models
     """The model, with the one that drafts for it, on other devices.
 
     Args:
-        model: To be copied.
+        model: The model to copy.
         device: Where the copy will be, unless there is a mesh.
         mesh: A mesh of as many devices as that of the model, None for one device.
     """

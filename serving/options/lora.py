@@ -128,7 +128,7 @@ def check_name(name: Any, field: str) -> None:
 
     Args:
         name: The name.
-        field: That states it, for the message.
+        field: The field that states the name, for the message.
     """
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise ParameterError(
@@ -141,7 +141,7 @@ def inside(path: str, folder: Path) -> Path:
 
     Args:
         path: Absolute, or relative to the folder.
-        folder: That it must be in.
+        folder: The folder that the directory must be in.
 
     Raises:
         ParameterError: It leads out of the folder, also by a symbolic link of it or of a file in it.

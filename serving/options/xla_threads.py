@@ -28,7 +28,7 @@ def limit_xla_threads(
 
     Args:
         model: The model directory.
-        dtype: That the model computes in; None or "auto" for the default of the device.
+        dtype: The dtype that the model computes in; None or "auto" for the default of the device.
         method: The method by which prompts are read; those that leave positions out do so in plain JAX.
         divided: Whether several devices or processes compute.
     """

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_refused(live, wrong):
     answer = httpx2.post(live.url + PATH, json={"messages": HELLO, **wrong})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "BadRequestError"
-    assert answer.json()["error"]["param"] in wrong
+    assert answer.json()["error"]["param"].partition(".")[0] in wrong
 
 
 def test_there_and_back(live):

@@ -345,10 +345,7 @@ def test_the_queue_is_bounded_and_drains(model):
         (dict(ids=()), "prompt must have between 1 and 127 tokens, .*; got 0"),
         (dict(ids=(1,) * 200), "prompt must have .*; got 200"),
         (dict(ids=(1, 258)), "prompt must hold token ids between 0 and 257; got 258"),
-        (
-            dict(ids=(1,), stop_token_ids=(999,)),
-            "stop_token_ids must hold token ids between 0 and 257; got 999",
-        ),
+        (dict(ids=(1,), stop_token_ids=(999,)), "stop_token_ids must hold token ids .* 257; got 999"),
         (
             dict(ids=(1,), logit_bias=dict.fromkeys(range(301), 1.0)),
             "logit_bias must be a mapping of up to 300 ",

@@ -224,19 +224,6 @@ def test_prompts_that_are_refused(llm, prompts, message):
         llm.generate(prompts, SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
-def test_a_token_id_outside_the_vocabulary_is_refused_by_name(llm, name):
-    vocabulary = llm._engine.model.config.vocab_size
-    for token, accepted in ((vocabulary - 1, True), (vocabulary, False)):
-        params = SamplingParams(max_tokens=1, **{name: {token: 1.0} if name == "logit_bias" else [token]})
-        if accepted:
-            assert len(llm.generate("x", params)) == 1
-            continue
-        message = rf"^{name} must hold token ids between 0 and {vocabulary - 1}; got {vocabulary}$"
-        with pytest.raises(ValueError, match=message):
-            llm.generate("x", params)
-
-
 def test_sampling_parameters_that_are_refused(llm):
     with pytest.raises(ValueError, match="sampling_params must be one or as many as prompts, 2; got 1"):
         llm.generate(["x", "y"], [SamplingParams()])

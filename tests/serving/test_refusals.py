@@ -35,6 +35,12 @@ def test_engine_options(options, message):
         ("--cache-budget 100", "--cache-budget must not be set with the method dense, which has none"),
         ("--method snapkv --prefill-budget 100", "--prefill-budget must not be set with the method snapkv"),
         ("--logit-bias 1=1 --logit-bias 1=2", "--logit-bias must state each token once; got 1 twice"),
+        (
+            "--preset micro --temperature 0.7 --lowest-temperature 5 --highest-temperature 0",
+            "--lowest-temperature must be at most --temperature = 0.7 while --highest-temperature is 0",
+        ),
+        ("--kv-cache-dtype fp8", "error: --kv-cache-dtype must be auto, bfloat16 or int8_per_token_head"),
+        ("--max-tokens 3 --tensor-parallel-size 3", "error: --tensor-parallel-size must be between 1 and"),
         ("--stop-token-ids \u0663", "must be a token id; got \u0663"),
     ],
 )

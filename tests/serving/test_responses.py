@@ -168,14 +168,18 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
     ("body", "param", "said"),
     [
         ({"input": None}, "input", "input must"),
-        ({"input": IMAGE}, "input", "input.0.content.0.type must be one of 'input_text', 'output_text',"),
+        (
+            {"input": IMAGE},
+            "input.0.content.0.type",
+            "input.0.content.0.type must be one of 'input_text'",
+        ),
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
-            "input",
+            "input.0.type",
             "input.0.type must be one of 'message'",
         ),
         ({"input": "x " * 999}, "input", "input must have between 1 and 255 tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type must be 'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type must be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice must be none or auto without tools"),
         ({"background": True}, "background", "background must"),
         ({"conversation": "conv_1"}, "conversation", "conversation must be null; got 'conv_1'"),
@@ -183,8 +187,8 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be at most 0"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}},
-            "text",
-            "text.form",
+            "text.format.schema",
+            "text.format.schema must",
         ),
         (
             {"tools": FUNCTIONS, "text": {"format": {"type": "json_object"}}},

@@ -93,7 +93,7 @@ def bounds(
         layer: keys and values.
         table: int32 `[rows, pages]`, the page table.
         size: positions of a page.
-        pages: which the step read.
+        pages: the pages that the step read.
         q: scaled queries, `[rows, kv_heads, group, head_dim]`.
         part: the attention to the pages read.
         last: int32 `[rows]`, end of the positions held.

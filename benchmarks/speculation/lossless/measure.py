@@ -120,7 +120,7 @@ def _generate(
         options: the options of the command.
         preset: the preset of the engine.
         rows: number of rows of the batch.
-        settings: that it runs, one after the other.
+        settings: the settings that the engine runs, one after the other.
         texts: tokens of the prompts.
     """
     longest = max(CONTEXTS) + options.tokens + PAGE_SIZE

@@ -87,7 +87,7 @@ def disk_rate(files: list[Path], direct: bool) -> float:
     """Bytes per second of reading files that are not in the page cache into one small buffer.
 
     Args:
-        files: that are read.
+        files: the files to read.
         direct: whether past the page cache.
     """
     forget(files)
@@ -115,7 +115,7 @@ def measured_round(directory: Path, dtype: str) -> dict[str, float]:
 
     Args:
         directory: the directory of the checkpoint.
-        dtype: that the weights become.
+        dtype: the dtype that the weights become.
     """
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)

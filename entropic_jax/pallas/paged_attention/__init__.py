@@ -284,7 +284,7 @@ def verify(
 
     Args:
         q, keys, values: as for `prefill`, like the others.
-        page_table, page_list, num_pages: which pages hold the text, and which are read.
+        page_table, page_list, num_pages: the pages that hold the text, and those that are read.
         window_start, query_start, context_length: positions.
         soft_cap: the soft cap of the scores.
         backend: the name of the back end to use; None takes the first that supports the case.
@@ -320,7 +320,7 @@ def select_pages(
         dropped_mass_limit: ε, float32 `[rows]`: the share of the weighted attention mass that may stay
             unread. 0 keeps every page.
         page_size: positions in a page; static.
-        rules: which pages are always kept, and how mass is estimated; static.
+        rules: the pages that are always kept, and the rule that estimates mass; static.
         backend: the name of the back end to use; None takes the first that supports the case.
     """
     operands = (q, summary, information, page_table, context_length, dropped_mass_limit)

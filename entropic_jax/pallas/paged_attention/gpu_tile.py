@@ -96,7 +96,7 @@ def positions(shape: Any, size: Any, axis: int) -> Any:
     Args:
         shape: the static parameters of the kernel.
         size: the size of the tile, rows and columns.
-        axis: that the indices count along.
+        axis: the axis that the indices count along.
     """
     return _cast_layout(shape, jax.lax.broadcasted_iota(jnp.int32, size, axis), plgpu.Layout.WGMMA)
 

@@ -20,8 +20,8 @@ def before(value: Any, index: Any, other: Any, other_index: Any) -> Any:
     """Whether a token comes before another: it is likelier, or as likely with a lower index.
 
     Args:
-        value, index: of the one token.
-        other, other_index: of the other.
+        value, index: the value and the index of the first token.
+        other, other_index: the value and the index of the second token.
     """
     return (value > other) | ((value == other) & (index < other_index))
 

@@ -58,7 +58,7 @@ class Entropic(GainFields):
 
         Args:
             default: The server's control.
-            temperature: That the request asks for.
+            temperature: The temperature that the request asks for.
         """
         gains: dict[str, Any] = {}
         for line in PER_REQUEST:

@@ -56,7 +56,7 @@ def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constr
     """Raise a conflict where tools, the choice and another constraint of the text do not fit together.
 
     Args:
-        tools: That the model may call.
+        tools: The tools that the model may call.
         choice: Among them.
         constrained: Whether response_format or structured_outputs constrain the text.
     """

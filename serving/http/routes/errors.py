@@ -100,7 +100,7 @@ def body(status: int, message: str, param: str | None = None, path: str = "") ->
         status: HTTP status, from 400 to 599; decides `type`.
         message: For the client.
         param: Field of the request that is at fault, if it is one.
-        path: That was requested; decides the form.
+        path: The path that was requested; decides the form.
     """
     if ANTHROPIC_PATHS in path:
         kind = ANTHROPIC_TYPES.get(status, "api_error")
@@ -123,7 +123,7 @@ def answer(
         message: For the client; characters that are not Unicode are replaced.
         param: Field of the request that is at fault, if it is one.
         headers: Further headers, such as Retry-After.
-        path: That was requested; decides the form.
+        path: The path that was requested; decides the form.
     """
     text = json.dumps(body(status, message, param, path)).encode("utf-8", "replace")
     return Response(text, status, dict(headers or {}), media_type="application/json")
@@ -188,15 +188,15 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ValidationError as error:
         message, param = in_words(error)
-        param = param and rename(param).partition(".")[0]
+        param = param and rename(param)
         raise FrontendError(400, rename(message), param) from None
     except FrontendError as error:
-        param = error.param and rename(error.param).partition(".")[0]
+        param = error.param and rename(error.param)
         raise FrontendError(error.status, rename(str(error)), param, error.retry_after) from None
 
 
 def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str | None]:
-    """The message and `param` for an invalid body: those of its first invalid field."""
+    """The message for an invalid body, and `param`, the dotted path of its first invalid field."""
     errors = error.errors()
     first = errors[0]
     context = first.get("ctx", {})
@@ -208,20 +208,21 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
     if path[0] in LISTS and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
-        return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]]), path[0]
+        return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]])
     accepts = _accepted(path)
     if path[0] == "entropic" and len(path) > 1:
-        return _of_entropic(path[1], accepts, first), path[1]
+        return _of_entropic(path[1], accepts, first), f"entropic.{path[1]}"
     sent = getattr(error, "body", None)
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
-        return f"{'.'.join(_place(sent, first) or path)} is missing", path[0]
+        missing = ".".join(_place(sent, first) or path)
+        return f"{missing} is missing", missing
     inputs = [e["input"] for e in same if len(_location(e)) <= 2] or [first["input"]]
     if isinstance(sent, Mapping) and isinstance(sent.get(path[0]), Mapping) and accepts is not None:
         inputs = [sent[path[0]]]  # a key of a mapping may be at fault
     accepted = _in_pydantic_words(same) if accepts is None else f"be {accepts}"
-    return f"{name} must {accepted}; got {short(inputs[0])}", path[0]
+    return f"{name} must {accepted}; got {short(inputs[0])}", name
 
 
 def _accepted(path: list[str]) -> Accepted | None:
@@ -241,18 +242,18 @@ def _of_entropic(name: str, accepts: Accepted | None, error: Mapping[str, Any]) 
     return f"entropic has no field {name[:200]}; {hint}"
 
 
-def _in_list(tree: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> str:
-    """The message for a field that holds lists of objects; it names the place of the deepest error."""
+def _in_list(tree: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The message and `param` for a field that holds lists of objects: the place of the deepest error."""
     places = [_place(tree, error) for error in errors]
     place = max(places, key=len)
     deepest = [e for e, other in zip(errors, places, strict=True) if other == place]
     kind, context = deepest[0]["type"], deepest[0].get("ctx", {})
     name = ".".join([*place, context["discriminator"].strip("'")] if kind in UNION_ERRORS else place)
     if kind in ("missing", "union_tag_not_found"):
-        return f"{name} is missing"
+        return f"{name} is missing", name
     if kind == "union_tag_invalid":
-        return f"{name} must be one of {context['expected_tags']}; got {short(context['tag'])}"
-    return f"{name} must {_in_pydantic_words(deepest)}; got {short(deepest[0]['input'])}"
+        return f"{name} must be one of {context['expected_tags']}; got {short(context['tag'])}", name
+    return f"{name} must {_in_pydantic_words(deepest)}; got {short(deepest[0]['input'])}", name
 
 
 def _place(tree: Any, error: Mapping[str, Any]) -> list[str]:

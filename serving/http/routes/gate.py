@@ -50,7 +50,7 @@ class Gate:
             api_keys: A request must present one of these; if empty, it needs none.
             max_bytes: Largest body of a request, in bytes.
             log_requests: Log a line per request, except for the paths in `QUIET`.
-            hosts: That the header Host may name; None is any.
+            hosts: The hosts that the header Host may name; None is any.
             limiter: The limiter of POST requests, for each API key, or for each address without keys; None is
                 no limit.
             on_limited: Called for each request above the limit.

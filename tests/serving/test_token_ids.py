@@ -1,8 +1,11 @@
-"""`entropic generate` refuses token ids outside the vocabulary, as `LLM` and the HTTP API do."""
+"""`entropic generate` and `LLM` refuse token ids outside the vocabulary, as the HTTP API does."""
 
 import json
 
 import pytest
+
+from entropic_jax import LLM, SamplingParams
+from tests.serving.test_llm import SIZES
 
 OPTIONS = {"--stop-token-ids": "{}", "--logit-bias": "{}=1.5"}
 
@@ -33,3 +36,22 @@ def test_a_line_of_a_batch_with_such_a_token_id_fails_alone(entropic, directory,
     assert first["finish_reason"] == "length"
     assert second["finish_reason"] == "error"
     assert second["error"] == "stop_token_ids must hold token ids between 0 and 257; got 300"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(seed=0, **SIZES) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
+def test_a_token_id_outside_the_vocabulary_is_refused_by_name(llm, name):
+    vocabulary = llm._engine.model.config.vocab_size
+    for token, accepted in ((vocabulary - 1, True), (vocabulary, False)):
+        params = SamplingParams(max_tokens=1, **{name: {token: 1.0} if name == "logit_bias" else [token]})
+        if accepted:
+            assert len(llm.generate("x", params)) == 1
+            continue
+        message = rf"^{name} must hold token ids between 0 and {vocabulary - 1}; got {vocabulary}$"
+        with pytest.raises(ValueError, match=message):
+            llm.generate("x", params)
