@@ -13,7 +13,7 @@ if __name__ == "models":  # the folder of a checkout, found on the path instead 
 from .config import Config, ModelError
 from .decoder import FAMILIES, Decoder, Params
 from .layers import Attend
-from .model import Model, copied, initialise, load, save, shard
+from .model import Model, copied, directory_of, initialise, load, save, shard
 from .rope import RopeScaling
 from .tokenizer import Detokenizer, Tokenizer
 
@@ -29,6 +29,7 @@ __all__ = [
     "RopeScaling",
     "Tokenizer",
     "copied",
+    "directory_of",
     "initialise",
     "load",
     "save",

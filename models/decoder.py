@@ -189,6 +189,10 @@ class Decoder:
         """
         return self.module(params)(tokens, positions, layers, attend, lengths)
 
+    def embedded(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """What the first layer reads of tokens int32 `[...]`, `[..., hidden]`."""
+        return self.module(params).embedded(tokens)
+
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
         return self.module(params).logits(hidden)

@@ -342,13 +342,18 @@ class CausalLM(nnx.Module):
         ropes = dict.fromkeys(layer.self_attn.spec.rope for layer in layers)
         rotations = {rope: rotation_of(rope, positions, lengths) for rope in ropes if rope is not None}
         context = TokenContext(positions, rotations)
-        x, written = self.embed_tokens(tokens), []
-        if self.output.embedding_multiplier != 1.0:
-            x = x * jnp.asarray(self.output.embedding_multiplier, x.dtype)
+        x, written = self.embedded(tokens), []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, context, cache, attend)
             written.append(cache)
         return self.norm(x), tuple(written)
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """The embeddings of tokens int32 `[...]` as the first layer reads them, `[..., hidden]`."""
+        x = self.embed_tokens(tokens)
+        if self.output.embedding_multiplier == 1.0:
+            return x
+        return x * jnp.asarray(self.output.embedding_multiplier, x.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""

@@ -58,6 +58,11 @@ class Model:
         return tuple(stated) if isinstance(stated, list) else (stated,)
 
 
+def directory_of(path: str | Path | None) -> Path:
+    """The directory of a model; None is the model that ships with the package."""
+    return Path(__file__).with_name("embedded") if path is None else Path(path)
+
+
 def read_config(path: Path, mesh: Mesh | None = None) -> Config:
     """The Config of a model directory, or of the config.json in it.
 
@@ -119,7 +124,7 @@ def load(
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
     """
-    directory = Path(__file__).with_name("embedded") if path is None else Path(path)
+    directory = directory_of(path)
     dtype, quantization = checked(dtype), check_quantization(quantization)
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")

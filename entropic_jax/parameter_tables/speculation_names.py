@@ -12,12 +12,15 @@ from typing import Any, Literal, get_args
 from .control_gains import DRAFTS, SCALES
 from .table import Number, ParameterError, short
 
-Speculate = Literal["off", "auto", "suffix", "pruned"]
+Speculate = Literal["off", "auto", "suffix", "pruned", "head"]
 DRAFTERS = get_args(Speculate)
 """The values of `speculate`: no drafts, whichever drafter pays, or the name of the drafter."""
-OFF, AUTO = "off", "auto"
+OFF, AUTO, HEAD = "off", "auto", "head"
 DRAFTS_FROM_PAGES = ("auto", "pruned")
 """The drafters that run the model on few pages, whose steps cost something."""
+
+HEAD_TYPE = "draft_head"
+"""`model_type` in the config.json of a draft head."""
 
 DRAFTED = Number(int, 1, 15)
 """Tokens drafted for a row in a pass, at most."""
@@ -25,7 +28,7 @@ DEFAULT_DRAFTED = 15
 
 VLLM_DRAFT_MODEL = "draft_model"
 """vLLM's method of a `speculative_config` with the key `model`."""
-VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix", "pruned": "pruned", "auto": "auto"}
+VLLM_METHODS = {"suffix": "suffix", "ngram": "suffix", "pruned": "pruned", "auto": "auto", "head": "head"}
 """The drafter for each method of `speculative_config`: vLLM's `suffix` and `ngram`, and the names of ours."""
 CONFIG_KEYS = ("method", "model", "num_speculative_tokens")
 
@@ -39,6 +42,32 @@ def is_draft_model(speculate: Any) -> bool:
     if not isinstance(speculate, str | os.PathLike) or speculate in DRAFTERS:
         return False
     return Path(speculate).is_dir()
+
+
+def is_draft_head(speculate: Any) -> bool:
+    """Whether a value of `speculate` is a draft head: that of the model's own directory, or a directory.
+
+    >>> is_draft_head("head"), is_draft_head("suffix"), is_draft_head("/")
+    (True, False, False)
+    """
+    if speculate == HEAD:
+        return True
+    if not is_draft_model(speculate):
+        return False
+    try:
+        raw = json.loads((Path(speculate) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == HEAD_TYPE
+
+
+def has_weights(speculate: Any) -> bool:
+    """Whether a value of `speculate` is a draft head or a draft model, which has parameters of its own.
+
+    >>> has_weights("head"), has_weights("suffix"), has_weights("/")
+    (True, False, True)
+    """
+    return is_draft_head(speculate) or is_draft_model(speculate)
 
 
 def drafter_of(preset: str, speculate: str | None = None) -> str:
@@ -65,7 +94,7 @@ def check_drafter(speculate: Any, num_speculative_tokens: Any = None) -> None:
     """
     if not is_draft_model(speculate) and speculate not in DRAFTERS:
         raise ParameterError(
-            f"speculate must be one of {', '.join(DRAFTERS)}, or the directory of a model; "
+            f"speculate must be one of {', '.join(DRAFTERS)}, or the directory of a draft model or head; "
             f"got {short(speculate)}",
             "speculate",
         )

@@ -62,7 +62,26 @@ def forward(
     hidden, layers = decoder.hidden(
         params, tokens, positions, state.cache.layers, attend, *lengths, **adapters
     )
-    return hidden, state._replace(cache=state.cache._replace(layers=layers))
+    features = _last_hidden(hidden, num_tokens, packing, state.features)
+    return hidden, state._replace(cache=state.cache._replace(layers=layers), features=features)
+
+
+def _last_hidden(
+    hidden: jax.Array, num_tokens: jax.Array, packing: Packing | None, before: jax.Array | None
+) -> jax.Array | None:
+    """The hidden state of the last token of every row, float32 `[rows, hidden]`; None if none is kept.
+
+    Args:
+        hidden: as `forward` returns it.
+        num_tokens: int32 `[rows]`, the real tokens of each.
+        packing: places of the tokens; None for passes without.
+        before: for rows without a token; None where no draft head reads hidden states.
+    """
+    if before is None:
+        return None
+    row, last = jnp.arange(num_tokens.shape[0]), jnp.maximum(num_tokens - 1, 0)
+    of_rows = hidden[row, last] if packing is None else hidden[packing.packed_index[row, last], 0]
+    return jnp.where(num_tokens[:, None] > 0, of_rows.astype(jnp.float32), before)
 
 
 def _adapters(state: State, num_tokens: jax.Array, packing: Packing | None) -> dict[str, Any]:

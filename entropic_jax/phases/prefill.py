@@ -105,7 +105,11 @@ def start(
     state, total = _place_prompts(state, prompts, max_tokens, seeds, stop)
     if speculator is not None:
         text = _prompt_text(prompts, cache.table.shape[1] * cache.page_size)
-        state = state._replace(text=text, speculation=speculator.init(len(prompts)))
+        state = state._replace(
+            text=text,
+            speculation=speculator.init(len(prompts)),
+            features=speculator.features(len(prompts), decoder.shape.hidden),
+        )
     state = sharding.place(_with_own_buffers(state), getattr(decoder, "mesh", None))
     return _prefill_prompts(decoder, params, state, prompts, total)
 

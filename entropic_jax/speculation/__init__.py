@@ -4,16 +4,18 @@ Randomness is a function of (key, seed, position), so the same logits draw the s
 drafted token is accepted if and only if it is the token that the verified logits draw there: the text is that
 of plain decoding, whatever the drafter says. There is no ratio test and no residual distribution.
 
-The life of a pass: drafters continue each row's text (`suffix`, then `pruned` or a second model, in a
-`cascade`), the draft-length law decides how many of the drafted tokens to verify (`draft_length`), one
-forward pass runs over all of them, and emission is repeated position by position, up to the first token that
-differs (`verification`).
+The life of a pass: drafters continue each row's text (`suffix`, then `pruned`, a draft head or a second
+model, in a `cascade`), the draft-length law decides how many of the drafted tokens to verify
+(`draft_length`), one forward pass runs over all of them, and emission is repeated position by position, up to
+the first token that differs (`verification`).
 """
 
 from ..phases.drafting_decoder import DraftingDecoder, DraftingParams
+from ..phases.headed_decoder import DraftHead, HeadedDecoder
 from .cascade import Cascade
 from .draft_length import DraftLength
 from .drafter import ControlledModel, Draft, Drafter
+from .head import HeadDrafter, head_drafter
 from .model_drafter import ModelDrafter, model_drafter
 from .pass_costs import PassCosts
 from .pass_timing import measure_pass_costs
@@ -27,10 +29,13 @@ __all__ = [
     "Cascade",
     "ControlledModel",
     "Draft",
+    "DraftHead",
     "DraftLength",
     "Drafter",
     "DraftingDecoder",
     "DraftingParams",
+    "HeadDrafter",
+    "HeadedDecoder",
     "ModelDrafter",
     "PassCosts",
     "PassPlan",
@@ -40,6 +45,7 @@ __all__ = [
     "check_speculation",
     "draft",
     "drafts_tokens",
+    "head_drafter",
     "make_speculator",
     "measure_pass_costs",
     "model_drafter",

@@ -13,7 +13,7 @@ One more token is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_veri
 where n = 0 is best.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,15 @@ from .drafter import ControlledModel, Draft
 from .verification import changed_fields
 
 
+class DraftedToken(NamedTuple):
+    """The result of a draft step."""
+
+    state: State  # of the rows, after the token
+    token: jax.Array  # int32 [rows]
+    entropy: jax.Array  # float32 [rows], nats, of the distribution that it was drawn from
+    emitted: jax.Array  # bool [rows], whether there is one
+
+
 @pytree
 class AutoregressiveDrafter:
     """Drafts with a step of a model per token. Subclasses say which model, and which pages it reads."""
@@ -46,6 +55,10 @@ class AutoregressiveDrafter:
 
     def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
+        return self.calibrated(model)._draft(model, batch, most)
+
+    def _draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+        """`draft` with the numbers of the model."""
         drafting, place = self.drafting(model)
         state, k = batch.state, self.most_tokens
         rows, shift = state.token.shape[0], state.speculation[:, 0]
@@ -58,7 +71,7 @@ class AutoregressiveDrafter:
         def body(carry: Any) -> Any:
             number, going, reach, layers, changed, drafted = carry
             scratch = state._replace(**changed, cache=state.cache._replace(layers=layers))
-            after, token, entropy, emitted = self._step(drafting, Batch(scratch, going))
+            after, token, entropy, emitted = self.step(drafting, Batch(scratch, going), batch)
             chance = self.probability(entropy)
             drafted = drafted._replace(
                 tokens=drafted.tokens.at[:, number].set(token),
@@ -89,6 +102,14 @@ class AutoregressiveDrafter:
         """
         return model, slice(None)
 
+    def calibrated(self, model: ControlledModel) -> "AutoregressiveDrafter":
+        """The drafter with the acceptance that the model states, if it states any.
+
+        Args:
+            model: whose tokens are drafted.
+        """
+        return self
+
     def reader(self, batch: Batch) -> Any:
         """What chooses the pages that a step reads; None reads all.
 
@@ -97,13 +118,19 @@ class AutoregressiveDrafter:
         """
         return None
 
-    def expected_rate(self, batch: Batch) -> jax.Array:
-        """λ, accepted tokens of all rows per unit of the law's time; inf without costs. float32 `[]`."""
+    def expected_rate(self, model: ControlledModel, batch: Batch) -> jax.Array:
+        """λ, accepted tokens of all rows per unit of the law's time; inf without costs. float32 `[]`.
+
+        Args:
+            model: whose tokens are drafted.
+            batch: the rows.
+        """
         if self.law is None:
             return jnp.float32(jnp.inf)
         state = batch.state
         drafts = batch.active & (state.length >= self.shortest_context)
-        return jnp.max(self._rates(drafts, state.length, state.speculation[:, 0])[0])
+        rates, *_ = self.calibrated(model)._rates(drafts, state.length, state.speculation[:, 0])
+        return jnp.max(rates)
 
     def least_reach(self, going: jax.Array, length: jax.Array, shift: jax.Array) -> jax.Array:
         """P(all accepted so far) from which the next token is drafted, after 0, 1, … of them; float32 `[k]`.
@@ -140,8 +167,14 @@ class AutoregressiveDrafter:
         edges = jnp.asarray(self.entropy_edges)
         return jnp.asarray(self.acceptance)[jnp.searchsorted(edges, entropy)]
 
-    def _step(self, model: ControlledModel, batch: Batch) -> tuple[State, jax.Array, jax.Array, jax.Array]:
-        """One step: the state, the token, its entropy, and which rows emitted one."""
+    def step(self, model: ControlledModel, batch: Batch, began: Batch) -> DraftedToken:
+        """One step of the model that drafts.
+
+        Args:
+            model: the model that drafts.
+            batch: the rows, with the tokens that they have drafted, and the layers that drafting writes.
+            began: the rows as they were when the draft began, with all layers.
+        """
         state, count = batch.state, batch.active.astype(jnp.int32)
         reader = self.reader(batch)
         decoder, params = model.decoder, model.params
@@ -155,4 +188,4 @@ class AutoregressiveDrafter:
         cost = decode_cost(decoder, params, read, output)
         after, trace = emit(model.controller, read, output, cost, None, None)
         history = record(after.history, trace.token, trace.emitted)
-        return after._replace(history=history), trace.token, trace.entropy, trace.emitted
+        return DraftedToken(after._replace(history=history), trace.token, trace.entropy, trace.emitted)

@@ -35,22 +35,32 @@ class Cascade:
         best = Draft(jnp.zeros((rows, k), jnp.int32), none, jnp.zeros((rows, k)), none)
         for number, drafter in enumerate(self.drafters):
             asking = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
-            promising = self._promising(best, drafter, asking, shift)
+            promising = self._promising(best, drafter, model, asking, shift)
             after, draft = drafter.draft(model, asking._replace(active=batch.active & ~promising), most)
             batch = after._replace(active=batch.active, state=after.state._replace(speculation=shift))
             draft = draft._replace(source=jnp.full(rows, number, jnp.int32))
             best = _replace_rows(best, draft, ~promising & (draft.num_tokens > 0))
         return batch, best
 
-    def _promising(self, best: Draft, drafter: Any, batch: Batch, shift: jax.Array) -> jax.Array:
-        """Whether a row keeps the draft that it has, bool `[rows]`."""
+    def _promising(
+        self, best: Draft, drafter: Any, model: ControlledModel, batch: Batch, shift: jax.Array
+    ) -> jax.Array:
+        """Whether a row keeps the draft that it has, bool `[rows]`.
+
+        Args:
+            best: the draft of each row.
+            drafter: the next drafter.
+            model: whose tokens are drafted.
+            batch: the rows.
+            shift: float32 `[rows, drafters]`, corrections of the probabilities.
+        """
         has_draft = best.num_tokens > 0
         rate = getattr(drafter, "expected_rate", None)
         if self.law is None or rate is None:
             return has_draft & (best.acceptance[:, 0] >= self.enough)
         of_source = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
         rates = self.law.row_rates(best, batch.active, of_source, batch.state.length)
-        return has_draft & (rates >= rate(batch))
+        return has_draft & (rates >= rate(model, batch))
 
 
 def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:

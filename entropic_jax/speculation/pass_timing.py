@@ -17,6 +17,7 @@ from ..attention.window_pages import WindowPages
 from ..entropy import entropy_statistics
 from ..pallas.gumbel_argmax import gumbel_argmax
 from ..phases.drafting_decoder import DraftingDecoder
+from ..phases.headed_decoder import HeadedDecoder
 from ..sampling import sample
 from ..state.cache import Cache, allocate, grant
 from ..state.decoder import Decoder
@@ -64,8 +65,8 @@ def measure_pass_costs(
         page_size: positions per page, by default that of the device.
         dtype: the dtype of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
-        pages: those that the pruned drafter reads; None does not time its steps. With a draft model, its
-            steps are timed instead.
+        pages: those that the pruned drafter reads; None does not time its steps. With a draft model or
+            head, its steps are timed instead.
 
     Raises:
         ValueError: for an argument out of range.
@@ -86,6 +87,8 @@ def measure_pass_costs(
     ends, drafting = (SHORT, context) if pages is not None else (), (decoder, params)
     if isinstance(decoder, DraftingDecoder):
         drafting, pages = (decoder.draft_model, params.draft), None
+    if isinstance(decoder, HeadedDecoder):
+        drafting, pages = (decoder.draft_model, params), None
     drafts = [
         _pass(*drafting, PassShape(1, 1, length), page_size, dtype, pages, drafts=True) for length in ends
     ]

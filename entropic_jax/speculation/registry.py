@@ -11,10 +11,12 @@ from ..parameter_tables.speculation_names import (
     DRAFTS_FROM_PAGES,
     OFF,
     check_drafter,
+    is_draft_head,
     is_draft_model,
 )
 from .cascade import Cascade
 from .draft_length import DraftLength, draft_length
+from .head import head_drafter
 from .model_drafter import model_drafter
 from .pass_costs import PassCosts
 from .pruned import pruned_drafter
@@ -22,7 +24,7 @@ from .speculator import Speculator, speculator
 from .suffix import suffix_drafter
 
 UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost, in passes of one token
-UNMEASURED_MODEL_STEP = 0.25, 0.0  # the same of a step of a draft model
+UNMEASURED_MODEL_STEP = 0.25, 0.0  # the same of a step of a draft model or head
 UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted from few pages in shorter texts
 ACCELERATOR_PASS = 512  # tokens of all rows, beyond which a batch is bound by arithmetic
 
@@ -33,8 +35,8 @@ def make_speculator(
     """The speculator of a batch; None for the name "off".
 
     Args:
-        name: the name of the drafter, one of `speculation_names.DRAFTERS`, or the directory of a draft model.
-            The passes must then be those of a `DraftingDecoder`.
+        name: the name of the drafter, one of `speculation_names.DRAFTERS`, or the directory of a draft model,
+            or of a draft head. The passes must then be those of a `DraftingDecoder` or `HeadedDecoder`.
         rows: number of rows of the batch.
         num_tokens: k, the tokens drafted for a row at most; None for the default.
         costs: the costs of a pass, as measured; None for those of `draft_length`.
@@ -65,6 +67,9 @@ def drafts_tokens(name: str, rows: int, num_tokens: int) -> bool:
 def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None) -> Any:
     """The drafter of a name. Measured costs or not, it is a pytree of one structure."""
     suffix = suffix_drafter(k)
+    if is_draft_head(name):
+        step = UNMEASURED_MODEL_STEP if costs is None else costs.draft_step_costs(rows)
+        return Cascade((suffix, head_drafter(k, law, step)), law)
     if is_draft_model(name):
         step = UNMEASURED_MODEL_STEP if costs is None else costs.draft_step_costs(rows)
         return Cascade((suffix, model_drafter(k, law, step)), law)

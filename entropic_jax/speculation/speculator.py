@@ -11,6 +11,7 @@ from ..state.constraints import ANYTHING, Constraints
 from ..state.pytree import pytree
 from .draft_length import DraftLength, draft_length
 from .drafter import ControlledModel, Draft, Drafter
+from .head import reads_features
 from .suffix import suffix_drafter
 from .verification import PassPlan, VerifiedLogits, emit_accepted, pass_cost, verify
 
@@ -28,6 +29,15 @@ class Speculator:
         """The correction of each drafter's probabilities (`State.speculation`); `[rows, drafters]`."""
         drafters = getattr(self.drafter, "drafters", (self.drafter,))
         return jnp.stack([self.law.init(rows)] * len(drafters), 1)
+
+    def features(self, rows: int, size: int) -> jax.Array | None:
+        """Room for the hidden states that a draft head reads (`State.features`); None without one.
+
+        Args:
+            rows: number of rows of the batch.
+            size: numbers of a hidden state.
+        """
+        return jnp.zeros((rows, size), jnp.float32) if reads_features(self.drafter) else None
 
 
 def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | None = None) -> Speculator:
@@ -140,6 +150,7 @@ def verify_and_emit(
     cost = pass_cost(model, batch, plan)
     batch, logits = run_pass(speculator.law.widths, model, batch, plan)
     after, trace = emit_accepted(model, batch, plan, logits, cost, constraints)
+    after = after._replace(features=logits.last_hidden(trace.emitted, batch.state.features))
     accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
     place = _drafter_of_row(plan.draft)
     before = batch.state.speculation[place]
@@ -171,7 +182,9 @@ def run_pass(
         verified, computed = verify(model, *_gated(runs, with_layers(layers), plan), tokens_per_row)
         return verified.state.cache.layers, logits.filled(computed)
 
-    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, model.decoder.shape.vocabulary)
+    shape = model.decoder.shape
+    hidden = None if state.features is None else shape.hidden
+    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, shape.vocabulary, hidden)
     carry = state.cache.layers, room
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.

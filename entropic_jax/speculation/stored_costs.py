@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ..mesh.devices import default_device, processor, user_cache
 from ..pallas.paged_attention.quantised import bytes_per_number
 from ..phases.forward import narrowest
+from ..phases.headed_decoder import HeadedDecoder
 from ..state.cache import ModelShape
 from ..state.decoder import Decoder
 from ..state.ledger import Hardware, default_hardware, weights_read
@@ -51,6 +52,8 @@ def known_costs(model: TimedModel) -> PassCosts:
         return costs
     LOG.info("draft lengths follow a roofline: the pass costs of this model were not measured here yet")
     shape = model.decoder.shape
+    if isinstance(model.decoder, HeadedDecoder):
+        shape = shape._replace(drafters=(model.decoder.head.shape,))
     return roofline_pass_costs(
         shape,
         default_hardware(),

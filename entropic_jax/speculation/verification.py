@@ -23,7 +23,7 @@ from ..state.constraints import Constraints
 from .drafter import ControlledModel, Draft
 
 # The fields of `State` that emission changes.
-CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger")
+CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger", "features")
 
 
 class PassPlan(NamedTuple):
@@ -39,9 +39,12 @@ class VerifiedLogits(NamedTuple):
 
     logits: jax.Array  # float32 [tokens, vocabulary]
     slot: jax.Array  # int32 [rows, n], which of them the i-th token of a row has
+    hidden: jax.Array | None = None  # float32 [tokens, hidden], where a draft head reads hidden states
 
     @classmethod
-    def empty(cls, tokens: int, rows: int, n: int, vocabulary: int) -> "VerifiedLogits":
+    def empty(
+        cls, tokens: int, rows: int, n: int, vocabulary: int, hidden: int | None = None
+    ) -> "VerifiedLogits":
         """Room for the logits of a pass.
 
         Args:
@@ -49,9 +52,11 @@ class VerifiedLogits(NamedTuple):
             rows: number of rows of the batch.
             n: tokens that a row may have.
             vocabulary: number of tokens.
+            hidden: numbers of a hidden state; None keeps none.
         """
         logits = jax.lax.empty((tokens, vocabulary), jnp.float32)
-        return cls(logits, jnp.zeros((rows, n), jnp.int32))
+        kept = None if hidden is None else jnp.zeros((tokens, hidden), jnp.float32)
+        return cls(logits, jnp.zeros((rows, n), jnp.int32), kept)
 
     def filled(self, logits: "VerifiedLogits") -> "VerifiedLogits":
         """Room in which the logits of a pass stand first; the rest of it is never read."""
@@ -60,6 +65,19 @@ class VerifiedLogits(NamedTuple):
     def at(self, number: jax.Array) -> jax.Array:
         """The logits after token `number` of every row, float32 `[rows, vocabulary]`."""
         return self.logits[take_column(self.slot, number)]
+
+    def last_hidden(self, emitted: jax.Array, before: jax.Array | None) -> jax.Array | None:
+        """The hidden state from which each row's last token was drawn; None where none is kept.
+
+        Args:
+            emitted: bool `[n, rows]`, the tokens that were emitted; those of a row come first.
+            before: float32 `[rows, hidden]`, of rows that emit none.
+        """
+        if self.hidden is None or before is None:
+            return before
+        number = emitted.sum(0, dtype=jnp.int32)
+        place = self.slot[jnp.arange(number.shape[0]), jnp.maximum(number - 1, 0)]
+        return jnp.where(number[:, None] > 0, self.hidden[place], before)
 
 
 def verify(
@@ -90,7 +108,8 @@ def verify(
         hidden, slot = hidden.reshape(rows * n, -1), jnp.arange(rows * n).reshape(rows, n)
     else:
         hidden, slot = hidden[:, 0], packing.packed_index
-    return batch._replace(state=state), VerifiedLogits(decoder.logits(params, hidden), slot)
+    kept = None if state.features is None else hidden.astype(jnp.float32)
+    return batch._replace(state=state), VerifiedLogits(decoder.logits(params, hidden), slot, kept)
 
 
 def pass_cost(model: ControlledModel, batch: Batch, plan: PassPlan) -> ledger.Cost:

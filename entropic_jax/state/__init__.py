@@ -171,12 +171,14 @@ class State(NamedTuple):
     text: jax.Array | None = None  # int32 [rows, context], tokens by position, where drafters read them
     speculation: Any = ()  # what the draft-length law remembers per row: any pytree
     adapter: jax.Array | None = None  # int32 [rows], LoRA adapter, 0 for none; None where the model has none
+    features: jax.Array | None = None  # float32 [rows, hidden], what `token` was drawn from, for a draft head
 
 
 # The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.
 ROW_FIELDS = (
     *("seed", "token", "length", "evicted", "limit", "status", "stop", "sampling", "history"),
     *("signal", "action", "control", "text", "speculation", "page_policy_state", "ledger", "adapter"),
+    "features",
 )
 
 

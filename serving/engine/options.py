@@ -13,7 +13,7 @@ from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.methods.presets import preset, pruned_pages
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MACRO, SCALES
-from entropic_jax.parameter_tables.speculation_names import drafter_of, is_draft_model
+from entropic_jax.parameter_tables.speculation_names import drafter_of, has_weights
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 from entropic_jax.state import cache
 
@@ -146,7 +146,7 @@ class EngineOptions:
     @property
     def prunes(self) -> bool:
         """Whether a request may leave pages unread, as far as no method forbids it."""
-        drafts = DRAFTS in SCALES.get(self.preset, ()) or is_draft_model(self.speculate)
+        drafts = DRAFTS in SCALES.get(self.preset, ()) or has_weights(self.speculate)
         return not drafts if self.pruning is None else self.pruning
 
 

@@ -117,5 +117,5 @@ def _prepare(
     dtype = options.dtype or default_dtype()
     with use_device(device):
         model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
-        model = draft_model.load(model, options.speculate, dtype, options.quantization)
+        model = draft_model.load(model, options.speculate, dtype, options.quantization, path)
     return model, calibration, places

@@ -98,7 +98,7 @@ def load(
         model = models.load(path, dtype, mesh=mesh, quantization=quantization)
         set_parse_special(model, parse_special)
         if preset is not None:
-            model = draft_model.load(model, speculate, dtype, quantization)
+            model = draft_model.load(model, speculate, dtype, quantization, path)
 
     def engine_of(model: models.Model) -> engine.Engine:
         if preset is None:

@@ -1,4 +1,4 @@
-"""Draft model: a second directory, whose model drafts tokens for the one that is served."""
+"""Draft model: a second directory, whose model, or draft head, drafts tokens for the one that is served."""
 
 import dataclasses
 from pathlib import Path
@@ -8,9 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from entropic_jax import models
-from entropic_jax.parameter_tables.speculation_names import is_draft_model
+from entropic_jax.models import draft_head
+from entropic_jax.parameter_tables.speculation_names import HEAD, is_draft_head, is_draft_model
 from entropic_jax.parameter_tables.table import ParameterError
-from entropic_jax.speculation import DraftingDecoder, DraftingParams
+from entropic_jax.speculation import DraftingDecoder, DraftingParams, HeadedDecoder
 
 from .adapted_model import ModelWithAdapters
 
@@ -32,21 +33,45 @@ class ModelWithDraft(models.Model):
         return DraftingDecoder(self.target.decoder, self.draft.decoder, context)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelWithHead(models.Model):
+    """A model with a draft head; its `params` are of both."""
+
+    head: draft_head.DraftHead | None = None
+    weights: models.Params | None = None  # of the head
+    target: models.Model | None = None  # the model alone
+
+    @property
+    def decoder(self) -> Any:
+        """Of both."""
+        assert self.head is not None and self.target is not None, "`with_head` sets both"
+        return HeadedDecoder(self.target.decoder, self.head)
+
+
 def load(
-    model: models.Model, speculate: str | None, dtype: str, quantization: str | None = None
+    model: models.Model,
+    speculate: str | None,
+    dtype: str,
+    quantization: str | None = None,
+    path: str | Path | None = None,
 ) -> models.Model:
-    """The model with the draft model that `speculate` names; the model itself where it names none.
+    """The model with the draft model or head that `speculate` names; the model itself where it names none.
 
     Args:
         model: The model to serve.
         speculate: The name of a drafter, or a directory.
         dtype: The dtype that the draft model computes in.
         quantization: The quantization of its weights, a value of `--quantization`; None keeps their dtype.
+        path: Directory of the model, whose folder `draft_head` the name "head" means; None for the one
+            that ships.
 
     Raises:
         ValueError: Where the directory cannot be used, or its model has other tokens.
         OSError: Where a file cannot be read.
     """
+    if speculate is not None and is_draft_head(speculate):
+        directory = models.directory_of(path) / draft_head.FOLDER if speculate == HEAD else Path(speculate)
+        return with_head(model, *draft_head.load(directory, model.decoder, dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
     return with_draft(model, models.load(Path(speculate), dtype, quantization=quantization))
@@ -68,6 +93,19 @@ def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:
     return ModelWithDraft(**fields, draft=draft, target=model)
 
 
+def with_head(model: models.Model, head: draft_head.DraftHead, weights: models.Params) -> ModelWithHead:
+    """A model with a head that drafts for it.
+
+    Args:
+        model: Whose tokens are generated; on one device.
+        head: The functions of the head.
+        weights: The parameters of the head.
+    """
+    fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
+    fields["params"] = DraftingParams(model.params, weights)
+    return ModelWithHead(**fields, head=head, weights=weights, target=model)
+
+
 def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models.Model:
     """The model, with the one that drafts for it, on other devices.
 
@@ -78,12 +116,16 @@ def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models
     """
     if isinstance(model, ModelWithDraft) and model.draft is not None and model.target is not None:
         return with_draft(copied(model.target, device, mesh), copied(model.draft, device, mesh))
+    if isinstance(model, ModelWithHead) and model.head is not None and model.target is not None:
+        weights = jax.device_put(model.weights, device)
+        return with_head(copied(model.target, device, mesh), model.head, weights)
     return models.copied(model, device if mesh is None else mesh)
 
 
 def target_of(model: models.Model) -> models.Model:
     """The model whose tokens are generated, without the one that drafts for it, and without adapters."""
-    return model.target or model if isinstance(model, ModelWithDraft | ModelWithAdapters) else model
+    wrapped = isinstance(model, ModelWithDraft | ModelWithHead | ModelWithAdapters)
+    return model.target or model if wrapped else model
 
 
 def _check_tokens(model: models.Model, draft: models.Model) -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from entropic_jax.parameter_tables.speculation_names import is_draft_model
+from entropic_jax.parameter_tables.speculation_names import has_weights
 from entropic_jax.parameter_tables.table import Flag, ParameterError, short
 
 from .option_types import positive
@@ -115,9 +115,9 @@ def check(options: Any) -> None:
             "enable_lora must be off with several devices, over which adapters are not divided; got True",
             "enable_lora",
         )
-    if options.speculate is not None and is_draft_model(options.speculate):
+    if options.speculate is not None and has_weights(options.speculate):
         raise ParameterError(
-            "speculate must not be a directory together with enable_lora: a draft model has no adapters; "
+            "speculate must not name a draft model or head together with enable_lora: they have no adapters; "
             f"got {short(options.speculate)}",
             "speculate",
         )

@@ -10,7 +10,8 @@ from entropic_jax.parameter_tables.speculation_names import (
     OFF,
     check_drafter,
     drafter_of,
-    is_draft_model,
+    has_weights,
+    is_draft_head,
     read_config,
 )
 from entropic_jax.parameter_tables.table import ParameterError, short
@@ -27,8 +28,9 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
         "--speculate",
         metavar="NAME",
         help=f"drafter, one of {', '.join(DRAFTERS)}: suffix (longest repeated match), pruned (this model on "
-        "few pages of the KV cache), auto (the more promising of the two); or the directory of a draft model "
-        "with the same tokenizer. The output is unchanged (default: auto with meso and full, else off)",
+        "few pages of the KV cache), auto (the more promising of the two), head (the draft head in the "
+        "model's directory); or the directory of a draft head, or of a draft model with the same tokenizer. "
+        "The output is unchanged (default: auto with meso and full, else off)",
     )
 
 
@@ -136,7 +138,7 @@ def check(
     elif batch_invariant:
         conflict = "batch_invariant"
     if conflict is None:
-        if is_draft_model(drafter):
+        if has_weights(drafter):
             _check_draft_model(drafter, pruning, divided)
         return
     if speculate is None:
@@ -151,20 +153,20 @@ def check(
 
 
 def _check_draft_model(speculate: str, pruning: bool | None, divided: bool) -> None:
-    """Raise ParameterError where a draft model cannot be combined with other options.
+    """Raise ParameterError where a draft model, or head, cannot be combined with other options.
 
     Args:
-        speculate: its directory.
+        speculate: its directory, or the name "head".
         pruning: whether requests may leave pages unread.
         divided: whether the model is divided over devices.
     """
     if divided:
         raise ParameterError(
-            "speculate must not be a directory where the model is divided over several devices; "
+            "speculate must not name a draft model or head where the model is divided over several devices; "
             f"got {short(speculate)}",
             "speculate",
         )
-    if pruning:
+    if pruning and not is_draft_head(speculate):
         raise ParameterError(
             "pruning must be false with a draft model, whose pages are chosen for no request; got True",
             "pruning",

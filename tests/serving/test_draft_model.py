@@ -132,7 +132,7 @@ def test_configurations_name_a_directory(directory):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(tensor_parallel_size=2), "speculate must not be a directory where the model is divided"),
+        (dict(tensor_parallel_size=2), "must not name a draft model or head where the model is divided"),
         (dict(pruning=True), "pruning must be false with a draft model"),
         (dict(preset="full-lossy"), "speculate must be off together with the preset full-lossy"),
         (dict(batch_invariant=True), "speculate must be off together with batch_invariant"),
@@ -148,7 +148,7 @@ def test_what_cannot_be_combined_is_refused(directory, options, message):
 def test_command_lines_that_are_refused(directory, entropic, command):
     status, _, errors = entropic(*command, "--tensor-parallel-size", "2", "--speculate", directory)
     assert status == 2
-    assert "--speculate must not be a directory where the model is divided over several devices" in errors
+    assert "--speculate must not name a draft model or head where the model is divided over" in errors
 
 
 def test_other_tokens_are_refused(model):  # noqa: F811

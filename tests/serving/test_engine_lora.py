@@ -234,7 +234,7 @@ def test_a_broken_adapter_leaves_its_slot_free(adapted, tmp_path):
         ({"enable_lora": True, "data_parallel_size": 2}, "enable_lora must be off with several devices"),
         (
             {"enable_lora": True, "speculate": "/"},
-            "speculate must not be a directory together with enable_lora",
+            "speculate must not name a draft model or head together with enable_lora",
         ),
     ],
 )

@@ -304,7 +304,7 @@ def test_generate_command(directory, entropic):
     [
         (
             dict(speculate="magic"),
-            "one of off, auto, suffix, pruned, or the directory of a model; got 'magic'",
+            "one of off, auto, suffix, pruned, head, or the directory of a draft model or head; got 'magic'",
         ),
         (dict(preset="entropix", **DRAFTS), "speculate must be off together with the preset entropix"),
         (dict(preset="dslider", **DRAFTS), "speculate must be off together with the preset dslider"),
@@ -328,8 +328,14 @@ def test_engine_options_that_are_refused(options, message):
     [
         ("{", "speculative_config must be a JSON object; got '{'"),
         ([1], "speculative_config must be a mapping"),
-        ({}, "speculative_config must have the method suffix, ngram, pruned or auto, or a model; got None"),
-        ({"method": "eagle"}, "must have the method suffix, ngram, pruned or auto, or a model; got 'eagle'"),
+        (
+            {},
+            "must have the method suffix, ngram, pruned, auto or head, or a model; got None",
+        ),
+        (
+            {"method": "eagle"},
+            "must have the method suffix, ngram, pruned, auto or head, or a model; got 'eagle'",
+        ),
         ({"method": "ngram", "model": "x"}, "must have no model with the method ngram; got 'x'"),
         ({"model": "no/such"}, "must have the directory of a model as model; got 'no/such'"),
         ({"method": "ngram", "k": 1}, "speculative_config must have no keys but .*; got 'k'"),
@@ -356,7 +362,7 @@ def test_configurations_that_are_refused(config, message):
         (("serve", "--batch-invariant"), "--speculate must be off together with batch_invariant"),
         (
             ("serve", "--speculative-config", '{"method": "eagle"}'),
-            "--speculative-config must have the method suffix, ngram, pruned or auto, or a model; got",
+            "--speculative-config must have the method suffix, ngram, pruned, auto or head, or a model; got",
         ),
     ],
 )

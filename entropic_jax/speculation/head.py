@@ -1,0 +1,93 @@
+"""Head drafter: a small network on the model's last hidden state, which shares a layer of the KV cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import attend
+from ..attention.attend import TokenSpan
+from ..attention.page_reader import dense_step_stats
+from ..phases.batch import Batch
+from ..phases.emission import emit
+from ..phases.forward import Forward, decode_cost
+from ..phases.headed_decoder import HeadedDecoder
+from ..sampling import record
+from ..state.pytree import pytree
+from .autoregressive import AutoregressiveDrafter, DraftedToken
+from .draft_length import DraftLength
+from .drafter import ControlledModel
+
+
+@pytree
+class HeadDrafter(AutoregressiveDrafter):
+    """Drafts with the head of a `HeadedDecoder`; costs a layer and the output projection per token.
+
+    The head reads the hidden state that the row's last token was drawn from (`State.features`) and the
+    positions that the model had cached when the draft began.
+    """
+
+    def step(self, model: ControlledModel, batch: Batch, began: Batch) -> DraftedToken:
+        """See `AutoregressiveDrafter`."""
+        decoder, params = _headed(model), model.params
+        state, cached = batch.state, began.state.length
+        reads = batch.active & (cached > 0)
+        span = TokenSpan(jnp.maximum(cached - 1, 0), reads.astype(jnp.int32))
+        layer, table = began.state.cache.layers[decoder.head.layer], began.state.cache.table
+
+        def read(query: jax.Array) -> jax.Array:
+            return attend.read(layer, table, span, query)
+
+        assert state.features is not None, "`start` makes room for them"
+        position = (state.length + state.evicted)[:, None]
+        features = decoder.head.hidden(
+            params.target, params.draft, state.features[:, None], state.token[:, None], position, read
+        )[:, 0]
+        logits = decoder.logits(params, features)
+        output = Forward(logits, dense_step_stats(decoder.head.shape, span), None)
+        charged = batch._replace(state=state._replace(cache=began.state.cache))
+        cost = decode_cost(decoder.draft_model, params.draft, charged, output)
+        after, trace = emit(model.controller, batch, output, cost, None, None)
+        history = record(after.history, trace.token, trace.emitted)
+        after = after._replace(history=history, features=features.astype(jnp.float32))
+        return DraftedToken(after, trace.token, trace.entropy, trace.emitted)
+
+    def calibrated(self, model: ControlledModel) -> "HeadDrafter":
+        """See `AutoregressiveDrafter`: a head states how often its drafts were accepted."""
+        edges, table, mean = _headed(model).head.acceptance
+        numbers = (jnp.asarray(x, jnp.float32) for x in (table, edges, mean))
+        acceptance, entropy_edges, mean_acceptance = numbers
+        return dataclasses.replace(
+            self, acceptance=acceptance, entropy_edges=entropy_edges, mean_acceptance=mean_acceptance
+        )
+
+    def drafting(self, model: ControlledModel) -> tuple[ControlledModel, slice]:
+        """See `AutoregressiveDrafter`. No layer of the cache is written."""
+        return model, slice(0, 0)
+
+
+def head_drafter(
+    most_tokens: int = 7, law: DraftLength | None = None, step_costs: tuple[float, float] = (0.25, 0.0)
+) -> HeadDrafter:
+    """A head drafter.
+
+    Args:
+        most_tokens: k, the tokens drafted at most.
+        law: what passes cost; None drafts as if they cost nothing.
+        step_costs: the costs of a draft step of the batch, in the law's unit of time: without context, and
+            what each cached position of a row adds.
+    """
+    unknown, costs = jnp.zeros(1, jnp.float32), jnp.asarray(step_costs, jnp.float32)
+    return HeadDrafter(unknown, unknown[:0], law=law, step_costs=costs, most_tokens=most_tokens)
+
+
+def reads_features(drafter: Any) -> bool:
+    """Whether a drafter, or one of a cascade, reads `State.features`."""
+    return any(isinstance(part, HeadDrafter) for part in getattr(drafter, "drafters", (drafter,)))
+
+
+def _headed(model: ControlledModel) -> HeadedDecoder:
+    if not isinstance(model.decoder, HeadedDecoder):
+        raise ValueError(f"decoder must be a HeadedDecoder for a head to draft; got {model.decoder}")
+    return model.decoder

@@ -1,0 +1,253 @@
+"""A draft head: the tokens are those of plain decoding, and its drafts those that it was trained to make."""
+
+import json
+from functools import cache as once
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.models import draft_head
+from entropic_jax.models.train import draft_head as training
+from entropic_jax.phases.forward import forward
+from entropic_jax.speculation import (
+    Cascade,
+    DraftingParams,
+    HeadDrafter,
+    HeadedDecoder,
+    Speculator,
+    SuffixDrafter,
+    head_drafter,
+    speculator,
+)
+from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation.pass_timing import measure_pass_costs
+from entropic_jax.speculation.stored_costs import TimedModel, known_costs
+from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
+from tests.speculation.test_lossless import run as run_alone
+from tests.tiny import model, prompts
+
+LENGTHS = 9, 16, 5, 17
+
+
+@once
+def headed(layer: int = 1, seed: int = 3) -> tuple[HeadedDecoder, DraftingParams]:
+    """The tiny model with a random head."""
+    target = model()
+    shape = target.decoder.shape
+    config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, 48)
+    head = draft_head.DraftHead(target.decoder, config)
+    weights = draft_head.initialise(head, target.params, seed)
+    return HeadedDecoder(target.decoder, head), DraftingParams(target.params, weights)
+
+
+def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
+    drafter: Any = HeadDrafter(
+        jnp.array([0.9]), jnp.zeros(0), stop_below=jnp.float32(0), most_tokens=most_tokens
+    )
+    if cascaded:
+        drafter = Cascade((SuffixDrafter(speculator(ROWS).drafter.acceptance, most_tokens), drafter))
+    return Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, most_tokens + 1)))
+
+
+def run(drafts: Speculator, steps: int = 60, **sampling: Any) -> tuple[list[list[int]], Any, Any]:
+    """The tokens of every row, the last state and the trace, as in `test_lossless`."""
+    decoder, params = headed()
+    pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)
+    state = start(
+        decoder,
+        params,
+        chain(),
+        pool,
+        prompts(*LENGTHS),
+        key=jax.random.key(7),
+        sample=parameters(ROWS, **(sampling or SAMPLING)),
+        max_tokens=30,
+        speculator=drafts,
+    )
+    state, trace = generate(decoder, params, chain(), state, steps, capacity=60, speculator=drafts)
+    trace = jax.device_get(trace)
+    return [trace.token[trace.emitted[:, row], row].tolist() for row in range(ROWS)], state, trace
+
+
+def hidden_states(text: list[int]) -> np.ndarray:
+    """The hidden states of a text, `[tokens, hidden]`, in one pass of the model alone."""
+    target = model()
+    state = start(
+        target.decoder,
+        target.params,
+        chain(),
+        allocate(target.decoder.shape, 1, CONTEXT, page_size=PAGE),
+        [text[:1]],
+        key=jax.random.key(0),
+        max_tokens=CONTEXT - 1,
+    )
+    pages = -(-len(text) // PAGE)
+    table = state.cache.table.at[0, :pages].set(jnp.arange(pages))
+    state = state._replace(cache=state.cache._replace(table=table))
+    tokens, count = jnp.asarray([text], jnp.int32), jnp.asarray([len(text)], jnp.int32)
+    hidden, _ = forward(target.decoder, target.params, state, tokens, count)
+    return np.asarray(hidden[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("most_tokens", "cascaded"), [(1, False), (3, True)])
+def test_a_random_head_changes_nothing(most_tokens, cascaded):
+    plain = run_alone(None)
+    tokens, state, trace = run(drafting(most_tokens, cascaded))
+    assert tokens == plain[0]
+    assert (state.length == plain[1].length).all()
+    assert trace.num_drafted.sum() > 0.5 * trace.emitted.sum()
+    assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
+
+
+@pytest.mark.slow
+def test_the_head_reads_the_hidden_state_that_the_last_token_was_drawn_from():
+    """After prefill, and after passes of which any number of drafts was accepted."""
+    accepted = set()
+    for steps in (0, 1, 6):
+        tokens, state, trace = run(drafting(3), steps)
+        for row, prompt in enumerate(prompts(*LENGTHS)):
+            text = [*prompt, *tokens[row]][: int(state.length[row])]
+            np.testing.assert_allclose(state.features[row], hidden_states(text)[-1], atol=2e-5, rtol=1e-4)
+        accepted |= set((trace.emitted & trace.from_draft).sum(0).tolist())
+    assert len(accepted) > 1
+
+
+def test_plain_decoding_keeps_the_hidden_state_too():
+    """An engine may decode without drafts in one launch, and with them in the next."""
+    decoder, params = headed()
+    pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)
+    state = start(
+        decoder,
+        params,
+        chain(),
+        pool,
+        prompts(*LENGTHS),
+        key=jax.random.key(7),
+        max_tokens=30,
+        speculator=drafting(),
+    )
+    state, trace = generate(decoder, params, chain(), state, 3, capacity=3)
+    for row, prompt in enumerate(prompts(*LENGTHS)):
+        text = [*prompt, *np.asarray(trace.token)[:, row].tolist()][: int(state.length[row])]
+        np.testing.assert_allclose(state.features[row], hidden_states(text)[-1], atol=2e-5, rtol=1e-4)
+
+
+def test_drafts_are_those_of_training():
+    """The first drafts of greedy rows are the likeliest tokens of what training computes there."""
+    (decoder, params), drafts = headed(), drafting(3)
+    pool = allocate(decoder.shape, 1, CONTEXT, page_size=PAGE)
+    (prompt,) = prompts(20)
+    state = start(
+        decoder,
+        params,
+        chain(),
+        pool,
+        [prompt],
+        key=jax.random.key(7),
+        max_tokens=30,
+        sample=parameters(1, temperature=0.0),
+        speculator=drafts,
+    )
+    from entropic_jax.phases.batch import gather_active
+    from entropic_jax.speculation import ControlledModel
+
+    _, _, batch = gather_active(state, None, 3)
+    controlled = ControlledModel(decoder, params, chain())
+    _, draft = drafts.drafter.draft(controlled, batch, jnp.array([3]))
+    target = training.Target(decoder.target, params.target)
+    text = list(prompt)
+    for number in range(3):
+        # Training sees the text with the drafts that went before; the round starts at its last prompt token.
+        tokens = jnp.asarray([text], jnp.int32)
+        taught = training.teach(target, decoder.head.layer, tokens)
+        expected = training.drafts(decoder.head, target, params.draft, tokens, taught, 3)[number]
+        likeliest = int(jnp.argmax(expected[0, len(prompt) - 1]))
+        assert int(draft.tokens[0, number]) == likeliest
+        text.append(likeliest)
+    assert int(draft.num_tokens[0]) == 3
+
+
+def test_a_head_states_how_often_its_drafts_are_accepted():
+    decoder, params = headed()
+    drafter = head_drafter(2).calibrated(_controlled(decoder, params))
+    edges, table, mean = decoder.head.acceptance
+    entropies = jnp.array([0.0, *edges]) + 0.01
+    np.testing.assert_allclose(drafter.probability(entropies), table, rtol=1e-6)
+    assert float(drafter.mean_acceptance) == pytest.approx(mean)
+
+
+def test_steps_of_a_head_are_cheaper_than_passes():
+    decoder, params = headed()
+    costs = known_costs(TimedModel(decoder, params, PAGE, jnp.float32))
+    assert costs.draft_step is not None and 0 < costs.draft_step[0] < costs.seconds[0]
+    assert costs.shortest_context == 0
+
+
+@pytest.mark.slow
+def test_steps_of_a_head_are_timed():
+    from entropic_jax.attention.window_pages import WindowPages
+
+    decoder, params = headed()
+    costs = measure_pass_costs(
+        decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
+    )
+    assert costs.draft_step is not None and 0 < costs.draft_step[0] < 1
+
+
+def test_a_decoder_without_a_head_is_refused():
+    drafts = Speculator(head_drafter(2), DraftLength(jnp.ones(2, jnp.float32), widths=(1, 3)))
+    with pytest.raises(ValueError, match="decoder must be a HeadedDecoder for a head to draft"):
+        run_alone(drafts)
+
+
+def test_saved_heads_load(tmp_path):
+    decoder, params = headed()
+    draft_head.save(tmp_path / "head", decoder.head, params.draft, jnp.float32)
+    head, weights = draft_head.load(tmp_path / "head", decoder.target)
+    assert head == decoder.head
+    jax.tree.map(np.testing.assert_array_equal, weights, params.draft)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 31}, "hidden_size must be that of the model, 32; got 31"),
+        ({"vocab_size": 95}, "vocab_size must be that of the model, 96; got 95"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers must be that of the model, 2; got 3"),
+        ({"layer": 2}, r"layer must be in \[0, 1\]; got 2"),
+        ({"layer": True}, r"layer must be a whole number below 2\*\*20; got True"),
+        ({"intermediate_size": 0}, "intermediate_size must be at least 1; got 0"),
+        ({"intermediate_size": 49}, r"must have the shape \(49, 32\); got \(48, 32\)"),
+        ({"acceptance": [0.5]}, "entropy_edges must ascend, with one acceptance more than edges"),
+        ({"acceptance": [0.5, 0.5, 0.5, 1.5]}, r"must lie in \(0, 1\); got"),
+        ({"entropy_edges": "x"}, "entropy_edges must be a list of numbers; got 'x'"),
+        ({"mean_acceptance": None}, r"must lie in \(0, 1\); got"),
+        ({"model_type": "llama"}, "holds no draft head"),
+    ],
+)
+def test_damaged_heads_are_refused(tmp_path, change, message):
+    decoder, params = headed()
+    draft_head.save(tmp_path, decoder.head, params.draft)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(models.ModelError, match=message):
+        draft_head.load(tmp_path, decoder.target)
+
+
+def test_a_head_without_tensors_is_refused(tmp_path):
+    decoder, params = headed()
+    draft_head.save(tmp_path, decoder.head, params.draft)
+    (tmp_path / draft_head.TENSORS).write_bytes(b"nothing")
+    with pytest.raises(models.ModelError, match=r"draft_head\.safetensors cannot be read"):
+        draft_head.load(tmp_path, decoder.target)
+
+
+def _controlled(decoder: HeadedDecoder, params: DraftingParams) -> Any:
+    from entropic_jax.speculation import ControlledModel
+
+    return ControlledModel(decoder, params, chain())
