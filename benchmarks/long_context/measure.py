@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from entropic_jax import loop, models, parameters
 from entropic_jax.analysis.ablation import LN2, Subject
 from entropic_jax.calibration import load_calibration
 from entropic_jax.methods import cache_compression
+from entropic_jax.methods.head_needs import save_head_needs
 from entropic_jax.methods.method import Method
+from entropic_jax.methods.need_calibration import RankedProfile, head_needs, ranked_profile
 from entropic_jax.methods.presets import Gains, Preset, preset
-from entropic_jax.methods.registry import METHODS, add_method
+from entropic_jax.methods.registry import METHODS, add_method, budgets_of
 from entropic_jax.models.train.recall import Filler
 from entropic_jax.state import RUNNING, State
 from entropic_jax.state.cache import allocate
@@ -29,11 +32,13 @@ from ..harness.baselines.reference_model import random_model
 from ..harness.held_out_text import module_texts
 from ..harness.provenance import describe_run
 from ..harness.publishing import results_file, write_json
+from .head_budgets.measure import LENGTH, SEGMENT, TABLE_PACKAGE, TEXTS, package_tokens
 from .published_tasks import read_items, score
 from .workload import TASKS, Case, make_case
 
 STUDIES = ("quality", "speed")
-QUALITY = (*METHODS, "meso-lossy", "entropyinfer + meso-lossy")
+BUDGETED, WEIGHED = "budgeted-prefill", "budgeted-prefill × exp(E)"
+QUALITY = (*METHODS, WEIGHED, "meso-lossy", "entropyinfer + meso-lossy")
 SPEED = (
     "dense",
     "entropyinfer",
@@ -46,12 +51,44 @@ SPEED = (
 UNBOUNDED = ("dense", "meso-lossy")  # methods without a budget
 LONGEST = ("dense", "entropyinfer", "entropyinfer + meso-lossy")  # timed at the longest context
 SHORTEST = ("dense", "entropyinfer")  # timed where the prompt is so short that prefill is dense
+PUBLISHED = 512  # budget of a head, where none is stated
 TAIL, ROWS, TOKENS = 320, len(TASKS), 128
 CASES = 15 * len(TASKS)  # at least 100 questions that are asked first
 
 
+class NeedTables:
+    """Tables of head needs of a model, from the source of a package that no document is made of.
+
+    Args:
+        model: the model, with its tokenizer.
+    """
+
+    def __init__(self, model: models.Model) -> None:
+        self.model = model
+        self.profiles: list[RankedProfile] = []
+        self.folder = tempfile.TemporaryDirectory()
+
+    def file(self, name: str, budget: int) -> str | None:
+        """The file of the table for a budget; None for a method that has no table."""
+        if name not in (BUDGETED, WEIGHED):
+            return None
+        decoder = self.model.decoder
+        if not self.profiles:
+            assert self.model.tokenizer is not None
+            length = min(LENGTH, self.model.config.longest_context)
+            texts = package_tokens(self.model.tokenizer, TABLE_PACKAGE, length, TEXTS)
+            self.profiles = [ranked_profile(decoder, self.model.params, text, SEGMENT) for text in texts]
+        file = Path(self.folder.name) / f"{budget}.json"
+        save_head_needs(head_needs(decoder.shape, self.profiles, budget), file)
+        return str(file)
+
+
 def configure(
-    name: str, budget: int | None, gains: Gains | None = None, dense_below: int | None = None
+    name: str,
+    budget: int | None,
+    gains: Gains | None = None,
+    dense_below: int | None = None,
+    table: str | None = None,
 ) -> Preset:
     """The preset of a method.
 
@@ -60,11 +97,17 @@ def configure(
         budget: tokens a KV head, for its prefill and its KV cache; None for the published one.
         gains: the gains of the control laws.
         dense_below: context up to which prefill is dense.
+        table: file of the head needs, for a method that shares its budget by them.
     """
     base_name, _, addition = name.partition(" + ")
     if base_name == "meso-lossy":
         base_name, addition = "dense", "meso-lossy"
-    setting = add_method(base_name, preset(addition or "off", gains=gains), base=budget, budget=budget)
+    extra: dict[str, Any] = {} if table is None else {"table": table}
+    if base_name == WEIGHED:
+        base_name, extra["entropy"] = BUDGETED, True
+    chosen = preset(addition or "off", gains=gains)
+    budgets = dict.fromkeys(budgets_of(base_name), budget)
+    setting = add_method(base_name, chosen, **budgets, prefill_options=extra)
     if setting.page_policy is None:
         return setting._replace(page_policy=Method())  # counts what prefill costs
     if not isinstance(setting.page_policy, Method):
@@ -144,6 +187,7 @@ class QualityStudy:
         self.belief = calibration.temperature
         self.gains = Gains(low_entropy=calibration.low_entropy, high_entropy=calibration.high_entropy)
         texts = module_texts(longer_than=2000)
+        self.need_tables = NeedTables(model)
         self.filler = Filler(texts, Tokenizer.from_file(str(folder / "tokenizer.json")))
 
     def make(self, context: int) -> list[Case]:
@@ -174,7 +218,8 @@ class QualityStudy:
         Returns:
             The answers, and the cost of attention in prefill and decoding.
         """
-        setting = configure(name, budget, self.gains, dense_below=min(4096, context // 8))
+        table = self.need_tables.file(name, budget or PUBLISHED)
+        setting = configure(name, budget, self.gains, min(4096, context // 8), table)
         shape = self.subject.decoder.shape
         answers, products, positions, kv_bytes, held = [], 0.0, 0.0, 0.0, 0.0
         cases = self.make(context)
@@ -260,7 +305,7 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
     """
     model = models.load(options.model, "float32")
     assert model.tokenizer is not None
-    subject = Subject(model.decoder, model.params)
+    subject, need_tables = Subject(model.decoder, model.params), NeedTables(model)
     for file in options.files:
         items = read_items(file)[: options.cases]
         names = options.methods or QUALITY
@@ -271,7 +316,8 @@ def measure_files(options: argparse.Namespace, console: Console, results: dict[s
             for item in items:
                 room = model.config.max_position_embeddings - item.tokens
                 prompt = item.fitted(model.tokenizer.encode, room)
-                setting = configure(name, None if name in UNBOUNDED else budget)
+                table = need_tables.file(name, budget)
+                setting = configure(name, None if name in UNBOUNDED else budget, table=table)
                 state = begin(subject, setting, [prompt], len(prompt) + item.tokens, item.tokens)
                 answer: list[int] = []
                 while (np.asarray(state.status) == RUNNING).any():
@@ -297,7 +343,7 @@ def plan(options: argparse.Namespace) -> list[tuple[str, int, int | None, str, i
         longest = max(options.speed_contexts)
         for context in options.speed_contexts:
             default = SHORTEST if context <= 4096 else LONGEST if context == longest > 40_000 else SPEED
-            names = options.methods or default
+            names = [name for name in options.methods or default if name not in (BUDGETED, WEIGHED)]
             for repetition in range(3 if context < 20_000 else 1):
                 cells += [("speed", context, None, name, repetition) for name in names]
     return list(dict.fromkeys(cells))

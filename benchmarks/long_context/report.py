@@ -145,6 +145,13 @@ Speed: published budgets; random weights attend evenly, which says nothing of qu
 """
 
 
+SHARED = (
+    "`budgeted-prefill`: one budget for all sparse layers and KV heads, with the total of `uniform-prefill`, "
+    "shared by the needs of the heads in the source of `jax`; `× exp(E)`: times the entropy factor of the "
+    "segment before."
+)
+
+
 def power(results: dict[str, Any]) -> list[str]:
     """How many questions the cells have, and the tasks that dense attention cannot do."""
     cells = [cell for cell in results["cells"].values() if cell.get("study") == "quality"]
@@ -169,7 +176,10 @@ def power(results: dict[str, Any]) -> list[str]:
 
 def notes(results: dict[str, Any]) -> list[str]:
     run = f"{results['cpu']}, {results['date']}, load before the start {results['load_average']:.1f}."
-    return [run, *power(results), *WITHDRAWN, NOTE, *(" ".join(part.split()) for part in NOTES.split("\n\n"))]
+    notes = [" ".join(part.split()) for part in NOTES.split("\n\n")]
+    if any("budgeted-prefill" in cell.get("method", "") for cell in results["cells"].values()):
+        notes.append(SHARED)
+    return [run, *power(results), *WITHDRAWN, NOTE, *notes]
 
 
 def stamps(results: dict[str, Any]) -> str:

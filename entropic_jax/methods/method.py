@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..attention.page_selection import Information, PagePolicy
 from ..state.cache import Cache, ModelShape
-from .policies import CompressionPolicy, MethodState, PrefillCost, PrefillPolicy
+from .policies import CompressionPolicy, MethodState, ModelWidePolicy, PrefillCost, PrefillPolicy
 from .readers import DecodeReader, PrefillReader
 
 SEGMENT = 512  # prompt tokens read at once where no prefill policy says otherwise
@@ -77,8 +77,14 @@ class Method:
         sparse = prefill is not None and positions > prefill.dense_below
         return sparse or (compression is not None and positions + compression.delay > compression.budget)
 
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises ValueError for a model that the prefill policy is not for."""
+        if isinstance(self.prefill, ModelWidePolicy):
+            self.prefill.check_model(shape)
+
     def memory(self, shape: ModelShape, cache: Cache) -> MethodState:
-        """See `PagePolicy`: the initial state."""
+        """See `PagePolicy`: the initial state. Raises ValueError as `check_model`."""
+        self.check_model(shape)
         rows, pages = cache.table.shape
         layers = range(shape.layers)
         zero = jnp.zeros(rows, jnp.float32)

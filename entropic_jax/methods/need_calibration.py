@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import loop
 from ..control import chain
-from ..state.cache import allocate
+from ..state.cache import ModelShape, allocate
 from .criticality import attention_entropy, expected_attention
 from .head_needs import MODEL_FIELDS, HeadNeeds
 from .heads import READ_ALL
@@ -140,22 +140,19 @@ def needs_of(profiles: Sequence[RankedProfile], budget: int, dense_layers: int =
     return np.maximum(pages, 1) * float(PAGE)
 
 
-def calibrate_needs(
+def ranked_profiles(
     decoder: loop.Decoder,
     params: Any,
     tokens: Sequence[int],
-    *,
-    budget: int,
     segment: int = SEGMENT,
     longest: int = LONGEST,
-) -> HeadNeeds:
-    """The table of head needs of a model on a text.
+) -> list[RankedProfile]:
+    """The profiles of a text, read in pieces of one length; what remains after the last piece is left out.
 
     Args:
         decoder: the model's functions.
         params: the model's parameters.
-        tokens: the text, read in pieces of one length.
-        budget: tokens a head on average.
+        tokens: the text.
         segment: queries of a segment, a power of two.
         longest: most tokens of a piece, at most the model's context.
 
@@ -164,15 +161,28 @@ def calibrate_needs(
     """
     piece = max(min(longest, len(tokens)) // segment * segment, 1)
     starts = range(0, max(len(tokens) // piece, 1) * piece, piece)
-    profiles = [ranked_profile(decoder, params, tokens[at : at + piece], segment) for at in starts]
-    dense_layers = min(DENSE_LAYERS, decoder.shape.layers - 1)
-    needs = needs_of(profiles, budget, dense_layers)
+    return [ranked_profile(decoder, params, tokens[at : at + piece], segment) for at in starts]
+
+
+def head_needs(
+    shape: ModelShape, profiles: Sequence[RankedProfile], budget: int, segment: int = SEGMENT
+) -> HeadNeeds:
+    """The table of head needs of a model.
+
+    Args:
+        shape: the model's sizes.
+        profiles: the profiles of texts of one length.
+        budget: tokens a head on average.
+        segment: queries of a segment of the profiles.
+    """
+    dense_layers = min(DENSE_LAYERS, shape.layers - 1)
+    segments = sum(len(profile.mass) + 1 for profile in profiles)  # the first of a text is not measured
     return HeadNeeds(
-        **{name: int(getattr(decoder.shape, name)) for name in MODEL_FIELDS},
-        tokens=piece * len(profiles),
+        **{name: int(getattr(shape, name)) for name in MODEL_FIELDS},
+        tokens=segments * segment,
         segment=segment,
         page_size=PAGE,
         budget=budget,
         dense_layers=dense_layers,
-        need=tuple(map(tuple, needs.tolist())),
+        need=tuple(map(tuple, needs_of(profiles, budget, dense_layers).tolist())),
     )

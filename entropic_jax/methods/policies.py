@@ -3,7 +3,7 @@
 Files of this package implement one of the two protocols each; `method.Method` combines them.
 """
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,17 @@ class PrefillPolicy(Protocol):
         Returns:
             The scores, the new state, and what the layer above receives as `below`.
         """
+
+
+@runtime_checkable
+class ModelWidePolicy(Protocol):
+    """A `PrefillPolicy` that shares a budget over the layers of a model."""
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises ValueError for a model that the policy is not for."""
+
+    def begin_segment(self, states: tuple[Any, ...]) -> Any:
+        """What the lowest layer receives as `below`, from the states of all layers before the segment."""
 
 
 class CompressionPolicy(Protocol):

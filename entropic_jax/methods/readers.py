@@ -16,6 +16,7 @@ from .policies import (
     CompressionPolicy,
     LayerQueries,
     MethodState,
+    ModelWidePolicy,
     PrefillCost,
     PrefillPolicy,
     page_list,
@@ -50,6 +51,8 @@ class PrefillReader:
         self.prefill: list[Any] = []
         self.observed: list[Any] = []
         self.below: Any = None
+        if isinstance(policy, ModelWidePolicy):
+            self.below = policy.begin_segment(memory.prefill)
         self.prefill_cost = memory.prefill_cost
 
     def memory(self) -> MethodState:

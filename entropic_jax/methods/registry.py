@@ -1,18 +1,21 @@
 """Registry of methods: sparse prefill, cache compression and page selection by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..attention.page_selection import Selection
 from ..control.controller import chain
+from ..parameter_tables.prefill_options import check_prefill_options
 from ..parameter_tables.table import ParameterError
 from . import quest
 from .adakv import AdaKV
+from .budgeted_prefill import BudgetedPrefill
 from .criti_prefill import CritiPrefill
 from .entropy_prefill import AS_RELEASED, EntropyPrefill
 from .h2o import H2O
+from .head_needs import HeadNeeds, load_head_needs
 from .latent_compression import LatentCompression
 from .method import Method
 from .oracle import Oracle
@@ -46,6 +49,9 @@ METHODS: dict[str, Entry] = {
     "latent-compression": Entry("EntropyInfer's KV compression alone", None, LatentCompression),
     "criti-prefill": Entry("sparse prefill by criticality", CritiPrefill),
     "uniform-prefill": Entry("sparse prefill with the same budget whatever the entropy", UniformBudget),
+    "budgeted-prefill": Entry(
+        "sparse prefill with one budget shared over layers and KV heads by a table of needs", BudgetedPrefill
+    ),
     "oracle-prefill": Entry("sparse prefill by the true attention", Oracle),
     "snapkv": Entry("keeps the entries that the end of the prompt attends to", None, SnapKV),
     "adakv": Entry("SnapKV with a layer's budget shared unevenly by its heads", None, AdaKV),
@@ -68,7 +74,14 @@ def budgets_of(name: str) -> tuple[str, ...]:
     return tuple(argument for argument, part in has.items() if part is not None)
 
 
-def add_method(name: str, preset: Preset, *, base: int | None = None, budget: int | None = None) -> Preset:
+def add_method(
+    name: str,
+    preset: Preset,
+    *,
+    base: int | None = None,
+    budget: int | None = None,
+    prefill_options: Mapping[str, Any] | None = None,
+) -> Preset:
     """Adds a published method to a preset of control.
 
     Args:
@@ -76,10 +89,12 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
         preset: the preset to add it to.
         base: budget of a sparse prefill, in tokens per KV head and segment; None is the published one.
         budget: budget of a compression or of a decode step, in tokens per KV head; None is the published one.
+        prefill_options: further options of a sparse prefill, by the names of `PREFILL_OPTIONS`.
 
     Raises:
-        ValueError: for an unknown name, a budget below 64 or that the method does not have, or a method that
-            selects the pages of decode steps with a preset that does so too.
+        ValueError: for an unknown name, a budget below 64 or that the method does not have, an option that it
+            does not have or accept, an unusable table, or a method that selects the pages of decode steps
+            with a preset that does so too.
 
     >>> from .presets import preset
     >>> add_method("snapkv", preset("micro")).page_policy.compression.budget
@@ -95,11 +110,15 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
         if value is not None and argument not in budgets_of(name):
             message = f"{argument} must not be set with the method {name}, which has none; got {value}"
             raise ParameterError(message, argument)
+    options = check_prefill_options(prefill_options or {}, name)
     entry = METHODS[name]
     if name == "dense":
         return preset
     decode_options: dict[str, Any] = {} if budget is None else {"budget": budget}
-    prefill_options: dict[str, Any] = {} if base is None else {"base": base}
+    if base is not None:
+        options["base"] = base
+    if (table := options.pop("table", None)) is not None:
+        options["needs"] = _needs(table)
     decode_policy, controller = preset.page_policy, preset.controller
     if entry.decode_policy is not None:
         if decode_policy is not None:
@@ -109,6 +128,14 @@ def add_method(name: str, preset: Preset, *, base: int | None = None, budget: in
             )
         decode_policy = entry.decode_policy(**decode_options)
         controller = chain(*controller.controllers, quest.PruneBeyondBudget(budget or 1024))
-    prefill = None if entry.prefill is None else entry.prefill(**prefill_options)
+    prefill = None if entry.prefill is None else entry.prefill(**options)
     compression = None if entry.compression is None else entry.compression(**decode_options)
     return preset._replace(controller=controller, page_policy=Method(prefill, compression, decode_policy))
+
+
+def _needs(file: str) -> HeadNeeds:
+    """The table of a file. Raises ParameterError, which names the option."""
+    try:
+        return load_head_needs(file)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"table must be a table of head needs: {error}", "table") from None

@@ -78,7 +78,7 @@ def _remote(options: argparse.Namespace, control: Control, overrides: dict[str, 
             raise RequestError(f"--{name.replace('_', '-')} must not be set with --url; got {value}")
     if not options.parse_special:
         raise RequestError("--no-parse-special must not be set with --url: the server decides")
-    if control.method != "dense" or control.budgets:
+    if control.method != "dense" or control.budgets or control.prefill_options:
         raise RequestError(f"--method must not be set with --url; got {control.method}")
     key = options.api_key or os.environ.get("ENTROPIC_API_KEY") or os.environ.get("OPENAI_API_KEY")
     name = None if options.model == EMBEDDED else str(options.model)

@@ -13,7 +13,7 @@ from ..engine.start import start as start_engine
 from ..http.served_model import ServedModel, describe
 from ..options import generation_config, speculation_options
 from ..options.compilation_cache import remember_compilations
-from ..options.control_options import Control, check_temperature
+from ..options.control_options import Control, build, check_temperature
 from ..options.xla_threads import limit_xla_threads
 from ..request import Request, RequestError
 from ..request.chat_template import DEFAULT_TEMPLATE
@@ -40,6 +40,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
         preset=control.preset or speculation_options.default_preset(method=control.method)
     )
     gains = dict(control.gains)
+    build(control._replace(preset="off", gains=()), None, None)  # says which option of a method is wrong
     if options.api_key is not None:
         raise RequestError("--api-key needs --url; got it alone")
     limit_xla_threads(options.model, options.dtype, control.method)
@@ -57,6 +58,7 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
                 preset=control.preset,
                 method=control.method,
                 budgets=control.budgets,
+                prefill_options=control.prefill_options,
                 clarification=gains.get("clarification", ""),
                 branches=gains.get("branches"),
                 **({"law": gains["law"]} if "law" in gains else {}),

@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 def _calibrate_needs(options: argparse.Namespace) -> int:
     """Measure the table of head needs, write it, and return the exit status."""
     from entropic_jax.methods.head_needs import save_head_needs
-    from entropic_jax.methods.need_calibration import LONGEST, calibrate_needs
+    from entropic_jax.methods.need_calibration import LONGEST, head_needs, ranked_profiles
 
     if not options.calibrate:
         raise RequestError(f"--output needs --calibrate; got {options.output} alone")
@@ -142,22 +142,17 @@ def _calibrate_needs(options: argparse.Namespace) -> int:
     texts = read_texts(options.text, "--text")
     model, tokenizer = model_options.load_model(options)
     tokens: list[int] = []
-    limit = options.tokens or NEED_TOKENS
+    limit, longest = options.tokens or NEED_TOKENS, min(LONGEST, model.config.longest_context)
     for text in texts:
         tokens += tokenizer.encode(text)
         if len(tokens) >= limit:
             break
     try:
-        needs = calibrate_needs(
-            model.decoder,
-            model.params,
-            tokens[:limit],
-            budget=options.prefill_budget or NEED_BUDGET,
-            segment=options.segment,
-            longest=min(LONGEST, model.config.longest_context),
-        )
+        profiles = ranked_profiles(model.decoder, model.params, tokens[:limit], options.segment, longest)
     except ValueError as error:
         raise RequestError(f"--text {' '.join(options.text)}: {error}") from error
+    budget = options.prefill_budget or NEED_BUDGET
+    needs = head_needs(model.decoder.shape, profiles, budget, options.segment)
     try:
         save_head_needs(needs, options.output)
     except OSError as error:

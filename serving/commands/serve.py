@@ -270,6 +270,7 @@ def engine_options_of(options: argparse.Namespace, settings: Settings) -> "Engin
             preset=settings.control.preset,
             method=settings.control.method,
             budgets=settings.control.budgets,
+            prefill_options=settings.control.prefill_options,
             clarification=gains.get("clarification", ""),
             branches=gains.get("branches"),
             **lora.fields(options),

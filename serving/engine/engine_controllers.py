@@ -3,11 +3,9 @@
 from typing import Any
 
 from entropic_jax import models
-from entropic_jax.methods import registry
-from entropic_jax.methods.presets import preset
 from entropic_jax.parameter_tables.speculation_names import OFF
 
-from ..options import samplers
+from ..options import prefill_options, samplers
 from ..options.control_options import SAMPLERS, Control
 from .options import EngineOptions, may_prune
 from .programs import Shapes
@@ -39,7 +37,7 @@ def row_controllers_of(
         sampler=sampler,
         sampler_law=sampler_law,
         method=options.method,
-        method_laws=registry.add_method(options.method, preset("off"), **dict(options.budgets)).controller,
+        method_laws=prefill_options.method_preset(options).controller,
         branches=shapes.branches,
         drafter=options.drafter,
         always_drafts=options.speculate not in (None, OFF),

@@ -8,17 +8,16 @@ import jax
 
 from entropic_jax import models
 from entropic_jax.attention.page_selection import PagePolicy
-from entropic_jax.methods import registry
 from entropic_jax.methods.entropix_branches import SearchPlan
 from entropic_jax.methods.method import Method
-from entropic_jax.methods.presets import preset, pruned_pages
+from entropic_jax.methods.presets import pruned_pages
 from entropic_jax.parameter_tables.control_gains import DRAFTS, MACRO, SCALES
 from entropic_jax.parameter_tables.speculation_names import drafter_of, has_weights
 from entropic_jax.parameter_tables.table import Choice, Flag, Number, ParameterError, short
 from entropic_jax.state import cache
 
 from .. import memory
-from ..options import control_options, lora, parallelism, speculation_options
+from ..options import control_options, lora, parallelism, prefill_options, speculation_options
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
@@ -71,6 +70,7 @@ class EngineOptions:
     branches: int | None = None  # of entropix, at most; 1 decides token by token
     method: str = "dense"  # sparse prefill or KV compression, for all requests
     budgets: tuple[tuple[str, int], ...] = ()  # of the method
+    prefill_options: tuple[tuple[str, Any], ...] = ()  # of the method, by the names of `PREFILL_OPTIONS`
     speculate: str | None = None  # the drafter, or the directory of a draft model; None: that of the preset
     num_speculative_tokens: int | None = None  # k, tokens drafted for a sequence in a pass, at most
     enable_lora: bool = False  # whether requests may name LoRA adapters
@@ -114,6 +114,7 @@ class EngineOptions:
         parallelism.check(self)
         lora.check(self)
         control_options.check_budgets(self.budgets, self.method)
+        prefill_options.check(self.prefill_options, self.method)
         control_options.check_clarification(self.clarification, self.preset)
         choices = {
             "warmup": get_args(Warmup),
@@ -331,10 +332,10 @@ def _shapes(
 
 def method_of(options: EngineOptions, model: models.Model) -> Method | None:
     """The method of the options. Raises ValueError where it is unknown, or not for this model."""
-    policy = registry.add_method(options.method, preset("off"), **dict(options.budgets)).page_policy
-    if policy is None:
+    if (policy := prefill_options.method_preset(options).page_policy) is None:
         return None
     method = policy if isinstance(policy, Method) else Method(decode_policy=policy)
+    method.check_model(model.decoder.shape)
     window = min(filter(None, model.decoder.windows), default=None)
     if method.compression is not None and window is not None:
         limit = f"a KV cache with a sliding_window (of {window})"

@@ -98,12 +98,13 @@ class LLM:
                 "off" with options that exclude drafts.
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None draws anew each time.
-            **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`, `max_num_seqs`,
-                `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`, `budgets`, …), or any
-                gain of the controllers (`law`, `target_entropy`, `lowest_temperature`, …). With
-                `coordinator_address`, `num_processes` and `process_id`, or `distributed`, the model is
-                divided over several processes that run the same script: the constructor returns in process
-                0, and in the others runs the launches of process 0 until that ends, then exits.
+            **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
+                `max_num_seqs`, `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`,
+                `budgets`, `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
+                `lowest_temperature`, …). With `coordinator_address`, `num_processes` and `process_id`, or
+                `distributed`, the model is divided over several processes that run the same script: the
+                constructor returns in process 0, and in the others runs the launches of process 0 until
+                that ends, then exits.
 
         Raises:
             TypeError: for an argument that is not known.

@@ -71,10 +71,11 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
         "max_queue": IN_FLIGHT,
     }
     engine |= drafting
-    if isinstance(budgets := engine.get("budgets", {}), Mapping):
-        engine["budgets"] = tuple(budgets.items())
+    for name in ("budgets", "prefill_options"):
+        if isinstance(values := engine.get(name, {}), Mapping):
+            engine[name] = tuple(values.items())
     checked = EngineOptions(**engine)
-    control = Control(preset, tuple(gains.items()), checked.method, checked.budgets)
+    control = Control(preset, tuple(gains.items()), checked.method, checked.budgets, checked.prefill_options)
     check_preset(control)
     return control, checked
 

@@ -13,6 +13,7 @@ import numpy as np
 from entropic_jax import loop, models, sampling
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression, presets
+from entropic_jax.methods.method import Method
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
@@ -60,6 +61,8 @@ class Engine:
         self.preset = presets.preset("off") if preset is None else preset
         check_drafter(self.preset.speculate)
         self.belief_temperature = belief_temperature
+        if isinstance(self.preset.page_policy, Method):
+            self.preset.page_policy.check_model(model.decoder.shape)
         self.context = model.config.longest_context
         self._programs: dict[Any, Callable[..., tuple[State, Trace]]] = {}  # launches, by shape
         self.pages = pages_of(kv_cache_dtype, model.params)

@@ -19,6 +19,7 @@ from entropic_jax.parameter_tables.control_gains import (
 from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError, short
 
 from ..request import RequestError
+from . import prefill_options
 from .model import check_directory
 from .option_types import number
 
@@ -41,6 +42,7 @@ METHODS = (
     "latent-compression",
     "criti-prefill",
     "uniform-prefill",
+    "budgeted-prefill",
     "oracle-prefill",
     "snapkv",
     "adakv",
@@ -59,6 +61,7 @@ class Control(NamedTuple):
     gains: tuple[tuple[str, Any], ...] = ()
     method: str = "dense"
     budgets: tuple[tuple[str, int], ...] = ()
+    prefill_options: tuple[tuple[str, Any], ...] = ()  # of a sparse prefill, by names of `PREFILL_OPTIONS`
     speculate: str | None = None  # drafter of a request; None is that of the engine
 
 
@@ -101,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser, served: bool = False) -> None
         ("cache-budget", "KV cache entries to keep, or to read in a step, per KV head"),
     ):
         group.add_argument(f"--{option}", type=int, metavar="INT", help=f"{text} (default: as published)")
+    prefill_options.add_arguments(group)
 
 
 def add_gains(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +139,8 @@ def read(options: argparse.Namespace, default: str = "off") -> Control:
         return tuple((k, v) for k, v in values.items() if v is not None)
 
     preset, method = getattr(options, "preset", None), getattr(options, "method", "dense")
-    return Control(preset or default, stated(gains), method, stated(budgets))
+    extra = prefill_options.read(options)
+    return Control(preset or default, stated(gains), method, stated(budgets), extra)
 
 
 def calibration_of(model: Path) -> "Calibration | None":
@@ -188,10 +193,15 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
     base = preset(control.preset, width, gains(control, calibration))
     check_preset(control)
     try:
-        return add_method(control.method, base, **dict(control.budgets))
+        extra = dict(control.prefill_options)
+        return add_method(control.method, base, **dict(control.budgets), prefill_options=extra)
     except ParameterError as error:
-        option = BUDGETS[error.param or ""]
-        raise RequestError(str(error).replace(error.param or "", option, 1), option) from None
+        option = (BUDGETS | prefill_options.OPTIONS)[error.param or ""]
+        missing = error.param not in {**dict(control.budgets), **dict(control.prefill_options)}
+        shown = (
+            f"--{option.replace('_', '-')}" if missing else option
+        )  # `message_of` names stated options only
+        raise RequestError(str(error).replace(error.param or "", shown, 1), option) from None
     except ValueError as error:
         raise RequestError(f"--method {control.method}: {error}", "method") from None
 

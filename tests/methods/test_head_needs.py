@@ -9,9 +9,10 @@ from entropic_jax.methods.head_needs import FILE, HeadNeeds, load_head_needs, sa
 from entropic_jax.methods.need_calibration import (
     PAGE,
     RankedProfile,
-    calibrate_needs,
+    head_needs,
     needs_of,
     ranked_profile,
+    ranked_profiles,
 )
 from tests import tiny
 
@@ -85,13 +86,14 @@ def test_no_head_needs_nothing_and_a_budget_beyond_all_pages_is_met():
 def test_a_model_is_calibrated_the_same_each_time():
     model = tiny.model()
     (tokens,) = tiny.prompts(200)
+    shape = model.decoder.shape
     calibrated = [
-        calibrate_needs(model.decoder, model.params, tokens, budget=32, segment=32, longest=96)
+        head_needs(shape, ranked_profiles(model.decoder, model.params, tokens, 32, 96), 32, 32)
         for _ in range(2)
     ]
     assert calibrated[0] == calibrated[1]
     needs = calibrated[0]
-    needs.check_model(model.decoder.shape)
+    needs.check_model(shape)
     assert (needs.tokens, needs.dense_layers, np.shape(needs.need)) == (192, 1, (2, 2))
     profiles = [ranked_profile(model.decoder, model.params, tokens[at : at + 96], 32) for at in (0, 96)]
     np.testing.assert_array_equal(needs.need, needs_of(profiles, 32, 1))

@@ -1,13 +1,16 @@
 """Methods in the engine: the same tokens as offline, alone and in a crowd; all pages come back."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from entropic_jax import models
 from entropic_jax.methods import registry
+from entropic_jax.methods.budgeted_prefill import BudgetedPrefill
 from entropic_jax.methods.criti_prefill import CritiPrefill
 from entropic_jax.methods.entropy_prefill import EntropyPrefill
+from entropic_jax.methods.head_needs import MODEL_FIELDS, HeadNeeds, save_head_needs
 from entropic_jax.methods.latent_compression import LatentCompression
 from entropic_jax.methods.presets import preset
 from entropic_jax.methods.registry import METHODS, Entry
@@ -29,6 +32,7 @@ from tests.serving.test_engine import (
 )
 
 SMALL = dict(base=16, segment=16, dense_below=16, dense_layers=0, page_size=4)
+MEASURED = dict(tokens=64, segment=16, page_size=4, budget=16, dense_layers=0)  # of a table of head needs
 OPTIONS = {**EXACT, "batch_invariant": False, "pruning": False}
 
 
@@ -41,6 +45,7 @@ def small(monkeypatch):
         "entropy-prefill": (prefill,),
         "entropyinfer": (prefill, partial(LatentCompression, budget=24, window=8, delay=5)),
         "criti-prefill": (partial(CritiPrefill, **SMALL),),
+        "budgeted-prefill": (partial(BudgetedPrefill, **SMALL),),
         "snapkv": (None, partial(SnapKV, budget=24, window=8)),
     }.items():
         monkeypatch.setitem(METHODS, name, Entry("for a test", *parts))
@@ -72,11 +77,19 @@ RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropyinfer", *RARELY])
-def test_as_offline_alone_and_in_a_crowd(model, name):
+@pytest.mark.parametrize("name", ["entropyinfer", "budgeted-prefill", *RARELY])
+def test_as_offline_alone_and_in_a_crowd(model, tmp_path, name):
     single = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()
-    for engine in engine_of(model, name, budgets=budgets, block_size=16 if name == "quest" else 4):
+    extra: tuple[tuple[str, Any], ...] = ()
+    if name == "budgeted-prefill":
+        shape = model.decoder.shape
+        sizes = {field: getattr(shape, field) for field in MODEL_FIELDS}
+        table = tuple(tuple(1.0 + 7 * head for head in range(shape.kv_heads)) for _ in range(shape.layers))
+        save_head_needs(HeadNeeds(**sizes, **MEASURED, need=table), tmp_path)
+        extra = (("table", str(tmp_path)), ("entropy", True))
+    options = dict(budgets=budgets, prefill_options=extra, block_size=16 if name == "quest" else 4)
+    for engine in engine_of(model, name, **options):
         ((alone, last),) = run(engine, single)
         assert last.finish_reason == "length"
         left = engine.submit(engine_request("leaves", prompt(90, 3), max_tokens=30, **WARM))
@@ -84,7 +97,7 @@ def test_as_offline_alone_and_in_a_crowd(model, name):
         left.cancel()
         results = run(engine, *crowd(), single, *crowd(20))
         assert results[6][0] == alone
-    method = registry.add_method(name, preset("off"), **dict(budgets))
+    method = registry.add_method(name, preset("off"), **dict(budgets), prefill_options=dict(extra))
     reference = offline.Engine(model, method)
     request = Request(prompt=single.request.prompt, seed=5, max_tokens=30, ignore_eos=True, **WARM)
     assert list(next(reference.batch([request])).token_ids) == alone

@@ -1,6 +1,7 @@
 """`entropic generate --method NAME`."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,62 @@ def test_what_does_not_go_together_is_said(entropic, directory):
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("segment", "100", "must be a power of two between 64 and 32768; got 100"),
+        ("segment", "a", "must be a power of two between 64 and 32768; got a"),
+        ("dense-below", "-1", "must be an integer between 0 and 2147483647; got -1"),
+        ("tolerance", "11", "must be a number between 0 and 10; got 11"),
+        ("growth", "nan", "must be a number between 0 and 100; got nan"),
+        ("rigid-below", "1.1", "must be a number between 0 and 1; got 1.1"),
+        ("least-share", "2", "must be a number between 0 and 1; got 2"),
+    ],
+)
+def test_ranges_of_prefill_options(entropic, directory, option, value, said):
+    arguments = ("generate", "--model", directory, "--prompt", "a", f"--prefill-{option}={value}")
+    status, _, errors = entropic(*arguments)
+    assert status == 2 and f"argument --prefill-{option}: {said}" in errors
+
+
+def write_table(directory, tmp_path, **changes) -> str:
+    """A table of head needs for the model of a directory, in which heads differ."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    tree = {
+        "version": 1,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "hidden": config["hidden_size"],
+        "vocabulary": config["vocab_size"],
+        "tokens": 64,
+        "segment": 32,
+        "page_size": 16,
+        "budget": 64,
+        "dense_layers": 1,
+        "need": [[1 + 5 * head for head in range(kv_heads)] for _ in range(layers)],
+    }
+    (file := tmp_path / "needs.json").write_text(json.dumps(tree | changes))
+    return str(file)
+
+
+@pytest.mark.slow
+def test_a_budget_is_shared_by_a_table(entropic, directory, tmp_path):
+    common = ("generate", "--model", directory, "--prompt", "a" * 110, "--json", "--temperature", "0")
+    common += ("--max-tokens", "8", "--ignore-eos", "--seed", "1")
+    dense = json.loads(entropic(*common, "--preset", "off")[1])
+    table = write_table(directory, tmp_path)
+    options = ("--method", "budgeted-prefill", "--prefill-table", table, "--prefill-segment", "64")
+    status, out, errors = entropic(*common, *options, "--prefill-dense-below", "0", "--prefill-entropy")
+    assert (status, errors) == (0, "") and json.loads(out)["token_ids"] == dense["token_ids"]
+    table = write_table(directory, tmp_path, hidden=17)
+    status, _, errors = entropic(*common, *options)
+    assert status == 2 and "the table of head needs is of another model: hidden must be" in errors
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (
@@ -79,6 +136,22 @@ def test_what_does_not_go_together_is_said(entropic, directory):
         (
             ("--preset", "micro", "--lowest-temperature", "5", "--temperature", "0.7"),
             "--lowest-temperature must be at most temperature = 0.7 while --highest-temperature is 0; got 5",
+        ),
+        (
+            ("--method", "budgeted-prefill"),
+            "--prefill-table must be set with the method budgeted-prefill: a file that",
+        ),
+        (
+            ("--method", "budgeted-prefill", "--prefill-table", "no.json"),
+            "--prefill-table must be a table of head needs: the table must be a file written by",
+        ),
+        (
+            ("--method", "uniform-prefill", "--prefill-growth", "2"),
+            "--prefill-growth must not be set with the method uniform-prefill, which does not have it (only",
+        ),
+        (
+            ("--prefill-segment", "256"),
+            "--prefill-segment must not be set with the method dense, which does not have it (only",
         ),
         (("--branches", "2"), "--branches needs the preset entropix; got the preset meso"),
         (("--target-entropy", "auto"), "--target-entropy must be a number for a model without calibration"),

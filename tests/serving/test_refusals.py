@@ -20,6 +20,12 @@ from entropic_jax.serving.request import RequestError
             dict(method="snapkv", budgets=(("base", 100),)),
             "not have the key base with the method snapkv",
         ),
+        (
+            dict(method="snapkv", prefill_options=(("segment", 64),)),
+            "prefill_options: segment must not be set with the method snapkv, which does not have it",
+        ),
+        (dict(method="budgeted-prefill"), "prefill_options: table must be set with the method budgeted-pre"),
+        (dict(prefill_options=64), "prefill_options must be a mapping with keys among segment, dense_below"),
         (dict(preset="entropix", branches=65), "branches must be an integer between 1 and 64; got 65"),
     ],
 )

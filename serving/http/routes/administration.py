@@ -128,6 +128,7 @@ def _server_info(frontend: Frontend) -> dict[str, Any]:
             "gains": dict(control.gains),
             "method": control.method,
             "budgets": dict(control.budgets),
+            "prefill_options": dict(control.prefill_options),
         },
         "server": _without_secrets(frontend.settings),
         "engine": frontend.engine.describe(),
