@@ -297,7 +297,7 @@ def initialise(head: DraftHead, params: Params, seed: int) -> Params:
     """Weights to train from: the features pass through, and the projections begin small.
 
     Args:
-        head: to be initialised.
+        head: The head whose weights they are.
         params: the parameters of the model. Where the layer's blocks have the shapes of the head's, the head
             begins as a copy of them.
         seed: the seed of what is random.
