@@ -364,7 +364,8 @@ def test_mirostat_truncates_and_holds_the_mean_surprisal(target):
 
     def body(carry, position):
         action, surprisal = carry
-        action = act(law, quiet_signal(rows)._replace(surprisal=surprisal), action)
+        signal = quiet_signal(rows)._replace(surprisal=surprisal, emitting=jnp.ones(rows, bool))
+        action = act(law, signal, action)
         place = key, row, jnp.full(rows, position)
         token = sample(logits, sampling, action.temperature, *place, action.surprisal_limit)
         surprisal = entropy.surprisal(logits, token, normaliser)

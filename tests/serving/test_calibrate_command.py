@@ -49,7 +49,7 @@ def test_a_directory_that_cannot_be_written_is_named_before_the_work(
     def refuse(**_):
         raise OSError(30, reason)
 
-    monkeypatch.setattr("entropic_jax.serving.commands.calibrate.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("entropic_jax.serving.commands.text_input.tempfile.NamedTemporaryFile", refuse)
     monkeypatch.setattr("entropic_jax.serving.commands.model_options.load_model", None)
     status, _, err = entropic("calibrate", "--model", str(model), "--text", text)
     assert status == 2

@@ -247,7 +247,7 @@ def test_openai(live):
             client.responses.retrieve(more.id)
         with pytest.raises(openai.BadRequestError, match=r"input\.0\.role must") as error:
             client.responses.create(model="embedded", input=[{"role": "tool", "content": "x"}])
-        assert error.value.param == "input"
+        assert error.value.param == "input.0.role"
         scripted(live, HERMES, calls(HERMES, *BOTH))
         with client.responses.stream(**fields, tools=FUNCTIONS) as stream:
             final = stream.get_final_response()

@@ -359,7 +359,7 @@ def test_configurations_that_are_refused(config, message):
         ),
         (("generate", "--preset", "entropix"), "--speculate must be off together with the preset entropix"),
         (("generate", "--method", "h2o"), "--speculate must be off together with the method h2o"),
-        (("serve", "--batch-invariant"), "--speculate must be off together with batch_invariant"),
+        (("serve", "--batch-invariant"), "--speculate must be off together with --batch-invariant"),
         (
             ("serve", "--speculative-config", '{"method": "eagle"}'),
             "--speculative-config must have the method suffix, ngram, pruned, auto or head, or a model; got",
