@@ -81,7 +81,7 @@ class Says:
     rate: float = 0.0  # what it expects to reach
     most_tokens: Annotated[int, STATIC] = 1
 
-    def expected_rate(self, batch):
+    def expected_rate(self, model, batch):
         return jnp.float32(self.rate)
 
     def draft(self, model, batch, most):
