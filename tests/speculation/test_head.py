@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.attention.window_pages import WindowPages
 from entropic_jax.models import draft_head
 from entropic_jax.models.train import draft_head as training
+from entropic_jax.parameter_tables import speculation_names
+from entropic_jax.phases.batch import gather_active
 from entropic_jax.phases.forward import forward
 from entropic_jax.speculation import (
     Cascade,
+    ControlledModel,
     DraftingParams,
     HeadDrafter,
     HeadedDecoder,
@@ -153,9 +157,6 @@ def test_drafts_are_those_of_training():
         sample=parameters(1, temperature=0.0),
         speculator=drafts,
     )
-    from entropic_jax.phases.batch import gather_active
-    from entropic_jax.speculation import ControlledModel
-
     _, _, batch = gather_active(state, None, 3)
     controlled = ControlledModel(decoder, params, chain())
     _, draft = drafts.drafter.draft(controlled, batch, jnp.array([3]))
@@ -190,8 +191,6 @@ def test_steps_of_a_head_are_cheaper_than_passes():
 
 @pytest.mark.slow
 def test_steps_of_a_head_are_timed():
-    from entropic_jax.attention.window_pages import WindowPages
-
     decoder, params = headed()
     costs = measure_pass_costs(
         decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
@@ -211,6 +210,15 @@ def test_saved_heads_load(tmp_path):
     head, weights = draft_head.load(tmp_path / "head", decoder.target)
     assert head == decoder.head
     jax.tree.map(np.testing.assert_array_equal, weights, params.draft)
+
+
+def test_the_command_line_recognises_what_the_model_saves(tmp_path):
+    # Options are parsed without JAX, so they test for a head by a function of their own.
+    decoder, params = headed()
+    draft_head.save(tmp_path, decoder.head, params.draft)
+    for directory in (tmp_path, tmp_path.parent):
+        assert speculation_names.is_draft_head(str(directory)) == draft_head.is_draft_head(directory)
+    assert draft_head.is_draft_head(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +256,4 @@ def test_a_head_without_tensors_is_refused(tmp_path):
 
 
 def _controlled(decoder: HeadedDecoder, params: DraftingParams) -> Any:
-    from entropic_jax.speculation import ControlledModel
-
     return ControlledModel(decoder, params, chain())
