@@ -16,7 +16,7 @@ from ...cpu_runtime.run_once import run_once
 from .reference import Moments
 
 PIECE = 1024  # logits whose exponentials are summed in float32; pieces are summed in float64
-LOWEST = np.float32(-87)  # smaller exponents count as this: e^−87 vanishes next to the 1 of the largest logit
+LOWEST = -69.0  # exponents below count as −∞: e^−69 vanishes next to the 1 of the largest logit
 
 
 def entropy_moments(logits: jax.Array, inverse_temperature: jax.Array, active: jax.Array) -> Moments:
@@ -45,47 +45,14 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
     yield from parallel_kernel(name, _row_moments(), num_rows)
 
 
-def _row_reductions() -> tuple[Any, Any, Any]:
-    """Compile `largest(z)`, `has_nan(z)`, and `sums(d, r)`: Σ r d and Σ r d²."""
-    from ...cpu_runtime.kernel import compiled, njit
-
-    any_order, zero = {"reassoc", "contract", "nsz"}, np.float32(0)
-
-    @njit(fastmath={*any_order, "nnan"}, nogil=True)
-    def largest(z):
-        top = np.float32(-np.inf)
-        for t in range(z.shape[0]):
-            top = max(top, z[t])
-        return top
-
-    @compiled
-    def has_nan(z):
-        count = 0
-        for t in range(z.shape[0]):
-            count += z[t] != z[t]
-        return count > 0
-
-    @njit(fastmath=any_order, nogil=True)
-    def sums(distance, ratio):
-        first, second = zero, zero
-        for t in range(distance.shape[0]):
-            part = ratio[t] * distance[t]
-            first += part
-            second += part * distance[t]
-        return first, second
-
-    return largest, has_nan, sums
-
-
 def _row_moments() -> Any:
     """Compile the task of a thread: the moments of one row."""
-    from ...cpu_runtime import vector
+    from ...cpu_runtime.instructions import LANES
     from ...cpu_runtime.kernel import (
         EXACT,
         allocate,
         floats,
         free,
-        integers,
         njit,
         operand,
         operand_floats,
@@ -93,42 +60,133 @@ def _row_moments() -> Any:
         result_floats,
     )
 
-    exponentials, (largest, has_nan, sums) = vector.exponentials(), _row_reductions()
+    largest, sums = _row_largest(), _row_sums()
     zero, infinity, nan = np.float32(0), np.float32(np.inf), np.float32(np.nan)
 
     @njit(**EXACT)
     def row_moments(frame, number):
-        data, shape = operand(frame, 0)
+        logits, shape = operand(frame, 0)
         rows, vocabulary = shape[0], shape[1]
-        z = floats(data, (rows, vocabulary))[number]
+        logits += 4 * number * vocabulary
         inverse = operand_floats(frame, 1, (rows,))[number]
         highest, log_total = result_floats(frame, 0, (rows,)), result_floats(frame, 1, (rows,))
         mean, square = result_floats(frame, 2, (rows,)), result_floats(frame, 3, (rows,))
         if operand_integers(frame, 2, (rows,))[number] == 0:
             highest[number], log_total[number], mean[number], square[number] = zero, zero, zero, zero
             return
-        top = nan if has_nan(z) else largest(z)
+        # The last logits that fill no vector, and after them masked tokens up to a vector.
+        memory = allocate(4 * (LANES + 5))
+        rest, scratch = floats(memory, (LANES,)), floats(memory + 4 * LANES, (5,))
+        vectors = vocabulary - vocabulary % LANES
+        for t in range(LANES):
+            rest[t] = floats(logits, (vocabulary,))[vectors + t] if vectors + t < vocabulary else -infinity
+        largest(logits, vectors, memory, memory + 4 * LANES)
+        top = nan if scratch[1] > 0 else scratch[0]
         if not abs(top) < infinity or inverse != inverse:
             highest[number] = top if abs(top) < infinity else zero
             log_total[number] = top + inverse * zero
             mean[number], square[number] = nan, nan
+            free(memory)
             return
-        memory = allocate(3 * 4 * PIECE)
-        distance, ratio = floats(memory, (PIECE,)), floats(memory + 4 * PIECE, (PIECE,))
-        power = integers(memory + 8 * PIECE, (PIECE,))
-        total, first, second = np.float64(0), np.float64(0), np.float64(0)
-        for begin in range(0, vocabulary, PIECE):
-            count = min(PIECE, vocabulary - begin)
-            for t in range(count):
-                d = (z[begin + t] - top) * inverse
-                distance[t] = d if d > LOWEST else zero
-                ratio[t] = d if d > LOWEST else LOWEST
-            total += exponentials(ratio[:count], zero, power[:count])
-            first_sum, second_sum = sums(distance[:count], ratio[:count])
-            first += first_sum
-            second += second_sum
+        scratch[0], scratch[1] = top, inverse
+        sums(memory, 0, LANES, memory + 4 * LANES)
+        total, first, second = np.float64(scratch[2]), np.float64(scratch[3]), np.float64(scratch[4])
+        for begin in range(0, vectors, PIECE):
+            sums(logits, begin, min(begin + PIECE, vectors), memory + 4 * LANES)
+            total += scratch[2]
+            first += scratch[3]
+            second += scratch[4]
         highest[number], log_total[number] = top, np.log(np.float32(total))
         mean[number], square[number] = np.float32(first / total), np.float32(second / total)
         free(memory)
 
     return row_moments
+
+
+def _row_largest() -> Any:
+    """`largest(logits, vectors, rest, target)`: writes max z, and a number above 0 where there is a NaN.
+
+    The row is the first `vectors` logits, a multiple of the lanes, and one vector `rest`.
+    """
+    from ...cpu_runtime.instructions import (
+        LANES,
+        WORD,
+        constant,
+        intrinsic_of,
+        larger,
+        largest_lane,
+        load,
+        loop,
+        store,
+    )
+
+    def emit(builder, values):
+        logits, vectors, rest, target = values
+
+        def look(address, offset, carried):
+            top, unordered = carried
+            value = load(builder, address, offset)
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            return larger(builder, value, top), builder.select(is_nan, constant(1), unordered)
+
+        def advance(index, carried):
+            carried = look(logits, index, carried[:2]) + look(
+                logits, builder.add(index, WORD(LANES)), carried[2:]
+            )
+            return list(carried)
+
+        none = [constant(float("-inf")), constant(0)]
+        pairs = builder.and_(vectors, WORD(-2 * LANES))
+        *even, top, unordered = loop(builder, WORD(0), pairs, 2 * LANES, none + none, advance)
+        one = lambda index, carried: list(look(logits, index, carried))
+        carried = loop(builder, pairs, vectors, LANES, even, one)
+        carried = look(rest, WORD(0), carried)
+        for offset, pair in enumerate(zip(carried, (top, unordered), strict=True)):
+            store(builder, largest_lane(builder, larger(builder, *pair)), target, offset)
+
+    return intrinsic_of(4, emit)
+
+
+def _row_sums() -> Any:
+    """`sums(logits, begin, end, scratch)`: Σ r, Σ r d and Σ r d² of logits, r = eᵈ and d = (z − top) / T.
+
+    The first two floats of `scratch` are `top` and 1 / T; the sums are written behind them. The number of
+    logits is a multiple of the lanes.
+    """
+    from ...cpu_runtime.instructions import (
+        FLOAT,
+        LANES,
+        broadcast,
+        constant,
+        exponential,
+        intrinsic_of,
+        load,
+        loop,
+        multiply_add,
+        store,
+        sum_lanes,
+    )
+
+    def emit(builder, values):
+        logits, begin, end, scratch = values
+        top, inverse = (broadcast(builder, load(builder, scratch, place, FLOAT)) for place in (0, 1))
+        zero = constant(0)
+
+        def advance(index, carried):
+            total, first, second = carried
+            distance = builder.fmul(builder.fsub(load(builder, logits, index), top), inverse)
+            counts = builder.fcmp_ordered(">", distance, constant(LOWEST))
+            distance = builder.select(counts, distance, zero)
+            ratio = builder.select(counts, exponential(builder, distance), zero)
+            part = builder.fmul(ratio, distance)
+            return [
+                builder.fadd(total, ratio),
+                builder.fadd(first, part),
+                multiply_add(builder, part, distance, second),
+            ]
+
+        totals = loop(builder, begin, end, LANES, [zero] * 3, advance)
+        for place, total in enumerate(totals):
+            store(builder, sum_lanes(builder, total), scratch, 2 + place)
+
+    return intrinsic_of(4, emit)
