@@ -39,6 +39,15 @@ def test_against_float64(vocabulary, spread):
         np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("vocabulary", [7, 16, 48, 50, 64])
+def test_the_largest_logit_and_nan_count_wherever_they_stand(vocabulary):
+    every = jnp.ones(vocabulary), jnp.ones(vocabulary, bool)
+    moments = on_cpu(jnp.where(jnp.eye(vocabulary, dtype=bool), 5.0, 0.0), *every)
+    np.testing.assert_array_equal(moments.highest, 5)
+    np.testing.assert_allclose(moments.log_total, np.log1p((vocabulary - 1) * np.exp(-5)), rtol=1e-6)
+    assert np.isnan(on_cpu(jnp.where(jnp.eye(vocabulary, dtype=bool), jnp.nan, 0.0), *every).mean).all()
+
+
 def test_extremes_are_those_of_the_reference():
     inf, nan = np.inf, np.nan
     rows = [
