@@ -369,7 +369,7 @@ MUTANTS = (
             "[vectors + t] if vectors == 0 else -infinity",
         ),
         (
-            "an odd vector is left out of the maximum",
+            "an odd vector is not looked at",
             "loop(builder, pairs, vectors, LANES, even, one)",
             "even",
         ),
