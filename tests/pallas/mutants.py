@@ -368,11 +368,6 @@ MUTANTS = (
             "[vectors + t] if vectors + t < vocabulary else -infinity",
             "[vectors + t] if vectors == 0 else -infinity",
         ),
-        (
-            "an odd vector is not looked at",
-            "loop(builder, pairs, vectors, LANES, even, one)",
-            "even",
-        ),
         ("NaN in a row is not seen", "top = nan if scratch[1] > 0 else scratch[0]", "top = scratch[0]"),
         (
             "a temperature of NaN is not seen",
