@@ -123,14 +123,14 @@ def _row_largest() -> Any:
     def emit(builder, values):
         logits, vectors, rest, target = values
 
-        def look(address, offset, carried):
+        def compare(address, offset, carried):
             top, unordered = carried
             value = load(builder, address, offset)
             is_nan = builder.fcmp_unordered("uno", value, value)
             return larger(builder, value, top), builder.select(is_nan, constant(1), unordered)
 
         def advance(index, carried):
-            carried = look(logits, index, carried[:2]) + look(
+            carried = compare(logits, index, carried[:2]) + look(
                 logits, builder.add(index, WORD(LANES)), carried[2:]
             )
             return list(carried)
@@ -138,9 +138,9 @@ def _row_largest() -> Any:
         none = [constant(float("-inf")), constant(0)]
         pairs = builder.and_(vectors, WORD(-2 * LANES))
         *even, top, unordered = loop(builder, WORD(0), pairs, 2 * LANES, none + none, advance)
-        one = lambda index, carried: list(look(logits, index, carried))
-        carried = loop(builder, pairs, vectors, LANES, even, one)
-        carried = look(rest, WORD(0), carried)
+        single = lambda index, carried: list(compare(logits, index, carried))
+        carried = loop(builder, pairs, vectors, LANES, even, single)
+        carried = compare(rest, WORD(0), carried)
         for offset, pair in enumerate(zip(carried, (top, unordered), strict=True)):
             store(builder, largest_lane(builder, larger(builder, *pair)), target, offset)
 
