@@ -130,10 +130,8 @@ def _row_largest() -> Any:
             return larger(builder, value, top), builder.select(is_nan, constant(1), unordered)
 
         def advance(index, carried):
-            carried = compare(logits, index, carried[:2]) + look(
-                logits, builder.add(index, WORD(LANES)), carried[2:]
-            )
-            return list(carried)
+            second = builder.add(index, WORD(LANES))
+            return [*compare(logits, index, carried[:2]), *compare(logits, second, carried[2:])]
 
         none = [constant(float("-inf")), constant(0)]
         pairs = builder.and_(vectors, WORD(-2 * LANES))
