@@ -20,10 +20,10 @@ from .config import (
     ModelError,
     abbreviate,
     is_integer,
-    is_number,
 )
 from .formats import weight_format
-from .rope import FIELDS, RopeScaling
+from .rope import RopeScaling
+from .rope_json import rotation
 
 FIELD_NAMES = tuple(f.name for f in dataclasses.fields(Config))
 REQUIRED = tuple(f.name for f in dataclasses.fields(Config)[1:] if f.default is dataclasses.MISSING)
@@ -48,8 +48,6 @@ DERIVES_LAYER_TYPES = {  # keys of families that make layer_types of something e
     *("sliding_window_pattern", "attention_chunk_size", "max_window_layers", "no_rope_layer_interval"),
 }
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}  # of every family
-ROPE_KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
-MOST_PAIRS = 4096  # of a head, with a factor each
 
 
 def from_json(raw: Mapping[str, Any], family: Family) -> Config:
@@ -103,13 +101,6 @@ def with_their_names(message: str, family: Family) -> str:
     for ours, theirs in family.aliases.items():
         message = re.sub(rf"\b{ours}\b", theirs, message)
     return message
-
-
-def as_object(name: str, value: Any) -> Mapping[str, Any]:
-    """The value if it is an object, {} for null. Raises ModelError for anything else."""
-    if not isinstance(value, Mapping | None):
-        raise ModelError(f"{name} must be null or an object; got {abbreviate(value)}")
-    return value or {}
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
@@ -178,99 +169,6 @@ def positive(name: str, merged: Mapping[str, Any]) -> int:
     if not is_integer(value) or value < 1:
         raise ModelError(f"{name} must be an integer of at least 1; got {abbreviate(value)}")
     return value
-
-
-def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of a Config that say how queries and keys are rotated."""
-    objects = [as_object(name, merged.get(name)) for name in ("rope_scaling", "rope_parameters")]
-    stated = objects[0] or objects[1] or family.default_rope
-    nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
-    local: Mapping[str, Any] = {}
-    if nested is not None:
-        if "rope_local_base_freq" not in family.defaults or not {*nested} <= {FULL, SLIDING}:
-            raise ModelError(
-                f"rope_scaling must be null or one object for all layers; got {abbreviate(stated)}"
-            )
-        stated, local = (as_object(f"rope_parameters.{kind}", nested.get(kind)) for kind in (FULL, SLIDING))
-        if local.get("rope_type", "default") != "default":
-            raise ModelError(
-                f"rope_parameters.{SLIDING}.rope_type must be 'default'; got {abbreviate(local['rope_type'])}"
-            )
-    elif "rope_local_base_freq" in family.defaults and objects[1] and not objects[0]:
-        raise ModelError(
-            f"rope_parameters must have the objects {FULL} and {SLIDING}; got {abbreviate(objects[1])}"
-        )
-    result: dict[str, Any] = {}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        value = stated.get(name, merged.get(name))
-        if value is not None and (name in ("rope_theta", *family.defaults) or value != 1.0):
-            if name == "partial_rotary_factor" and name not in family.defaults:
-                raise ModelError(f"{name} must be 1; got {abbreviate(value)}")
-            result[name] = value
-    if "rope_local_base_freq" in family.defaults:
-        result["rope_local_base_freq"] = local.get("rope_theta", merged["rope_local_base_freq"])
-    if "llama_4_scaling_beta" in family.defaults and stated.get("llama_4_scaling_beta") is not None:
-        result["llama_4_scaling_beta"] = stated["llama_4_scaling_beta"]
-    result["rope_scaling"] = scaling_of(stated, merged, family)
-    return result
-
-
-def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any], family: Family) -> RopeScaling | None:
-    """The scaling of the rotation.
-
-    Args:
-        stated: the object in config.json.
-        merged: config.json over the defaults.
-        family: the family of the model.
-    """
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    kind = ROPE_KINDS.get(kind, kind) if isinstance(kind, str) else kind
-    if kind == "yarn" and stated.get("short_factor") is not None:  # in early files of Phi 3
-        kind = "longrope"
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in FIELDS:
-        kinds = ", ".join(map(repr, ("default", *FIELDS)))
-        raise ModelError(f"rope_scaling.rope_type must be one of {kinds}; got {abbreviate(kind)}")
-    required, extra = FIELDS[kind]
-    context = merged.get("max_position_embeddings")
-    values: dict[str, Any] = {"original_max_position_embeddings": context, **stated}
-    if merged.get("original_max_position_embeddings") is not None:  # of the model; it counts
-        values["original_max_position_embeddings"] = merged["original_max_position_embeddings"]
-    if kind not in ("yarn", "longrope") and stated.get("mscale_all_dim"):
-        value = abbreviate(stated["mscale_all_dim"])
-        raise ModelError(f"rope_scaling.mscale_all_dim must be absent with {kind!r}; got {value}")
-    if kind == "dynamic":
-        values["original_max_position_embeddings"] = context
-    original = values["original_max_position_embeddings"]
-    known = is_number(context) and is_number(original) and original > 0
-    if kind in ("yarn", "longrope") and values.get("factor") is None and known:
-        values["factor"] = context / original
-    result: dict[str, Any] = {}
-    for name in (*required, *extra):
-        value = values.get(name)
-        if name in ("short_factor", "long_factor"):
-            result[name] = factors(name, value)
-        elif name == "truncate":
-            if value is not None and not isinstance(value, bool):
-                raise ModelError(f"rope_scaling.truncate must be true or false; got {abbreviate(value)}")
-            result[name] = True if value is None else value
-        elif value is not None or name in required:
-            low = 0 if name in ("mscale", "mscale_all_dim") else 1e-9
-            if not is_number(value) or not low <= value < 1e9:
-                raise ModelError(
-                    f"rope_scaling.{name} must be a positive number with {kind!r}; got {abbreviate(value)}"
-                )
-            result[name] = value
-    return RopeScaling(kind, **result)
-
-
-def factors(name: str, value: Any) -> tuple[float, ...]:
-    """The factors of the pairs of a head, for "longrope"."""
-    listed = isinstance(value, (list, tuple)) and 0 < len(value) <= MOST_PAIRS
-    if not listed or not all(is_number(x) and 0 < x < 1e9 for x in value):
-        raise ModelError(f"rope_scaling.{name} must be a list of positive numbers; got {abbreviate(value)}")
-    return tuple(value)
 
 
 def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:

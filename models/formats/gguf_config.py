@@ -114,7 +114,7 @@ def rope_scaling(path: Path, values: dict[str, Any], name: str) -> dict[str, Any
         return None
     original = values.get(f"{name}.rope.scaling.original_context_length")
     extra = {} if original is None else {"original_max_position_embeddings": original}
-    for ours in ("beta_fast", "beta_slow"):
+    for ours in ("beta_fast", "beta_slow") if kind == "yarn" else ():
         value = values.get(f"{name}.rope.scaling.yarn_{ours}")
         extra |= {} if value is None else {ours: value}
     return {"rope_type": kind, "factor": values.get(f"{name}.rope.scaling.factor"), **extra}
