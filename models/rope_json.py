@@ -31,7 +31,7 @@ def as_object(name: str, value: Any) -> Mapping[str, Any]:
 def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of a Config that say how queries and keys are rotated."""
     objects = [as_object(name, merged.get(name)) for name in ("rope_scaling", "rope_parameters")]
-    where = "rope_scaling" if objects[0] else "rope_parameters"
+    key = "rope_scaling" if objects[0] else "rope_parameters"
     stated = objects[0] or objects[1] or family.default_rope
     nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
     local: Mapping[str, Any] = {}
@@ -40,12 +40,12 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise ModelError(
                 f"rope_scaling must be null or one object for all layers; got {abbreviate(stated)}"
             )
-        stated, local = (as_object(f"{where}.{kind}", nested.get(kind)) for kind in (FULL, SLIDING))
+        stated, local = (as_object(f"{key}.{kind}", nested.get(kind)) for kind in (FULL, SLIDING))
         kind = local.get("rope_type", local.get("type", "default"))
         if kind != "default":
-            raise ModelError(f"{where}.{SLIDING}.rope_type must be 'default'; got {abbreviate(kind)}")
-        no_stray_keys(f"{where}.{SLIDING}", local, "default")
-        where = f"{where}.{FULL}"
+            raise ModelError(f"{key}.{SLIDING}.rope_type must be 'default'; got {abbreviate(kind)}")
+        no_stray_keys(f"{key}.{SLIDING}", local, "default")
+        key = f"{key}.{FULL}"
     elif "rope_local_base_freq" in family.defaults and objects[1] and not objects[0]:
         raise ModelError(
             f"rope_parameters must have the objects {FULL} and {SLIDING}; got {abbreviate(objects[1])}"
@@ -64,15 +64,15 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     result["rope_scaling"] = scaling_of(stated, merged)
     kind = "default" if result["rope_scaling"] is None else result["rope_scaling"].rope_type
     read_from_here = {"partial_rotary_factor", *{"llama_4_scaling_beta"} & family.defaults.keys()}
-    no_stray_keys(where, stated, kind, read_from_here)
+    no_stray_keys(key, stated, kind, read_from_here)
     return result
 
 
-def no_stray_keys(where: str, stated: Mapping[str, Any], kind: str, others: Iterable[str] = ()) -> None:
+def no_stray_keys(field: str, stated: Mapping[str, Any], kind: str, others: Iterable[str] = ()) -> None:
     """Raise ModelError for a key that this kind of scaling does not read and that may mean another rotation.
 
     Args:
-        where: the name of the object in config.json.
+        field: the name of the object in config.json.
         stated: the object.
         kind: the kind of scaling, a key of `FIELDS` or "default".
         others: further keys that are read.
@@ -81,7 +81,7 @@ def no_stray_keys(where: str, stated: Mapping[str, Any], kind: str, others: Iter
     for key in sorted(stated.keys() - WITHOUT_EFFECT - {*required, *extra, *others}):
         value, name = stated[key], key if key.isidentifier() else abbreviate(key)
         if value is not None and not (is_number(value) and value == NEUTRAL.get(key)):
-            raise ModelError(f"{where}.{name} must be absent with {kind!r}; got {abbreviate(value)}")
+            raise ModelError(f"{field}.{name} must be absent with {kind!r}; got {abbreviate(value)}")
 
 
 def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any]) -> RopeScaling | None:

@@ -120,10 +120,11 @@ def test_agrees_with_transformers(architecture, kind, tmp_path):
         shutil.copy(theirs / "config.json", ours)
     contiguous = {name: np.ascontiguousarray(x, np.float32) for name, x in dense.items()}
     save_file(contiguous, theirs / "model.safetensors", metadata={"format": "pt"})
-    reference = transformers.AutoModelForCausalLM.from_pretrained(theirs, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # which take float64
+    reference = transformers.AutoModelForCausalLM.from_pretrained(theirs, **eager)
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 30)
     with torch.no_grad():
-        expected = reference.float()(input_ids=torch.tensor(tokens[None])).logits[0].numpy()
+        expected = reference.double()(input_ids=torch.tensor(tokens[None])).logits[0].numpy()
     actual = paged_logits(models.load(ours, progress=False), tokens, len(tokens))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
