@@ -34,6 +34,7 @@ __all__ = [
     "replay",
     "run",
     "schedule",
+    "speculative_step",
     "start",
     "step",
 ]

@@ -1,4 +1,4 @@
-"""Scheduling laws, the macro scale: which sequences advance in the next step, and by how many tokens.
+"""Scheduling laws, the macro scale: which sequences advance in the next step.
 
 A step advances at most `width` sequences. Every law ranks the runnable rows, lets the first `width` advance
 and writes `Action.quota`; where all of them fit, it is the identity. The law observes entropy itself; cost,

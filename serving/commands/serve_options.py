@@ -100,6 +100,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its key, if that is another file")
     group.add_argument(
         "--api-key",
+        type=_api_key,
         nargs="+",
         metavar="KEY",
         help="accepted keys (default: ENTROPIC_API_KEY, else no key is needed)",
@@ -339,6 +340,12 @@ def _resources(text: str) -> dict[str, Any]:
     if isinstance(resources, dict) and resources.keys() <= set(RESOURCES):
         return resources
     raise argparse.ArgumentTypeError(f"must be a JSON object with {', '.join(RESOURCES)}; got {text}")
+
+
+def _api_key(text: str) -> str:
+    if not text or not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError(f"must be printable ASCII, at least one character; got {text!r}")
+    return text
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -207,7 +207,7 @@ class LLM:
             return prompt
 
         conversations = conversations_of(messages)
-        tokenized = [at(f"messages[{i}]", render, item) for i, item in enumerate(conversations)]
+        tokenized = [at(place, render, item) for place, item in conversations.items()]
         return self._run(tokenized, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -35,20 +35,44 @@ def prompts_of(value: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return _listed("prompts", PROMPTS, value)
 
 
-def conversations_of(value: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """The conversations in an argument that is one list of messages or many."""
-    if _all(value, Mapping):
-        return [value]  # type: ignore[list-item]
-    return _listed("messages", CONVERSATIONS, value)
+def conversations_of(
+    value: Sequence[Message] | Sequence[Sequence[Message]],
+) -> dict[str, Sequence[Message]]:
+    """The conversations in an argument that is one list of messages or many, by their place in it.
+
+    Raises:
+        RequestError: For anything else than messages with `role` and `content`; it names the message.
+
+    >>> hello = {"role": "user", "content": "hello"}
+    >>> list(conversations_of([hello])), list(conversations_of([[hello], [hello]]))
+    (['messages'], ['messages[0]', 'messages[1]'])
+    """
+    items = _listed("messages", CONVERSATIONS, value)
+    single = any(isinstance(item, Mapping) for item in items)
+    conversations = {"messages": items} if single else {f"messages[{i}]": x for i, x in enumerate(items)}
+    for place, messages in conversations.items():
+        if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
+            raise RequestError(f"{place} must be a list of messages; got {short(messages)}", place)
+        for i, message in enumerate(messages):
+            _check_message(f"{place}[{i}]", message)
+    return conversations
+
+
+def _check_message(place: str, message: Any) -> None:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        accepted = "a mapping with role and content"
+        raise RequestError(f"{place} must be {accepted}; got {short(message)}", place)
+    content, place = message["content"], f"{place}.content"
+    if not isinstance(content, str | Sequence | None):
+        raise RequestError(f"{place} must be a string or a list of parts; got {short(content)}", place)
 
 
 def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, ...]]) -> TokenizedPrompt:
     """A prompt as token ids, by the engine's `encode`, which checks them. Raises RequestError."""
     if isinstance(prompt, Mapping):
-        keys = {"prompt", "prompt_token_ids"} & prompt.keys()
-        if len(keys) != 1:
-            raise RequestError(f"the keys must be prompt or prompt_token_ids; got {sorted(prompt)}")
-        prompt = prompt[keys.pop()]
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"the keys must be prompt or prompt_token_ids; got {list(prompt)}")
+        (prompt,) = prompt.values()
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, encode(prompt))
     return TokenizedPrompt(None, encode(_token_ids(prompt)))
@@ -64,25 +88,20 @@ def tokenize_conversation(
     """A conversation in the model's chat template.
 
     Args:
-        messages: With `role` and `content` each.
+        messages: As in `conversations_of`.
         tokenizer: The tokenizer of the model, with a template.
         variables: The caller's variables of the template.
         continue_last: End the prompt with the last message.
         **stated: Other variables of the template.
 
     Raises:
-        RequestError: For messages of another form, or that the template refuses.
+        RequestError: For messages that the template refuses, or variables of another form.
     """
-    if not _all(messages, Mapping) or not all({"role", "content"} <= message.keys() for message in messages):
-        raise RequestError(f"it must be a list of mappings with role and content; got {short(messages)}")
     if not isinstance(variables, Mapping | None):
         message = f"chat_template_kwargs must be a mapping; got {short(variables)}"
         raise RequestError(message, "chat_template_kwargs")
     if (tools := stated.get("tools")) is not None and not _all(tools, Mapping):
         raise RequestError(f"tools must be a list of mappings; got {short(tools)}", "tools")
-    for content in (message["content"] for message in messages):
-        if not isinstance(content, str | Sequence | None):
-            raise RequestError(f"content must be a string or a list of parts; got {short(content)}")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
     return TokenizedPrompt(text.replace(MARK, ""), tokens)

@@ -62,7 +62,8 @@ def test_prompts_take_every_form(llm):
     assert texts(llm.generate(ids, greedy)) == texts(llm.generate({"prompt": "import os"}, greedy))
     assert llm.generate([]) == []
     assert prompts_of("x") == ["x"] and prompts_of(("x", "y")) == ["x", "y"]
-    assert conversations_of([{"role": "user"}]) == [[{"role": "user"}]]
+    hello = [{"role": "user", "content": "hello"}]
+    assert conversations_of(hello) == {"messages": hello}
 
 
 @pytest.mark.slow
@@ -193,10 +194,16 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
         chat_template_kwargs={"name": "bot"},
     )
     assert [x.prompt for x in outputs] == ["# user: add\nT", "# user: add\n# user: add\nT"]
-    with pytest.raises(
-        ValueError, match=r"messages\[1\]: it must be a list of mappings with role and content"
+    for wrong, place in (
+        ([[message], [{"role": "user"}]], r"messages\[1\]\[0\] must be a mapping with role and content"),
+        ([message, {"content": "hi"}], r"messages\[1\] must be a mapping with role and content"),
+        ([message, "hi"], r"messages\[1\] must be a mapping with role and content"),
+        ([message | {"content": 5}], r"messages\[0\].content must be a string or a list of parts; got 5"),
+        ([[message], 7], r"messages\[1\] must be a list of messages; got 7"),
     ):
-        llm.chat([[message], [{"role": "user"}]], greedy)
+        with pytest.raises(ValueError, match=place) as error:
+            llm.chat(wrong, greedy)
+        assert str(error.value).startswith(f"{error.value.param} must")
     with pytest.raises(ValueError, match="chat_template_kwargs must not have the key self"):
         llm.chat([message], greedy, chat_template_kwargs={"self": 1})
 
@@ -208,6 +215,10 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
         (["x", []], r"prompts\[1\]: prompt must have between 1 and 255 tokens.*; got 0"),
         (["x", [1, -1]], r"prompts\[1\]: a prompt must be a string or a list of token ids; got \[1, -1\]"),
         (["x", 5], r"prompts\[1\]: a prompt must be a string or a list of token ids; got 5"),
+        (
+            [{"prompt": "x", "multi_modal_data": {}}],
+            r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got .*'multi_modal_data'\]",
+        ),
         ([{"text": "x"}], r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got \['text'\]"),
         ([[10**6]], r"prompts\[0\]: prompt must hold token ids between 0 and .*; got 1000000"),
         ([[1] * 256], r"prompts\[0\]: prompt must have between 1 and 255 tokens.*; got 256"),
