@@ -12,7 +12,7 @@ from entropic_jax.mesh.devices import default_device
 GIB = 2**30
 CPU_CACHE = GIB  # bytes of the KV cache on a CPU, unless an option sets its size
 UTILIZATION = 0.9  # of an accelerator's memory that may be in use, KV cache included
-UNKNOWN = 8 * GIB  # taken for the memory of an accelerator that does not tell
+UNKNOWN = 8 * GIB  # assumed memory of an accelerator that does not report it
 
 
 def page_bytes(shape: Any, page_size: int, itemsize: float) -> int:
@@ -33,7 +33,7 @@ def pooled_devices(mesh: Any) -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be allocated on the default device; None where it does not tell."""
+    """Bytes that can still be allocated on the default device; None if it does not report them."""
     if jax.default_backend() != "cpu":
         stats = default_device().memory_stats() or {}
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None

@@ -32,7 +32,7 @@ class SuffixDrafter:
 
     @property
     def longest(self) -> int:
-        """The longest match that is told apart from longer ones."""
+        """The longest match that the tables distinguish from longer ones."""
         return self.acceptance.shape[0] - 1
 
     def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:

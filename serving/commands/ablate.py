@@ -166,7 +166,7 @@ def _list(choices: tuple[str, ...]) -> Any:
         names = text.split(",")
         for name in names:
             if name not in choices:
-                raise argparse.ArgumentTypeError(f"must be some of {','.join(choices)}; got {name}")
+                raise argparse.ArgumentTypeError(f"must be one or more of {','.join(choices)}; got {name}")
         return names
 
     return convert

@@ -56,7 +56,7 @@ def describe(path: Path) -> list[str]:
     from entropic_jax.models.model import read_config, read_config_json
 
     if not path.is_dir():
-        raise RequestError(f"path must be a model directory; got {path}, which is none")
+        raise RequestError(f"path must be a model directory; got {path}")
     try:
         raw, config = read_config_json(path), read_config(path)
         stored = open_tensors(path, config).values()

@@ -270,7 +270,7 @@ class LLM:
             raise TypeError(f"{accepted}; got a list with {type(wrong).__name__}")
         if len(sampling_params) != count:
             raise ValueError(
-                f"sampling_params must be one or as many as prompts, {count}; got {len(sampling_params)}"
+                f"sampling_params must be one, or {count}, one per prompt; got {len(sampling_params)}"
             )
         return sampling_params
 

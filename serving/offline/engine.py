@@ -146,7 +146,7 @@ class Engine:
         return available is None or rows * context * self.position_bytes <= available
 
     def _available_memory(self) -> int | None:
-        """This engine's part of the bytes that can be allocated; None where the device does not tell."""
+        """This engine's part of the bytes that can be allocated; None if the device does not report them."""
         available = memory.available_memory()
         return None if available is None else available // self.memory_sharers
 

@@ -44,7 +44,7 @@ def test_presets_are_compared(entropic, directory, text):
     [
         (("--contexts", "4000"), "--contexts must be between 16 and 128 for this model and text; got 4000"),
         (("--contexts", "some"), "must be integers, comma-separated; got some"),
-        (("--studies", "sped"), "must be some of quality,speed,writing,load; got sped"),
+        (("--studies", "sped"), "must be one or more of quality,speed,writing,load; got sped"),
         (("--seeds", "0"), "--seeds must be an integer of at least 1; got 0"),
         (("--text", "nowhere"), "--text must be a readable file; got nowhere (No such file or directory)"),
     ],

@@ -140,6 +140,12 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "response_format.json_schema",
             "response_format.json_schema is missing",
         ),
+        (
+            {"prompt": "x", "response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type must be one of 'text', 'json_object', 'json_schema'",
+        ),
+        ({"prompt": "x", "response_format": {}}, "response_format.type", "response_format.type is missing"),
         ({"prompt": 5}, "prompt", "prompt must be a string or a list; got 5"),
         ({"prompt": "x", "logit_bias": {"b": 1}}, "logit_bias", "; got {'b': 1}"),
         (

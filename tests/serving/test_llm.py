@@ -236,7 +236,7 @@ def test_prompts_that_are_refused(llm, prompts, message):
 
 
 def test_sampling_parameters_that_are_refused(llm):
-    with pytest.raises(ValueError, match="sampling_params must be one or as many as prompts, 2; got 1"):
+    with pytest.raises(ValueError, match="sampling_params must be one, or 2, one per prompt; got 1"):
         llm.generate(["x", "y"], [SamplingParams()])
     accepted = "sampling_params must be SamplingParams or a list of them"
     for params, got in (({"max_tokens": 3}, "dict"), (5, "int"), ([{"temperature": 1}], "a list with dict")):

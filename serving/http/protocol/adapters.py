@@ -10,7 +10,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class UnloadAdapterBody(Body):
-    """An adapter that requests may name no more."""
+    """An adapter that requests can no longer name."""
 
     lora_name: Name
     lora_int_id: Any = Field(None, description="ignored: adapters are known by name")

@@ -207,7 +207,8 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
         if first["type"] in ("value_error", "conflict"):
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
-    if path[0] in LISTS and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
+    nested = path[0] in LISTS or first["type"] in UNION_ERRORS
+    if nested and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
         return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]])
     accepts = _accepted(path)
     if path[0] == "entropic" and len(path) > 1:
