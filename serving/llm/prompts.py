@@ -49,7 +49,8 @@ def conversations_of(
     """
     items = _listed("messages", CONVERSATIONS, value)
     single = any(isinstance(item, Mapping) for item in items)
-    conversations = {"messages": items} if single else {f"messages[{i}]": x for i, x in enumerate(items)}
+    many = {f"messages[{i}]": x for i, x in enumerate(items)}
+    conversations: dict[str, Sequence[Message]] = {"messages": items} if single else many
     for place, messages in conversations.items():
         if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
             raise RequestError(f"{place} must be a list of messages; got {short(messages)}", place)
