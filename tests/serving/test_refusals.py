@@ -1,11 +1,13 @@
 """Refusals that name the caller's argument: options that nothing would read, and values of another kind."""
 
+import re
+
 import pytest
 
 from entropic_jax import LLM, SamplingParams
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
-from entropic_jax.serving.llm.prompts import at, tokenize_conversation
+from entropic_jax.serving.llm.prompts import at, conversations_of, tokenize_conversation
 from entropic_jax.serving.request import RequestError
 
 
@@ -80,6 +82,22 @@ def test_conversations(arguments, param, message):
     with pytest.raises(RequestError, match=f"^{message}") as error:
         at("messages[2]", check, MESSAGES)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([MESSAGES, [{"role": "user"}]], "messages[1][0] must be a mapping with role and content; got"),
+        ([*MESSAGES, {"content": "hi"}], "messages[1] must be a mapping with role and content; got"),
+        ([*MESSAGES, "hi"], "messages[1] must be a mapping with role and content; got 'hi'"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list of parts; got 5"),
+        ([MESSAGES, 7], "messages[1] must be a list of messages; got 7"),
+    ],
+)
+def test_the_message_at_fault_is_named(messages, message):
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}") as error:
+        conversations_of(messages)
+    assert error.value.param == message.split(" must")[0]
 
 
 def test_a_lowest_temperature_above_that_of_the_prompt():
