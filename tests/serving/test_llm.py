@@ -206,10 +206,7 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
         (["x", []], r"prompts\[1\]: prompt must have between 1 and 255 tokens.*; got 0"),
         (["x", [1, -1]], r"prompts\[1\]: a prompt must be a string or a list of token ids; got \[1, -1\]"),
         (["x", 5], r"prompts\[1\]: a prompt must be a string or a list of token ids; got 5"),
-        (
-            [{"prompt": "x", "data": {}}],
-            r"prompts\[0\]: the keys must be prompt or .* got \['prompt', 'data'\]",
-        ),
+        ([{"prompt": "x", "data": {}}], r"prompts\[0\]: the keys must be .* got \['prompt', 'data'\]"),
         ([{"text": "x"}], r"prompts\[0\]: the keys must be prompt or prompt_token_ids; got \['text'\]"),
         ([[10**6]], r"prompts\[0\]: prompt must hold token ids between 0 and .*; got 1000000"),
         ([[1] * 256], r"prompts\[0\]: prompt must have between 1 and 255 tokens.*; got 256"),
