@@ -2,6 +2,7 @@
 
 import pytest
 
+from ..mutation import runner
 from . import mutations
 from .mutants import MUTANTS
 
@@ -9,13 +10,13 @@ from .mutants import MUTANTS
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree")
-    mutations.copy_tree(folder)
+    runner.copy_tree(folder)
     return folder
 
 
 def test_every_fault_has_its_place_in_the_source():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    sources = {mutant.file: (mutations.ROOT / mutant.file).read_text("utf-8") for mutant in MUTANTS}
+    sources = {mutant.file: (runner.ROOT / mutant.file).read_text("utf-8") for mutant in MUTANTS}
     misplaced = [m.name for m in MUTANTS if sources[m.file].count(m.old) != 1 or m.old == m.new]
     assert misplaced == []
 
