@@ -10,18 +10,29 @@ from pathlib import Path
 from . import runner
 from .operators import Site, sites
 
+BLOCKS, SCHEDULER = "serving/engine/block_manager.py", "serving/engine/scheduler.py"
 # The tests that own each module, as arguments of pytest.
 TESTS = {
     "entropic_jax/attention/page_selection.py": ("tests/attention/test_page_selection.py",),
     "entropic_jax/loop.py": ("tests/test_step.py", "tests/test_loop.py"),
     "entropic_jax/phases/emission.py": ("tests/test_step.py", "tests/test_loop.py", "tests/sampling"),
     "entropic_jax/state/row_subset.py": ("tests/test_row_subset.py", "tests/test_step.py"),
-    "serving/engine/block_manager.py": ("tests/serving/test_block_manager.py",),
-    "serving/engine/scheduler.py": ("tests/serving/test_scheduler.py", "tests/serving/test_engine.py"),
+    BLOCKS: ("tests/serving/test_block_manager.py",),
+    SCHEDULER: ("tests/serving/test_scheduler.py", "tests/serving/test_engine.py"),
 }
 SAMPLES = 6  # faults of each module that `pytest -m mutation` makes: those of the lowest rank
 # Faults that no test can notice, by file, function and change, with the reason.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+_EVICTION = "pages > self.num_free_pages"
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (BLOCKS, "BlockManager.reserve", "new > 0 -> (new >= 0)"): "reserving nothing changes nothing",
+    (BLOCKS, "BlockManager._evict", f"{_EVICTION} -> (pages >= self.num_free_pages)"): "it evicts no page",
+    (
+        BLOCKS,
+        "BlockManager._evict",
+        f"{_EVICTION} and self.prefix_cache is not None -> "
+        f"(({_EVICTION}) or (self.prefix_cache is not None))",
+    ): "without a cache, no caller asks for more than the free pages; below 1 page, none is evicted",
+}
 
 
 def sample(file: str, number: int) -> list[Site]:
