@@ -22,15 +22,14 @@ TESTS = {
 }
 SAMPLES = 6  # faults of each module that `pytest -m mutation` makes: those of the lowest rank
 # Faults that no test can notice, by file, function and change, with the reason.
-_EVICTION = "pages > self.num_free_pages"
+_EVICTION, _CACHE = "pages > self.num_free_pages", "self.prefix_cache is not None"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (BLOCKS, "BlockManager.reserve", "new > 0 -> (new >= 0)"): "reserving nothing changes nothing",
     (BLOCKS, "BlockManager._evict", f"{_EVICTION} -> (pages >= self.num_free_pages)"): "it evicts no page",
     (
         BLOCKS,
         "BlockManager._evict",
-        f"{_EVICTION} and self.prefix_cache is not None -> "
-        f"(({_EVICTION}) or (self.prefix_cache is not None))",
+        f"{_EVICTION} and {_CACHE} -> (({_EVICTION}) or ({_CACHE}))",
     ): "without a cache, no caller asks for more than the free pages; below 1 page, none is evicted",
 }
 
