@@ -3,10 +3,13 @@
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from entropic_jax.serving.engine.scheduler import Scheduler
-from entropic_jax.serving.engine.sequence import DECODE, WAITING
+from entropic_jax.serving.engine.sequence import DECODE, PREFILL, WAITING
+from entropic_jax.serving.engine.state_updates import Placement
+from entropic_jax.serving.request import Request
 
 
 class Calls(list):
@@ -88,3 +91,101 @@ def test_what_is_due_is_compressed_before_decoding():
     launched = subject._decode(constrained=False)
     assert calls == [("compress",), ("defer", 1, 0, False)]
     assert launched.running == [] and launched.steps == 0 and launched.output is None
+
+
+PROMPT = (11, 12, 13, 14, 15, 16, 17, 18, 19)  # two pages of four and a token
+
+
+def place(
+    prompt: tuple[int, ...] = PROMPT,
+    pages: list[int] | None = None,
+    generated: tuple[int, ...] = (),
+    *,
+    replays: bool = False,
+    scored: bool = True,
+    **request: float,
+) -> tuple[bool, SimpleNamespace, list[Placement], Calls, list[tuple]]:
+    """Places a sequence for which the block manager shares these pages, with a saved row.
+
+    Returns:
+        Whether there was room, the sequence, its placements, the calls, and what pages were asked for.
+    """
+    subject, calls = scheduler()
+    sequence, asked = row("a", replays=replays), []
+    sequence.prompt, sequence.generated, sequence.prompt_scored = prompt, [*generated], scored
+    sequence.request = Request(prompt="", max_tokens=5, **request)
+    sequence.saved_row, sequence.admitted_time, sequence.page_hashes = "saved", 0.0, [*"abcdef"]
+    sequence.stop_tokens, sequence.adapter = (3,), SimpleNamespace(number=0)
+    sequence.row_gains = SimpleNamespace(values=None)
+
+    def allocate(number, hashes, length, growing, updates, multiple, spare):
+        asked.append((number, hashes, length, growing, multiple, spare))
+        return pages
+
+    subject.block_manager = SimpleNamespace(allocate=allocate)
+    subject.sizes = SimpleNamespace(
+        context=64, longest=60, page_size=4, chunk=8, spare=lambda branches, length, limit: limit - length
+    )
+    subject.updates, subject.apply_updates = SimpleNamespace(placements=[]), calls.apply_updates
+    subject.programs.restore_row = calls.restore_row
+    subject.collector = SimpleNamespace(send_prompt=calls.send_prompt)
+    subject.batch.place, subject.batch.num_growing = calls.place, 2
+    return subject._place(sequence, 1), sequence, subject.updates.placements, calls, asked
+
+
+def test_a_prompt_whose_pages_are_shared_decodes_at_once():
+    placed, sequence, (placement,), calls, asked = place(pages=[4, 5])
+    assert placed and sequence.stage == DECODE and placement.prefilled
+    assert (sequence.num_prefilled, sequence.num_scheduled, sequence.num_replayed) == (8, 0, 0)
+    assert (placement.row, placement.token, placement.limit, placement.text) == (1, 19, 13, PROMPT)
+    assert asked == [(1, ["a", "b"], 9, 2, 2, 13 - 9)]  # pages of the positions before the last token
+    assert calls[0] == ("place", sequence, 1, 13)
+    placed, sequence, (placement,), *_ = place(pages=[4])
+    assert placed and sequence.stage == PREFILL and not placement.prefilled and sequence.num_prefilled == 4
+
+
+def test_a_sequence_without_pages_changes_nothing():
+    placed, sequence, placements, calls, _ = place(pages=None)
+    assert (placed, placements, calls) == (False, [], []) and sequence.stage == DECODE
+
+
+def test_a_row_is_no_longer_than_the_context():
+    *_, (placement,), _, _ = place(prompt=tuple(range(58)), pages=[])
+    assert placement.limit == 60
+
+
+def test_preempted_tokens_are_prefilled_or_replayed():
+    _, sequence, (placement,), calls, asked = place(pages=[], generated=(7, 8), presence_penalty=0.5)
+    assert sequence.prefill_tokens == (*PROMPT, 7, 8) and sequence.num_replay_tokens == 0
+    assert placement.token == 8 and placement.history == (PROMPT, [7, 8]) and asked[0][2] == 11
+    assert calls[-2:] == [("apply_updates",), ("restore_row", None, 1, "saved")]
+    _, sequence, (placement,), calls, asked = place(
+        pages=[], generated=(7, 8), replays=True, presence_penalty=0.5
+    )
+    assert sequence.prefill_tokens == PROMPT and sequence.num_replay_tokens == 2
+    assert placement.token == 19 and placement.history == (PROMPT, []) and asked[0][2] == 9
+    assert [name for name, *_ in calls] == ["place"]  # steps make the row's control anew
+    assert placement.text == (*PROMPT, 7, 8)
+    assert place(pages=[])[2][0].history is None
+
+
+def test_a_scored_prompt_of_one_token_is_sent_at_once():
+    for prompt, scored, sent in (((5,), False, True), ((5,), True, False), (PROMPT, False, False)):
+        _, sequence, _, calls, asked = place(prompt, [], scored=scored)
+        assert (("send_prompt", sequence) in calls) == sent
+        assert asked[0][1] == (["a", "b"] if scored and len(prompt) > 1 else [])  # scored by its prefill
+
+
+def test_a_launch_ends_with_the_longest_row():
+    subject, _ = scheduler()
+    subject.batch.limit, subject.batch.length = np.array([20, 30, 99]), np.array([10, 5, 0])
+    subject.batch.steps_in_flight, limits = np.array([2, 1, 0]), []
+    subject.planner = SimpleNamespace(
+        num_steps=lambda running, limit, *_, **__: limits.append(limit) or limit
+    )
+    subject.kv_compression = SimpleNamespace(limit_steps=lambda running, steps: steps)
+    first, second = row("a"), row("b")
+    first.row, second.row = 0, 1
+    subject._num_steps([first], 0, {}, False)
+    subject._num_steps([first, second], 0, {}, False)
+    assert limits == [8, 24]
