@@ -108,10 +108,10 @@ def place(
     """Places a sequence for which the block manager shares these pages, with a saved row.
 
     Returns:
-        Whether there was room, the sequence, its placements, the calls, and what pages were asked for.
+        Whether there was room, the sequence, its placements, the calls, and what was requested of the block manager.
     """
     subject, calls = scheduler()
-    sequence, asked = row("a", replays=replays), []
+    sequence, requested = row("a", replays=replays), []
     sequence.prompt, sequence.generated, sequence.prompt_scored = prompt, [*generated], scored
     sequence.request = Request(prompt="", max_tokens=5, **request)
     sequence.saved_row, sequence.admitted_time, sequence.page_hashes = "saved", 0.0, [*"abcdef"]
@@ -119,7 +119,7 @@ def place(
     sequence.row_gains = SimpleNamespace(values=None)
 
     def allocate(number, hashes, length, growing, updates, multiple, spare):
-        asked.append((number, hashes, length, growing, multiple, spare))
+        requested.append((number, hashes, length, growing, multiple, spare))
         return pages
 
     subject.block_manager = SimpleNamespace(allocate=allocate)
@@ -130,15 +130,15 @@ def place(
     subject.programs.restore_row = calls.restore_row
     subject.collector = SimpleNamespace(send_prompt=calls.send_prompt)
     subject.batch.place, subject.batch.num_growing = calls.place, 2
-    return subject._place(sequence, 1), sequence, subject.updates.placements, calls, asked
+    return subject._place(sequence, 1), sequence, subject.updates.placements, calls, requested
 
 
 def test_a_prompt_whose_pages_are_shared_decodes_at_once():
-    placed, sequence, (placement,), calls, asked = place(pages=[4, 5])
+    placed, sequence, (placement,), calls, requested = place(pages=[4, 5])
     assert placed and sequence.stage == DECODE and placement.prefilled
     assert (sequence.num_prefilled, sequence.num_scheduled, sequence.num_replayed) == (8, 0, 0)
     assert (placement.row, placement.token, placement.limit, placement.text) == (1, 19, 13, PROMPT)
-    assert asked == [(1, ["a", "b"], 9, 2, 2, 13 - 9)]  # pages of the positions before the last token
+    assert requested == [(1, ["a", "b"], 9, 2, 2, 13 - 9)]  # pages of the positions before the last token
     assert calls[0] == ("place", sequence, 1, 13)
     placed, sequence, (placement,), *_ = place(pages=[4])
     assert placed and sequence.stage == PREFILL and not placement.prefilled and sequence.num_prefilled == 4
@@ -155,15 +155,15 @@ def test_a_row_is_no_longer_than_the_context():
 
 
 def test_preempted_tokens_are_prefilled_or_replayed():
-    _, sequence, (placement,), calls, asked = place(pages=[], generated=(7, 8), presence_penalty=0.5)
+    _, sequence, (placement,), calls, requested = place(pages=[], generated=(7, 8), presence_penalty=0.5)
     assert sequence.prefill_tokens == (*PROMPT, 7, 8) and sequence.num_replay_tokens == 0
-    assert placement.token == 8 and placement.history == (PROMPT, [7, 8]) and asked[0][2] == 11
+    assert placement.token == 8 and placement.history == (PROMPT, [7, 8]) and requested[0][2] == 11
     assert calls[-2:] == [("apply_updates",), ("restore_row", None, 1, "saved")]
-    _, sequence, (placement,), calls, asked = place(
+    _, sequence, (placement,), calls, requested = place(
         pages=[], generated=(7, 8), replays=True, presence_penalty=0.5
     )
     assert sequence.prefill_tokens == PROMPT and sequence.num_replay_tokens == 2
-    assert placement.token == 19 and placement.history == (PROMPT, []) and asked[0][2] == 9
+    assert placement.token == 19 and placement.history == (PROMPT, []) and requested[0][2] == 9
     assert [name for name, *_ in calls] == ["place"]  # steps make the row's control anew
     assert placement.text == (*PROMPT, 7, 8)
     assert place(pages=[])[2][0].history is None
@@ -171,9 +171,9 @@ def test_preempted_tokens_are_prefilled_or_replayed():
 
 def test_a_scored_prompt_of_one_token_is_sent_at_once():
     for prompt, scored, sent in (((5,), False, True), ((5,), True, False), (PROMPT, False, False)):
-        _, sequence, _, calls, asked = place(prompt, [], scored=scored)
+        _, sequence, _, calls, requested = place(prompt, [], scored=scored)
         assert (("send_prompt", sequence) in calls) == sent
-        assert asked[0][1] == (["a", "b"] if scored and len(prompt) > 1 else [])  # scored by its prefill
+        assert requested[0][1] == (["a", "b"] if scored and len(prompt) > 1 else [])  # scored by its prefill
 
 
 def test_a_launch_ends_with_the_longest_row():
