@@ -189,3 +189,46 @@ def test_a_launch_ends_with_the_longest_row():
     subject._num_steps([first], 0, {}, False)
     subject._num_steps([first, second], 0, {}, False)
     assert limits == [8, 24]
+
+
+def admit(names: str, rows: int, *, paused: bool = False, room: str = "abc", unready: str = "") -> str:
+    """The sequences that are placed, and those that wait afterwards, as in "ab c".
+
+    Args:
+        names: of the sequences that wait.
+        rows: number of free rows.
+        paused: whether the scheduler is.
+        room: the sequences for which there are pages.
+        unready: the sequences whose programs are not compiled.
+    """
+    subject, _ = scheduler()
+    subject.batch.free_rows, subject.paused, placed = [*range(rows)], paused, []
+    subject.waiting, subject.sizes = [row(name) for name in names], SimpleNamespace(rows=2)
+    subject.planner = SimpleNamespace(can_run=lambda sequence, occupied: sequence.name not in unready)
+    subject._place = lambda sequence, number: (
+        sequence.name in room and not placed.append((sequence.name, number))
+    )
+    subject._admit()
+    assert [number for _, number in placed] == [*range(len(placed))]
+    assert subject.rounds == 2.5 + len(placed) / 2
+    return f"{''.join(name for name, _ in placed)} {''.join(s.name for s in subject.waiting)}"
+
+
+def test_rows_go_to_those_first_in_rank():
+    assert admit("cab", rows=2) == "ab c"
+    assert admit("cab", rows=3) == "abc "
+    assert admit("cab", rows=0) == " cab"  # nothing is ranked without a free row
+    assert admit("cab", rows=2, paused=True) == " cab"
+    assert admit("cab", rows=3, room="ac") == "a bc"  # nobody overtakes the first that has no pages
+    assert admit("cab", rows=3, unready="b") == "ac b"  # one that waits for a program may be overtaken
+    assert admit("cab", rows=3, unready="a", room="b") == "b ac"
+
+
+def test_every_launch_is_collected():
+    subject, calls = scheduler()
+    subject.collector = SimpleNamespace(collect=calls.collect)
+    subject.in_flight.extend(("first", "second", "third"))
+    subject._collect(keep=2)
+    assert calls == [("collect", "first")]
+    subject.collect_all()
+    assert calls == [("collect", "first"), ("collect", "second"), ("collect", "third")]
