@@ -108,7 +108,7 @@ def place(
     """Places a sequence for which the block manager shares these pages, with a saved row.
 
     Returns:
-        Whether there was room, the sequence, its placements, the calls, and what was requested of the block manager.
+        Whether there was room, the sequence, its placements, the calls, and the requests for pages.
     """
     subject, calls = scheduler()
     sequence, requested = row("a", replays=replays), []
