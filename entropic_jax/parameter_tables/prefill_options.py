@@ -103,7 +103,7 @@ PREFILL_OPTIONS: dict[str, PrefillOption] = {
         ENTROPY_METHODS,
     ),
     "table": PrefillOption(
-        FilePath(), "table of head needs, from `entropic heads --calibrate --output`", "none", (BUDGETED,)
+        FilePath(), "table of head needs, from `entropic heads --calibrate --table`", "none", (BUDGETED,)
     ),
     "entropy": PrefillOption(
         Flag(),
@@ -146,7 +146,7 @@ def check_prefill_options(options: Mapping[str, Any], method: str) -> dict[str, 
         result[name] = option.accepts.check(name, value)
     if method == BUDGETED and "table" not in result:
         raise ParameterError(
-            f"table must be set with the method {method}: a file that `entropic heads --calibrate --output` "
+            f"table must be set with the method {method}: a file that `entropic heads --calibrate --table` "
             "has written; got none",
             "table",
         )

@@ -4,7 +4,7 @@ The picture is a heat map: KV heads by layer from top to bottom, segments of the
 EntropyInfer's prefill, rigid heads, which attend to few positions throughout, share one budget; the budget of
 a dynamic head follows its entropy.
 
-With --calibrate and --output, measure instead how much of a text each KV head has to read, and store the
+With --calibrate and --table, measure instead how much of a text each KV head has to read, and store the
 table of needs by which a budget can be shared over layers and KV heads.
 """
 
@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="text to read; - is standard input; with --output also several files, or folders, whose files "
+        help="text to read; - is standard input; with --table also several files, or folders, whose files "
         "are read in the order of their paths",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture to write: .png, .svg or .pdf")
     parser.add_argument(
-        "--output",
+        "--table",
         type=Path,
         metavar="FILE",
         help="with --calibrate, table of head needs to write, as JSON",
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=positive,
         metavar="INT",
-        help=f"read at most this many (default: the model's context; with --output: {NEED_TOKENS})",
+        help=f"read at most this many (default: the model's context; with --table: {NEED_TOKENS})",
     )
     parser.add_argument(
         "--segment",
@@ -67,15 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         action="store_true",
         help="with --out: find that threshold for this model, the highest at which rigid heads, at base "
-        f"budget, leave at most {TOLERANCE:.0%}% of their attention unread; with --output: measure head "
+        f"budget, leave at most {TOLERANCE:.0%}% of their attention unread; with --table: measure head "
         "needs",
     )
     parser.add_argument(
         "--prefill-budget",
         type=positive,
         metavar="INT",
-        help="the base budget, in tokens, for --calibrate; with --output, the tokens a head on average "
-        f"(default: {BASE}; with --output: {NEED_BUDGET})",
+        help="the base budget, in tokens, for --calibrate; with --table, the tokens a head on average "
+        f"(default: {BASE}; with --table: {NEED_BUDGET})",
     )
 
 
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
     """Measure, draw, and return the exit status."""
     if options.segment & (options.segment - 1):
         raise RequestError(f"--segment must be a power of two; got {options.segment}")
-    if options.output is not None:
+    if options.table is not None:
         return _calibrate_needs(options)
     if options.out is None:
-        raise RequestError("--out, or --calibrate with --output, must name a file to write; got neither")
+        raise RequestError("--out, or --calibrate with --table, must name a file to write; got neither")
     if len(options.text) > 1:
         raise RequestError(f"--text must be one file with --out; got {len(options.text)}")
     options.text, options.prefill_budget = options.text[0], options.prefill_budget or BASE
@@ -133,12 +133,12 @@ def _calibrate_needs(options: argparse.Namespace) -> int:
     from entropic_jax.methods.need_calibration import LONGEST, head_needs, ranked_profiles
 
     if not options.calibrate:
-        raise RequestError(f"--output needs --calibrate; got {options.output} alone")
+        raise RequestError(f"--table needs --calibrate; got {options.table} alone")
     if options.out is not None:
-        raise RequestError(f"--out must not be set with --output, which draws nothing; got {options.out}")
+        raise RequestError(f"--out must not be set with --table, which draws nothing; got {options.out}")
     if options.segment < MIN_SEGMENT:
-        raise RequestError(f"--segment must be at least {MIN_SEGMENT} with --output; got {options.segment}")
-    check_writable(options.output, "--output")
+        raise RequestError(f"--segment must be at least {MIN_SEGMENT} with --table; got {options.segment}")
+    check_writable(options.table, "--table")
     texts = read_texts(options.text, "--text")
     model, tokenizer = model_options.load_model(options)
     tokens: list[int] = []
@@ -154,13 +154,13 @@ def _calibrate_needs(options: argparse.Namespace) -> int:
     budget = options.prefill_budget or NEED_BUDGET
     needs = head_needs(model.decoder.shape, profiles, budget, options.segment)
     try:
-        save_head_needs(needs, options.output)
+        save_head_needs(needs, options.table)
     except OSError as error:
-        raise unwritable(options.output, "--output", error) from None
+        raise unwritable(options.table, "--table", error) from None
     flat = [value for row in needs.need[needs.dense_layers :] for value in row]
     print(
         f"{len(flat)} KV heads, {needs.tokens} tokens: needs of {min(flat):g} to {max(flat):g} tokens at "
-        f"{needs.budget} a head; {options.output}"
+        f"{needs.budget} a head; {options.table}"
     )
     return 0
 

@@ -36,22 +36,22 @@ def test_the_embedded_model_is_drawn(entropic, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--out, or --calibrate with --output, must name a file to write; got neither"),
+        ([], "--out, or --calibrate with --table, must name a file to write; got neither"),
         (["b.txt", "--out", "a.png"], "--text must be one file with --out; got 2"),
-        (["--output", "needs.json"], "--output needs --calibrate; got needs.json alone"),
+        (["--table", "needs.json"], "--table needs --calibrate; got needs.json alone"),
         (
-            ["--output", "needs.json", "--calibrate", "--out", "a.png"],
-            "--out must not be set with --output, which draws nothing; got a.png",
+            ["--table", "needs.json", "--calibrate", "--out", "a.png"],
+            "--out must not be set with --table, which draws nothing; got a.png",
         ),
         (
-            ["--output", "needs.json", "--calibrate", "--segment", "8"],
-            "--segment must be at least 16 with --output; got 8",
+            ["--table", "needs.json", "--calibrate", "--segment", "8"],
+            "--segment must be at least 16 with --table; got 8",
         ),
         (
-            ["--output", "no/where/needs.json", "--calibrate"],
-            "--output must be a file in a writable directory; got no/where/needs.json (No such file",
+            ["--table", "no/where/needs.json", "--calibrate"],
+            "--table must be a file in a writable directory; got no/where/needs.json (No such file",
         ),
-        (["--output", "needs.json", "--calibrate"], "--text must be a readable file; got a.txt"),
+        (["--table", "needs.json", "--calibrate"], "--text must be a readable file; got a.txt"),
     ],
 )
 def test_what_a_table_of_needs_cannot_be_made_from_is_said(
@@ -76,7 +76,7 @@ def test_needs_are_measured_on_the_files_of_a_folder_in_order(entropic, director
     for text in (texts, texts, joined):
         output = tmp_path / f"needs{len(tables)}.json"
         status, out, errors = entropic(
-            *("heads", "--model", directory, "--text", str(text), "--calibrate", "--output", str(output)),
+            *("heads", "--model", directory, "--text", str(text), "--calibrate", "--table", str(output)),
             *("--segment", "32", "--tokens", "300", "--prefill-budget", "32"),
         )
         assert (status, errors) == (0, "") and "needs of" in out and str(output) in out
@@ -88,6 +88,6 @@ def test_needs_are_measured_on_the_files_of_a_folder_in_order(entropic, director
     (empty := tmp_path / "empty").mkdir()
     status, _, errors = entropic(
         *("heads", "--model", directory, "--text", str(empty), "--calibrate"),
-        *("--output", str(tmp_path / "none.json")),
+        *("--table", str(tmp_path / "none.json")),
     )
     assert status == 2 and f"--text must be a file, or a folder with text in UTF-8; got {empty}" in errors
