@@ -1,20 +1,29 @@
 """Phases of a step as functions of a few arrays: no model and no cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropic_jax.attention.page_reader import ReadStats
 from entropic_jax.phases.batch import Batch, record
-from entropic_jax.phases.emission import Logits, choose, observe
-from entropic_jax.sampling import History, parameters
+from entropic_jax.phases.emission import Logits, choose, observe, process, trace_of
+from entropic_jax.phases.forward import Forward
+from entropic_jax.sampling import History, parameters, sample
 from entropic_jax.sampling.randomness import row_keys
-from entropic_jax.state import RUNNING, STOPPED, State, plain_action, unmeasured
+from entropic_jax.state import RUNNING, STOPPED, State, ledger, plain_action, unmeasured
 from entropic_jax.state.constraints import no_constraints
+
+
+def with_fields(kind: Any, **fields: Any) -> Any:
+    """A named tuple with these fields, the others None."""
+    return kind(**{**dict.fromkeys(kind._fields), **fields})
 
 
 def state_of(rows: int, **fields) -> State:
     """A state with these fields alone."""
-    return State(**{**dict.fromkeys(State._fields), **fields})
+    return with_fields(State, **fields)
 
 
 def test_the_text_has_every_token_of_a_pass_at_its_position():
@@ -52,7 +61,7 @@ def test_a_signal_says_which_rows_can_go_on_and_draws_for_the_next_position():
         status=jnp.array([RUNNING, RUNNING, STOPPED, RUNNING], jnp.int32),
         sampling=parameters(4, temperature=0.5),
     )
-    logits = Logits(**dict.fromkeys(Logits._fields))._replace(processed=jnp.zeros((4, 9)))
+    logits = with_fields(Logits, processed=jnp.zeros((4, 9)))
     batch, emitting = Batch(state, jnp.ones(4, bool)), jnp.array([True, True, True, False])
     signal = observe(batch, unmeasured(4), emitting, logits, None)
     assert signal.runnable.tolist() == [True, False, False, False]  # the second will be full, the last failed
@@ -62,7 +71,65 @@ def test_a_signal_says_which_rows_can_go_on_and_draws_for_the_next_position():
 
 def test_a_constraint_forces_any_token_and_goes_before_others():
     forced = no_constraints(3, 9)._replace(forced=jnp.array([0, -1, 4], jnp.int32))
-    logits = Logits(**dict.fromkeys(Logits._fields))
+    logits = with_fields(Logits)
     batch = Batch(state_of(3), jnp.ones(3, bool))
     token = choose(logits, batch, plain_action(jnp.ones(3)), jnp.array([7, 7, 7], jnp.int32), forced)
     assert token.tolist() == [0, 7, 4]
+
+
+def test_a_stop_token_is_forbidden_below_the_minimum_length_of_the_text_with_the_token_to_come():
+    state = state_of(
+        3,
+        sampling=parameters(3),
+        history=History(jnp.zeros((3, 9), bool), jnp.zeros((3, 9), jnp.int32)),
+        stop=jnp.full((3, 1), 2, jnp.int32),
+        length=jnp.array([4, 5, 2], jnp.int32),
+        evicted=jnp.array([0, 0, 3], jnp.int32),
+    )
+    constraints = no_constraints(3, 9)._replace(min_length=jnp.full(3, 6, jnp.int32))
+    logits = process(jnp.zeros((3, 9)), state, constraints)
+    np.testing.assert_array_equal(jnp.isinf(logits.processed).nonzero(), [[0], [2]])  # a text of 5 tokens
+    assert bool(logits.changed) and not bool(process(jnp.zeros((3, 9)), state, None).changed)
+    enough = constraints._replace(min_length=jnp.full(3, 5, jnp.int32))
+    assert not bool(process(jnp.zeros((3, 9)), state, enough).changed)
+
+
+def test_a_token_is_the_controller_s_or_drawn_for_its_position_in_the_text():
+    state = state_of(
+        3,
+        key=jax.random.key(3),
+        seed=jnp.arange(3, dtype=jnp.int32),
+        length=jnp.array([5, 5, 6], jnp.int32),
+        evicted=jnp.array([0, 3, 2], jnp.int32),
+        sampling=parameters(3),
+    )
+    processed = jax.random.normal(jax.random.key(4), (3, 999))
+    logits = with_fields(Logits, processed=processed)
+    action = plain_action(jnp.ones(3))._replace(token=jnp.array([0, -1, -1], jnp.int32))
+    token = choose(logits, Batch(state, jnp.ones(3, bool)), action, None, None)
+    position = jnp.array([6, 9, 9], jnp.int32)
+    drawn = sample(processed, state.sampling, jnp.ones(3), state.key, state.seed, position)
+    assert token.tolist() == [0, *drawn[1:].tolist()] and drawn[0] != 0
+
+
+def test_a_trace_has_what_the_step_read_and_what_its_token_was():
+    after = state_of(
+        2,
+        token=jnp.array([3, 4], jnp.int32),
+        signal=unmeasured(2)._replace(entropy=jnp.array([0.5, 1.5])),
+        action=plain_action(jnp.array([0.7, 0.9])),
+        ledger=ledger.new_ledger(2)._replace(entropic_time=jnp.array([2.0, 3.0])),
+    )
+    limit = jnp.array([0.1, 0.2])
+    before = after._replace(action=after.action._replace(dropped_mass_limit=limit))
+    read = ReadStats(jnp.array([3.0, 0.0]), jnp.array([4.0, 0.0]), jnp.zeros(2), jnp.array([0.25, 0.5]))
+    cost = with_fields(ledger.Cost, seconds=jnp.array([6.0, 7.0]))
+    emitting = jnp.array([True, False])
+    forward, logits = with_fields(Forward, read=read), with_fields(Logits)
+    trace = trace_of(before, after, forward, logits, emitting, cost, None)
+    assert trace.certificate.tolist() == [0.25, 0.5] and trace.kept_fraction.tolist() == [0.75, 0.0]
+    assert trace.emitted.tolist() == [True, False] and trace.token.tolist() == [3, 4]
+    assert trace.entropy.tolist() == [0.5, 1.5] and trace.entropic_time.tolist() == [2.0, 3.0]
+    assert trace.cost.tolist() == [6.0, 7.0] and not trace.num_drafted.any() and not trace.from_draft.any()
+    np.testing.assert_array_equal(trace.temperature, after.action.temperature)
+    np.testing.assert_array_equal(trace.dropped_mass_limit, limit)

@@ -47,6 +47,17 @@ class Script:
         return batch, Draft(tokens, jnp.where(batch.active, self.most_tokens, 0), claimed)
 
 
+@pytree
+class EmittingPasses:
+    """Counts the passes in which each row emits."""
+
+    def init(self, action: Any) -> jax.Array:
+        return jnp.zeros_like(action.quota)
+
+    def schedule(self, signal: Any, action: Any, state: jax.Array) -> tuple[Any, jax.Array]:
+        return action, state + signal.emitting.astype(state.dtype)
+
+
 def scripted(tokens: np.ndarray, widths: tuple[int, ...] = (1, 3)) -> Speculator:
     costs = jnp.ones(len(widths), jnp.float32)  # drafts are free: the law takes as many as it can
     script = Script(jnp.asarray(tokens, jnp.int32), jnp.float32(0.9))
@@ -124,6 +135,12 @@ def test_the_tokens_are_those_of_plain_decoding(plain, truth, share):
     chex.assert_trees_all_equal(state.status, plain[1].status)
     chex.assert_trees_all_equal(state.history, plain[1].history)
     chex.assert_trees_all_equal(state.token, plain[1].token)
+
+
+def test_the_law_across_rows_is_told_of_every_pass_in_which_a_row_emits(plain, truth):
+    tokens, state, trace = run(scripted((truth + 1) % 96), controller=EmittingPasses())
+    assert tokens == plain[0] and not trace.from_draft.any()
+    np.testing.assert_array_equal(state.control, trace.emitted.sum(0))
 
 
 @pytest.mark.parametrize("liar", ["constant", "adversarial", "absurd"])
