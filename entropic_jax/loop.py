@@ -195,7 +195,7 @@ def run(
         The state, the number of steps run (int32 `[]`), and the trace `[capacity, rows]` or
         `[capacity · n, rows]`, in which the tokens of a row come first.
     """
-    blank = jax.eval_shape(lambda s: advance(s, jnp.int32(0))[1], state)
+    blank = jax.eval_shape(advance, state, jnp.int32(steps))[1]
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
 
     def running(carry):

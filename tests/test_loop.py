@@ -11,7 +11,7 @@ import pytest
 from entropic_jax import allocate, chain, generate, loop, models, parameters, replay, start
 from entropic_jax.models import checkpoint
 from entropic_jax.phases import prefill
-from entropic_jax.state import FAILED, FULL, RUNNING, STOPPED
+from entropic_jax.state import FAILED, FULL, RUNNING, STOPPED, State, Trace
 from tests import tiny
 
 WARM = dict(temperature=0.9, top_p=0.95)
@@ -306,3 +306,17 @@ def test_start_accepts_arrays():
         stop=np.array([[1], [-1]]),
     )
     assert state.limit.tolist() == [16, 16] and state.seed.tolist() == [5, -6]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(2, 2), (9, 4)])
+def test_a_run_has_no_more_steps_than_are_stated_nor_than_its_trace_holds(steps, expected):
+    row = jnp.ones(1, bool)
+
+    def advance(state, number):
+        blank = dict.fromkeys(Trace._fields, jnp.zeros(1))
+        return state, Trace(**{**blank, "emitted": row, "token": number[None]})
+
+    state = State(**{**dict.fromkeys(State._fields), "status": jnp.full(1, RUNNING)})
+    _, done, trace = loop.run(advance, state, steps, 4)
+    assert done == expected and trace.emitted.shape == (4, 1)
+    assert trace.token[:, 0].tolist() == [*range(expected), *[0] * (4 - expected)]

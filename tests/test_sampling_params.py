@@ -11,7 +11,7 @@ import pytest
 
 from entropic_jax import SamplingParams, parameters
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, ENGINE, OUTPUT, PARAMETERS
-from entropic_jax.parameter_tables.table import Number, ParameterError, markdown
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, markdown
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.engine import device_state
 from entropic_jax.serving.http.protocol.chat import ChatBody
@@ -127,9 +127,10 @@ def accepted(call, *errors: type[Exception]) -> bool:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_interface_accepts_the_same_numbers(name, capsys):
     line = NUMBERS[name]
+    room = {"max_tokens": LARGEST_INT} if name == "min_tokens" else {}
     for value in edges(line.accepts):
-        answer = accepted(lambda: SamplingParams(**{name: value}), ParameterError)
-        verdicts = {"request": accepted(lambda: Request(prompt="x", **{name: value}), ParameterError)}
+        answer = accepted(lambda: SamplingParams(**{**room, name: value}), ParameterError)
+        verdicts = {"request": accepted(lambda: Request(prompt="x", **{**room, name: value}), ParameterError)}
         if name in DEVICE_PARAMETERS:
             verdicts["arrays"] = accepted(lambda: parameters(2, **{name: value}), ParameterError)
         if line.scope != OUTPUT:
@@ -154,6 +155,14 @@ def test_an_error_has_the_parameters_name():
     with pytest.raises(ParameterError, match=re.escape("top_p must be a number above 0 and at most 1")) as e:
         SamplingParams(top_p=0)
     assert e.value.param == "top_p" and isinstance(e.value, ValueError)
+
+
+def test_a_text_must_not_have_more_tokens_than_it_may():
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    message = "min_tokens must be at most max_tokens, 4; got 5"
+    with pytest.raises(ParameterError, match=message) as error:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert error.value.param == "min_tokens"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .table import LARGEST_INT, Flag, Number, Strings, Table, TokenBiases, TokenIds, parameter, parameters_of
+from .table import (
+    LARGEST_INT,
+    Flag,
+    Number,
+    ParameterError,
+    Strings,
+    Table,
+    TokenBiases,
+    TokenIds,
+    parameter,
+    parameters_of,
+)
 
 DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
 """Who applies a parameter: the sampler, per row; the host side of any generation; the serving engine alone;
@@ -26,6 +37,7 @@ class SamplingParams(Table):
     """How to continue a prompt. Every default is off, except `max_tokens` and `temperature`.
 
     Raises ParameterError, a ValueError, which names the parameter, the accepted values and the value.
+    `min_tokens` is at most `max_tokens`.
 
     >>> SamplingParams(temperature=0.7, stop="END").stop
     ('END',)
@@ -137,6 +149,19 @@ class SamplingParams(Table):
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.seed is not None:
             object.__setattr__(self, "seed", self.seed % 2**31)
+        check_min_tokens(self.min_tokens, self.max_tokens)
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """Raises ParameterError if a text must have more tokens than it may have.
+
+    Args:
+        min_tokens: as `SamplingParams` has it.
+        max_tokens: as `SamplingParams` has it, or 0.
+    """
+    if min_tokens > max_tokens:
+        message = f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}"
+        raise ParameterError(message, "min_tokens")
 
 
 PARAMETERS = {line.name: line for line in parameters_of(SamplingParams)}

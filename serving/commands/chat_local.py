@@ -128,11 +128,13 @@ class LocalChat:
                 f"got {len(prompt)}"
             )
         fields: dict[str, Any] = {"max_tokens": context, "seed": 0, **self.model.defaults, **self.overrides}
-        fields["max_tokens"] = min(fields["max_tokens"], context - len(prompt))
         if self.model.tokenizer.chat_template == DEFAULT_TEMPLATE:
             fields.setdefault("stop", [NEXT_TURN])
         fields["seed"] += number
-        request = Request(prompt=prompt, **fields)
+        request, room = Request(prompt=prompt, **fields), context - len(prompt)
+        request = request.replace(
+            max_tokens=min(request.max_tokens, room), min_tokens=min(request.min_tokens, room)
+        )
         check_temperature(self.control, request.temperature)
         output_stream = self.engine.submit(
             EngineRequest(id=f"chat-{number}", request=request, control=self.control)

@@ -14,7 +14,11 @@ BLOCKS, SCHEDULER = "serving/engine/block_manager.py", "serving/engine/scheduler
 # The tests that own each module, as arguments of pytest.
 TESTS = {
     "entropic_jax/attention/page_selection.py": ("tests/attention/test_page_selection.py",),
-    "entropic_jax/loop.py": ("tests/test_step.py", "tests/test_loop.py", "tests/speculation/test_lossless.py"),
+    "entropic_jax/loop.py": (
+        "tests/test_step.py",
+        "tests/test_loop.py",
+        "tests/speculation/test_lossless.py",
+    ),
     "entropic_jax/phases/emission.py": ("tests/test_phases.py", "tests/test_loop.py", "tests/sampling"),
     "entropic_jax/state/row_subset.py": ("tests/test_row_subset.py", "tests/test_step.py"),
     BLOCKS: ("tests/serving/test_block_manager.py",),

@@ -81,6 +81,7 @@ def test_logprobs(live):
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"tool_choice": "required"},
         {"max_tokens": 3, "min_tokens": -4},
+        {"max_tokens": 3, "min_tokens": 4},
         {"chat_template_kwargs": {"messages": []}},
         {"chat_template_kwargs": {"self": 1}},
     ],

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 from starlette.requests import Request as HttpRequest
 
+from entropic_jax.parameter_tables.sampling_params import check_min_tokens
+
 from ...engine.interface import EngineRequest
 from ...request import Request, RequestError
 from ...request.token_ids import check_parameters
@@ -44,8 +46,11 @@ def requests_of(
             "prompt",
         )
     fields = body.sampling(dict(frontend.model.defaults))
+    min_tokens = fields.get("min_tokens", 0)
+    with refusals():
+        check_min_tokens(min_tokens, most)
     max_tokens = max(1, min(most, context - len(prompt)))
-    fields["min_tokens"] = min(fields.get("min_tokens", 0), max_tokens)
+    fields["min_tokens"] = min(min_tokens, max_tokens)
     check_parameters(fields, frontend.model.vocabulary)
     first = body.first_seed()
     return [
