@@ -137,7 +137,7 @@ def test_the_tokens_are_those_of_plain_decoding(plain, truth, share):
     chex.assert_trees_all_equal(state.token, plain[1].token)
 
 
-def test_the_law_across_rows_is_told_of_every_pass_in_which_a_row_emits(plain, truth):
+def test_the_law_across_rows_sees_every_pass_in_which_a_row_emits(plain, truth):
     tokens, state, trace = run(scripted((truth + 1) % 96), controller=EmittingPasses())
     assert tokens == plain[0] and not trace.from_draft.any()
     np.testing.assert_array_equal(state.control, trace.emitted.sum(0))
