@@ -101,7 +101,7 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
 
 
 def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict[str, Any] | None]:
-    """VLLM's `prompt_logprobs`: for each token of the prompt but the first, the candidates by id.
+    """The `prompt_logprobs` of vLLM: for each token of the prompt but the first, the candidates by id.
 
     Args:
         prompt: Tokens of the prompt, in order.
