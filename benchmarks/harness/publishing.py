@@ -27,6 +27,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "sampling.temperature": "sampling.md",
     "scheduling": "scheduling.md",
     "serving": "serving.md",
+    "serving.interference": "serving.md",
     "soak": "soak.md",
     "speculation": "speculation.md",
     "speculation.lossless": "speculation.md",

@@ -263,6 +263,7 @@ def engine_options_of(options: argparse.Namespace, settings: Settings) -> "Engin
         return EngineOptions(
             **{name: value for name, value in chosen.items() if value is not None},
             enable_prefix_caching=options.enable_prefix_caching,
+            enable_chunked_prefill=options.enable_chunked_prefill,
             max_queue=options.max_queue,
             batch_invariant=options.batch_invariant,
             parse_special=options.parse_special,

@@ -183,6 +183,12 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
     )
+    group.add_argument(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefill long prompts in chunks, with decode steps between them (default: on)",
+    )
     parallelism.add_arguments(group)
     processes.add_arguments(group)
     group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")

@@ -123,4 +123,5 @@ def scheduler_of(
         tokenizer,
         exact=options.batch_invariant,
         overlapped=jax.default_backend() != "cpu",
+        chunked=options.enable_chunked_prefill,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.phases.prefill import PrefillOutput
 from entropic_jax.state.constraints import Constraints, no_constraints
 
 from ..executable_cache import load_or_compile
@@ -20,32 +20,24 @@ from .grammars import Plan
 from .launch_costs import LAUNCH_SECONDS, LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
 from .planned_constraints import SETS_PER_ROW, planned_fields
+from .prefill_planner import PrefillPlanner, ScheduledChunk, prefill_key
 from .programs import DecodeProgram, Programs
-from .sequence import DECODE, Sequence
+from .sequence import Sequence
 
 # Seconds that a launch should take. With free rows, launches stay short so that new requests start prefill
 # quickly, shorter still while prompts are in prefill. With all rows taken no request can start, but a row
 # that ends should not idle for long while requests wait.
 SECONDS_WHILE_PREFILLING, SECONDS_WITH_FREE_ROWS = 0.01, 0.02
 SECONDS_WHILE_WAITING, SECONDS_WHEN_FULL = 0.04, 0.06
+# Seconds that a prefill chunk should take beside rows that decode, whose next tokens wait for it. With all
+# rows taken, launches of steps are longer, and so may chunks be.
+SECONDS_OF_CHUNK = 0.03
 # Where the device shares its processors with the threads that deliver text, each launch takes time from them.
 # With all rows taken, launches are longer by this factor.
 SHARED_PROCESSORS = 2.5
 LONGEST_GAP = 0.01  # seconds of the host between two launches; more, and it had no work
 UNTRIED_STEPS = 8  # of a sequence, before the rates of its launches say what drafts are worth to it
-LONGEST_DEFERRAL = 0.4  # seconds that decoding rows may wait for others to finish their prefill
-# Cost of a chunk and of each prompt in it, in tokens prefilled in the same time. Every chunk reads the keys
-# before it again, so few large chunks are best.
-CHUNK_OVERHEAD, PROMPT_OVERHEAD = 32, 16
-
-
-class ScheduledChunk(NamedTuple):
-    """The part of a prompt that a prefill computes."""
-
-    sequence: Sequence
-    epoch: int
-    begin: int  # positions prefilled before
-    end: int  # and after
+LONGEST_DEFERRAL = 0.4  # seconds that decoding rows may wait for others that soon finish their prefill
 
 
 class InFlight(NamedTuple):
@@ -60,20 +52,23 @@ class InFlight(NamedTuple):
     chunks: list[ScheduledChunk]
     prefill: PrefillOutput | None
     scored: bool
+    chunk_shape: tuple[int, int] = (0, 0)  # of the prefill: prompts and tokens of each
 
 
 class LaunchPlanner:
     """Chooses the size of each launch, from a running estimate of the time that a step takes."""
 
-    def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool) -> None:
+    def __init__(self, programs: Programs, sizes: Sizes, overlapped: bool, chunked: bool = True) -> None:
         """Start without an estimate of the time of a step.
 
         Args:
             programs: Compiled programs.
             sizes: The sizes of rows, pages and programs.
             overlapped: As in `Scheduler`.
+            chunked: Whether prefill is cut into chunks so that decoding rows wait for a short time only.
         """
-        self.programs, self.sizes = programs, sizes
+        self.programs, self.sizes, self.chunked = programs, sizes, chunked
+        self.prefills = PrefillPlanner(programs, sizes)
         factor = 1 if overlapped else SHARED_PROCESSORS
         self.seconds_while_waiting = SECONDS_WHILE_WAITING * factor
         self.seconds_when_full = SECONDS_WHEN_FULL * factor
@@ -92,46 +87,6 @@ class LaunchPlanner:
         self.costs, self.draft_choice = LaunchCosts(), DraftChoice()
         self._expected_tokens = 0.0  # of the latest launch with plans
 
-    def prefill_chunk(self, sequences: list[Sequence]) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
-        """The next chunk of the prompts in prefill, which counts as prefilled from here on.
-
-        A chunk holds either prompts whose logprobs are requested or others, and the result says which.
-        """
-        sequences = sorted(sequences, key=lambda s: (s.engine_request.priority, s.admitted_time))
-        scored = not sequences[0].prompt_scored
-        sequences = [s for s in sequences if s.prompt_scored != scored]
-        remaining = [len(s.prefill_tokens) - 1 - s.num_prefilled for s in sequences]
-        prompts, size = self._chunk_shape(remaining, scored)
-        chunk, scheduled = empty_chunk(prompts, size, self.sizes.rows), []
-        for index, sequence in enumerate(sequences[:prompts]):
-            length = len(sequence.prefill_tokens) - 1
-            begin, end = sequence.num_prefilled, min(sequence.num_prefilled + size, length)
-            chunk.rows[index], chunk.num_tokens[index] = sequence.row, end - begin
-            chunk.tokens[index, : end - begin + 1] = sequence.prefill_tokens[begin : end + 1]
-            chunk.total[index] = length
-            sequence.num_prefilled = end
-            if end == length:
-                sequence.stage = DECODE
-            scheduled.append(ScheduledChunk(sequence, sequence.epoch, begin, end))
-        return chunk, scheduled, scored
-
-    def _chunk_shape(self, remaining: list[int], scored: bool) -> tuple[int, int]:
-        """The available shape (prompts, tokens) that prefills most for its cost; the first prompt is in it.
-
-        A sparse prefill method works on segments of fixed length, which no chunk may cut.
-        """
-        segment = self.sizes.shapes.segment or 0
-        uncut = [min(tokens, segment) for tokens in remaining]
-
-        def throughput(shape: tuple[int, int]) -> float:
-            prompts, size = shape
-            tokens = sum(min(size, tokens) for tokens in remaining[:prompts])
-            return tokens / (prompts * (size + PROMPT_OVERHEAD) + CHUNK_OVERHEAD)
-
-        shapes = [shape for shape in self.sizes.shapes.chunks if max(uncut[: shape[0]]) <= shape[1]]
-        available = [shape for shape in shapes if self.programs.available(_prefill_key(shape, scored))]
-        return max(available or shapes, key=throughput)
-
     def can_run(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether programs are available that run a sequence along with others; else they are compiled next.
 
@@ -145,10 +100,10 @@ class LaunchPlanner:
             keys.append(("compress",))
         segment = min(len(sequence.prompt) - 1, shapes.segment or 0)
         chunks = [
-            _prefill_key(shape, not sequence.prompt_scored) for shape in shapes.chunks if shape[1] >= segment
+            prefill_key(shape, not sequence.prompt_scored) for shape in shapes.chunks if shape[1] >= segment
         ]
         if not any(map(self.programs.available, chunks)):
-            keys.append(_prefill_key(shapes.longest_chunk, not sequence.prompt_scored))
+            keys.append(prefill_key(shapes.longest_chunk, not sequence.prompt_scored))
         together = [*running, sequence]
         if not any(self._available(self._decode_programs(together, False))):
             keys.append(("decode", *next(self._decode_programs(together, False))))
@@ -256,23 +211,55 @@ class LaunchPlanner:
             self._expected_tokens = expected.tokens(steps, speculates)
         return steps
 
-    def defer_decode(self, running: int, prefilling: int, waiting: bool) -> bool:
-        """Whether decoding rows should wait for those in prefill, which will soon share their steps.
-
-        With all rows taken, a step costs the same however few rows decode, so it pays to wait for more.
+    def seconds_of_chunk(self, running: int, prefilling: int, waiting: bool) -> float | None:
+        """Seconds that the next prefill chunk should take at most; None is no bound.
 
         Args:
-            running: How many rows decode.
+            running: How many rows decode, and wait for the chunk.
             prefilling: How many rows are in prefill.
             waiting: Whether a sequence waits for a row.
         """
-        timestamp = time.perf_counter()
+        if not self.chunked or not running:
+            return None
         full = waiting or running + prefilling == self.sizes.rows
-        small = 0 < running < (7 if full else 1) * prefilling
-        if small and timestamp - self.last_decode < LONGEST_DEFERRAL:
+        return max(SECONDS_OF_CHUNK, self.seconds_while_waiting) if full else SECONDS_OF_CHUNK
+
+    def defer_decode(self, running: int, prefilling: list[Sequence], waiting: bool) -> bool:
+        """Whether decoding rows should wait for those in prefill, which will soon share their steps.
+
+        With all rows taken, a step costs the same however few rows decode, so it pays to wait for more. It
+        does not where a prompt in prefill is long, or with free rows.
+
+        Args:
+            running: How many rows decode.
+            prefilling: The sequences in prefill.
+            waiting: Whether a sequence waits for a row.
+        """
+        timestamp = time.perf_counter()
+        full = waiting or running + len(prefilling) == self.sizes.rows
+        few = 0 < running < 7 * len(prefilling)
+        left = LONGEST_DEFERRAL - (timestamp - self.last_decode)
+        if full and few and left > 0 and self.prefills.seconds_left(prefilling) <= LONGEST_DEFERRAL:
             return True
         self.last_decode = timestamp
         return False
+
+    def record_prefill(self, launch: InFlight, seconds: float, steps: int = 0) -> None:
+        """Update the estimate of what chunks cost by a launch that has been collected.
+
+        Args:
+            launch: With a prefill chunk, and perhaps decode steps after it.
+            seconds: What both took.
+            steps: Decode steps that ran.
+        """
+        if steps:
+            width, speculates = launch.program.width, launch.program.speculates
+            step = self.costs.step_seconds(width, speculates)
+            if step is None:
+                return
+            seconds -= steps * step
+        seconds = max(seconds - LAUNCH_SECONDS, LAUNCH_SECONDS)
+        self.prefills.record(launch.chunks, launch.chunk_shape, launch.scored, seconds)
 
     def record_launch(self, launch: InFlight, measured: MeasuredLaunch) -> None:
         """Update the estimates of what launches cost by a launch that has been collected."""
@@ -319,24 +306,3 @@ class LaunchPlanner:
 def has_penalties(request: Request) -> bool:
     """Whether a request's penalties need the history of its tokens."""
     return bool(request.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty)
-
-
-def _prefill_key(shape: tuple[int, int], scored: bool) -> tuple:
-    """The key of a prefill program; its tokens have one more column, the token after the chunk."""
-    return "prefill", shape[0], shape[1] + 1, scored
-
-
-def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
-    """A chunk without a prompt, of the shape of others.
-
-    Args:
-        prompts: How many the chunk has room for.
-        size: Tokens of a prompt that it has room for.
-        rows: Number of rows of the batch; a chunk's row with this number stands for none.
-    """
-    return PrefillChunk(
-        rows=np.full(prompts, rows, np.int32),
-        tokens=np.zeros((prompts, size + 1), np.int32),
-        num_tokens=np.zeros(prompts, np.int32),
-        total=np.zeros(prompts, np.int32),
-    )

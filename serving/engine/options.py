@@ -21,6 +21,7 @@ from ..options import control_options, lora, parallelism, prefill_options, specu
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
+from .launch_shapes import chunk_shapes, widths
 from .programs import Shapes
 
 Warmup = Literal["none", "min", "full"]
@@ -52,6 +53,7 @@ class EngineOptions:
     max_num_seqs: int = 64  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
     max_num_batched_tokens: int | None = None  # token budget: prompt tokens of one prefill chunk
+    enable_chunked_prefill: bool = True  # False: a prompt is one chunk, as far as the budget allows
     block_size: int | None = None  # positions of a page
     gpu_memory_utilization: float | None = None  # share of the device's memory in use, KV cache included
     kv_cache_bytes: int | None = None  # of the page pool
@@ -98,7 +100,8 @@ class EngineOptions:
             )
         if self.gpu_memory_utilization is not None:
             UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
-        for name in ("enable_prefix_caching", "pruning", "batch_invariant", "parse_special"):
+        flags = ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant", "parse_special")
+        for name in (*flags, "pruning"):
             if name != "pruning" or self.pruning is not None:
                 Flag().check(name, getattr(self, name))
         Choice(METHODS).check("method", self.method)
@@ -238,7 +241,8 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
             "max_model_len",
         )
     context: int = options.max_model_len or longest
-    budget: int = options.max_num_batched_tokens or (512 if on_cpu else 2048)
+    usual = (512 if on_cpu else 2048) if options.enable_chunked_prefill else context
+    budget: int = options.max_num_batched_tokens or usual
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
     if method is not None and method.prefill is not None:
         widest = method.segment
@@ -365,36 +369,3 @@ def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[Pag
     if method.decode_policy is not None:
         return (method,)
     return tuple(dataclasses.replace(method, decode_policy=policy) for policy in pruned)
-
-
-def widths(rows: int) -> tuple[int, ...]:
-    """Batch buckets: the widths that decode programs are compiled for, ascending.
-
-    >>> widths(8), widths(64)
-    ((1, 4, 8), (1, 4, 16, 32, 64))
-    """
-    return tuple(sorted({*_steps_up(1, rows), *((rows // 2,) if rows >= 32 else ())}))
-
-
-def _steps_up(low: int, high: int, factor: int = 4) -> tuple[int, ...]:
-    """`low`, `factor` times that, and so on, up to and including `high`.
-
-    >>> _steps_up(1, 48)
-    (1, 4, 16, 48)
-    """
-    steps = []
-    while low < high:
-        steps.append(low)
-        low *= factor
-    return (*steps, high)
-
-
-def chunk_shapes(chunk: int, budget: int) -> tuple[tuple[int, int], ...]:
-    """Shapes (prompts, tokens) of prefill: 16 tokens to `chunk`, one prompt or as many as fit `budget`.
-
-    >>> chunk_shapes(128, 512)
-    ((1, 16), (1, 32), (1, 64), (1, 128), (4, 128), (8, 64), (16, 16), (16, 32))
-    """
-    lengths = _steps_up(min(16, chunk), chunk, 2)
-    many = {(max(1, min(16, budget // length)), length) for length in lengths}
-    return tuple(sorted({(1, length) for length in lengths} | many))

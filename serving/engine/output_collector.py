@@ -58,6 +58,13 @@ class OutputCollector:
             self._collect_prefill(launch, launch.prefill)
         if launch.output is not None:
             self._collect_decode(launch, launch.output)
+        elif launch.prefill is not None:
+            self.batch.planner.record_prefill(launch, self._elapsed(launch))
+
+    def _elapsed(self, launch: InFlight) -> float:
+        """Seconds that a launch took which the device has just finished."""
+        begin, self.last_collected = max(launch.start_time, self.last_collected), time.perf_counter()
+        return self.last_collected - begin
 
     # Prefill.
 
@@ -91,10 +98,9 @@ class OutputCollector:
 
     def _collect_decode(self, launch: InFlight, output: DecodeOutput) -> None:
         batch, num_tokens = self.batch, np.asarray(output.num_tokens)  # waits for the device
-        timestamp, steps = time.perf_counter(), int(output.num_steps)
-        seconds = timestamp - max(launch.start_time, self.last_collected)
-        idle = max(0.0, launch.start_time - self.last_collected)
-        self.last_collected = timestamp
+        steps, idle = int(output.num_steps), max(0.0, launch.start_time - self.last_collected)
+        seconds = self._elapsed(launch)
+        timestamp = self.last_collected
         tokens, metrics = np.asarray(output.token).T.tolist(), np.asarray(output.metrics)
         emitted = np.arange(metrics.shape[1])[:, None] < num_tokens
         valid = np.where(emitted, metrics, 0.0)
@@ -103,6 +109,8 @@ class OutputCollector:
             drafts = float(valid[DRAFTED].sum())
             measured = MeasuredLaunch(steps, seconds, float(num_tokens.sum()), drafts, idle)
             batch.planner.record_launch(launch, measured)
+        elif launch.prefill is not None:
+            batch.planner.record_prefill(launch, seconds, steps)
         if launch.program.speculates:
             self.draft_counts = self.draft_counts.with_launch(valid)
         batch.expected_drop[:] = np.asarray(output.expected_drop)

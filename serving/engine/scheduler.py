@@ -30,10 +30,11 @@ from .device_state import DecodeOutput, DeviceState
 from .grammars import Plan
 from .interface import PrefixCacheReset
 from .kv_compression import KVCompression
-from .launch_planner import InFlight, LaunchPlanner, ScheduledChunk, has_penalties
+from .launch_planner import InFlight, LaunchPlanner, has_penalties
 from .metrics_hooks import MetricsHooks
 from .options import Sizes
 from .output_collector import OutputCollector
+from .prefill_planner import ScheduledChunk
 from .priority import Ranking
 from .programs import DecodeProgram, Programs
 from .running_batch import RunningBatch
@@ -47,6 +48,7 @@ class _Prefill(NamedTuple):
     chunks: list[ScheduledChunk]
     output: PrefillOutput | None
     scored: bool
+    shape: tuple[int, int] = (0, 0)  # prompts and tokens of each
 
 
 class _Decode(NamedTuple):
@@ -78,6 +80,7 @@ class Scheduler:
         *,
         exact: bool,
         overlapped: bool,
+        chunked: bool = True,
     ) -> None:
         """An empty scheduler.
 
@@ -93,11 +96,12 @@ class Scheduler:
             exact: Whether prefill chunks begin at the same positions whatever was cached before.
             overlapped: Whether the device gets its next launch before the last is collected. Where the device
                 shares its processors with this thread, that gains nothing and delays admissions.
+            chunked: As in `LaunchPlanner`.
         """
         self.overlapped, self.exact = overlapped, exact
         self.programs, self.device_state, self.sizes = programs, device_state, sizes
         self.block_manager, self.updates, self.ranking = block_manager, updates, ranking
-        self.planner = LaunchPlanner(programs, sizes, overlapped)
+        self.planner = LaunchPlanner(programs, sizes, overlapped, chunked)
         self.kv_compression = KVCompression(sizes.rows, sizes.shapes.compression)
         self.batch = RunningBatch(
             sizes.rows,
@@ -243,22 +247,24 @@ class Scheduler:
         prefilling = self.batch.prefilling
         if not prefilling:
             return NO_PREFILL
-        chunk, scheduled, scored = self.planner.prefill_chunk(prefilling)
+        seconds = self.planner.seconds_of_chunk(len(self.batch.decoding), len(prefilling), bool(self.waiting))
+        chunk, scheduled, scored = self.planner.prefills.chunk(prefilling, seconds)
         self.device_state, output = self.programs.prefill(self.device_state, chunk, scored)
-        return _Prefill(scheduled, output, scored)
+        prompts, columns = chunk.tokens.shape
+        return _Prefill(scheduled, output, scored, (prompts, columns - 1))
 
     # Decode.
 
     def _decode(self, constrained: bool) -> _Decode:
         """Launch decode steps of the sequences whose prefill is complete."""
-        prefilling, waiting = len(self.batch.prefilling), bool(self.waiting)
+        prefilling, waiting = self.batch.prefilling, bool(self.waiting)
         self._compress()
         if self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
             return NO_DECODE
         plans = {}
         if constrained:
             plans = grammars.plans(self.batch.decoding, self.sizes.shapes.planned_tokens, self.end)
-        running, steps, speculates = self._reserve_pages(prefilling, plans)
+        running, steps, speculates = self._reserve_pages(len(prefilling), plans)
         if not running:
             return NO_DECODE
         self.apply_updates()
@@ -351,6 +357,7 @@ class Scheduler:
                 chunks=prefill.chunks,
                 prefill=prefill.output,
                 scored=prefill.scored,
+                chunk_shape=prefill.shape,
             )
         )
 

@@ -88,6 +88,7 @@ class Sequence:
         self.epoch = 0  # counts admissions and departures: results of an earlier epoch are discarded
         self.prefill_tokens: tuple[int, ...] = ()  # prefilled into the row, and the token decoded after them
         self.num_prefilled = 0  # of them, given to the device
+        self.prefill_time = 0.0  # when its last prefill chunk was launched, by `time.perf_counter`
         self.num_replay_tokens = 0  # generated tokens to be replayed step by step after prefill
         self.num_replayed = 0  # of them, collected from the device
         self.num_scheduled = 0  # decode steps given to the device

@@ -14,8 +14,8 @@ import numpy as np
 from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
 
 from .device_state import save_row
-from .launch_planner import empty_chunk
 from .options import EngineOptions
+from .prefill_planner import empty_chunk
 from .program_compiler import ProgramCompiler, cores
 from .programs import DecodeProgram, Programs, Shapes
 from .scheduler import Scheduler

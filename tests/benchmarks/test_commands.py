@@ -32,6 +32,7 @@ def test_all_are_there():
         "sampling.temperature",
         "scheduling",
         "serving",
+        "serving.interference",
         "serving_overhead",
         "soak",
         "speculation",

@@ -1,48 +1,22 @@
-"""Interference benchmark: a small request beside hard input, and decoding while long prompts are read.
+"""Measurements of the interference benchmark: small requests beside hard input, texts beside long prompts."""
 
-    python -m benchmarks.serving.interference [--seconds 30] [--output FILE] [--quick]
-
-Hard input: small requests arrive at a steady rate, first alone, then while 16 hard schemas (all refused) and
-8 tokenisations of long texts are in flight all the time. Long prompts: short requests arrive at a fixed rate
-and stream their text, while prompts of 8000 tokens arrive beside them; once with the server's own prefill
-chunks, once with chunks as long as the prompts. Client and server share the cores. Exits with 1 if a target
-is missed. Programs are compiled on the first run, so run it once with `--quick` before.
-"""
-
-import argparse
 import asyncio
 import itertools
-import json
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from entropic_jax.serving.bench.client import Outcome, Target
 from entropic_jax.serving.bench.connection import Pool
-from entropic_jax.serving.options.model import EMBEDDED
-
-from ..harness.provenance import describe_run
-from ..harness.publishing import write_json
-from ..harness.server_process import ours, running
-from ..harness.tables import Table, print_tables
 
 HARD_SCHEMAS, LONG_TEXTS = 16, 8  # in flight at a time
 TEXT = 10**6  # characters of a long text
 LONG_PROMPT, SHORT_PROMPT, SHORT_TEXT = 8000, 64, 64  # tokens
-TARGET = 3.0  # times the latency without interference
-SERVER = ("--max-num-seqs", "16", "--max-model-len", "8192", "--warmup", "min")
-ARMS = {  # options of the server, by the name of the arm
-    "own chunks": (),
-    "one chunk a prompt": ("--max-num-batched-tokens", "8192"),
-}
+FIRST_TOKEN, PAUSE = 500.0, 100.0  # milliseconds: bounds of the first token and the p99 of a text's pauses
 
 
 class Rates(NamedTuple):
@@ -51,35 +25,6 @@ class Rates(NamedTuple):
     small: float = 5.0
     short: float = 1.5  # with streamed texts
     long: float = 0.1  # with long prompts
-
-
-def main() -> int:
-    """Measure, print and store; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=EMBEDDED)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four measurements")
-    for name, value in Rates._field_defaults.items():
-        parser.add_argument(f"--{name}-rate", type=float, default=value, help=f"arrivals a second ({value})")
-    parser.add_argument("--output", type=Path, help="file of the figures and of every latency")
-    parser.add_argument("--quick", action="store_true", help="4 s each: shows that everything runs")
-    options = parser.parse_args()
-    console = Console(highlight=False)
-    seconds = 4.0 if options.quick else options.seconds
-    rates = Rates(*(getattr(options, f"{name}_rate") for name in Rates._fields))
-    results = describe_run(console) | {"seconds": seconds, "rates": rates._asdict(), "server": SERVER}
-    results["arms"] = {}
-    for name, extra in ARMS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            command = ours(options.model, *SERVER, *extra)
-            with running(command, Path(folder) / "server.log") as server:
-                measure = arm(server.url, seconds, rates, with_hard_input=not extra)
-                results["arms"][name] = asyncio.run(measure)
-    print_tables(tables(results), [], console)
-    for requirement, held, figures in verdicts(results):
-        console.print(f"{'held' if held else 'MISSED'}: {requirement} ({figures})")
-    if options.output:
-        write_json(options.output, results)
-    return 0 if options.quick or all(held for _, held, _ in verdicts(results)) else 1
 
 
 async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> dict[str, Any]:
@@ -115,14 +60,24 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
         for begin, end in itertools.pairwise(when for when, _ in outcome.chunks):
             gaps[any(begin < b and end > a for a, b in spans)].append(1000 * (end - begin))
     first = [1000 * (o.chunks[0][0] - o.due) for o in texts if o.chunks]
-    prefill = [latency(o) for o in prompts]
+    prefill = [latency(o) for o in prompts if o.error is None]
     return results | {
         "pauses while reading": gaps[True],
         "other pauses": gaps[False],
         "first token": first,
         "long prompts": prefill,
+        "within bounds": sum(map(is_within_bounds, texts)) / len(texts),
         "failed": dict(failed),
     }
+
+
+def is_within_bounds(outcome: Outcome) -> bool:
+    """Whether a text kept the bounds of its first token and of the 99th percentile of its pauses."""
+    times = [when for when, _ in outcome.chunks]
+    if outcome.error is not None or len(times) < 2:
+        return False
+    pauses = 1000 * np.diff(times)
+    return 1000 * (times[0] - outcome.due) <= FIRST_TOKEN and float(np.percentile(pauses, 99)) <= PAUSE
 
 
 async def arrivals(seconds: float, rate: float, send: Callable[[float], Awaitable[Outcome]]) -> list[Outcome]:
@@ -199,49 +154,3 @@ class HardInput:
     def _text(self) -> tuple[str, Any]:
         words = " ".join(f"w{self.rng.randrange(10**6)}" for _ in range(1000))
         return "/tokenize", {"prompt": (words * (TEXT // len(words) + 1))[:TEXT]}
-
-
-def level(values: Sequence[float], percent: float) -> float:
-    """A percentile; NaN without values."""
-    return float(np.percentile(values, percent)) if len(values) else float("nan")
-
-
-def verdicts(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
-    """Each target, whether it held, and the figures."""
-    measured = results["arms"]["own chunks"]
-    alone, beside = level(measured["alone"], 95), level(measured["beside"], 95)
-    p50, p99 = (level(measured["pauses while reading"], percent) for percent in (50, 99))
-    return [
-        (
-            f"p95 of a small request beside hard input within {TARGET:g} times of it alone",
-            beside <= TARGET * alone,
-            f"{beside:.1f} and {alone:.1f} ms, {beside / alone:.2f} times",
-        ),
-        (
-            f"p99 of the pauses of a text while long prompts are read within {TARGET:g} times of their p50",
-            p99 <= TARGET * p50,
-            f"{p99:.1f} and {p50:.1f} ms, {p99 / p50:.2f} times",
-        ),
-    ]
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """Latencies of small requests, and of texts while long prompts are read, in milliseconds."""
-    measured = results["arms"]["own chunks"]
-    cells = lambda values: [str(len(values)), *(f"{level(values, p):.1f}" for p in (50, 95, 99))]
-    small = [["alone", *cells(measured["alone"])], ["beside hard input", *cells(measured["beside"])]]
-    kinds = ("pauses while reading", "other pauses", "first token", "long prompts")
-    rows = [[name, kind, *cells(a[kind])] for name, a in results["arms"].items() for kind in kinds]
-    header = ["count", "p50", "p95", "p99"]
-    answered = [[kind, json.dumps(counts)] for kind, counts in measured["hard input"].items()]
-    failed = [[name, json.dumps(a["failed"])] for name, a in results["arms"].items()]
-    return [
-        ("Milliseconds of a small request", ["", *header], small),
-        ("Answers to hard input, by status", ["", "answers"], answered),
-        ("Milliseconds beside prompts of 8000 tokens", ["prefill", "", *header], rows),
-        ("Failed requests", ["prefill", "failures"], failed),
-    ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
