@@ -129,7 +129,7 @@ def test_chunks_grow_to_the_time_that_they_may_take():
     seconds = lambda shape: 0.004 + 1e-9 * subject.costs.operations(shape, [0])  # with an overhead
     for _ in range(3):
         subject.costs.record((1, 16), [0], False, 0.1)  # a machine that was busy
-    for _ in range(12):
+    for _ in range(30):
         shape = (1, subject.chunk([prompt(8000)], 0.02)[0].tokens.shape[1] - 1)
         subject.costs.record(shape, [0], False, seconds(shape))
         sizes.append(shape[1])

@@ -1,6 +1,6 @@
 """Interference benchmark: a small request beside hard input, and decoding while long prompts are read.
 
-    python -m benchmarks.serving.interference [--seconds 30] [--quick] [--document]
+    python -m benchmarks.serving.interference [--seconds 20] [--quick] [--document]
 
 Hard input: small requests arrive at a steady rate, first alone, then while 16 hard schemas (all refused) and
 8 tokenisations of long texts are in flight all the time. Long prompts: short requests arrive at a fixed rate
@@ -35,7 +35,7 @@ def main() -> int:
     """Measure, print and store; 1 if a target is missed."""
     parser = benchmark_parser(__doc__, "serving.interference")
     parser.add_argument("--model", type=Path, default=EMBEDDED)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four measurements")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the four measurements")
     for name, value in Rates._field_defaults.items():
         parser.add_argument(f"--{name}-rate", type=float, default=value, help=f"arrivals a second ({value})")
     options, console = parser.parse_args(), Console(highlight=False)

@@ -24,7 +24,7 @@ class Rates(NamedTuple):
 
     small: float = 5.0
     short: float = 1.5  # with streamed texts
-    long: float = 0.1  # with long prompts
+    long: float = 0.3  # with long prompts
 
 
 async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> dict[str, Any]:
