@@ -256,6 +256,7 @@ def decode(
     steps: jax.Array,
     constraints: Constraints,
     forced: jax.Array,
+    held: jax.Array,
     prior: AR1,
     speculator: Speculator | None = None,
     *,
@@ -274,6 +275,7 @@ def decode(
         steps: int32 `[]`, at most the capacity.
         constraints: Constraints of each branch group for all steps, without the forced tokens.
         forced: int32 `[capacity, groups]`, the token that each step must emit, -1 where it samples.
+        held: bool `[groups]`, those that take no part in the launch.
         prior: The prior of H₁ along a sequence, for the expected drop.
         speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
         width: Branch groups that a step computes, static; the first `width` that run.
@@ -290,6 +292,8 @@ def decode(
     constraints = map_rows(lambda x: jnp.repeat(x, group, 0), constraints)
     constraints = constraints._replace(start=state.length + state.evicted + 1)
     forced = jnp.repeat(forced, group, 1)
+    waits = jnp.repeat(held, group) & (state.status == RUNNING)
+    state = state._replace(status=jnp.where(waits, PAUSED, state.status))
 
     def step(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
         controller = device_state.controller.for_launch(samples)

@@ -3,7 +3,7 @@
 A grammar that fails ends its own request and no other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,25 +30,6 @@ class Plan(NamedTuple):
     pausing: np.ndarray | None = None  # the last mask holds until a token of this set; None: for one token
     begin: int = 0  # tokens generated before it
     ahead: Grammar | None = None  # the state after the expected tokens, if it is known
-
-
-def plans(running: Iterable[Sequence], most: int, end: Callable[..., Any]) -> dict[int, Plan]:
-    """The plans of sequences with a grammar, by row.
-
-    Args:
-        running: Sequences that decode.
-        most: Tokens that a plan expects, at most.
-        end: `end(sequence, reason, error)` ends the request whose grammar fails.
-    """
-    planned = {}
-    for sequence in running:
-        grammar = sequence.grammar
-        if grammar is not None:
-            try:
-                planned[sequence.row] = plan(sequence, grammar, most)
-            except Exception as error:  # a grammar is a program that came with a request
-                end(sequence, "error", message_of(error))
-    return planned
 
 
 def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:

@@ -288,6 +288,12 @@ class LaunchPlanner:
             forced[: len(tokens), s.row] = tokens
         return forced
 
+    def held_rows(self, rows: Iterable[int]) -> np.ndarray:
+        """Bool `[rows]`: these rows take no part in a launch."""
+        held = np.zeros(self.sizes.rows, bool)
+        held[list(rows)] = True
+        return held
+
     def constraints(self, plans: Mapping[int, Plan]) -> Constraints:
         """The constraints of a launch; `plans` of the sequences with a grammar, by row.
 

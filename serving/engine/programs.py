@@ -242,6 +242,7 @@ class Programs:
         steps: int,
         constraints: Constraints,
         forced: Any,
+        held: Any,
         program: DecodeProgram,
     ) -> tuple[DeviceState, DecodeOutput]:
         """Run `decode`.
@@ -251,10 +252,11 @@ class Programs:
             steps: The most steps.
             constraints: The constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
+            held: bool `[rows]`, those that take no part.
             program: Its static arguments.
         """
         self.launches += 1
-        arguments = self.decode_arguments(device_state, steps, constraints, forced, program)
+        arguments = self.decode_arguments(device_state, steps, constraints, forced, held, program)
         return self._watched(self._run(("decode", *program), *arguments))
 
     def decode_arguments(
@@ -263,6 +265,7 @@ class Programs:
         steps: int,
         constraints: Constraints,
         forced: Any,
+        held: Any,
         program: DecodeProgram,
     ) -> tuple:
         """The arguments of a decode program, those that are not static.
@@ -272,10 +275,11 @@ class Programs:
             steps: The most steps.
             constraints: The constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
+            held: bool `[rows]`, those that take no part.
             program: Its static arguments.
         """
         speculator = self._speculators[program.width] if program.speculates else None
-        return self.params, device_state, np.int32(steps), constraints, forced, self.prior, speculator
+        return self.params, device_state, np.int32(steps), constraints, forced, held, self.prior, speculator
 
     def save_row(self, device_state: DeviceState, row: int) -> dict[str, Any]:
         """Run `save_row`."""

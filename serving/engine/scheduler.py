@@ -19,14 +19,14 @@ a launch while the device works on the next.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from entropic_jax.phases.prefill import PrefillOutput
 
-from . import grammars
 from .block_manager import BlockManager
 from .device_state import DecodeOutput, DeviceState
+from .grammar_planner import GrammarPlanner
 from .grammars import Plan
 from .interface import PrefixCacheReset
 from .kv_compression import KVCompression
@@ -112,6 +112,7 @@ class Scheduler:
             metrics_hooks,
             ranking.prior_drop,
         )
+        self.grammar_planner = GrammarPlanner(sizes.shapes.planned_tokens, sizes.shapes.plan is None)
         self.collector = OutputCollector(self.batch, sizes.page_size, tokenizer, exact)
         self.waiting: list[Sequence] = []
         self.paused = False  # no sequence that waits may begin
@@ -261,18 +262,19 @@ class Scheduler:
         self._compress()
         if self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
             return NO_DECODE
-        plans = {}
+        plans: dict[int, Plan] = {}
+        held: set[int] = set()
         if constrained:
-            plans = grammars.plans(self.batch.decoding, self.sizes.shapes.planned_tokens, self.end)
-        running, steps, speculates = self._reserve_pages(len(prefilling), plans)
+            plans, held = self.grammar_planner.plans(self.batch.decoding, not prefilling, self.end)
+        running, steps, speculates = self._reserve_pages(len(prefilling), plans, held)
         if not running:
             return NO_DECODE
         self.apply_updates()
         program = self.planner.decode_program(running, speculates)
         constraints = self.planner.constraints(plans)
-        forced = self.planner.forced_tokens(running, steps)
+        forced, held_rows = self.planner.forced_tokens(running, steps), self.planner.held_rows(held)
         self.device_state, output = self.programs.decode(
-            self.device_state, steps, constraints, forced, program
+            self.device_state, steps, constraints, forced, held_rows, program
         )
         self.batch.launched(running, steps, self._tokens(steps, speculates))
         return _Decode(running, steps, program, output)
@@ -290,13 +292,15 @@ class Scheduler:
                 self.programs, self.device_state, self.batch.sequences, self.block_manager
             )
 
-    def _reserve_pages(self, prefilling: int, plans: dict[int, Plan]) -> tuple[list[Sequence], int, bool]:
+    def _reserve_pages(
+        self, prefilling: int, plans: dict[int, Plan], held: Collection[int]
+    ) -> tuple[list[Sequence], int, bool]:
         """The sequences that decode, their steps and whether these draft tokens, with pages reserved.
 
         Where pages run short, first the steps become fewer, then nothing is drafted, then a sequence is
-        preempted.
+        preempted. Sequences in the rows `held` wait.
         """
-        while running := self.batch.decoding:
+        while running := [s for s in self.batch.decoding if s.row not in held]:
             for speculates in (True, False) if self.planner.speculates(running, plans) else (False,):
                 steps = self._num_steps(running, prefilling, plans, speculates)
                 while steps and not self.batch.reserve(running, self._tokens(steps, speculates)):

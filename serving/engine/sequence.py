@@ -81,6 +81,7 @@ class Sequence:
         # A grammar's mask is known for the next token alone, so a constrained sequence does not branch.
         self.grammar = engine_request.grammar if grammar is None else grammar
         self.plan: Any = None  # the `grammars.Plan` made last
+        self.planning: Any = None  # the `grammar_planner.Planning` that is under way
         self.branches = 0 if self.grammar is not None else row_gains.branches  # 0: no search
 
         # Its row.

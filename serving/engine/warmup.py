@@ -128,8 +128,8 @@ def examples_of(programs: Programs, scheduler: Scheduler) -> dict[tuple, tuple]:
             DecodeProgram(width, shapes.page_policies[0], False, True) for width in shapes.drafting_widths
         ]
     for program in decode:
-        constraints, forced = planner.constraints({}), planner.nothing_forced
-        arguments = programs.decode_arguments(device_state, 1, constraints, forced, program)
+        constraints, forced, held = planner.constraints({}), planner.nothing_forced, planner.held_rows(())
+        arguments = programs.decode_arguments(device_state, 1, constraints, forced, held, program)
         examples["decode", *program] = arguments
     examples["save",] = (device_state, row)
     examples["restore",] = (device_state, row, jax.eval_shape(save_row, device_state, row))

@@ -5,16 +5,14 @@ pool whose queue is full refuses.
 """
 
 import asyncio
-import contextlib
 import contextvars
-import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from ..engine.interface import QueueFullError
+from ..thread_priority import be_nice
 
 LONG = 32 * 1024  # bytes of a body from which its text counts as long
 LONGEST_RETRY = 60.0  # seconds
@@ -37,7 +35,7 @@ class WorkerPool:
         self.threads, self.queue = threads, queue
         self.pending = 0  # calls that wait or run
         self.seconds = 0.1  # that a call takes, smoothed
-        self._executor = ThreadPoolExecutor(threads, f"{name} worker", _be_nice, (nice,))
+        self._executor = ThreadPoolExecutor(threads, f"{name} worker", be_nice, (nice,))
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread of the pool. Raises QueueFullError, or what the function raises."""
@@ -99,11 +97,3 @@ def worker_pools(engines: int = 1) -> WorkerPools:
         grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
         embeddings=WorkerPool("embedding", threads=2 * engines, queue=64, nice=NICE),
     )
-
-
-def _be_nice(increment: int) -> None:
-    """Lower the priority of this thread; Linux has one for each."""
-    if increment and hasattr(os, "setpriority"):
-        with contextlib.suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + increment)

@@ -91,6 +91,8 @@ TEXTS = [
     ),
     (LLAMA3_JSON, "<|python_tag|>" + calls(LLAMA3_JSON, BOTH[0]), None, "", "", BOTH[:1]),
     (HERMES, '<tool_call>\n{"name": "wea', None, '<tool_call>\n{"name": "wea', "", ()),
+    (HERMES, calls(HERMES, BOTH[0]) + '\n<tool_call>\n{"name": "wea', None, "", "", BOTH[:1]),
+    (JSON, calls(JSON, BOTH[0]) + '\n{"name": "wea', None, "", "", BOTH[:1]),
     (HERMES, "<tool_call> is a tag", None, "<tool_call> is a tag", "", ()),
     (JSON, '{"answer": 1} said', None, '{"answer": 1} said', "", ()),
     (None, "deep</think>\n\nsaid", True, "said", "deep", ()),

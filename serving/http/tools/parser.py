@@ -60,12 +60,17 @@ class MessageParser:
         return self._advance()
 
     def finish(self) -> MessagePart:
-        """The parts held back, at the end of the text; a call without arguments yet is content."""
+        """The parts held back, at the end of the text.
+
+        A first call without arguments yet is content. After other calls, the beginning of one is left out.
+        """
         part = self._advance()
         rest, self._buffer = self._buffer, ""
         if self._state == THOUGHT:
             return part._replace(reasoning=part.reasoning + rest)
-        if self._state == CALL and self.form is not None and rest.strip():
+        if self._state == CALL and self.num_calls:
+            rest = ""
+        elif self._state == CALL and self.form is not None and rest.strip():
             rest = self.form.marker + rest
         elif self._state in (END_OF_CALL, BETWEEN) or (self.num_calls and not rest.strip()):
             rest = ""

@@ -1,0 +1,95 @@
+"""Grammar planner: plans of constrained sequences, made in a thread of its own.
+
+A mask takes microseconds as a rule, and a tenth of a second and more with some grammars. The engine waits for
+plans for a short time only. Sequences whose plan is late take no part in the next launch, so that a hard
+grammar delays its own request and no other.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ..thread_priority import be_nice
+from .grammars import Plan, message_of, plan
+from .sequence import Sequence
+
+# Seconds that a launch waits for plans: beside others that can run, and where nothing else can.
+LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02
+THREADS = 4  # plans that are made at a time, so that a few hard grammars do not delay the easy ones
+NICE = 10  # added to the niceness of these threads: a late plan runs beside launches
+
+
+class Planning(NamedTuple):
+    """A plan that is being made."""
+
+    future: "Future[Plan]"
+    epoch: int  # of the sequence
+
+
+class GrammarPlanner:
+    """Makes the plans of the sequences of an engine. For the engine's thread."""
+
+    def __init__(self, most: int, may_hold: bool = True) -> None:
+        """A planner without work.
+
+        Args:
+            most: Tokens that a plan expects, at most.
+            may_hold: Whether sequences may take no part in a launch; if not, every plan is waited for.
+        """
+        self.most, self.may_hold = most, may_hold
+        self._executor = ThreadPoolExecutor(THREADS, "grammar planner", be_nice, (NICE,))
+
+    def plans(
+        self, decoding: Iterable[Sequence], idle: bool, end: Callable[..., Any]
+    ) -> tuple[dict[int, Plan], set[int]]:
+        """The plans of sequences with a grammar, by row, and the rows whose plan is late.
+
+        Args:
+            decoding: Sequences that decode.
+            idle: Whether nothing else runs if no sequence decodes.
+            end: `end(sequence, reason, error)` ends the request whose grammar fails.
+        """
+        decoding = list(decoding)
+        constrained = [sequence for sequence in decoding if sequence.grammar is not None]
+        new = []
+        for sequence in constrained:
+            if sequence.planning is None:
+                new.append(self._executor.submit(self._plan, sequence))
+                sequence.planning = Planning(new[-1], sequence.epoch)
+        self._wait(new, [s.planning.future for s in constrained], idle and len(constrained) == len(decoding))
+        planned, late = {}, set()
+        for sequence in constrained:
+            future, epoch = sequence.planning
+            if not future.done():
+                late.add(sequence.row)
+                continue
+            sequence.planning = None
+            if epoch != sequence.epoch:  # its row was taken meanwhile, and its tokens may be replayed
+                sequence.plan = None
+                late.add(sequence.row)
+                continue
+            try:
+                planned[sequence.row] = future.result()
+            except Exception as error:  # a grammar is a program that came with a request
+                end(sequence, "error", message_of(error))
+        return planned, late
+
+    def _plan(self, sequence: Sequence) -> Plan:
+        assert sequence.grammar is not None
+        return plan(sequence, sequence.grammar, self.most)
+
+    def _wait(self, new: "list[Future[Plan]]", under_way: "list[Future[Plan]]", alone: bool) -> None:
+        """Wait for plans.
+
+        Args:
+            new: Begun for this launch.
+            under_way: These and the late ones of earlier launches.
+            alone: Whether no other sequence runs.
+        """
+        if not self.may_hold:
+            concurrent.futures.wait(under_way)
+            return
+        concurrent.futures.wait(new, LONGEST_WAIT)
+        if alone:
+            concurrent.futures.wait(under_way, LONGEST_IDLE, concurrent.futures.FIRST_COMPLETED)
