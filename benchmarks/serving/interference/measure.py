@@ -42,12 +42,6 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
     await arrivals(4.0, rates.small, small)  # not counted: what is compiled late
     await target.complete(tokens(rng, LONG_PROMPT), LONG_PROMPT, 1)
     results: dict[str, Any] = {}
-    if with_hard_input:
-        results["alone"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
-        load = HardInput(url, rng)
-        async with load:
-            results["beside"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
-        results["hard input"] = {kind: dict(counts) for kind, counts in load.answers.items()}
     short = lambda due: target.complete(tokens(rng, SHORT_PROMPT), SHORT_PROMPT, SHORT_TEXT, due)
     long = lambda due: target.complete(tokens(rng, LONG_PROMPT), LONG_PROMPT, 1, due)
     texts, prompts = await asyncio.gather(
@@ -61,7 +55,7 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
             gaps[any(begin < b and end > a for a, b in spans)].append(1000 * (end - begin))
     first = [1000 * (o.chunks[0][0] - o.due) for o in texts if o.chunks]
     prefill = [latency(o) for o in prompts if o.error is None]
-    return results | {
+    results |= {
         "pauses while reading": gaps[True],
         "other pauses": gaps[False],
         "first token": first,
@@ -69,6 +63,13 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
         "within bounds": sum(map(is_within_bounds, texts)) / len(texts),
         "failed": dict(failed),
     }
+    if with_hard_input:  # last, since what is in flight at its end keeps the server busy for a while
+        results["alone"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
+        load = HardInput(url, rng)
+        async with load:
+            results["beside"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
+        results["hard input"] = {kind: dict(counts) for kind, counts in load.answers.items()}
+    return results
 
 
 def is_within_bounds(outcome: Outcome) -> bool:
