@@ -27,6 +27,7 @@ FILES = {  # benchmarks whose section comes from one file
     "sampling.temperature": "temperature-intel-xeon-processor.json",
     "scheduling": "scheduling-simulation.json",
     "serving": "serving-amd-epyc.json",
+    "serving.interference": "interference-intel-xeon-processor.json",
     "soak": "soak-amd-epyc.json",
     "speculation": "speculation-amd-epyc.json",
     "speculation.lossless": "lossless-amd-epyc.json",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ..thread_priority import be_nice
 from .grammars import Plan, message_of, plan
 from .sequence import Sequence
+from .thread_priority import be_nice
 
 # Seconds that a launch waits for plans: beside others that can run, and where nothing else can.
 LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02

@@ -237,9 +237,9 @@ class LaunchPlanner:
         """
         timestamp = time.perf_counter()
         full = waiting or running + len(prefilling) == self.sizes.rows
-        few = 0 < running < 7 * len(prefilling)
+        fewer = 0 < running < 7 * len(prefilling)
         left = LONGEST_DEFERRAL - (timestamp - self.last_decode)
-        if full and few and left > 0 and self.prefills.seconds_left(prefilling) <= LONGEST_DEFERRAL:
+        if full and fewer and left > 0 and self.prefills.seconds_left(prefilling) <= LONGEST_DEFERRAL:
             return True
         self.last_decode = timestamp
         return False

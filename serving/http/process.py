@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -64,6 +65,7 @@ class Server(uvicorn.Server):
         self.status = 0
         self.signalled = threading.Event()
         self._logged = False
+        self._frozen = False  # whether garbage collection leaves out what the start has made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,6 +130,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether it is time to stop; called ten times a second."""
+        self._freeze_garbage()
         failure = self.frontend.engine.failure()
         if failure is not None and self.frontend.settings.on_engine_failure != "stay" and not self.status:
             logger.error("the engine has failed: stopping", extra={"error": str(failure)})
@@ -143,6 +146,17 @@ class Server(uvicorn.Server):
                 self.frontend.abandon()
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    def _freeze_garbage(self) -> None:
+        """Once the server is ready, leave out of garbage collection what has been made so far.
+
+        Models and programs are hundreds of thousands of objects, and a full collection of them stops every
+        thread for a tenth of a second.
+        """
+        if not self._frozen and self.frontend.engine.ready():
+            self._frozen = True
+            gc.collect()
+            gc.freeze()
 
 
 def last_seconds(timeout: float) -> float:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from ..engine.interface import QueueFullError
-from ..thread_priority import be_nice
+from ..engine.thread_priority import be_nice
 
 LONG = 32 * 1024  # bytes of a body from which its text counts as long
 LONGEST_RETRY = 60.0  # seconds

@@ -27,10 +27,10 @@ class Gated(Grammar):
     """Allows every token, once the gate is open."""
 
     def __init__(self) -> None:
-        self.gate, self.asked = threading.Event(), threading.Event()
+        self.gate, self.requested = threading.Event(), threading.Event()
 
     def mask(self):
-        self.asked.set()
+        self.requested.set()
         assert self.gate.wait(30)
         return ALL_TOKENS
 
@@ -120,7 +120,7 @@ def test_a_plan_from_before_a_preemption_is_made_anew():
 def test_others_decode_while_a_mask_is_computed(plain):  # noqa: F811
     hard = Gated()
     stream = plain.submit(engine_request("hard", prompt(9), seed=3, grammar=hard, **WARM))
-    assert hard.asked.wait(30)
+    assert hard.requested.wait(30)
     free = engine_request("free", prompt(8), seed=1, **WARM)
     easy = engine_request("easy", prompt(12), seed=2, grammar=Alternating(), **WARM)
     others = run(plain, free, easy)  # both end while the mask is not there
@@ -133,7 +133,7 @@ def test_others_decode_while_a_mask_is_computed(plain):  # noqa: F811
 def test_text_does_not_depend_on_being_held(exact):  # noqa: F811
     slow, quick = Gated(), Open()
     stream = exact.submit(engine_request("slow", prompt(9), seed=3, grammar=slow, **WARM))
-    assert slow.asked.wait(30)
+    assert slow.requested.wait(30)
     run(exact, engine_request("beside", prompt(7), seed=1, **WARM))
     slow.gate.set()
     tokens = [token.id for delta in stream for token in delta.tokens]

@@ -25,10 +25,10 @@ from ...harness.publishing import benchmark_parser, load_or_measure, publish
 from ...harness.server_process import ours, running
 from . import report
 from .measure import Rates, arm
-from .report import CHUNKED, WHOLE
+from .report import CHUNKED, UNCHUNKED
 
 SERVER = ("--max-num-seqs", "16", "--max-model-len", "8192", "--warmup", "min")
-ARMS = {CHUNKED: (), WHOLE: ("--no-enable-chunked-prefill",)}  # options of the server
+ARMS = {CHUNKED: (), UNCHUNKED: ("--no-enable-chunked-prefill",)}  # options of the server
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from .measure import FIRST_TOKEN, HARD_SCHEMAS, LONG_PROMPT, LONG_TEXTS, PAUSE, 
 
 MEASURED_CODE = ("serving", "entropic_jax", "models")
 TARGET = 3.0  # times the latency without interference
-CHUNKED, WHOLE = "chunked prefill", "whole prompts"  # the arms
+CHUNKED, UNCHUNKED = "chunked prefill", "whole prompts"  # the arms
 
 
 def level(values: Sequence[float], percent: float) -> float:
@@ -44,15 +44,15 @@ def tables(results: dict[str, Any]) -> list[Table]:
     arms = results["arms"]
     cells = lambda values: [str(len(values)), *(f"{level(values, p):.1f}" for p in (50, 95, 99))]
     header = ["count", "p50", "p95", "p99"]
-    made: list[Table] = []
+    shown: list[Table] = []
     if "alone" in (measured := arms.get(CHUNKED, {})):
         answers = measured["hard input"]
         small = [["alone", *cells(measured["alone"]), ""]]
         small += [["beside hard input", *cells(measured["beside"]), json.dumps(answers)]]
-        made.append(("Milliseconds of a small request", ["", *header, "answers to hard input"], small))
+        shown.append(("Milliseconds of a small request", ["", *header, "answers to hard input"], small))
     kinds = ("pauses while reading", "other pauses", "first token", "long prompts")
     rows = [[name, kind, *cells(arm[kind])] for name, arm in arms.items() for kind in kinds]
-    made.append((f"Milliseconds beside prompts of {LONG_PROMPT} tokens", ["prefill", "", *header], rows))
+    shown.append((f"Milliseconds beside prompts of {LONG_PROMPT} tokens", ["prefill", "", *header], rows))
     rate = results["rates"]["short"]
     goodput = [
         [
@@ -64,7 +64,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         for name, arm in arms.items()
     ]
     header = ["prefill", "texts a second within the bounds", "p99 ÷ p50 of pauses while reading", "failures"]
-    return [*made, ("Goodput beside long prompts", header, goodput)]
+    return [*shown, ("Goodput beside long prompts", header, goodput)]
 
 
 def notes(results: dict[str, Any]) -> list[str]:
