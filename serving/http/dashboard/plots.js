@@ -17,7 +17,10 @@ class Plot {
     this.canvas.setAttribute("role", "img");
     this.now = document.createElement("output");
     const caption = document.createElement("figcaption");
-    caption.append(title, this.now);
+    const [words, below] = title.split("_");
+    const name = Object.assign(document.createElement("span"), { textContent: words });
+    if (below) name.append(Object.assign(document.createElement("sub"), { textContent: below }));
+    caption.append(name, this.now);
     this.node = Object.assign(document.createElement("figure"), { className: "card" });
     this.node.append(caption, this.canvas);
     new ResizeObserver(() => this.touch()).observe(this.canvas);
