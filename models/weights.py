@@ -7,7 +7,6 @@ and two tensors more where a device or a mesh copies them.
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,17 +22,15 @@ from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
-from .formats.stored import DTYPES, StoredTensor
+from .formats.stored import DTYPES, StoredTensor, TensorInMemory
+from .host_memory import aligned_empty, touch, transpose
 from .quantisation import Int8Kernel
 from .sharding import copy_kv_heads, kv_head_copies, model_devices, partition_spec, with_kv_head_copies
 from .stored_tensors import STRIP, StoredTensors, Tensor, strips
 from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
-ALIGNMENT = 64  # bytes, of arrays that a device need not copy
-BLOCK = 1 << 22  # bytes of a block of rows that a thread reads
-NEW_MEMORY = 1 << 23  # bytes of new memory that a thread touches at a time
-WIDENED = 4  # rows of 16-bit numbers that are transposed as one of 64 bits
-WAITING_THREADS = 3  # that wait for the disk while one for each processor converts
+BLOCK = 1 << 20  # bytes of a block of rows that a thread reads
+WAITING_THREADS = 1  # that wait for the disk while one for each processor converts
 MOST_THREADS = 8
 
 
@@ -60,7 +57,7 @@ def read(
     expected = entries(config)
     tensors.check(expected, config)
     arrays: list[jax.Array | Int8Kernel] = []
-    in_memory: dict[str, StoredTensor] = {}
+    in_memory: dict[str, TensorInMemory] = {}
     num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))
     with ThreadPoolExecutor(num_threads, "weights") as threads:
 
@@ -87,7 +84,7 @@ def read(
                 arrays.append(begun.finish(mesh, config))
                 advance(begun.host.size * dtype.itemsize)
                 if config.tie_word_embeddings and begun.entry.pieces[0].name == EMBEDDING:
-                    in_memory[EMBEDDING] = StoredTensor(begun.host, "", tensors.directory)
+                    in_memory[EMBEDDING] = TensorInMemory(begun.host, "", tensors.directory)
             begun = following
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
 
@@ -119,31 +116,6 @@ def shape_at(tree: Any, path: tuple[Any, ...]) -> tuple[int, ...]:
     for key in path:
         tree = tree[key]
     return tree.shape
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that a CPU device takes over without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % ALIGNMENT
-    return memory[begin : begin + size].view(dtype).reshape(shape)
-
-
-def touch(host: np.ndarray, threads: ThreadPoolExecutor) -> list[Future[None]]:
-    """Have threads touch new memory, each its own pages, before rows are transposed into it.
-
-    A block of transposed rows touches all pages of the array, which several threads would wait for at once.
-    Touching a page writes to it, so that nothing else may be written before the results are there.
-
-    Args:
-        host: an array that nothing was written to, in one piece.
-        threads: the threads that touch the memory.
-    """
-    memory = host.reshape(-1).view(np.uint8)
-    first, size = -host.ctypes.data % mmap.PAGESIZE, memory.size
-    memory[:1] = 0
-    ranges = ((begin, min(begin + NEW_MEMORY, size)) for begin in range(first, size, NEW_MEMORY))
-    return [threads.submit(memory[begin : end : mmap.PAGESIZE].fill, 0) for begin, end in ranges]
 
 
 def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
@@ -215,32 +187,6 @@ def fill_blocks(
     size = max(STRIP, BLOCK * length // max(1, out.nbytes) // STRIP * STRIP)
     blocks = [slice(start, min(start + size, length)) for start in range(0, length, size)]
     return [threads.submit(fill, rows) for rows in blocks]
-
-
-def transpose(rows: np.ndarray, out: np.ndarray) -> None:
-    """Copy a matrix to its transpose, in strips that stay in the processor's cache.
-
-    Four rows of 16-bit numbers are interleaved first, and moved as one row of 64-bit numbers.
-
-    Args:
-        rows: [rows, columns].
-        out: is filled, [columns, rows].
-    """
-    widened = len(rows) // WIDENED * WIDENED if rows.itemsize == 2 and is_widened(out) else 0
-    strip = np.empty((STRIP // WIDENED, rows.shape[1], WIDENED), rows.dtype)
-    for begin in range(0, widened, STRIP):
-        end = min(begin + STRIP, widened)
-        interleaved = strip[: (end - begin) // WIDENED]
-        for i in range(WIDENED):
-            interleaved[..., i] = rows[begin + i : end : WIDENED]
-        out[:, begin:end].view(np.uint64)[...] = interleaved.view(np.uint64)[..., 0].T
-    for part in strips(len(rows) - widened):
-        out[:, widened:][:, part] = rows[widened:][part].T
-
-
-def is_widened(out: np.ndarray) -> bool:
-    """Whether four 16-bit numbers of a row of the array are one of 64 bits."""
-    return out.strides == (out.strides[0], 2) and not any(n % 8 for n in (out.ctypes.data, out.strides[0]))
 
 
 def bits(array: np.ndarray) -> np.ndarray:

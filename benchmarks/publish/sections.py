@@ -33,6 +33,7 @@ FILES = {  # benchmarks whose section comes from one file
     "speculation.lossless": "lossless-amd-epyc.json",
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",
+    "start_up.loading": "loading-intel-xeon-processor.json",
 }
 
 

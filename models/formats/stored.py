@@ -52,6 +52,16 @@ class StoredTensor:
         release_pages(self.array)
 
 
+class TensorInMemory(StoredTensor):
+    """A tensor that has been read."""
+
+    def block(self, index: Any) -> np.ndarray:
+        return self.array[index]
+
+    def release(self) -> None:
+        """Its memory is that of a parameter."""
+
+
 def release_pages(array: np.ndarray) -> None:
     """Let the system reclaim what was read of the file that an array is mapped from.
 

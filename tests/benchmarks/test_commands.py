@@ -16,7 +16,7 @@ BENCHMARKS = sorted(
 )
 FOLDERS = [path for path in (ROOT / "benchmarks").iterdir() if path.is_dir() and any(path.glob("*.py"))]
 COMMANDS_OF_HARNESS = ("harness.bandwidth", "harness.baselines.worker")
-WITHOUT_PAGE = ("publish", "embedded_model", "serving_overhead", "start_up.loading")
+WITHOUT_PAGE = ("publish", "embedded_model", "serving_overhead")
 
 
 def test_all_are_there():

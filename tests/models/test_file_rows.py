@@ -9,11 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from entropic_jax.models import ModelError
+from entropic_jax.models import ModelError, host_memory
 from entropic_jax.models.formats import file_rows
 from entropic_jax.models.formats.file_rows import read_rows
+from entropic_jax.models.host_memory import LARGE, NEW_MEMORY, aligned_empty, memory_advice, touch, transpose
 from entropic_jax.models.tensor_names import Piece
-from entropic_jax.models.weights import NEW_MEMORY, aligned_empty, fill_blocks, touch, transpose
+from entropic_jax.models.weights import fill_blocks
 
 HEADER = 1000  # bytes, so that rows begin inside a unit of direct reads
 SHAPE = (300, 500)
@@ -102,31 +103,58 @@ def test_pages_that_were_read_are_cached(file):
     assert file_rows.is_cached(begin, HEADER + array.nbytes)
 
 
-PLACES = [(300, 320, 4), (301, 320, 8), (64, 67, 0), (3, 8, 4), (70, 80, 2)]
+PLACES = [(300, 320, 4), (531, 600, 4), (301, 320, 8), (64, 67, 0), (3, 8, 4), (70, 80, 2)]
 
 
+@pytest.mark.parametrize("columns", [50, 2100])
 @pytest.mark.parametrize("dtype", ["uint16", "uint8", "float32"])
 @pytest.mark.parametrize(("rows", "length", "place"), PLACES)
-def test_transposes(rows, length, place, dtype):
-    matrix = np.random.default_rng(0).integers(0, 255, (rows, 50)).astype(dtype)
-    out = np.zeros((50, length), dtype)
+def test_transposes(rows, length, place, dtype, columns):
+    matrix = np.random.default_rng(0).integers(0, 255, (rows, columns)).astype(dtype)
+    out = np.zeros((columns, length), dtype)
     transpose(matrix, out[:, place : place + rows])
     expected = np.zeros_like(out)
     expected[:, place : place + rows] = matrix.T
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("size", [1, 5000, NEW_MEMORY - 64, 2 * NEW_MEMORY + 12345])
-def test_every_page_of_new_memory_is_touched(size):
-    """Pages, which begin at their own addresses, are each written to, and nothing beyond the array is."""
+def resident(array: np.ndarray) -> np.ndarray:
+    """Whether each page of an array is in memory."""
+    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    count = -(-(array.ctypes.data + array.nbytes - begin) // mmap.PAGESIZE)
+    pages = np.zeros(count, np.uint8)
+    assert file_rows.page_query()(begin, count * mmap.PAGESIZE, pages.ctypes.data) == 0
+    return (pages & 1).astype(bool)
+
+
+@pytest.mark.skipif(file_rows.page_query() is None, reason="no mincore")
+@pytest.mark.parametrize("advice", ["as it is", "none", "refused"])
+@pytest.mark.parametrize("size", [LARGE, NEW_MEMORY - 64, 2 * NEW_MEMORY + 12345])
+def test_every_page_of_new_memory_is_touched(size, advice, monkeypatch):
+    """Whether the system populates pages or the process writes to them; nothing behind the array is touched."""
+    chosen = {"as it is": memory_advice(), "none": None, "refused": lambda *arguments: -1}[advice]
+    monkeypatch.setattr(host_memory, "memory_advice", lambda: chosen)
+    memory = aligned_empty((size + NEW_MEMORY,), np.dtype(np.uint8))
+    with ThreadPoolExecutor(3) as threads:
+        touch(memory[:size], threads)
+    assert resident(memory[:size]).all()
+    assert not resident(memory[size + 2 * mmap.PAGESIZE :]).any()
+
+
+@pytest.mark.parametrize("size", [1, 5000, LARGE - 1])
+def test_touching_small_arrays_writes_to_nothing_else(size):
     memory = aligned_empty((size + 64,), np.dtype(np.uint8))
     memory[:] = 1
     with ThreadPoolExecutor(3) as threads:
         touch(memory[:size], threads)
     assert (memory[size:] == 1).all()
-    written = np.flatnonzero(memory == 0) + memory.ctypes.data
-    first, last = memory.ctypes.data, memory.ctypes.data + size - 1
-    assert {*(written // mmap.PAGESIZE)} == {*range(first // mmap.PAGESIZE, last // mmap.PAGESIZE + 1)}
+
+
+def test_large_arrays_have_pages_of_the_system():
+    """Those of NumPy are huge where the system has them."""
+    large, small = (aligned_empty((size,), np.dtype(np.uint8)) for size in (LARGE, 100))
+    assert large.ctypes.data % mmap.PAGESIZE == 0 and small.ctypes.data % host_memory.ALIGNMENT == 0
+    assert isinstance(file_rows.mapping_of(large), mmap.mmap) and file_rows.mapping_of(small) is None
 
 
 class Matrix(np.ndarray):

@@ -1,40 +1,56 @@
 """Loading benchmark: peak memory and rate of `models.load`, compared with reading the files.
 
-    python -m benchmarks.start_up.loading [--shape 3b] [--dtype bfloat16] [--rounds 3] [--directory DIR]
+    python -m benchmarks.start_up.loading [--shape 3b] [--dtype bfloat16] [--rounds 5] [--document]
 
 writes a sharded bfloat16 checkpoint of random weights to a temporary directory under DIR, and deletes it
-afterwards. A round reads the files into one small buffer, through the page cache (*disk*) and past it
-(*direct disk*), writes as many bytes to new memory (*memory*), and loads the checkpoint in a process of its
-own. None of the files is in the page cache before a reading. *load_over_disk* compares with the faster of the
-two readings. The result is one JSON object with the median, the least and the largest value of each
-measurement.
-
-On a virtual machine, writing to new memory can be slower than the disk, and then bounds the load.
+afterwards. A round reads the files into one small buffer, through the page cache and past it, writes as many
+bytes to new memory, and loads the checkpoint in a process of its own. None of the files is in the page cache
+before a reading.
 """
 
 import argparse
-import json
+import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from .measure import SHAPES, measured_round, summary, write
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from ...harness.provenance import describe_run
+from ...harness.publishing import benchmark_parser, measure_and_publish
+from . import report
+from .measure import SHAPES, measured_round, write
+
+NAME = "start_up.loading"
 
 
 def main() -> None:
-    """Print the measurements as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="3b", help="of the model (default: 3b)")
+    """Measure or read results, print them, store them."""
+    parser = benchmark_parser(__doc__, NAME)
+    parser.add_argument("--shape", choices=SHAPES, help="of the model (default: 3b)")
     parser.add_argument("--dtype", default="bfloat16", help="that the weights become (default: bfloat16)")
     parser.add_argument("--directory", type=Path, help="where the checkpoint is written for the while")
-    parser.add_argument("--rounds", type=int, default=3, help="of measurements (default: 3)")
+    parser.add_argument("--rounds", type=int, help="of measurements (default: 5)")
     options = parser.parse_args()
+    options.shape = options.shape or ("tiny" if options.quick else "3b")
+    options.rounds = (1 if options.quick else 5) if options.rounds is None else options.rounds
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {options.rounds}")
+    measure_and_publish(NAME, report, run, options)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The measurements of every round, and the size of the files."""
+    description = describe_run(console)
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)
         write(directory, SHAPES[options.shape])
+        size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         rounds = [measured_round(directory, options.dtype) for _ in range(options.rounds)]
-        print(json.dumps(summary(directory, rounds)))
+    shape = {"shape": options.shape, "dtype": options.dtype, "files_gb": size / 1e9}
+    return {**description, **shape, "rounds": rounds}
 
 
 if __name__ == "__main__":

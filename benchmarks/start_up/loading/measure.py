@@ -3,12 +3,10 @@
 import json
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,10 +41,10 @@ peak = next(line for line in Path("/proc/self/status").read_text().splitlines() 
 print(json.dumps([seconds, processor, int(peak.split()[1]) * 1024]))
 """
 FILL = """
-import sys, time
+import mmap, sys, time
 import numpy as np
 begin = time.perf_counter()
-np.empty(int(sys.argv[1]), np.uint8).fill(1)
+np.frombuffer(mmap.mmap(-1, int(sys.argv[1])), np.uint8).fill(1)
 print(time.perf_counter() - begin)
 """
 
@@ -135,16 +133,3 @@ def measured_round(directory: Path, dtype: str) -> dict[str, float]:
         "memory_gb_per_second": memory / 1e9,
         "load_over_disk": size / seconds / max(disk, direct),
     }
-
-
-def summary(directory: Path, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """The size of the files, and the median and the range of each measurement.
-
-    Args:
-        directory: the directory of the checkpoint.
-        rounds: `measured_round`s.
-    """
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    columns = {name: [measured[name] for measured in rounds] for name in rounds[0]}
-    spread = {name: [statistics.median(v), min(v), max(v)] for name, v in columns.items()}
-    return {"files_gb": size / 1e9, "rounds": len(rounds), **spread}
