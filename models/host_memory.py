@@ -1,4 +1,4 @@
-"""Memory of the arrays that a model is loaded into: how it is reserved, touched, and filled in other order."""
+"""Memory of the arrays that a model is loaded into: reserved, touched, and filled in another order."""
 
 import ctypes
 import functools

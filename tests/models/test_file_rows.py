@@ -131,7 +131,7 @@ def resident(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("advice", ["as it is", "none", "refused"])
 @pytest.mark.parametrize("size", [LARGE, NEW_MEMORY - 64, 2 * NEW_MEMORY + 12345])
 def test_every_page_of_new_memory_is_touched(size, advice, monkeypatch):
-    """Whether the system populates pages or the process writes to them; nothing behind the array is touched."""
+    """Whether the system populates pages or the process writes to them, and nothing behind the array."""
     chosen = {"as it is": memory_advice(), "none": None, "refused": lambda *arguments: -1}[advice]
     monkeypatch.setattr(host_memory, "memory_advice", lambda: chosen)
     memory = aligned_empty((size + NEW_MEMORY,), np.dtype(np.uint8))

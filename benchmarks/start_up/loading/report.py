@@ -49,7 +49,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 def notes(results: dict[str, Any]) -> list[str]:
     """The machine, and what was measured."""
     return [
-        f"{results['cpu']}, {results['date']}. {len(results['rounds'])} rounds, each of two readings and a load.",
+        f"{results['cpu']}, {results['date']}. {len(results['rounds'])} rounds.",
         "None of the files is in the page cache before a reading or a load.",
         "The output projection is a second copy of the tied embedding, which the files hold once.",
     ]
