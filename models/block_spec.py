@@ -194,6 +194,9 @@ class Family(NamedTuple):
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
     first_layers_slide: bool = False  # every second layer before `max_window_layers`; else those from it on
     default_rope: Mapping[str, Any] = {}  # `rope_parameters` of files without them and `rope_scaling`
+    stretched_base: bool = (
+        False  # whether "dynamic" scaling with `alpha` is a larger base, whatever else it states
+    )
     activations: Mapping[str, str] = {}  # spellings of `hidden_act` that mean another here
 
 

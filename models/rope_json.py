@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .block_spec import Family
-from .config import FULL, SLIDING, ModelError, abbreviate, is_number
+from .config import (
+    FULL,
+    LARGEST_INTEGER,
+    LARGEST_NUMBER,
+    SLIDING,
+    ModelError,
+    abbreviate,
+    is_integer,
+    is_number,
+)
 from .rope import FIELDS, RopeScaling
 
 KINDS = {"su": "longrope", "mrope": "default"}  # older names; mrope differs for images alone
@@ -61,11 +70,40 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
         result["rope_local_base_freq"] = local.get("rope_theta", merged["rope_local_base_freq"])
     if "llama_4_scaling_beta" in family.defaults and stated.get("llama_4_scaling_beta") is not None:
         result["llama_4_scaling_beta"] = stated["llama_4_scaling_beta"]
+    if family.stretched_base and is_dynamic(stated) and stated.get("alpha"):
+        return {
+            **result,
+            "rope_theta": stretched_base(key, stated, {**merged, **result}),
+            "rope_scaling": None,
+        }
     result["rope_scaling"] = scaling_of(stated, merged)
     kind = "default" if result["rope_scaling"] is None else result["rope_scaling"].rope_type
     read_from_here = {"partial_rotary_factor", *{"llama_4_scaling_beta"} & family.defaults.keys()}
     no_stray_keys(key, stated, kind, read_from_here)
     return result
+
+
+def is_dynamic(stated: Mapping[str, Any]) -> bool:
+    """Whether the scaling is called "dynamic"."""
+    return stated.get("rope_type", stated.get("type")) == "dynamic"
+
+
+def stretched_base(field: str, stated: Mapping[str, Any], merged: Mapping[str, Any]) -> Any:
+    """The base of a rotation that is stretched for every length alike: θ · alpha^(d / (d − 2)).
+
+    Args:
+        field: the name of the object in config.json.
+        stated: the object.
+        merged: config.json over the defaults.
+    """
+    alpha, theta = stated["alpha"], merged.get("rope_theta", 1e4)
+    heads, hidden, dim = (merged.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if dim is None and is_integer(heads) and is_integer(hidden) and heads > 0:
+        dim = hidden // heads
+    if not is_number(alpha) or not 0 < alpha < 1e9:
+        raise ModelError(f"{field}.alpha must be a positive number; got {abbreviate(alpha)}")
+    fits = is_number(theta) and 0 < theta < LARGEST_NUMBER and is_integer(dim) and 2 < dim < LARGEST_INTEGER
+    return theta * alpha ** (dim / (dim - 2)) if fits else theta  # what does not fit is refused by `Config`
 
 
 def no_stray_keys(field: str, stated: Mapping[str, Any], kind: str, others: Iterable[str] = ()) -> None:

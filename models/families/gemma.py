@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, text only (arXiv 2403.08295, 2408.00118, 2503.19786)."""
+"""Gemma 1, 2 and 3, text only (arXiv 2403.08295, 2408.00118, 2503.19786), and VaultGemma (2510.15001)."""
 
 from typing import Any
 
@@ -17,12 +17,13 @@ def gemma(config: Config, layer: int) -> BlockSpec:
     return block_of(config, layer, norm=norm(config), bias=bias, output_bias=bias)
 
 
-def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
+def gemma2(config: Config, layer: int, placement: str = "sandwich", **switches: Any) -> BlockSpec:
     """Gemma 2: norms around both blocks, capped scores, a window in every second layer.
 
     Args:
         config: the model's configuration.
         layer: its number.
+        placement: the placement of the norms.
         **switches: fields of the block that differ in a descendant.
     """
     bias = config.attention_bias
@@ -30,7 +31,7 @@ def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
         config,
         layer,
         norm=norm(config),
-        placement="sandwich",
+        placement=placement,
         scale=config.query_pre_attn_scalar**-0.5,
         soft_cap=config.attn_logit_softcapping,
         bias=bias,
@@ -42,6 +43,11 @@ def gemma2(config: Config, layer: int, **switches: Any) -> BlockSpec:
 def gemma3(config: Config, layer: int) -> BlockSpec:
     """Gemma 3: normalised queries and keys, five layers of six with a window and a base of their own."""
     return gemma2(config, layer, head_norm=norm(config), rope=rope_of(config, layer, local=True))
+
+
+def vaultgemma(config: Config, layer: int) -> BlockSpec:
+    """VaultGemma: Gemma 2 without norms after the blocks."""
+    return gemma2(config, layer, "pre")
 
 
 def output(config: Config) -> OutputSpec:
@@ -85,6 +91,17 @@ FAMILIES = (
         output,
         aliases={"hidden_act": "hidden_activation"},
         renames=SANDWICH,
+        required={"sliding_window_pattern": 2},
+    ),
+    Family(
+        "VaultGemmaForCausalLM",
+        "vaultgemma",
+        {**KEYS, **CAPS, "max_position_embeddings": 8192, "num_key_value_heads": 4}
+        | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        vaultgemma,
+        output,
+        aliases={"hidden_act": "hidden_activation"},
+        renames=SANDWICH[:1],
         required={"sliding_window_pattern": 2},
     ),
     Family(

@@ -1,6 +1,6 @@
-"""Llama and families that differ in a switch: Mistral, SmolLM3, Seed-OSS, Ernie 4.5, Helium, Arcee."""
+"""Llama, and families that differ in a switch, such as Mistral, SmolLM3, Seed-OSS, Ernie 4.5 and Hunyuan."""
 
-from ..block_spec import BlockSpec, Family, PositionScale, block_of, mlp_of, rope_of
+from ..block_spec import BlockSpec, Family, PositionScale, block_of, mlp_of, rms_norm_of, rope_of
 from ..config import Config, ModelError
 
 POSITIONS = {"max_position_embeddings": 131072}
@@ -44,6 +44,12 @@ def helium(config: Config, layer: int) -> BlockSpec:
     """Helium: pairs of the rotation are neighbours."""
     mlp, rope = mlp_of(config, bias=config.mlp_bias), rope_of(config, layer, interleaved=True)
     return block_of(config, layer, mlp, bias=config.attention_bias, rope=rope)
+
+
+def hunyuan(config: Config, layer: int) -> BlockSpec:
+    """Hunyuan, dense: queries and keys are normalised per head after they are rotated."""
+    bias, norm = config.attention_bias, rms_norm_of(config)
+    return block_of(config, layer, bias=bias, output_bias=bias, head_norm=norm, norm_rotated=True)
 
 
 def arcee(config: Config, layer: int) -> BlockSpec:
@@ -110,5 +116,13 @@ FAMILIES = (
         "arcee",
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2", **LLAMA_KEYS},
         arcee,
+    ),
+    Family(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+        hunyuan,
+        renames=((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm.")),
+        stretched_base=True,
     ),
 )

@@ -97,6 +97,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, **WINDOW, **BIAS}),
     ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": False, "mlp_only_layers": [0]}),
     ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    ("VaultGemma", {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 20}),
+    (
+        "VaultGemma",
+        {"head_dim": 8, "num_key_value_heads": 1, "attn_logit_softcapping": 2.0, **BIAS, **UNTIED}
+        | {"layer_types": [FULL, SLIDING], "sliding_window": 5, "final_logit_softcapping": None},
+    ),
     (
         "Gemma2",
         {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
@@ -182,6 +188,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, **BIAS, **TIED}),
     ("Exaone4", {"sliding_window": 6, "num_hidden_layers": 4}),
     ("Exaone4", {"sliding_window": None, "layer_types": [FULL, FULL], "rope_parameters": LLAMA3}),
+    ("HunYuanDenseV1", {"head_dim": 12, "num_key_value_heads": 1, **BIAS}),
+    (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 8,
+            **TIED,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
     ("Helium", {"head_dim": 8, "num_key_value_heads": 1}),
     ("Glm4Moe", {**EXPERTS_OF_GLM, "n_group": 4, "topk_group": 2}),
     (

@@ -33,13 +33,18 @@ COMBINATIONS = {
     "Qwen3Moe": (("bfloat16", "full", "no drafts"), ("int8", "off", "drafts")),  # experts
     "Glm4": (("int8", "full", "no drafts"), ("bfloat16", "off", "drafts")),  # sandwich norms
 }
+# Of the other families each has one such pair, by turns.
+PAIRS = tuple(COMBINATIONS[family] for family in ("Llama", "Llama4", "Gemma2", "GptOss"))
+OTHERS = [family for family in dict.fromkeys(name for name, _ in CASES) if family not in COMBINATIONS]
 # All of these texts are beyond the original context, so transformers rotates them alike, read at once or not.
 LONGROPE = {**longrope(3), "partial_rotary_factor": 0.75}
 CHANGES = {"Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4}}
 FAST = ("Llama", "int8", "off", "no drafts")
 ALL = [(family, *choices) for family, both in COMBINATIONS.items() for choices in both]
+EXHAUSTIVE = [(family, *choices) for i, family in enumerate(OTHERS) for choices in PAIRS[i % len(PAIRS)]]
 EACH = [
-    pytest.param(*case, id="-".join(case), marks=() if case == FAST else pytest.mark.slow) for case in ALL
+    *(pytest.param(*case, id="-".join(case), marks=() if case == FAST else pytest.mark.slow) for case in ALL),
+    *(pytest.param(*case, id="-".join(case), marks=pytest.mark.exhaustive) for case in EXHAUSTIVE),
 ]
 
 
@@ -110,6 +115,14 @@ def test_agrees_with_transformers(family, dtype, preset, drafts, tmp_path):
         valid = trace.emitted[:, row]
         errors += [trace.surprisal[valid, row] - surprisal, trace.entropy[valid, row] - entropy]
     assert 0 < np.abs(errors).mean() < TOLERANCE[dtype], np.abs(errors).mean()
+
+
+def test_every_family_has_two_cases_that_differ_in_everything():
+    cases = [*ALL, *EXHAUSTIVE]
+    assert {f"{family}ForCausalLM" for family, *_ in cases} == set(models.FAMILIES)
+    for family in {case[0] for case in cases}:
+        first, second = (case[1:] for case in cases if case[0] == family)
+        assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_every_pair_of_choices_has_a_case():
