@@ -166,7 +166,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         }
         | {"swiglu_limit": 0.5},
     ),
-    ("Arcee", {"rope_parameters": YARN, **TIED}),
+    ("Arcee", {"rope_parameters": {**YARN, "beta_fast": 4.0, "beta_slow": 0.1}, **TIED}),
     ("Nemotron", {"num_key_value_heads": 1}),
     (
         "Nemotron",

@@ -9,6 +9,7 @@ import pytest
 
 from entropic_jax import allocate, generate, models, parameters, start
 from entropic_jax.methods import presets
+from entropic_jax.phases import prefill
 from tests.models.family_cases import CASES, SIZES, longrope
 from tests.models.oracle import QUICK, random_model
 from tests.speculation.test_lossless import corrupted, scripted
@@ -16,7 +17,7 @@ from tests.speculation.test_lossless import corrupted, scripted
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-PAGE, STEPS, CONTEXT, WIDTH = 8, 16, 40, 2
+PAGE, STEPS, CONTEXT, WIDTH, CHUNK = 8, 16, 40, 2, 4
 LENGTHS = (13, 6, 9)  # of the prompts, more than a page and less
 # The mean distance, in nats, of the tokens' surprisal and entropy from those that transformers computes.
 TOLERANCE = {"bfloat16": 0.02, "int8": 0.04}
@@ -93,8 +94,12 @@ def measured(reference: Any, prompt: list[int], tokens: list[int]) -> tuple[np.n
 
 
 @pytest.mark.parametrize(("family", "dtype", "preset", "drafts"), EACH)
-def test_agrees_with_transformers(family, dtype, preset, drafts, tmp_path):
-    """Drafts change no token, and the last run's measurements are near those of the same text elsewhere."""
+def test_agrees_with_transformers(family, dtype, preset, drafts, tmp_path, monkeypatch):
+    """Drafts change no token, and the last run's measurements are near those of the same text elsewhere.
+
+    Prompts are prefilled in chunks smaller than a page.
+    """
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", CHUNK)
     changes = CHANGES.get(family) or next(changes for name, changes in CASES if name == family)
     reference = random_model(family, {**SIZES, **changes}, seed=1)
     reference.save_pretrained(tmp_path)

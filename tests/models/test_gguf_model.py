@@ -88,9 +88,10 @@ def write(file, kind) -> object:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(k, marks=() if k == FAST else pytest.mark.slow) for k in KINDS]
-)
+EACH = [pytest.param(kind, marks=() if kind == FAST else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_model_and_tokenizer_in_one_file(name, tmp_path):
     """No other file stands next to it."""
     reference = write(tmp_path / "model.gguf", getattr(gguf.GGMLQuantizationType, name))
