@@ -5,13 +5,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from entropic_jax import __version__
 from entropic_jax.parameter_tables.table import ParameterError
 
 from .commands import ablate, bench, calibrate, chat, doctor, generate, heads, models, plan, serve
 from .commands.config_file import use_config
+from .commands.parser import Parser
 from .commands.unknown_flags import explained
 from .options.option_types import message_of
 
@@ -19,15 +19,7 @@ COMMANDS = {
     module.__name__.rpartition(".")[2]: module
     for module in (generate, chat, serve, bench, calibrate, ablate, heads, models, plan, doctor)
 }
-WRONG_USE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and the message."""
-        self.exit(WRONG_USE, f"{self.prog}: error: {message}\n")
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
 def parser() -> Parser:

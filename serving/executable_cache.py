@@ -42,6 +42,8 @@ from entropic_jax.cpu_runtime.custom_call import register_stored, registered
 from entropic_jax.cpu_runtime.threads import num_threads
 from entropic_jax.mesh.devices import default_device, processor, user_cache
 
+from .compilation import compile_program
+
 LOG = logging.getLogger("entropic_jax.programs")
 VARIABLE = "ENTROPIC_PROGRAM_CACHE"
 PACKAGE = Path(entropic_jax.__file__).resolve().parent
@@ -90,7 +92,7 @@ def load_or_compile(
         LOG.debug("a program is not stored: %s", reason)
     # What could not be stored before is left to JAX's cache.
     if not (folder and digest) or _refusal(folder / f"{digest[:32]}.program").exists():
-        return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile(), True
+        return compile_program(function, arguments, donate_argnums), True
     with LOCKS.setdefault(digest, threading.Lock()):
         return _load_or_compile(function, arguments, donate_argnums, folder / f"{digest[:32]}.program")
 
@@ -116,7 +118,7 @@ def _load_or_compile(
     # XLA can store what it has compiled, but not what it has loaded. The name is part of the key of JAX's
     # cache, which therefore does not hold this program.
     named.__name__ = f"{_innermost(function).__name__}_{secrets.token_hex(4)}"
-    program = jax.jit(named, donate_argnums=donate_argnums).lower(*arguments).compile()
+    program = compile_program(named, arguments, donate_argnums)
     _write(file, program, _devices(arguments))
     return program, True
 

@@ -1,6 +1,7 @@
 """Every interface covers every sampling parameter of the table and accepts the same values."""
 
 import ast
+import inspect
 import math
 import re
 from pathlib import Path
@@ -10,7 +11,13 @@ import pydantic
 import pytest
 
 from entropic_jax import SamplingParams, parameters
-from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, ENGINE, OUTPUT, PARAMETERS
+from entropic_jax.parameter_tables.sampling_params import (
+    DEVICE_PARAMETERS,
+    ENGINE,
+    INSTEAD,
+    OUTPUT,
+    PARAMETERS,
+)
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, markdown
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.engine import device_state
@@ -91,9 +98,10 @@ def test_the_command_line_has_an_option_for_each():
 @pytest.mark.parametrize(("body", "needed"), BODIES, ids=["completions", "chat"])
 def test_the_http_schema_states_each_with_its_range(body, needed):
     properties = body.model_json_schema()["properties"]
-    assert set(PARAMETERS) <= set(properties)
+    absent = {"prompt_logprobs"} if body is ChatBody else set()
+    assert set(PARAMETERS) - set(properties) == absent
     for name, line in NUMBERS.items():
-        if name in ("max_tokens", "logprobs"):
+        if name in ("max_tokens", "logprobs", "prompt_logprobs"):
             continue
         stated = properties[name]["anyOf"][0]
         low = "exclusiveMinimum" if line.accepts.above_low else "minimum"
@@ -155,6 +163,29 @@ def test_an_error_has_the_parameters_name():
     with pytest.raises(ParameterError, match=re.escape("top_p must be a number above 0 and at most 1")) as e:
         SamplingParams(top_p=0)
     assert e.value.param == "top_p" and isinstance(e.value, ValueError)
+
+
+def test_a_seed_of_minus_one_is_drawn_anew():
+    """As in vLLM: -1 is no seed, in every interface."""
+    assert SamplingParams(seed=-1).seed is None
+    assert [SamplingParams(seed=seed).seed for seed in (-2, 2**31, 5)] == [2**31 - 2, 0, 5]
+    assert "seed" not in sampling_options.read(parser().parse_args(["generate", "--seed=-1"]))
+    assert len({Request(prompt="x", seed=-1).seed for _ in range(4)}) > 1
+    assert len({Request.of("x", SamplingParams(seed=-1), seed=3).seed for _ in range(4)}) == 1
+    for body, needed in BODIES:
+        assert len({body(**needed, seed=-1).first_seed() for _ in range(4)}) > 1
+
+
+def test_a_parameter_that_there_is_not_is_named_with_what_to_use():
+    for name, message in (
+        ("temprature", r"temprature; did you mean temperature\?"),
+        ("best_of", "best_of; use n, and choose by cumulative_logprob"),
+        ("zzz", "zzz; its parameters are max_tokens, temperature, "),
+    ):
+        with pytest.raises(TypeError, match=f"^SamplingParams has no parameter {message}"):
+            SamplingParams(**{name: 1})
+    assert list(inspect.signature(SamplingParams).parameters) == list(PARAMETERS)
+    assert not set(INSTEAD) & set(PARAMETERS)
 
 
 def test_a_text_must_not_have_more_tokens_than_it_may():

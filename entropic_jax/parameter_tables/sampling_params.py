@@ -20,6 +20,7 @@ from .table import (
     TokenIds,
     parameter,
     parameters_of,
+    refuses_unknown,
 )
 
 DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
@@ -29,21 +30,39 @@ the code that writes the answer."""
 _PROBABILITY = Number(float, 0, 1, above_low=True)
 _PENALTY = Number(float, -2, 2)
 LARGEST_VOCABULARY = 2**20  # tokens
+RANDOM_SEED = -1  # stands for one that is drawn anew
 _LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no difference
 
 
+INSTEAD = {
+    "best_of": "use n, and choose by cumulative_logprob",
+    "do_sample": "temperature=0 is greedy",
+    "guided_decoding": "a server takes grammars, in structured_outputs",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "num_return_sequences": "use n",
+    "stop_sequences": "use stop",
+    "structured_outputs": "a server takes grammars, in the field of that name",
+    "use_beam_search": "there is no beam search; use n, and choose by cumulative_logprob",
+}
+"""What there is in place of parameters of vLLM and Transformers."""
+
+
+@refuses_unknown(INSTEAD)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Table):
     """How to continue a prompt. Every default is off, except `max_tokens` and `temperature`.
 
-    Raises ParameterError, a ValueError, which names the parameter, the accepted values and the value.
-    `min_tokens` is at most `max_tokens`.
+    Raises ParameterError, a ValueError, which names the parameter, the accepted values and the value, and
+    TypeError for a parameter that there is not. `min_tokens` is at most `max_tokens`.
 
     >>> SamplingParams(temperature=0.7, stop="END").stop
     ('END',)
     >>> SamplingParams(top_p=0)
     Traceback (most recent call last):
     entropic_jax.parameter_tables.table.ParameterError: top_p must be a number above 0 and at most 1; got 0
+    >>> SamplingParams(max_new_tokens=8)
+    Traceback (most recent call last):
+    TypeError: SamplingParams has no parameter max_new_tokens; did you mean max_tokens?
     """
 
     max_tokens: int = parameter(
@@ -103,7 +122,7 @@ class SamplingParams(Table):
     seed: int | None = parameter(
         None,
         Number(int, -(2**63), 2**63 - 1, optional=True),
-        "seed of the random draws, modulo 2³¹; random if omitted",
+        "seed of the random draws, modulo 2³¹; random if omitted or -1",
         scope=HOST,
     )
     stop: str | Sequence[str] = parameter(
@@ -142,14 +161,29 @@ class SamplingParams(Table):
         unit="tokens",
         scope=OUTPUT,
     )
+    prompt_logprobs: int | None = parameter(
+        None,
+        Number(int, 0, 20, optional=True),
+        "report the same for each token of the prompt but the first",
+        unit="tokens",
+        scope=OUTPUT,
+    )
 
     def __post_init__(self) -> None:
         """Check every parameter and bring it into its normal form."""
         super().__post_init__()
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        if self.seed is not None:
-            object.__setattr__(self, "seed", self.seed % 2**31)
+        object.__setattr__(self, "seed", normal_seed(self.seed))
         check_min_tokens(self.min_tokens, self.max_tokens)
+
+
+def normal_seed(seed: int | None) -> int | None:
+    """The seed modulo 2³¹, as the device takes it; None, as in vLLM, for -1: draw one anew.
+
+    >>> normal_seed(2**31 + 5), normal_seed(-2), normal_seed(-1)
+    (5, 2147483646, None)
+    """
+    return None if seed is None or seed == RANDOM_SEED else seed % 2**31
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:

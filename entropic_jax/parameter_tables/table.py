@@ -15,12 +15,15 @@ entropic_jax.parameter_tables.table.ParameterError: pressure must be a number ab
 """
 
 import dataclasses
+import difflib
+import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 AUTO = "auto"
+T = TypeVar("T", bound="Table")
 LARGEST_INT = 2**31 - 1  # what the device's integers hold
 
 
@@ -273,6 +276,32 @@ class Table:
     def asdict(self) -> dict[str, Any]:
         """The parameters by name."""
         return {line.name: getattr(self, line.name) for line in parameters_of(type(self))}
+
+
+def refuses_unknown(instead: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """A decorator of tables whose errors for unknown keyword arguments say what to use.
+
+    Args:
+        instead: For names that other libraries have, a clause that says what there is in their place.
+    """
+
+    def decorate(table: type[T]) -> type[T]:
+        init: Callable[..., None] = table.__init__
+        names = [field.name for field in dataclasses.fields(table)]
+
+        @functools.wraps(init)
+        def checked(self: T, *args: Any, **values: Any) -> None:
+            for name in values:
+                if name not in names:
+                    close = difflib.get_close_matches(name, names, 1)
+                    hint = f"did you mean {close[0]}?" if close else f"its parameters are {', '.join(names)}"
+                    raise TypeError(f"{table.__name__} has no parameter {name}; {instead.get(name, hint)}")
+            init(self, *args, **values)
+
+        table.__init__ = checked  # type: ignore[method-assign]
+        return table
+
+    return decorate
 
 
 def parameters_of(table: type[Table], scopes: Iterable[str] | None = None) -> tuple[Parameter, ...]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, recommended
+from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, normal_seed, recommended
 from entropic_jax.parameter_tables.table import short
 
 from ..engine.interface import EngineRequest, OutputStream
@@ -38,7 +38,7 @@ from ..request import Request
 from ..request.chat_template import set_template
 from .lora_request import LoRARequest, RequestedAdapters
 from .options import IN_FLIGHT, PROCESS_NAMES, read_options
-from .outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
+from .outputs import CompletionOutput, Logprob, RequestOutput, Result, result_of
 from .prompts import (
     Message,
     Prompt,
@@ -97,7 +97,7 @@ class LLM:
                 "dslider". The texts of "meso" and "full" are those of "off" and "micro". None is "meso", or
                 "off" with options that exclude drafts.
             seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
-                seed; None draws anew each time.
+                seed; None or -1 draws anew each time.
             **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
                 `max_num_seqs`, `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`,
                 `budgets`, `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
@@ -114,7 +114,7 @@ class LLM:
         """
         if not isinstance(model, str | Path | None):
             raise TypeError(f"model must be a path, as a string or Path; got {short(model)}")
-        self._seed = SEED.check("seed", seed)
+        self._seed = normal_seed(SEED.check("seed", seed))
         stated = {name: options.pop(name) for name in PROCESS_NAMES if name in options}
         group = start_processes(processes.checked(stated))
         self._control, engine_options = read_options(preset, options)
@@ -245,14 +245,15 @@ class LLM:
             results = iter(self._complete([request for group in groups for request in group], use_tqdm))
         outputs = []
         for prompt, group in zip(prompts, groups, strict=True):
-            completions = [next(results) for _ in group]
+            sequences = [next(results) for _ in group]
             outputs.append(
                 RequestOutput(
                     request_id=group[0].id.partition("-")[0],
                     prompt=prompt.text,
                     prompt_token_ids=list(prompt.token_ids),
-                    outputs=[dataclasses.replace(c, index=k) for k, (c, _) in enumerate(completions)],
-                    num_cached_tokens=completions[0][1],
+                    outputs=[dataclasses.replace(s.completion, index=k) for k, s in enumerate(sequences)],
+                    num_cached_tokens=sequences[0].cached_tokens,
+                    prompt_logprobs=sequences[0].prompt_logprobs,
                 )
             )
         return outputs
@@ -294,16 +295,20 @@ class LLM:
                     id=f"{self._num_prompts}-{k}",
                     request=Request.of(prompt.token_ids, seeded),
                     control=self._control,
+                    prompt_logprobs=params.prompt_logprobs if k == 0 else None,
                     adapter=adapter,
                 )
             )
         self._num_prompts += 1
         return requests
 
+    def _decode(self, ids: list[int]) -> str:
+        return self._engine.tokenizer.decode(ids, skip_special=False)
+
     def _complete(
         self, requests: Sequence[EngineRequest], use_tqdm: bool
-    ) -> list[tuple[CompletionOutput, int]]:
-        """The completion of every request and the cached tokens of its prompt, in the order of requests."""
+    ) -> list[Result]:
+        """The result of every request, in their order."""
         order = {request.id: index for index, request in enumerate(requests)}
         results: list[Any] = [None] * len(requests)
         streams: dict[str, OutputStream] = {}
@@ -333,30 +338,8 @@ class LLM:
             return
         stream = streams.pop(name, None)
         if stream is not None:  # otherwise of a call that was interrupted
-            results[order[name]] = self._result(stream)
-            advance(len(results[order[name]][0].token_ids))
-
-    def _result(self, stream: OutputStream) -> tuple[CompletionOutput, int]:
-        deltas = list(stream)
-        tokens = [token for delta in deltas for token in delta.tokens]
-        last = deltas[-1]
-
-        def decode(ids: list[int]) -> str:
-            return self._engine.tokenizer.decode(ids, skip_special=False)
-
-        reported = stream.engine_request.request.logprobs is not None
-        output = CompletionOutput(
-            index=0,
-            text="".join(token.text for token in tokens),
-            token_ids=[token.id for token in tokens],
-            finish_reason=last.finish_reason,  # type: ignore[arg-type]
-            stop_reason=last.stop_reason,
-            error=last.error,
-            logprobs=logprobs_of(tokens, decode) if reported else None,
-            summary=last.summary,
-            metrics=[token.metrics for token in tokens],
-        )
-        return output, last.cached_tokens
+            results[order[name]] = result = result_of(stream, self._decode)
+            advance(len(result.completion.token_ids))
 
 
 @contextmanager

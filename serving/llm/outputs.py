@@ -1,18 +1,21 @@
 """Results of offline generation: one `RequestOutput` per prompt, with the entropic trace of every token."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..engine.interface import OutputStream, PromptToken
 from ..request.transcript import FinishReason, Token
+
+Decode = Callable[[list[int]], str]
 
 
 class Logprob(NamedTuple):
     """A token's log-probability (natural) before temperature and truncation."""
 
     logprob: float
-    rank: int | None  # 1 for the likeliest token; None beyond those that were requested
+    rank: int | None  # 1 for the likeliest token; None beyond the number that was requested
     decoded_token: str
 
 
@@ -57,30 +60,70 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The continuations of one prompt. `prompt` is None where token ids were given."""
+    """The continuations of one prompt. `prompt` is None where token ids were given.
+
+    `prompt_logprobs`, where they were requested, has for each token of the prompt what
+    `CompletionOutput.logprobs` has; None for the first token, before which there is none.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def logprobs_of(tokens: Sequence[Token], decode: Any) -> list[dict[int, Logprob]]:
-    """The log-probabilities of tokens that were sampled with alternatives, one mapping per token.
+class Result(NamedTuple):
+    """What one sequence gave."""
+
+    completion: CompletionOutput
+    cached_tokens: int  # of its prompt, found in the prefix cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+
+
+def result_of(stream: OutputStream, decode: Decode) -> Result:
+    """The result of a sequence that has ended.
 
     Args:
-        tokens: Sampled tokens, in order.
-        decode: The function from a list of token ids to text.
+        stream: Its output.
+        decode: The text of token ids.
     """
-    lines = []
-    for token in tokens:
-        line = {
-            alternative.id: Logprob(alternative.logprob, rank, decode([alternative.id]))
-            for rank, alternative in enumerate(token.top, 1)
-        }
-        if token.id not in line:
-            assert token.logprob is not None
-            line[token.id] = Logprob(token.logprob, None, decode([token.id]))
-        lines.append(line)
-    return lines
+    deltas = list(stream)
+    tokens = [token for delta in deltas for token in delta.tokens]
+    prompt = [token for delta in deltas for token in delta.prompt]
+    last, engine_request = deltas[-1], stream.engine_request
+    completion = CompletionOutput(
+        index=0,
+        text="".join(token.text for token in tokens),
+        token_ids=[token.id for token in tokens],
+        finish_reason=last.finish_reason,  # type: ignore[arg-type]
+        stop_reason=last.stop_reason,
+        error=last.error,
+        logprobs=None
+        if engine_request.request.logprobs is None
+        else [logprobs_of(token, decode) for token in tokens],
+        summary=last.summary,
+        metrics=[token.metrics for token in tokens],
+    )
+    scored = None
+    if engine_request.prompt_logprobs is not None:
+        scored = [None if token.logprob is None else logprobs_of(token, decode) for token in prompt]
+    return Result(completion, last.cached_tokens, scored)
+
+
+def logprobs_of(token: Token | PromptToken, decode: Decode) -> dict[int, Logprob]:
+    """The log-probabilities of a token and of the likeliest ones in its place, by id.
+
+    Args:
+        token: With its own and those of the alternatives.
+        decode: The text of token ids.
+    """
+    line = {
+        alternative.id: Logprob(alternative.logprob, rank, decode([alternative.id]))
+        for rank, alternative in enumerate(token.top, 1)
+    }
+    if token.id not in line:
+        assert token.logprob is not None
+        line[token.id] = Logprob(token.logprob, None, decode([token.id]))
+    return line

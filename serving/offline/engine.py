@@ -166,8 +166,9 @@ class Engine:
         for name in ("allowed_token_ids", "bad_words"):
             if value := getattr(request, name):
                 raise RequestError(f"{name} must be empty offline; got {short(value)}", name)
-        if request.logprobs is not None:
-            raise RequestError(f"logprobs must be null offline; got {request.logprobs}", "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(request, name)) is not None:
+                raise RequestError(f"{name} must be null offline; got {value}", name)
         check_parameters(vars(request), self.vocabulary)
         prompt = request.prompt
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError
@@ -21,6 +21,9 @@ def message_of(error: ParameterError, options: argparse.Namespace) -> str:
     >>> text = "lowest_temperature must be at most temperature = 0.7 while highest_temperature is 0; got 2"
     >>> message_of(ParameterError(text, "lowest_temperature"), argparse.Namespace(flags=flags))
     '--lowest-temperature must be at most --temperature = 0.7 while --highest-temperature is 0; got 2'
+    >>> error = ParameterError("enable_lora must be off with several devices; got True", "enable_lora")
+    >>> message_of(error, argparse.Namespace(flags=("--enable-lora",)))
+    '--enable-lora must be off with several devices; got --enable-lora'
     """
     text, param = str(error), error.param
     if param is None:
@@ -28,9 +31,17 @@ def message_of(error: ParameterError, options: argparse.Namespace) -> str:
     names = [flag.removeprefix("--").replace("-", "_") for flag in options.flags if flag.startswith("--")]
     if param in names and (param not in WITHOUT_OPTION or getattr(options, param, None) is not None):
         text = re.sub(rf"^{re.escape(param)}\b", _flag, text)
+        text = re.sub(r"(?<=; got )(True|False)$", lambda match: _stated(param, names, match[0]), text)
     compound = "|".join(name for name in names if "_" in name)
     text = re.sub(rf"""(?<![-\w./'"])({compound})\b(?![./'"])""", _flag, text) if compound else text
     return re.sub(rf"(?<![-\w.])({'|'.join(names)})(?= = )", _flag, text)
+
+
+def _stated(param: str, names: Sequence[str], value: str) -> str:
+    """How the command line states a parameter that is true or false."""
+    if value == "True":
+        return f"--{param.replace('_', '-')}"
+    return f"--no-{param.replace('_', '-')}" if f"no_{param}" in names else f"no --{param.replace('_', '-')}"
 
 
 def _flag(match: re.Match[str]) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from entropic_jax.parameter_tables.sampling_params import DEVICE, HOST, SamplingParams
+from entropic_jax.parameter_tables.sampling_params import DEVICE, HOST, SamplingParams, normal_seed
 from entropic_jax.parameter_tables.table import (
     Flag,
     Number,
@@ -42,7 +42,7 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def read(options: argparse.Namespace) -> dict[str, Any]:
-    """The parameters that the command line gives, by name. Their values are checked."""
+    """The parameters that the command line gives, by name, checked; a seed of -1 is left out."""
     values = {line.name: value for line in OPTIONS if (value := getattr(options, line.name)) is not None}
     if "logit_bias" in values:
         tokens = [token for token, _ in values["logit_bias"]]
@@ -53,6 +53,8 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
     for line in OPTIONS:
         if line.name in values:
             line.accepts.check(line.name, values[line.name])
+    if "seed" in values and normal_seed(values["seed"]) is None:
+        del values["seed"]
     return values
 
 

@@ -3,6 +3,7 @@
 `chat_template` makes the prompt of a conversation, `transcript` records the text that is generated for it.
 """
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,7 +24,9 @@ class Request(SamplingParams):
     """
 
     prompt: str | Sequence[int]
-    seed: int = parameter(0, Number(int, -(2**63), 2**63 - 1), "of the random draws, modulo 2³¹", scope=HOST)
+    seed: int = parameter(
+        0, Number(int, -(2**63), 2**63 - 1), "of the random draws, modulo 2³¹; -1 draws one anew", scope=HOST
+    )
 
     def __post_init__(self) -> None:
         """Check every field and bring it into its normal form."""
@@ -31,6 +34,8 @@ class Request(SamplingParams):
             super().__post_init__()
         except ParameterError as error:
             raise RequestError(str(error), error.param) from None
+        if self.seed is None:  # -1 was stated
+            object.__setattr__(self, "seed", secrets.randbelow(2**31))
         object.__setattr__(self, "prompt", _prompt(self.prompt))
 
     @classmethod

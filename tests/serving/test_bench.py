@@ -215,7 +215,7 @@ def test_compare_alternates_and_sends_both_the_same(entropic):
     ("arguments", "said"),
     [
         ([], "one of --rate, --like, --trace and --closed-loop is required"),
-        (["--rate=0"], "argument --rate: must be a number above 0; got 0"),
+        (["--rate=0"], "--rate must be a number above 0; got 0"),
         (["--like=azure-code"], "--rate is required with --like azure-code, whose rate is not published"),
         (
             ["--rate=1", "--slo=ttft"],
@@ -224,7 +224,7 @@ def test_compare_alternates_and_sends_both_the_same(entropic):
         (["--rate=1", "--prompt-tokens=9-4"], "must be N or LOW-HIGH; got 9-4"),
         (["--rate=1", "--body=[]"], "must be a JSON object; got []"),
         (["--rate=1", "--as-text"], "--as-text goes with --text"),
-        (["--trace=none.csv", "--like=azure-code"], "not allowed with argument"),
+        (["--trace=none.csv", "--like=azure-code"], "--like must not be combined with --trace"),
         (["--trace=none.csv"], "--trace none.csv"),
         (["--rate=1", "--model=other", "--body", '{"fake": {"status": 503}}'], "HTTP 503: "),
     ],

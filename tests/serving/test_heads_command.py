@@ -12,7 +12,7 @@ import pytest
             "--out must be a .png, .svg or .pdf file in an existing directory; got heads.txt",
         ),
         (["--out", "no/where/heads.png"], "in an existing directory; got "),
-        (["--tokens", "0"], "argument --tokens: must be an integer between 1 and 2147483647; got 0"),
+        (["--tokens", "0"], "--tokens must be an integer between 1 and 2147483647; got 0"),
     ],
 )
 def test_what_is_wrong_is_said(entropic, arguments, message):

@@ -128,6 +128,27 @@ def test_logprobs(llm):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=6, logprobs=0, ignore_eos=True)
     (completion,) = llm.generate("import os", params)[0].outputs
     assert [list(line) for line in completion.logprobs or ()] == [[t] for t in completion.token_ids]
+    assert {x.rank for line in completion.logprobs or () for x in line.values()} == {None}
+
+
+def test_logprobs_of_the_prompt(llm):
+    """They are those that the model gives the same tokens where it generates them."""
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, n=2)
+    (written,) = llm.generate("import os", greedy)
+    assert written.prompt_logprobs is None
+    ids = written.prompt_token_ids + written.outputs[0].token_ids
+    (read,) = llm.generate(ids, dataclasses.replace(greedy, prompt_logprobs=2, logprobs=None))
+    assert read.prompt_logprobs is not None and read.prompt_logprobs[0] is None
+    assert len(read.prompt_logprobs) == len(ids) and all(read.prompt_logprobs[1:])
+    for token, scored in zip(ids[1:], read.prompt_logprobs[1:], strict=True):
+        assert scored is not None and token in scored
+    generated = read.prompt_logprobs[len(written.prompt_token_ids) :]
+    for line, scored in zip(written.outputs[0].logprobs or (), generated, strict=True):
+        assert scored is not None and list(scored) == list(line)
+        assert [x.rank for x in scored.values()] == [x.rank for x in line.values()] == [1, 2]
+        np.testing.assert_allclose(
+            [x.logprob for x in scored.values()], [x.logprob for x in line.values()], atol=1e-4
+        )
 
 
 def test_trace_and_summary(llm):

@@ -61,7 +61,7 @@ def test_what_does_not_go_together_is_said(entropic, directory):
 def test_ranges_of_prefill_options(entropic, directory, option, value, said):
     arguments = ("generate", "--model", directory, "--prompt", "a", f"--prefill-{option}={value}")
     status, _, errors = entropic(*arguments)
-    assert status == 2 and f"argument --prefill-{option}: {said}" in errors
+    assert status == 2 and f"error: --prefill-{option} {said}" in errors
 
 
 def write_table(directory, tmp_path, **changes) -> str:

@@ -143,7 +143,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--port", "99999"), "--port: must be an integer between 0 and 65535; got 99999"),
+        (("--port", "99999"), "--port must be an integer between 0 and 65535; got 99999"),
         (("--host", "203.0.113.9"), "must be an address of this machine"),
         (
             ("--model", "nowhere"),
@@ -151,7 +151,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         ),
         (("nowhere",), "--model must be a directory with"),
         (("--model", "README.md"), "--model must be a directory with"),
-        (("--preset", "paper"), "--preset: invalid choice: 'paper'"),
+        (("--preset", "paper"), "--preset must be one of off, micro, meso, "),
         (("--preset", "macro", "--scheduling-policy", "fcfs"), "--scheduling-policy is not entropic"),
         (("--allowed-origins", "[1]"), "--allowed-origins"),
         (("--schedule", "fcfs"), "--scheduling-policy"),

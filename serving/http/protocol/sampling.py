@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS
+from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS, normal_seed
 
 from .entropic import Entropic
 from .fields import (
@@ -152,7 +152,8 @@ class SamplingBody(SamplingFields):
 
     def first_seed(self) -> int:
         """The seed of the first text; drawn anew if the request has none."""
-        return secrets.randbelow(2**31) if self.seed is None else self.seed % 2**31
+        seed = normal_seed(self.seed)
+        return secrets.randbelow(2**31) if seed is None else seed
 
     def sampling(self, defaults: dict[str, Any]) -> dict[str, Any]:
         """Fields of `Request`, apart from `prompt`, `max_tokens` and `seed`: these, else `defaults`."""
