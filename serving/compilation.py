@@ -1,4 +1,4 @@
-"""Compilation of a program. The first of a process is announced in the log, or on a terminal without a log."""
+"""Compilation of programs, which is announced once: in the log, or on a terminal without a log."""
 
 import logging
 import sys
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 LOG = logging.getLogger("entropic_jax.programs")
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also after loading from its cache
+LONG = 1.0  # seconds that JAX may spend on small programs before it is worth a notice
 NOTICE = "compiling programs for this model and machine, which can take minutes; later starts load them"
 
 
@@ -17,7 +19,21 @@ class Notice:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._said = False
+        self._said = self._watching = False
+        self._seconds = 0.0
+
+    def watch(self) -> None:
+        """Say it as well once what JAX compiles by itself takes long."""
+        with self._lock:
+            watching, self._watching = self._watching, True
+        if not watching:
+            jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def _record(self, event: str, seconds: float, **_: Any) -> None:
+        if event == COMPILED:
+            self._seconds += seconds
+            if self._seconds > LONG:
+                self.say()
 
     def say(self) -> None:
         """Say it, unless it was said."""

@@ -233,16 +233,18 @@ class RowControllers:
         )
 
     def _refusal(self, preset: str) -> str:
-        """Why a known preset is not accepted, to follow the message."""
+        """Why a known preset is not accepted, and how to start a server that does; follows the message."""
         if preset in SAMPLERS:
-            return " (the engine was not started with that preset)"
-        if PRUNING in SCALES.get(preset, ()) and not self.pruning:
-            return " (no request may leave pages unread in this engine)"
-        if preset == "meso":
-            return " (the engine drafts no tokens: it was started with neither meso, full nor speculate)"
-        if preset == "macro":
-            return " (the engine does not order requests by entropy: scheduling_policy is not entropic)"
-        return ""
+            reason = "the engine does not have this sampler"
+        elif PRUNING in SCALES.get(preset, ()) and not self.pruning:
+            reason = "no request may leave pages unread in this engine"
+        elif preset == "meso":
+            reason = "the engine drafts no tokens"
+        elif preset == "macro":
+            reason = "the engine does not order requests by entropy"
+        else:
+            return ""
+        return f" ({reason}; a server that is started with --preset {preset} accepts it)"
 
     def _controller(
         self, gains: Gains, micro: bool = False, prunes: bool = False, sampled: bool = False

@@ -305,9 +305,7 @@ class LLM:
     def _decode(self, ids: list[int]) -> str:
         return self._engine.tokenizer.decode(ids, skip_special=False)
 
-    def _complete(
-        self, requests: Sequence[EngineRequest], use_tqdm: bool
-    ) -> list[Result]:
+    def _complete(self, requests: Sequence[EngineRequest], use_tqdm: bool) -> list[Result]:
         """The result of every request, in their order."""
         order = {request.id: index for index, request in enumerate(requests)}
         results: list[Any] = [None] * len(requests)

@@ -8,7 +8,13 @@ from entropic_jax.mesh.devices import processor, user_cache
 
 
 def remember_compilations() -> None:
-    """Let JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR already says where."""
+    """Let JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR already says where.
+
+    A compilation that takes long is announced.
+    """
+    from ..compilation import notice
+
+    notice.watch()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         import jax
 

@@ -9,7 +9,7 @@ from entropic_jax.control.entropy_drop import PRIOR
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.row_controllers import RowControllers
-from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.options.control_options import SAMPLERS, Control
 from entropic_jax.serving.request import RequestError
 
 
@@ -45,7 +45,7 @@ def row_controllers(pruning: bool = True, entropic_schedule: bool = False) -> Ro
 def test_macro_is_refused_where_nothing_would_be_done_for_it():
     with pytest.raises(
         RequestError,
-        match=r"must be one of off, micro, full, meso-lossy, full-lossy; got 'macro' .*not entropic",
+        match=r"must be one of off, micro, full, meso-lossy, full-lossy; got 'macro' \(the engine does not",
     ) as error:
         row_controllers().row_gains(Control("macro"))
     assert error.value.param == "preset"
@@ -59,10 +59,32 @@ def test_full_lossy_has_its_other_scales_under_every_policy():
         row_controllers(entropic_schedule=policy).row_gains(Control("full-lossy")) for policy in (False, True)
     ]
     assert gains[0].pruning and gains[0].values.tolist() == gains[1].values.tolist()
-    with pytest.raises(
-        RequestError, match=r"got 'full-lossy' \(no request may leave pages unread in this engine\)"
-    ):
-        row_controllers(pruning=False).row_gains(Control("full-lossy"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "reason"),
+    [
+        ("full-lossy", "no request may leave pages unread in this engine"),
+        ("meso", "the engine drafts no tokens"),
+        ("macro", "the engine does not order requests by entropy"),
+        ("dslider", "the engine does not have this sampler"),
+    ],
+)
+def test_a_refused_preset_says_how_to_start_a_server_that_accepts_it(preset, reason):
+    with pytest.raises(RequestError) as error:
+        row_controllers(pruning=False).row_gains(Control(preset))
+    said = f"({reason}; a server that is started with --preset {preset} accepts it)"
+    assert str(error.value).endswith(f"; got {preset!r} {said}")
+    options = EngineOptions(preset=preset)  # and such an engine does
+    started = RowControllers(
+        options.law,
+        None,
+        pruning=options.prunes,
+        entropic_schedule=options.policy == "entropic",
+        sampler=preset if preset in SAMPLERS else None,
+        drafter=options.drafter,
+    )
+    assert preset in started.accepted
 
 
 def waiting(max_tokens: int, arrival_time: float) -> SimpleNamespace:
