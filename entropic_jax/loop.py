@@ -216,9 +216,9 @@ def run(
 def tokens_first(trace: Trace) -> Trace:
     """The trace with every row's tokens moved to its beginning: rows advance unevenly."""
     capacity, rows = trace.emitted.shape
-    place = jnp.where(trace.emitted, jnp.cumsum(trace.emitted, 0) - 1, capacity)
-    row = jnp.broadcast_to(jnp.arange(rows), place.shape)
-    return jax.tree.map(lambda x: jnp.zeros_like(x).at[place, row].set(x, mode="drop"), trace)
+    step_index = jnp.where(trace.emitted, jnp.cumsum(trace.emitted, 0) - 1, capacity)
+    row = jnp.broadcast_to(jnp.arange(rows), step_index.shape)
+    return jax.tree.map(lambda x: jnp.zeros_like(x).at[step_index, row].set(x, mode="drop"), trace)
 
 
 @partial(jax.jit, static_argnames="decoder")

@@ -258,15 +258,15 @@ def require_file(path: Path) -> Path:
     return path
 
 
-def read_json(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = LARGEST_JSON) -> dict[str, Any]:
     """The object in a JSON file of at most so many bytes.
 
     Raises ModelError if the file is missing, malformed or larger, or holds no object.
     """
     require_file(path)
     try:
-        if path.stat().st_size > most:
-            raise ModelError(f"{path} must be at most {most} bytes; got {path.stat().st_size}")
+        if path.stat().st_size > max_bytes:
+            raise ModelError(f"{path} must be at most {max_bytes} bytes; got {path.stat().st_size}")
         value = json.loads(path.read_text("utf-8"))
     except ModelError:
         raise

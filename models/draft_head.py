@@ -152,7 +152,7 @@ def attention_of(config: Config, layer: int) -> AttentionSpec:
     """The attention of a layer that a head may read.
 
     Args:
-        config: The configuration of the model.
+        config: the configuration of the model.
         layer: from 0.
 
     Raises:
@@ -259,7 +259,7 @@ def _checked(raw: Mapping[str, Any], config: Config) -> HeadConfig:
 
     Args:
         raw: the parsed file.
-        config: The configuration of the model.
+        config: the configuration of the model.
     """
     for name in SIZES:
         if not is_integer(raw.get(name)) or not 0 <= raw[name] < 2**20:
@@ -297,7 +297,7 @@ def initialise(head: DraftHead, params: Params, seed: int) -> Params:
     """Weights to train from: the features pass through, and the projections begin small.
 
     Args:
-        head: The head whose weights they are.
+        head: the head whose weights they are.
         params: the parameters of the model. Where the layer's blocks have the shapes of the head's, the head
             begins as a copy of them.
         seed: the seed of what is random.

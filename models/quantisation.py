@@ -100,10 +100,10 @@ def check_groups(inputs: int, group: int, name: Any, quantization: str) -> None:
     """Raise ModelError unless groups divide the inputs of a matrix.
 
     Args:
-        inputs: The number of inputs of the matrix.
-        group: The number of inputs of a group.
-        name: The name of the matrix.
-        quantization: The quantization that has these groups.
+        inputs: the number of inputs of the matrix.
+        group: the number of inputs of a group.
+        name: the name of the matrix.
+        quantization: the quantization that has these groups.
     """
     if inputs % group:
         raise ModelError(

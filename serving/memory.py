@@ -19,9 +19,9 @@ def page_bytes(shape: Any, page_size: int, itemsize: float) -> int:
     """Bytes of the keys and values in a page, over all layers, those of a draft model included.
 
     Args:
-        shape: The model's `ModelShape`.
-        page_size: Positions of a page.
-        itemsize: Bytes of a number.
+        shape: the model's `ModelShape`.
+        page_size: positions of a page.
+        itemsize: bytes of a number.
     """
     models = (shape, *shape.drafters)
     return sum(int(2 * m.layers * m.kv_heads * m.head_dim * itemsize) for m in models) * page_size
@@ -45,9 +45,9 @@ def cache_room(utilization: float | None, sharers: int = 1) -> int:
     """Bytes for the KV cache where its size is not set.
 
     Args:
-        utilization: The fraction of the device's memory that may be in use, cache included. None is
+        utilization: the fraction of the device's memory that may be in use, cache included. None is
             UTILIZATION on an accelerator; on a CPU, CPU_CACHE, or half of what is available if that is less.
-        sharers: Engines that share the memory of a CPU equally.
+        sharers: engines that share the memory of a CPU equally.
     """
     available = available_memory()
     if jax.default_backend() == "cpu":

@@ -1,6 +1,8 @@
 """Settings for all tests: strict type promotion, one device, a compilation cache kept between runs."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 MOST_MAPPINGS = 20_000  # of memory, when a file of tests ends
@@ -24,6 +26,14 @@ os.environ.setdefault("ENTROPIC_COST_CACHE", "")  # tests measure nothing that a
 os.environ.setdefault("ENTROPIC_PROGRAM_CACHE", "")  # a test may replace a function that programs call
 # Warpgroups that the GPU's interpreter runs wait for each other in threads of XLA's pool: one must be left.
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
+
+# Where Python is told to write no bytecode, as in containers, it would compile every library in each of the
+# hundred processes that tests start. The bytecode then goes to the folder of the caches.
+if sys.dont_write_bytecode and sys.pycache_prefix is None:
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(CACHE.with_name("bytecode"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+gc.set_threshold(50_000, 10, 10)  # tracing makes many objects that live on, which each collection would visit
 
 import hypothesis
 import jax

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"<!-- modules: (?P<folder>\S+) -->\n\n(?P<rows>(?:\|.*\n)+)")
+LONG_CELL = 200  # characters
 INTERNAL = ("devices",)  # modules that a user of the package does not call
 FOLDERS = ("benchmarks", "docs", "entropic_jax", "examples", "models", "serving", "tests")
 NAMED = re.compile(rf"`(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*?(?:/|\.\w+))`")
@@ -41,6 +42,18 @@ def missing_paths(page: str, root: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_module_tables_match_the_tree(page):
     assert table_differences(page.read_text("utf-8"), ROOT) == []
+
+
+def test_cells_of_module_tables_are_short():
+    """A longer description belongs into a table of its own, or into prose."""
+    architecture = (ROOT / "docs/architecture.md").read_text("utf-8")
+    cells = [
+        cell.strip()
+        for table in TABLE.finditer(architecture)
+        for row in table["rows"].splitlines()
+        for cell in row.split("|")
+    ]
+    assert len(cells) > 100 and [cell for cell in cells if len(cell) > LONG_CELL] == []
 
 
 def test_main_packages_have_module_tables():

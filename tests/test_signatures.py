@@ -22,6 +22,15 @@ ROUTES = {"get", "post", "put", "delete", "api_route"}
 ELLIPTIC = re.compile(r"^ +\*{0,2}\w+(?:, \w+)*: (?:[Oo]f|[Tt]hat|[Ww]hich|[Tt]o be) .*", re.MULTILINE)
 # Files that may still have such lines: kernel sources, whose text is the key of compiled code.
 ELLIPTIC_KERNELS = re.compile(r"entropic_jax/(cpu_runtime/|pallas/.*cpu\w*\.py)")
+# A line of Args begins in lower case, but for symbols (`T_min`, `H₁`), abbreviations (`KV`) and names.
+CAPITALISED = re.compile(
+    r"^ +\*{0,2}\w+(?:, \*{0,2}\w+)*: (?!None\b|True\b|False\b|Python|Azure)"
+    r"((?:A|[A-Z][a-z]+)(?![\w₀₁*(]).*)",
+    re.MULTILINE,
+)
+CAPITALISED_FILES = re.compile(
+    ELLIPTIC_KERNELS.pattern + r"|serving/http/|models/(?:model|layers|decoder)\.py"
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -196,6 +205,47 @@ def test_what_is_left_out_is_found(tmp_path, text, said):
     (tmp_path / "serving/x.py").write_text(text)
     assert violations(tmp_path) == said
     assert violations(tmp_path, ("serving",)) == []
+
+
+def argument_sections(text: str) -> str:
+    """The sections `Args:` of all docstrings of a module."""
+    sections = re.findall(r"^( +)Args:\n((?:\1 +.*\n)+)", text, re.MULTILINE)
+    return "".join(section for _, section in sections)
+
+
+def capitalised(root: Path) -> dict[str, list[str]]:
+    """The descriptions of arguments that begin in upper case, of each file that has any."""
+    files = (path for folder in (*FOLDERS, "benchmarks") for path in root.glob(f"{folder}/**/*.py"))
+    lines_of = {
+        path.relative_to(root).as_posix(): CAPITALISED.findall(argument_sections(path.read_text("utf-8")))
+        for path in files
+        if not path.relative_to(root).as_posix().startswith(("entropic_jax/models/", "entropic_jax/serving/"))
+    }
+    return {file: lines for file, lines in lines_of.items() if lines and not CAPITALISED_FILES.match(file)}
+
+
+def test_descriptions_of_arguments_begin_in_lower_case():
+    assert capitalised(ROOT) == {}
+
+
+def test_a_description_in_upper_case_is_found(tmp_path):
+    lines = {
+        "a": "The state.",
+        "b": "the state. None is the last.",
+        "c": "T_min, in nats.",
+        "d": "KV cache.",
+        "e": "A state.",
+        "f": "None for all.",
+        "g": "H₁ of the row.",
+        "h": "Consumed.",
+    }
+    text = (
+        'def f(state: int) -> int:\n    """F.\n\n    Args:\n        state: {}\n    """\n    note: The = 1\n'
+    )
+    (tmp_path / "serving").mkdir()
+    for name, line in lines.items():
+        (tmp_path / f"serving/{name}.py").write_text(text.format(line))
+    assert capitalised(tmp_path) == {f"serving/{name}.py": [lines[name]] for name in "aeh"}
 
 
 def elliptic(root: Path) -> dict[str, list[str]]:

@@ -113,9 +113,11 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
         raise ValueError(
             f"page_size must be a multiple of {cache.page_size}, the cache's page size; got {page_size}"
         )
-    rows, most = cache.table.shape
-    per_row = -(-most // pages_per_page)
-    table = jnp.pad(cache.table, ((0, 0), (0, per_row * pages_per_page - most)), constant_values=cache.pages)
+    rows, max_pages = cache.table.shape
+    per_row = -(-max_pages // pages_per_page)
+    table = jnp.pad(
+        cache.table, ((0, 0), (0, per_row * pages_per_page - max_pages)), constant_values=cache.pages
+    )
     filled = jnp.arange(per_row * pages_per_page) < -(-length // cache.page_size)[:, None]
     filled = filled.reshape(rows * per_row, pages_per_page)
 

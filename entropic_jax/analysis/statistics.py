@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,12 +87,11 @@ def beyond_product(rows: Rows, field: str, combined: str, parts: Sequence[str], 
         parts: names of the presets that it combines.
         *keys: names of the fields that measurements to be compared have in common.
     """
-    place_of = lambda r: tuple(r[k] for k in keys)
-    by_name = {name: {place_of(r): r[field] for r in group} for (name,), group in split(rows, "preset")}
+    by_name = {name: {_values(r, keys): r[field] for r in group} for (name,), group in split(rows, "preset")}
     excess = []
-    for place, base in by_name["off"].items():
-        gain = lambda name: math.log(by_name[name][place] / base)
-        if all(place in by_name[name] for name in (combined, *parts)):
+    for compared, base in by_name["off"].items():
+        gain = lambda name: math.log(by_name[name][compared] / base)
+        if all(compared in by_name[name] for name in (combined, *parts)):
             excess.append(gain(combined) - sum(map(gain, parts)))
     result = estimate(excess)
     return _percent(result)
@@ -101,11 +99,15 @@ def beyond_product(rows: Rows, field: str, combined: str, parts: Sequence[str], 
 
 def split(rows: Rows, *keys: str) -> Iterable[tuple[tuple[Any, ...], Rows]]:
     """Rows grouped by some of their fields, in the order of their first appearance."""
-    order = {tuple(r[k] for k in keys): i for i, r in reversed(list(enumerate(rows)))}
-    place = lambda r: order[tuple(r[k] for k in keys)]
-    for _, group in groupby(sorted(rows, key=place), key=place):
-        grouped = list(group)
-        yield tuple(grouped[0][k] for k in keys), grouped
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(_values(row, keys), []).append(row)
+    yield from groups.items()
+
+
+def _values(row: dict[str, Any], keys: Iterable[str]) -> tuple[Any, ...]:
+    """Some of the fields of a row."""
+    return tuple(row[key] for key in keys)
 
 
 def middle(rows: Rows, field: str) -> float:

@@ -161,7 +161,7 @@ class PageLists(NamedTuple):
 
 def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
     """Empty lists for every group, where lists outlive a step; else none."""
-    rows, most = cache.table.shape
+    rows, max_pages = cache.table.shape
     kv_heads = cache.layers[0].keys.shape[1]
     if selection.refresh == 1:
         return ()
@@ -169,7 +169,7 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
 
     def empty() -> PageLists:
         dropped_mass = jnp.zeros((rows, kv_heads), jnp.float32)
-        return PageLists(zeros(kv_heads, most), zeros(kv_heads), zeros(), dropped_mass)
+        return PageLists(zeros(kv_heads, max_pages), zeros(kv_heads), zeros(), dropped_mass)
 
     return tuple(empty() for _ in range(selection.groups(len(cache.layers))))
 

@@ -66,17 +66,17 @@ class WindowReader(LayerAttention):
         self.cache = cache
         self.num_listed = max(0, len(cache.layers) - pages.dense_layers)
         self.layer_stats: list[ReadStats] = []
-        kv_heads, most = cache.layers[0].keys.shape[1], cache.table.shape[1]
+        kv_heads, max_pages = cache.layers[0].keys.shape[1], cache.table.shape[1]
         row_pages = -(-length // cache.page_size)
         recent = jnp.ceil(row_pages.astype(jnp.float32) * pages.recent_fraction).astype(jnp.int32)
         number = jnp.minimum(row_pages, pages.sink_pages + jnp.maximum(recent, pages.recent_pages))
-        most_recent = max(pages.recent_pages, math.ceil(most * pages.recent_fraction))
-        listed = min(most, pages.sink_pages + most_recent)
+        most_recent = max(pages.recent_pages, math.ceil(max_pages * pages.recent_fraction))
+        listed = min(max_pages, pages.sink_pages + most_recent)
         entry = jnp.arange(listed, dtype=jnp.int32)
-        place = jnp.where(entry < pages.sink_pages, entry, (row_pages - number)[:, None] + entry)
-        place = jnp.where(entry < number[:, None], place, 0).astype(jnp.int32)
+        page_index = jnp.where(entry < pages.sink_pages, entry, (row_pages - number)[:, None] + entry)
+        page_index = jnp.where(entry < number[:, None], page_index, 0).astype(jnp.int32)
         rows = length.shape[0]
-        self.page_list = jnp.broadcast_to(place[:, None], (rows, kv_heads, listed))
+        self.page_list = jnp.broadcast_to(page_index[:, None], (rows, kv_heads, listed))
         self.num_pages = jnp.broadcast_to(number[:, None], (rows, kv_heads)).astype(jnp.int32)
         unused = row_pages * cache.page_size - length
         positions = (jnp.maximum(number * cache.page_size - unused, 0) * kv_heads).astype(jnp.float32)

@@ -30,11 +30,11 @@ def make_mesh(
     A program runs on the devices of one position along `data`: each of them has an engine of its own.
 
     Args:
-        tensor_parallel_size: Devices over which heads, feed-forward blocks and the vocabulary are divided,
+        tensor_parallel_size: devices over which heads, feed-forward blocks and the vocabulary are divided,
             and the width of each expert.
-        devices: To take the first ones of; None takes those of the process.
-        data_parallel_size: Copies of the model.
-        expert_parallel_size: Groups of devices over which the experts are divided. Everything else is divided
+        devices: to take the first ones of; None takes those of the process.
+        data_parallel_size: copies of the model.
+        expert_parallel_size: groups of devices over which the experts are divided. Everything else is divided
             over all devices of a copy.
 
     Raises:

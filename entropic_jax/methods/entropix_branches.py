@@ -212,13 +212,14 @@ def select_branch(search: SearchState, plan: SearchPlan) -> SearchState:
     )
 
 
-def backtrack(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+def backtrack(search: SearchState, plan: SearchPlan, max_sequences: int | None = None) -> SearchState:
     """Takes back tokens up to the previous uncertain one, which the next step draws again.
 
     Args:
         search: state of the search.
         plan: the plan of the search; static.
-        most: sequences that backtrack at most, which bounds the pages that are read; static, None for all.
+        max_sequences: sequences that backtrack at most, which bounds the pages that are read; static, None
+            for all.
     """
     state, rows, k = search.state, search.alive.shape[0], plan.branches
     leads = jnp.arange(rows) % k == 0
@@ -248,7 +249,7 @@ def backtrack(search: SearchState, plan: SearchPlan, most: int | None = None) ->
         control=_with_memory(
             state.control, law_state._replace(banned_token=keep(first, law_state.banned_token))
         ),
-        cache=rewind(cache, back, to, most),
+        cache=rewind(cache, back, to, max_sequences),
     )
     by_sequence = lambda x: x[::k]
     turns, counts = by_sequence(back), search.counts
@@ -282,13 +283,14 @@ def _drawn(text: Trace, new: jax.Array, length: jax.Array, token: jax.Array, sco
     return text._replace(top_logprobs=text.top_logprobs._replace(logprob=put))
 
 
-def branch(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+def branch(search: SearchState, plan: SearchPlan, max_sequences: int | None = None) -> SearchState:
     """Forks a row for each candidate of the sequences that branch.
 
     Args:
         search: state of the search.
         plan: the plan of the search; static.
-        most: sequences that branch at most, which bounds the pages that are copied; static, None for all.
+        max_sequences: sequences that branch at most, which bounds the pages that are copied; static, None
+            for all.
     """
     sequences, k = search.steps_left.shape[0], plan.branches
     rows, slot = sequences * k, jnp.arange(k)
@@ -302,7 +304,7 @@ def branch(search: SearchState, plan: SearchPlan, most: int | None = None) -> Se
     real = forking[:, None] & (candidate >= 0) & (slot > 0) & (slot < search.max_branches[:, None])
     rows_of_sequence = leader[:, None] + slot
     state = search.state
-    forks = RowSubset(real[:, 1:].reshape(-1), None if most is None else most * (k - 1))
+    forks = RowSubset(real[:, 1:].reshape(-1), None if max_sequences is None else max_sequences * (k - 1))
     sources = forks.gather(jnp.repeat(leader, k - 1))
     places = forks.gather(jnp.where(real, rows_of_sequence, rows)[:, 1:].reshape(-1), rows)
     cache, enough = fork(state.cache, sources, places, state.length[sources])

@@ -258,17 +258,17 @@ def _record_step(search: SearchState, trace: Trace, plan: SearchPlan) -> SearchS
     return search._replace(pending_action=jnp.where(branching & ((left == 0) | over), SELECT_BRANCH, wished))
 
 
-def _apply_actions(search: SearchState, plan: SearchPlan, most: int | None = None) -> SearchState:
+def _apply_actions(search: SearchState, plan: SearchPlan, max_sequences: int | None = None) -> SearchState:
     """Applies the pending actions: select branches, branch (again at once, if due), backtrack.
 
-    At most `most` sequences have one (static; None for all).
+    At most `max_sequences` sequences have one (static; None for all).
 
     Backtracking reads pages and branching writes them. In this order one depends on the other, so XLA writes
     in place; in the reverse order nothing orders the read before the write, and XLA copies the pool.
     """
     if plan.branches > 1:
-        search = branch(select_branch(search, plan), plan, most)
-    search = backtrack(search, plan, most)
+        search = branch(select_branch(search, plan), plan, max_sequences)
+    search = backtrack(search, plan, max_sequences)
     return search._replace(pending_action=jnp.full_like(search.pending_action, NO_ACTION))
 
 

@@ -134,6 +134,11 @@ def difference(result: Any, expected: Any) -> float:
     return largest
 
 
+def _differs_from(expected: Any) -> Callable[[Any], float]:
+    """The error of a result whose leaves should be these."""
+    return lambda result: difference(result, expected)
+
+
 def _tolerance(dtype: str) -> float:
     return FLOAT32 if dtype == "float32" else BFLOAT16
 
@@ -143,8 +148,7 @@ def _decode(dtype: str) -> KernelCheck:
     arguments = paged_cases.build(case)
     expected = paged_cases.exact(case, arguments)
     operands = jax.tree.map(jnp.asarray, tuple(arguments))
-    error = lambda result: difference(tuple(result), expected)
-    return KernelCheck(paged_attention.DECODE, operands, (), error, _tolerance(dtype))
+    return KernelCheck(paged_attention.DECODE, operands, (), _differs_from(expected), _tolerance(dtype))
 
 
 def _prefill(dtype: str) -> KernelCheck:
@@ -163,9 +167,8 @@ def _prefill(dtype: str) -> KernelCheck:
             case, arguments._replace(q=q[:, :, :, i], context_length=visible)
         )[0]
     operands = (q, *arguments[1:6], window_start, query_start, end)
-    error = lambda result: difference(result, expected)
     operands = jax.tree.map(jnp.asarray, operands)
-    return KernelCheck(paged_attention.PREFILL, operands, (), error, _tolerance(dtype))
+    return KernelCheck(paged_attention.PREFILL, operands, (), _differs_from(expected), _tolerance(dtype))
 
 
 def _write(dtype: str) -> KernelCheck:
@@ -190,8 +193,13 @@ def _write(dtype: str) -> KernelCheck:
         return [np.asarray(x)[:-1] for x in jax.tree.leaves(pools)]
 
     expected = without_bin((tiles, summaries))
-    error = lambda result: difference(without_bin(result), expected)
-    return KernelCheck(paged_attention.WRITE, arguments, (), error, FLOAT32)
+    return KernelCheck(
+        paged_attention.WRITE,
+        arguments,
+        (),
+        lambda result: difference(without_bin(result), expected),
+        FLOAT32,
+    )
 
 
 def _select_pages() -> KernelCheck:
@@ -236,8 +244,9 @@ def _topk_entropy(dtype: str) -> KernelCheck:
     arguments = topk_cases.build(case)
     expected = topk_cases.exact(arguments, K)
     operands = jax.tree.map(jnp.asarray, tuple(arguments))
-    error = lambda result: difference(result, expected)
-    return KernelCheck(topk_entropy.TOPK_ENTROPY, (operands[0], K, *operands[1:]), (1,), error, FLOAT32)
+    return KernelCheck(
+        topk_entropy.TOPK_ENTROPY, (operands[0], K, *operands[1:]), (1,), _differs_from(expected), FLOAT32
+    )
 
 
 def _project(dtype: str) -> KernelCheck:
@@ -252,8 +261,9 @@ def _project(dtype: str) -> KernelCheck:
     logits = hidden.astype(np.float32) @ weight.astype(np.float32)
     expected = topk_cases.exact(topk_cases.Arguments(logits, temperature, calibration), K)
     arguments = tuple(map(jnp.asarray, (hidden, weight, temperature, calibration)))
-    error = lambda result: difference(result, expected)
-    return KernelCheck(topk_entropy.PROJECT, (*arguments[:2], K, *arguments[2:]), (2,), error, FLOAT32)
+    return KernelCheck(
+        topk_entropy.PROJECT, (*arguments[:2], K, *arguments[2:]), (2,), _differs_from(expected), FLOAT32
+    )
 
 
 def _skinny_matmul(dtype: str) -> KernelCheck:
@@ -262,8 +272,7 @@ def _skinny_matmul(dtype: str) -> KernelCheck:
     weights = tuple(rng.standard_normal((256, n)).astype(jnp.bfloat16) / 16 for n in (192, 64))
     expected = tuple(x.astype(np.float64) @ weight.astype(np.float64) for weight in weights)
     arguments = jax.tree.map(jnp.asarray, (x, weights))
-    error = lambda result: difference(result, expected)
-    return KernelCheck(skinny_matmul.SKINNY_MATMUL, arguments, (), error, _tolerance(dtype))
+    return KernelCheck(skinny_matmul.SKINNY_MATMUL, arguments, (), _differs_from(expected), _tolerance(dtype))
 
 
 def _rms_norm(dtype: str) -> KernelCheck:
@@ -271,17 +280,21 @@ def _rms_norm(dtype: str) -> KernelCheck:
     x, weight = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((3, 200), (200,)))
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
-    error = lambda result: difference(result, expected)
     arguments = (jnp.asarray(x), jnp.asarray(weight), 1e-5)
-    return KernelCheck(rms_norm.RMS_NORM, arguments, (2,), error, _tolerance(dtype))
+    return KernelCheck(rms_norm.RMS_NORM, arguments, (2,), _differs_from(expected), _tolerance(dtype))
 
 
 def _longest_match() -> KernelCheck:
     text = np.tile(np.arange(50, dtype=np.int32), (3, 4))
     last = np.array([199, 120, 49], np.int32)
     expected = (np.array([8, 8, 0]), np.array([149, 70, 48]))
-    error = lambda result: difference(result, expected)
-    return KernelCheck(longest_match.LONGEST_MATCH, (jnp.asarray(text), jnp.asarray(last), 8), (2,), error, 0)
+    return KernelCheck(
+        longest_match.LONGEST_MATCH,
+        (jnp.asarray(text), jnp.asarray(last), 8),
+        (2,),
+        _differs_from(expected),
+        0,
+    )
 
 
 def _gumbel_argmax() -> KernelCheck:
@@ -293,8 +306,7 @@ def _gumbel_argmax() -> KernelCheck:
     noisy = np.array([True, False, True, True])
     expected = (logits + np.where(noisy[:, None], noise, 0)).argmax(-1)
     arguments = jnp.asarray(logits), jax.random.key_data(keys), jnp.asarray(noisy), jnp.ones(4, bool)
-    error = lambda result: difference(result, expected)
-    return KernelCheck(gumbel_argmax.GUMBEL_ARGMAX, arguments, (), error, 0)
+    return KernelCheck(gumbel_argmax.GUMBEL_ARGMAX, arguments, (), _differs_from(expected), 0)
 
 
 def _entropy_moments() -> KernelCheck:
@@ -305,6 +317,5 @@ def _entropy_moments() -> KernelCheck:
     weight = np.exp(distance)
     p = weight / weight.sum(-1, keepdims=True)
     expected = (highest, np.log(weight.sum(-1)), (p * distance).sum(-1), (p * distance**2).sum(-1))
-    error = lambda result: difference(tuple(result), expected)
     arguments = jnp.asarray(logits), jnp.asarray(inverse), jnp.ones(4, bool)
-    return KernelCheck(entropy_moments.ENTROPY_MOMENTS, arguments, (), error, FLOAT32)
+    return KernelCheck(entropy_moments.ENTROPY_MOMENTS, arguments, (), _differs_from(expected), FLOAT32)

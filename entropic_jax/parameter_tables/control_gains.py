@@ -112,8 +112,8 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
     `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`.
 
     Args:
-        values: All gains by name, as numbers.
-        stated: Those that the caller stated; the error names one of them where it can.
+        values: all gains by name, as numbers.
+        stated: those that the caller stated; the error names one of them where it can.
     """
     for low, high in ORDERED:
         if values[low] < values[high] or (high == "highest_temperature" and values[high] == 0):

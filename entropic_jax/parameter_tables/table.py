@@ -245,11 +245,11 @@ def parameter(default: Any, accepts: Any, text: str, *, unit: str = "", scope: s
     """A field of a table.
 
     Args:
-        default: Its value where none is given.
-        accepts: The accepted values: a `Number`, `Flag`, `Choice`, `Strings`, `TokenIds` or `TokenBiases`.
-        text: What it does, as a phrase without a full stop.
-        unit: The unit of its values; "" for a pure number.
-        scope: Who applies it; the words are the table's own.
+        default: its value where none is given.
+        accepts: the accepted values: a `Number`, `Flag`, `Choice`, `Strings`, `TokenIds` or `TokenBiases`.
+        text: what it does, as a phrase without a full stop.
+        unit: the unit of its values; "" for a pure number.
+        scope: who applies it; the words are the table's own.
 
     Returns:
         A `dataclasses.field` whose metadata holds the rest.
@@ -282,7 +282,7 @@ def refuses_unknown(instead: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     """A decorator of tables whose errors for unknown keyword arguments say what to use.
 
     Args:
-        instead: For names that other libraries have, a clause that says what there is in their place.
+        instead: for names that other libraries have, a clause that says what there is in their place.
     """
 
     def decorate(table: type[T]) -> type[T]:

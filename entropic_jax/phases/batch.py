@@ -87,5 +87,5 @@ def record(state: State, tokens: jax.Array, emitted: jax.Array) -> State:
     context = state.text.shape[1]
     first = state.length + state.evicted - emitted.sum(0, dtype=jnp.int32) + 1
     position = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-    place = jnp.arange(tokens.shape[1]), jnp.where(emitted, position, context)
-    return state._replace(text=state.text.at[place].set(tokens, mode="drop"))
+    index = jnp.arange(tokens.shape[1]), jnp.where(emitted, position, context)
+    return state._replace(text=state.text.at[index].set(tokens, mode="drop"))

@@ -37,20 +37,20 @@ class Packing(NamedTuple):
         return packed
 
 
-def lay_out(num_tokens: jax.Array, total: int, most: int) -> Packing:
+def lay_out(num_tokens: jax.Array, total: int, max_row_tokens: int) -> Packing:
     """Packs the rows' tokens into a pass.
 
     Args:
         num_tokens: int32 `[rows]`, at most `total` together.
         total: tokens of the pass, static.
-        most: tokens of a row at most, static.
+        max_row_tokens: tokens of a row at most, static.
 
     >>> lay_out(jnp.array([2, 0, 1]), 4, 2).row.tolist()[:3]
     [0, 0, 2]
     """
     end = jnp.cumsum(num_tokens)
     start = end - num_tokens
-    place = jnp.arange(total)
-    row = jnp.minimum(jnp.searchsorted(end, place, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
-    packed_index = jnp.minimum(start[:, None] + jnp.arange(most), total - 1)
-    return Packing(row, (place - start[row]).astype(jnp.int32), packed_index.astype(jnp.int32))
+    index = jnp.arange(total)
+    row = jnp.minimum(jnp.searchsorted(end, index, side="right"), num_tokens.shape[0] - 1).astype(jnp.int32)
+    packed_index = jnp.minimum(start[:, None] + jnp.arange(max_row_tokens), total - 1)
+    return Packing(row, (index - start[row]).astype(jnp.int32), packed_index.astype(jnp.int32))

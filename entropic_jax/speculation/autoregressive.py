@@ -53,17 +53,17 @@ class AutoregressiveDrafter:
     shortest_context: jax.Array | int = 0  # positions, below which nothing is drafted
     most_tokens: Annotated[int, STATIC] = 7  # k, the tokens drafted at most
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
-        return self.calibrated(model)._draft(model, batch, most)
+        return self.calibrated(model)._draft(model, batch, max_drafts)
 
-    def _draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def _draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """`draft` with the numbers of the model."""
-        drafting, place = self.drafting(model)
+        drafting, kept_layers = self.drafting(model)
         state, k = batch.state, self.most_tokens
         rows, shift = state.token.shape[0], state.speculation[:, 0]
-        most = jnp.minimum(most, k)
-        going = batch.active & (most > 0) & (state.length >= self.shortest_context)
+        max_drafts = jnp.minimum(max_drafts, k)
+        going = batch.active & (max_drafts > 0) & (state.length >= self.shortest_context)
         least = self.least_reach(going, state.length, shift)
         going &= least[0] <= 1
         drafted = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
@@ -79,15 +79,15 @@ class AutoregressiveDrafter:
                 acceptance=drafted.acceptance.at[:, number].set(chance),
             )
             reach = jnp.where(emitted, reach * correct(chance, shift), reach)
-            going = emitted & (after.status == RUNNING) & (number + 1 < most)
+            going = emitted & (after.status == RUNNING) & (number + 1 < max_drafts)
             going &= reach >= least[jnp.minimum(number + 1, k - 1)]
             changed = changed_fields(after)
             return number + 1, going, reach, after.cache.layers, changed, drafted
 
         changed, layers = changed_fields(state), state.cache.layers
-        carry = jnp.int32(0), going, jnp.ones(rows), layers[place], changed, drafted
+        carry = jnp.int32(0), going, jnp.ones(rows), layers[kept_layers], changed, drafted
         *_, written, changed, drafted = jax.lax.while_loop(lambda c: c[1].any(), body, carry)
-        first, end, _ = place.indices(len(layers))
+        first, end, _ = kept_layers.indices(len(layers))
         layers = (*layers[:first], *written, *layers[end:])
         spent: Any = changed["ledger"]
         ledger = state.ledger._replace(flops=spent.flops, bytes_read=spent.bytes_read, seconds=spent.seconds)

@@ -28,7 +28,7 @@ class Cascade:
         """k, the tokens it proposes at most."""
         return max(drafter.most_tokens for drafter in self.drafters)
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
         rows, k, shift = batch.active.shape[0], self.most_tokens, batch.state.speculation
         none = jnp.zeros(rows, jnp.int32)
@@ -36,7 +36,7 @@ class Cascade:
         for number, drafter in enumerate(self.drafters):
             asking = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
             promising = self._promising(best, drafter, model, asking, shift)
-            after, draft = drafter.draft(model, asking._replace(active=batch.active & ~promising), most)
+            after, draft = drafter.draft(model, asking._replace(active=batch.active & ~promising), max_drafts)
             batch = after._replace(active=batch.active, state=after.state._replace(speculation=shift))
             draft = draft._replace(source=jnp.full(rows, number, jnp.int32))
             best = _replace_rows(best, draft, ~promising & (draft.num_tokens > 0))

@@ -35,16 +35,16 @@ class Drafter(Protocol):
     def most_tokens(self) -> int:
         """k, the tokens it proposes at most."""
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """Proposes tokens for every active row of the batch.
 
         Args:
             model: whose tokens they are to be.
             batch: the rows, with their text (`State.text`) and the corrections of the drafter's probabilities
                 (`State.speculation`, float32 `[rows, 1]`).
-            most: int32 `[rows]`, tokens of a row that can be verified at most.
+            max_drafts: int32 `[rows]`, tokens of a row that can be verified at most.
 
         Returns:
             The batch, in which only the cache past each row's length and the costs in the ledger may have
-            changed, and the draft, whose `num_tokens` are at most `most`.
+            changed, and the draft, whose `num_tokens` are at most `max_drafts`.
         """

@@ -21,12 +21,14 @@ class ModelDrafter(AutoregressiveDrafter):
 
     mean_acceptance: jax.Array | float = MEAN_ACCEPTANCE  # P: of a token before it is drafted
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`. Nothing is drafted past the positions that the draft model is made for."""
         context = _both(model).draft_context
         if context is not None:
-            most = jnp.minimum(most, jnp.maximum(context - batch.state.length - batch.state.evicted, 0))
-        return super().draft(model, batch, most)
+            max_drafts = jnp.minimum(
+                max_drafts, jnp.maximum(context - batch.state.length - batch.state.evicted, 0)
+            )
+        return super().draft(model, batch, max_drafts)
 
     def drafting(self, model: ControlledModel) -> tuple[ControlledModel, slice]:
         """See `AutoregressiveDrafter`."""

@@ -101,7 +101,7 @@ def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple
     >>> pass_widths(4, 15, 256), pass_widths(32, 15, 64), pass_widths(48, 15, 64), pass_widths(1, 4, 64)
     ((1, 2, 4, 8, 16), (1, 2), (1,), (1, 2, 4, 5))
     """
-    most = num_tokens + 1
-    powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
+    widest = num_tokens + 1
+    powers = [1 << n for n in range(widest.bit_length()) if 1 << n < widest]
     room = (largest_pass() if largest is None else largest) // rows
-    return tuple(width for width in (*powers, most) if width <= max(1, room))
+    return tuple(width for width in (*powers, widest) if width <= max(1, room))

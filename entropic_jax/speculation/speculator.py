@@ -91,13 +91,13 @@ def draft(
     """
     state = batch.state
     # A pass writes one position a token, and the last token that it may emit fills the row.
-    most = jnp.maximum(jnp.minimum(room, state.limit) - state.length - 1, 0)
+    max_drafts = jnp.maximum(jnp.minimum(room, state.limit) - state.length - 1, 0)
     if constraints is not None:
-        most = jnp.where((constraints.forced >= 0) | ~constraints.drafts, 0, most)
-    batch, drafted = speculator.drafter.draft(model, batch, most)
+        max_drafts = jnp.where((constraints.forced >= 0) | ~constraints.drafts, 0, max_drafts)
+    batch, drafted = speculator.drafter.draft(model, batch, max_drafts)
     if constraints is not None:
         drafted = draft_expected(drafted, constraints, state.length + state.evicted + 1)
-    drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, most))
+    drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, max_drafts))
     shift = state.speculation[_drafter_of_row(drafted)]
     return batch, PassPlan(drafted, *speculator.law.choose(drafted, batch.active, shift, state.length))
 
@@ -152,10 +152,10 @@ def verify_and_emit(
     after, trace = emit_accepted(model, batch, plan, logits, cost, constraints)
     after = after._replace(features=logits.last_hidden(trace.emitted, batch.state.features))
     accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
-    place = _drafter_of_row(plan.draft)
-    before = batch.state.speculation[place]
+    row_drafter = _drafter_of_row(plan.draft)
+    before = batch.state.speculation[row_drafter]
     shift = speculator.law.learn(plan.draft, before, plan.num_drafted, accepted)
-    shifts = batch.state.speculation.at[place].set(jnp.where(batch.active, shift, before))
+    shifts = batch.state.speculation.at[row_drafter].set(jnp.where(batch.active, shift, before))
     return after._replace(speculation=shifts), trace
 
 

@@ -35,7 +35,7 @@ class SuffixDrafter:
         """The longest match that the tables distinguish from longer ones."""
         return self.acceptance.shape[0] - 1
 
-    def draft(self, model: ControlledModel, batch: Batch, most: jax.Array) -> tuple[Batch, Draft]:
+    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
         state = batch.state
         text, last = state.text, state.length + state.evicted
@@ -44,10 +44,10 @@ class SuffixDrafter:
         # A continuation that reaches the end of the text goes on with its own beginning.
         period = jnp.maximum(last - end, 1)
         offset = jnp.arange(self.most_tokens)
-        place = end[:, None] + 1 + offset % period[:, None]
-        tokens = jnp.take_along_axis(text, jnp.minimum(place, text.shape[1] - 1), 1)
+        position = end[:, None] + 1 + offset % period[:, None]
+        tokens = jnp.take_along_axis(text, jnp.minimum(position, text.shape[1] - 1), 1)
         known = jnp.minimum(matched[:, None] + offset, self.longest)
-        num_tokens = jnp.where(batch.active & (matched > 0), jnp.minimum(most, self.most_tokens), 0)
+        num_tokens = jnp.where(batch.active & (matched > 0), jnp.minimum(max_drafts, self.most_tokens), 0)
         return batch, Draft(tokens, num_tokens, jnp.asarray(self.acceptance)[known])
 
 

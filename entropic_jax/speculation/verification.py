@@ -76,8 +76,8 @@ class VerifiedLogits(NamedTuple):
         if self.hidden is None or before is None:
             return before
         number = emitted.sum(0, dtype=jnp.int32)
-        place = self.slot[jnp.arange(number.shape[0]), jnp.maximum(number - 1, 0)]
-        return jnp.where(number[:, None] > 0, self.hidden[place], before)
+        index = self.slot[jnp.arange(number.shape[0]), jnp.maximum(number - 1, 0)]
+        return jnp.where(number[:, None] > 0, self.hidden[index], before)
 
 
 def verify(

@@ -178,8 +178,8 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
     column = jnp.arange(per_row, dtype=jnp.int32)[None, :]
     nth = column - cache.granted[:, None]  # of the row's new pages
     fresh = (nth >= 0) & (nth < taken[:, None])
-    place = cache.available - 1 - (before[:, None] + nth)
-    page = cache.free[jnp.where(fresh, place, 0)]
+    free_index = cache.available - 1 - (before[:, None] + nth)
+    page = cache.free[jnp.where(fresh, free_index, 0)]
     enough = fits & (length <= per_row * cache.page_size)
     return (
         cache._replace(
@@ -238,10 +238,10 @@ def release(cache: Cache, pages: jax.Array) -> Cache:
     lost = jnp.zeros_like(cache.references).at[pages].add(1, mode="drop").at[-1].set(0)
     references = cache.references - lost
     empty = ((lost > 0) & (references == 0))[:-1]
-    place = cache.available + jnp.cumsum(empty, dtype=jnp.int32) - 1
+    free_index = cache.available + jnp.cumsum(empty, dtype=jnp.int32) - 1
     number = jnp.arange(cache.pages, dtype=jnp.int32)
     return cache._replace(
-        free=cache.free.at[jnp.where(empty, place, cache.pages)].set(number, mode="drop"),
+        free=cache.free.at[jnp.where(empty, free_index, cache.pages)].set(number, mode="drop"),
         available=cache.available + empty.sum(dtype=jnp.int32),
         references=references,
     )
@@ -308,7 +308,7 @@ def fork(
     return cache._replace(layers=layers, surprisal=surprisal), enough | ~real
 
 
-def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = None) -> Cache:
+def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | None = None) -> Cache:
     """Truncates the flagged rows to their first `length` positions.
 
     Pages that become empty are released. The summaries of a page that is left partly filled, which must have
@@ -318,7 +318,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
         cache: the cache of the batch.
         rows: bool `[rows]`, the rows to truncate.
         length: int32 `[rows]`, positions to keep.
-        most: how many rows are flagged at most, and so how many pages are read; static, None for all.
+        max_rows: how many rows are flagged at most, and so how many pages are read; static, None for all.
 
     Raises:
         ValueError: the cache keeps surprisals, which cannot be undone.
@@ -334,7 +334,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, most: int | None = 
     entry = jnp.minimum(length // size, per_row - 1)
     last = jnp.take_along_axis(cache.table, entry[:, None], 1)[:, 0]
     page = jnp.where(rows & (length % size > 0), last, cache.pages)
-    flagged = RowSubset(rows, most)
+    flagged = RowSubset(rows, max_rows)
     page, kept_of = flagged.gather(page, cache.pages), flagged.gather(length % size)
     held = (jnp.arange(size) < kept_of[:, None])[:, None, :, None]
 

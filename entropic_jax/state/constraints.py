@@ -43,8 +43,8 @@ class Constraints(NamedTuple):
             values: `[rows, n]`.
             length: int32 `[rows]`, of the sequence with that token.
         """
-        place = jnp.clip(length - self.start, 0, values.shape[1] - 1)
-        return jnp.take_along_axis(values, place[:, None], 1)[:, 0]
+        index = jnp.clip(length - self.start, 0, values.shape[1] - 1)
+        return jnp.take_along_axis(values, index[:, None], 1)[:, 0]
 
 
 def mask_words(vocabulary: int) -> int:

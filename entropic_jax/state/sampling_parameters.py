@@ -24,11 +24,11 @@ def parameters(
     The defaults switch everything off, apart from the temperature of 1.
 
     Args:
-        rows: Number of sequences.
-        logit_bias: What is added to the logits of tokens (−inf bans one): one mapping from token ids for all
+        rows: number of sequences.
+        logit_bias: what is added to the logits of tokens (−inf bans one): one mapping from token ids for all
             rows, or one per row. A token outside the vocabulary has no effect.
-        bias_slots: Most tokens of a mapping.
-        **values: Parameters of `SamplingParams` that the device applies, each a number or `rows` numbers.
+        bias_slots: most tokens of a mapping.
+        **values: parameters of `SamplingParams` that the device applies, each a number or `rows` numbers.
 
     Returns:
         `Sampling`, arrays `[rows]`.

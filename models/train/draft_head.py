@@ -193,7 +193,7 @@ def acceptance_table(entropy: np.ndarray, overlap: np.ndarray) -> dict[str, Any]
     """Fields of a `HeadConfig`: P(accepted) by the entropy of the draft, and its mean.
 
     Args:
-        entropy: Entropies of drafts, nats.
+        entropy: entropies of drafts, nats.
         overlap: P(accepted) of each.
     """
     places = np.searchsorted(EDGES, entropy)
@@ -222,7 +222,7 @@ def streams(tokenizer: Any, text: Path, length: int) -> tuple[np.ndarray, np.nda
     """Tokens of the files of a folder, and of those of them that are held out.
 
     Args:
-        tokenizer: The model's tokenizer.
+        tokenizer: the model's tokenizer.
         text: the folder.
         length: tokens of a window.
 
@@ -311,7 +311,7 @@ def _first_weights(arguments: argparse.Namespace, target: Target) -> tuple[draft
     """The head in the output directory, or a new one.
 
     Args:
-        arguments: The parsed command line.
+        arguments: the parsed command line.
         target: the model.
     """
     if draft_head.is_draft_head(arguments.output):

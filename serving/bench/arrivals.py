@@ -55,10 +55,10 @@ def times(count: int, rate: float, cv: float, random: np.random.Generator) -> np
     widely in rate.
 
     Args:
-        count: How many arrivals.
-        rate: Their mean rate, 1/s.
-        cv: Coefficient of variation of the gaps: 1 for Poisson arrivals, 0 for a clock.
-        random: Source of the gaps.
+        count: how many arrivals.
+        rate: their mean rate, 1/s.
+        cv: coefficient of variation of the gaps: 1 for Poisson arrivals, 0 for a clock.
+        random: source of the gaps.
     """
     if cv == 0:
         return np.arange(count) / rate
@@ -75,9 +75,9 @@ def draw_lengths(law: Lengths, count: int, random: np.random.Generator) -> np.nd
     mean. Raises ValueError if no κ gives that mean.
 
     Args:
-        law: Median, mean and 99th percentile.
-        count: How many lengths.
-        random: Source of the draws.
+        law: median, mean and 99th percentile.
+        count: how many lengths.
+        random: source of the draws.
     """
     spread = math.log(law.p99 / law.median)
 
@@ -101,11 +101,11 @@ def drawn_like(name: str, count: int, rate: float | None, cv: float | None, seed
     """Arrivals with the statistics of a published trace; `rate` and `cv` override those of the trace.
 
     Args:
-        name: The name of a published trace.
-        count: How many arrivals.
-        rate: Mean rate in 1/s, None for that of the trace.
-        cv: Coefficient of variation of the gaps, None for that of the trace.
-        seed: The seed of times and lengths.
+        name: the name of a published trace.
+        count: how many arrivals.
+        rate: mean rate in 1/s, None for that of the trace.
+        cv: coefficient of variation of the gaps, None for that of the trace.
+        seed: the seed of times and lengths.
     """
     law = PUBLISHED[name]
     rate = rate or law.rate
@@ -125,12 +125,12 @@ def drawn(
     """Arrivals with lengths drawn uniformly between two bounds, both inclusive.
 
     Args:
-        count: How many arrivals.
-        rate: Their mean rate, 1/s.
-        cv: Coefficient of variation of the gaps.
-        prompt: Bounds of a prompt's tokens.
-        output: Bounds of an answer's tokens.
-        seed: The seed of times and lengths.
+        count: how many arrivals.
+        rate: their mean rate, 1/s.
+        cv: coefficient of variation of the gaps.
+        prompt: bounds of a prompt's tokens.
+        output: bounds of an answer's tokens.
+        seed: the seed of times and lengths.
     """
     random = np.random.default_rng(seed)
 
@@ -153,8 +153,8 @@ def read_trace(path: Path, count: int | None = None, rate: float | None = None) 
     Args:
         path: Azure's CSV (columns TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp
             in milliseconds, input_length, output_length, hash_ids).
-        count: How many requests, from the first; None for all.
-        rate: Mean rate in 1/s to which time is stretched; None leaves it.
+        count: how many requests, from the first; None for all.
+        rate: mean rate in 1/s to which time is stretched; None leaves it.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -226,9 +226,9 @@ def scaled(arrivals: list[Arrival], factor: float, context: int | None) -> list[
     """Lengths times a factor, at least 1 token. The prompt, then the output, is cut to fit into `context`.
 
     Args:
-        arrivals: The arrivals to scale.
-        factor: The factor of all lengths.
-        context: Tokens that prompt and answer have room for; None for any number.
+        arrivals: the arrivals to scale.
+        factor: the factor of all lengths.
+        context: tokens that prompt and answer have room for; None for any number.
     """
     result = []
     for arrival in arrivals:

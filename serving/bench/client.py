@@ -51,10 +51,10 @@ class Target:
         """Stream one completion. Errors are recorded in the outcome.
 
         Args:
-            prompt: Token ids or text.
-            prompt_tokens: Length of the prompt.
-            output_tokens: Tokens to generate, neither more nor fewer.
-            due: When the request should have gone out, seconds of `time.perf_counter`; None for now.
+            prompt: token ids or text.
+            prompt_tokens: length of the prompt.
+            output_tokens: tokens to generate, neither more nor fewer.
+            due: when the request should have gone out, seconds of `time.perf_counter`; None for now.
         """
         sent = time.perf_counter()
         outcome = Outcome(sent if due is None else due, sent, prompt_tokens, output_tokens)
@@ -110,9 +110,9 @@ def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
     """Add an event of the stream to the outcome.
 
     Args:
-        event: As parsed from the stream.
-        outcome: The outcome that the event is added to.
-        timestamp: The timestamp of the event, seconds of `time.perf_counter`.
+        event: as parsed from the stream.
+        outcome: the outcome that the event is added to.
+        timestamp: the timestamp of the event, seconds of `time.perf_counter`.
     """
     if event.get("error"):
         error = event["error"]

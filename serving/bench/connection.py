@@ -25,10 +25,10 @@ class Response:
     """Status and headers (names in lower case) of a response whose body has not been read.
 
     Args:
-        pool: Takes the connection back.
-        streams: Reader and writer of the connection.
+        pool: takes the connection back.
+        streams: reader and writer of the connection.
         status: HTTP status.
-        headers: By name in lower case.
+        headers: by name in lower case.
     """
 
     def __init__(self, pool: "Pool", streams: Any, status: int, headers: dict[str, str]) -> None:
@@ -104,9 +104,9 @@ class Pool:
         """Send a request, with `body` as JSON, and wait for the headers. Raises OSError if that fails.
 
         Args:
-            method: Such as GET.
-            path: Below the base address.
-            body: Sent as JSON; None sends none.
+            method: such as GET.
+            path: below the base address.
+            body: sent as JSON; None sends none.
         """
         payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = f"{method} {self.base}{path} HTTP/1.1\r\n{self.head}"

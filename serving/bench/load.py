@@ -20,10 +20,10 @@ async def open_loop(
     behind does not flatter the server.
 
     Args:
-        target: Server and model.
-        arrivals: Times and lengths.
-        prompts: Makes the prompt of each arrival.
-        progress: Called with every outcome.
+        target: server and model.
+        arrivals: times and lengths.
+        prompts: makes the prompt of each arrival.
+        progress: called with every outcome.
     """
     # Made before the measurement starts.
     bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
@@ -55,11 +55,11 @@ async def closed_loop(
     """Keep `concurrency` requests in flight until all have been sent. Arrival times are ignored.
 
     Args:
-        target: Server and model.
-        arrivals: Lengths; the times are ignored.
-        prompts: Makes the prompt of each arrival.
-        concurrency: Requests in flight.
-        progress: Called with every outcome.
+        target: server and model.
+        arrivals: lengths; the times are ignored.
+        prompts: makes the prompt of each arrival.
+        concurrency: requests in flight.
+        progress: called with every outcome.
     """
     bodies = [prompts(index, arrival) for index, arrival in enumerate(arrivals)]
     outcomes: dict[int, Outcome] = {}
@@ -82,10 +82,10 @@ async def warm_up(target: Target, arrivals: list[Arrival], prompts: Prompts, cou
     """Send `count` requests one after another, each with its own prompt. Returns the last outcome.
 
     Args:
-        target: Server and model.
-        arrivals: Lengths, from the first on.
-        prompts: Makes prompts of other numbers than the arrivals'.
-        count: How many requests.
+        target: server and model.
+        arrivals: lengths, from the first on.
+        prompts: makes prompts of other numbers than the arrivals'.
+        count: how many requests.
     """
     outcome = None
     for index in range(count):

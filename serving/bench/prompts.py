@@ -14,9 +14,9 @@ class Prompts:
     block starts.
 
     Args:
-        source: Token ids, or pieces of text of about one token each, which are joined.
-        seed: The seed of the places.
-        factor: Factor by which the lengths were scaled, so that prompts share the same prefixes as before.
+        source: token ids, or pieces of text of about one token each, which are joined.
+        seed: the seed of the places.
+        factor: factor by which the lengths were scaled, so that prompts share the same prefixes as before.
     """
 
     def __init__(self, source: Sequence[int] | Sequence[str], seed: int, factor: float = 1.0) -> None:
@@ -46,9 +46,9 @@ def random_tokens(vocabulary: int, seed: int, count: int = 1 << 16) -> list[int]
     """Token ids drawn uniformly from `vocabulary`, except its lowest sixteenth, which has special tokens.
 
     Args:
-        vocabulary: Tokens of the model.
-        seed: The seed of the draws.
-        count: How many.
+        vocabulary: tokens of the model.
+        seed: the seed of the draws.
+        count: how many.
     """
     low = min(vocabulary // 16, 256)
     return np.random.default_rng(seed).integers(low, vocabulary, count).tolist()

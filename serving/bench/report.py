@@ -17,9 +17,9 @@ def show(figures: dict[str, Any], console: Console, title: str = "") -> None:
     """Print the figures of one run.
 
     Args:
-        figures: The figures of the run.
-        console: To print to.
-        title: Above the table.
+        figures: the figures of the run.
+        console: to print to.
+        title: above the table.
     """
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("milliseconds", style="bold")
@@ -55,9 +55,9 @@ def show_comparison(rows: list[dict[str, Any]], names: tuple[str, str], console:
     """Print the medians of both servers, and the ratio of the paired runs with its range.
 
     Args:
-        rows: Medians and ratios, one row per figure.
-        names: The names of the two servers.
-        console: To print to.
+        rows: medians and ratios, one row per figure.
+        names: the names of the two servers.
+        console: to print to.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("median of the runs", style="bold")

@@ -53,10 +53,10 @@ def requests_of(
     Line i (from 0) draws with the given seed plus i, so that equal lines have different continuations.
 
     Args:
-        records: Number and values of each line.
-        generator: Model and its defaults.
-        overrides: From the command line; a line's own values go before.
-        chat: Whether a line's prompt is the message of a user in the model's chat template.
+        records: number and values of each line.
+        generator: model and its defaults.
+        overrides: from the command line; a line's own values go before.
+        chat: whether a line's prompt is the message of a user in the model's chat template.
     """
     for index, (line, values) in enumerate(records):
         fields = {**generator.defaults, **overrides, "seed": (overrides["seed"] + index) % 2**31}
@@ -85,9 +85,9 @@ def run_batch(records: Sequence[Record], requests: Sequence[Request], generator:
     """Print one line per request, in order, with a progress bar on a terminal; returns how many failed.
 
     Args:
-        records: Number and values of each line.
-        requests: The requests of the records.
-        generator: Continues the prompts.
+        records: number and values of each line.
+        requests: the requests of the records.
+        generator: continues the prompts.
     """
     failed = tokens = 0
     console = Console(stderr=True)

@@ -67,11 +67,11 @@ class RemoteChat:
         """A back end over a server that runs.
 
         Args:
-            url: The URL of the server; `/v1` may be left out.
-            api_key: Sent as a bearer token; None sends none.
-            model: Name; None is the first that the server lists.
-            control: Preset, None for the server's, and gains.
-            overrides: Fields of every request.
+            url: the URL of the server; `/v1` may be left out.
+            api_key: sent as a bearer token; None sends none.
+            model: name; None is the first that the server lists.
+            control: preset, None for the server's, and gains.
+            overrides: fields of every request.
 
         Raises:
             RequestError: The URL is not one, or no server answers there.

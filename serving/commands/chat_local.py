@@ -29,9 +29,9 @@ def start(options: argparse.Namespace, control: Control, overrides: dict[str, An
     """A model in this process, behind an engine of one row.
 
     Args:
-        options: The options of the command line.
-        control: Preset and gains.
-        overrides: Sampling parameters that the command line states.
+        options: the options of the command line.
+        control: preset and gains.
+        overrides: sampling parameters that the command line states.
 
     Raises:
         ParameterError: The model or an option cannot be used.
@@ -88,10 +88,10 @@ class LocalChat:
         """A back end over a running engine.
 
         Args:
-            engine: Generates the answers.
-            model: Its text side.
-            control: Preset and gains.
-            overrides: Sampling parameters that take precedence over the model's defaults.
+            engine: generates the answers.
+            model: its text side.
+            control: preset and gains.
+            overrides: sampling parameters that take precedence over the model's defaults.
         """
         self.engine, self.model, self.control = engine, model, control
         self.overrides = dict(overrides)

@@ -78,9 +78,9 @@ class Session:
         """A conversation without a message.
 
         Args:
-            backend: Answers.
-            system: System message at the beginning.
-            console: To write to; None is standard output if that is a terminal, and plain text else.
+            backend: answers.
+            system: system message at the beginning.
+            console: to write to; None is standard output if that is a terminal, and plain text else.
         """
         self.backend = backend
         self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]

@@ -27,8 +27,8 @@ def use_config(parser: argparse.ArgumentParser, path: str) -> None:
     """Make the options in a file the defaults of a parser.
 
     Args:
-        parser: The parser of the command.
-        path: The path of the file.
+        parser: the parser of the command.
+        path: the path of the file.
 
     Raises:
         RequestError: The file cannot be read, names no flag of the command, or has a value that the flag does
@@ -90,10 +90,10 @@ def _converted(action: argparse.Action, name: str, text: Any, value: Any) -> Any
     """The value of an option, as the command line would have it.
 
     Args:
-        action: The action of the option.
-        name: The name of the flag, without dashes.
-        text: The value, with every scalar as its text.
-        value: The value as YAML types it.
+        action: the action of the option.
+        name: the name of the flag, without dashes.
+        text: the value, with every scalar as its text.
+        value: the value as YAML types it.
 
     Raises:
         ValueError: The option does not accept it.

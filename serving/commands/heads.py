@@ -187,10 +187,10 @@ def draw(profile: "HeadProfile", segment: int, file: Path, title: str) -> Any:
     """Draw the entropy of all heads as a heat map, and write it; returns the figure.
 
     Args:
-        profile: The profile to draw.
-        segment: Tokens of a segment.
-        file: To write, a PNG or what Matplotlib makes of the ending.
-        title: The title of the figure.
+        profile: the profile to draw.
+        segment: tokens of a segment.
+        file: to write, a PNG or what Matplotlib makes of the ending.
+        title: the title of the figure.
     """
     import matplotlib.pyplot as plt
 

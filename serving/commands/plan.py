@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from entropic_jax.parameter_tables.control_gains import PRESETS
 from entropic_jax.parameter_tables.table import ParameterError
 
-from ..options import kv_cache
+from ..options import kv_cache, speculation_options
 from ..options.option_types import positive
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size", type=positive, default=128, metavar="INT", help="of a page (default: 128)"
     )
-    parser.add_argument("--preset", choices=PRESETS, default="off", help="of control (default: off)")
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="of control (default: that of `entropic serve`: meso, or off on several chips); drafts do not "
+        "change the step that is counted",
+    )
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -114,7 +119,8 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         check_sizes(config, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
-    setting = preset(options.preset, options.max_num_seqs, platform="tpu")
+    chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
+    setting = preset(chosen, options.max_num_seqs, platform="tpu")
     page_size = options.block_size if setting.page_policy is None else setting.page_policy.page_size
     per_row = -(-options.max_model_len // page_size)
     batch = ahead_of_time.Batch(
@@ -143,10 +149,10 @@ def check_divides(option: str, value: int, name: str, number: int) -> None:
     """Raise ParameterError unless the value of an option divides a number.
 
     Args:
-        option: The name of the option.
-        value: The value of the option.
-        name: What the number is.
-        number: The number to divide.
+        option: the name of the option.
+        value: the value of the option.
+        name: what the number is.
+        number: the number to divide.
     """
     if number % value:
         raise ParameterError(f"{option} must divide {name}, {number}; got {value}", option)
@@ -156,8 +162,8 @@ def of_all_ranks(plan: "Plan", ranks: int) -> dict[str, Any]:
     """What as many engines as there are ranks hold and do together, each with the plan's chips.
 
     Args:
-        plan: The plan of one engine.
-        ranks: Number of engines.
+        plan: the plan of one engine.
+        ranks: number of engines.
     """
     chips, cached = plan.devices * ranks, max(0, plan.pages) * plan.page_bytes
     return {
@@ -175,10 +181,10 @@ def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[s
     """The plan as JSON has it.
 
     Args:
-        plan: The plan to show, of one engine.
-        ranks: Number of engines.
-        note: Why the step was not compiled, if it was not.
-        smallest: Where nothing fits, the first slice on which a sequence does.
+        plan: the plan to show, of one engine.
+        ranks: number of engines.
+        note: why the step was not compiled, if it was not.
+        smallest: where nothing fits, the first slice on which a sequence does.
     """
     from entropic_jax.analysis.plan import counted
 
@@ -235,8 +241,8 @@ def totals(plan: "Plan", ranks: int) -> list[str]:
     """Lines on all engines together, where there are several.
 
     Args:
-        plan: The plan of one engine.
-        ranks: Number of engines.
+        plan: the plan of one engine.
+        ranks: number of engines.
     """
     if ranks == 1:
         return []
@@ -256,10 +262,10 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     """The plan as lines of text.
 
     Args:
-        options: The options of the command line.
-        plan: The plan to show.
-        note: Why the step was not compiled, if it was not.
-        smallest: Where nothing fits, the first slice on which a sequence does.
+        options: the options of the command line.
+        plan: the plan to show.
+        note: why the step was not compiled, if it was not.
+        smallest: where nothing fits, the first slice on which a sequence does.
     """
     from entropic_jax.analysis.plan import counted
 

@@ -105,10 +105,10 @@ def follow_process_0(
     """Run what process 0 runs until it ends; the exit status.
 
     Args:
-        options: The options of the command line.
-        engine_options: The options of the engine.
-        settings: The settings of the front end, for its control.
-        group: The processes.
+        options: the options of the command line.
+        engine_options: the options of the engine.
+        settings: the settings of the front end, for its control.
+        group: the processes.
     """
     from ..engine import start
 
@@ -239,8 +239,8 @@ def engine_options_of(options: argparse.Namespace, settings: Settings) -> "Engin
     """The options of the engine that parsed options describe. Raises ParameterError.
 
     Args:
-        options: The options of the command line.
-        settings: The settings of the front end.
+        options: the options of the command line.
+        settings: the settings of the front end.
     """
     from ..engine.options import EngineOptions
 
@@ -292,11 +292,11 @@ def load(
     """Start the engine, which compiles its programs in the background, and the front end around it.
 
     Args:
-        options: The options of the command line.
-        settings: The settings of the front end.
-        text_side: Tokenizer and template of the model.
-        engine_options: The options of the engine.
-        group: The processes that the engine spans, of which this is process 0; None for this one alone.
+        options: the options of the command line.
+        settings: the settings of the front end.
+        text_side: tokenizer and template of the model.
+        engine_options: the options of the engine.
+        group: the processes that the engine spans, of which this is process 0; None for this one alone.
     """
     from ..engine.start import start
     from ..http import served_model

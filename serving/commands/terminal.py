@@ -130,10 +130,10 @@ def show(prompt: str, tokens: Iterable[Token], console: Console, note: str = "")
     """Stream a prompt and its continuation to a terminal; returns why the text ended.
 
     Args:
-        prompt: The prompt, of which the last lines are shown.
-        tokens: The tokens of the continuation, as they come.
-        console: To print to.
-        note: Shown next to the figures of the run.
+        prompt: the prompt, of which the last lines are shown.
+        tokens: the tokens of the continuation, as they come.
+        console: to print to.
+        note: shown next to the figures of the run.
     """
     screen = Screen(console, note)
     reason = None

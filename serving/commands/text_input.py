@@ -31,8 +31,8 @@ def read_texts(paths: list[str], argument: str) -> list[str]:
     path that is neither, or a folder without text.
 
     Args:
-        paths: Paths of files and folders; "-" is standard input.
-        argument: The option that an error names.
+        paths: paths of files and folders; "-" is standard input.
+        argument: the option that an error names.
     """
     texts = []
     for path in paths:
@@ -76,9 +76,9 @@ def unwritable(file: Path, argument: str, error: OSError) -> RequestError:
     """The error that names the option of a file that cannot be written.
 
     Args:
-        file: The file.
-        argument: The option.
-        error: Says why.
+        file: the file.
+        argument: the option.
+        error: says why.
     """
     return RequestError(f"{argument} must be a file in a writable directory; got {file} ({error.strerror})")
 

@@ -73,8 +73,8 @@ def explained(arguments: Iterable[str], known: Iterable[str]) -> str:
     """The error for arguments that no option takes.
 
     Args:
-        arguments: Not recognised, values among them.
-        known: Flags of the command.
+        arguments: not recognised, values among them.
+        known: flags of the command.
     """
     known = list(known)
     words = []

@@ -45,7 +45,7 @@ class AdapterSlots:
         """Slots without an adapter.
 
         Args:
-            model: Whose parameters hold the slots.
+            model: whose parameters hold the slots.
         """
         params: Any = model.params
         self._config, self._adapters = model.config, params.adapters
@@ -95,10 +95,10 @@ class AdapterSlots:
         """Read an adapter from disk and put it into a free slot; blocks until requests may name it.
 
         Args:
-            name: The name that requests state.
-            path: A directory in PEFT's format.
-            in_engine: Calls a function in the engine's thread.
-            replace: Gives the programs new adapters; called in the engine's thread.
+            name: the name that requests state.
+            path: a directory in PEFT's format.
+            in_engine: calls a function in the engine's thread.
+            replace: gives the programs new adapters; called in the engine's thread.
 
         Raises:
             RequestError: The name is taken, no slot is free, or the directory cannot be used.

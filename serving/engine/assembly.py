@@ -52,14 +52,14 @@ def assemble(
     """The parts of an engine, with the KV cache allocated and no program compiled.
 
     Args:
-        model: As in `LLMEngine`, like the rest up to `sharers`; with its adapters.
-        options: The options of the engine.
-        calibration: The calibration of the model, None without one.
-        metrics_hooks: Called at each event.
-        control: Control that is checked before anything is allocated.
-        sharers: Engines that share the memory of a CPU.
-        broadcaster: As in `Programs`.
-        costs: As in `Programs`.
+        model: as in `LLMEngine`, like the rest up to `sharers`; with its adapters.
+        options: the options of the engine.
+        calibration: the calibration of the model, None without one.
+        metrics_hooks: called at each event.
+        control: control that is checked before anything is allocated.
+        sharers: engines that share the memory of a CPU.
+        broadcaster: as in `Programs`.
+        costs: as in `Programs`.
     """
     cache_dtype = pages_of(options.kv_cache_dtype, model.params)
     itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
@@ -93,13 +93,13 @@ def scheduler_of(
     """The scheduler of an engine, without a sequence.
 
     Args:
-        programs: Its compiled programs.
-        device_state: Without a sequence.
-        sizes: Its sizes.
-        options: Its options.
-        tokenizer: The model's tokenizer.
-        prior: Model of H₁ along a sequence.
-        metrics_hooks: Called at each event.
+        programs: its compiled programs.
+        device_state: without a sequence.
+        sizes: its sizes.
+        options: its options.
+        tokenizer: the model's tokenizer.
+        prior: model of H₁ along a sequence.
+        metrics_hooks: called at each event.
     """
     text, vocabulary = device_state.state.text, programs.decoder.shape.vocabulary
     updates = StateUpdates(

@@ -18,10 +18,10 @@ class BlockManager:
     """Reserves pages for rows and shares cached prefixes among them.
 
     Args:
-        rows: Rows of the batch.
-        num_pages: Pages of the pool.
-        page_size: Positions per page.
-        prefix_cache: Cached prefixes, None to share none.
+        rows: rows of the batch.
+        num_pages: pages of the pool.
+        page_size: positions per page.
+        prefix_cache: cached prefixes, None to share none.
     """
 
     def __init__(self, rows: int, num_pages: int, page_size: int, prefix_cache: PrefixCache | None) -> None:
@@ -66,14 +66,14 @@ class BlockManager:
         """Reserve pages for a sequence that gets a row, part of them shared with the prefix cache.
 
         Args:
-            row: An empty row.
-            hashes: The hashes of the prompt's full pages, as far as they may be shared.
-            length: Positions to reserve.
-            growing: Rows that may still grow. A page is left for each; otherwise one of them would soon be
+            row: an empty row.
+            hashes: the hashes of the prompt's full pages, as far as they may be shared.
+            length: positions to reserve.
+            growing: rows that may still grow. A page is left for each; otherwise one of them would soon be
                 preempted.
-            updates: Where evicted pages are released.
-            multiple: The number of shared pages is a multiple of this.
-            spare: Pages to reserve beyond `length`.
+            updates: where evicted pages are released.
+            multiple: the number of shared pages is a multiple of this.
+            spare: pages to reserve beyond `length`.
 
         Returns:
             The shared pages; None, with nothing changed, where the pool has no room.
@@ -103,7 +103,7 @@ class BlockManager:
         Args:
             rows: int `[n]`.
             lengths: int `[n]`, positions that each row may come to hold.
-            updates: Where evicted pages are released.
+            updates: where evicted pages are released.
 
         Returns:
             Whether the pool has room; otherwise nothing changes.
@@ -123,10 +123,10 @@ class BlockManager:
         """Offer the first pages of a row to the prefix cache.
 
         Args:
-            row: The row that holds them.
-            hashes: The hashes of its first full pages.
+            row: the row that holds them.
+            hashes: the hashes of its first full pages.
             table: int `[pages per row]`, its page table.
-            updates: Where the pages that the cache keeps are retained.
+            updates: where the pages that the cache keeps are retained.
         """
         if self.prefix_cache is None:
             return

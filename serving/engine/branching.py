@@ -32,10 +32,10 @@ def new_branch_state(state: State, trace: Trace, plan: SearchPlan, capacity: int
     """The branch state of groups without a sequence.
 
     Args:
-        state: The state of the loop, with `plan.branches` rows a branch group.
-        trace: Shapes and dtypes of the trace of one step.
-        plan: How sequences branch.
-        capacity: Steps of a launch, at most.
+        state: the state of the loop, with `plan.branches` rows a branch group.
+        trace: shapes and dtypes of the trace of one step.
+        plan: how sequences branch.
+        capacity: steps of a launch, at most.
     """
     text_length = capacity + entropix_search.num_revisable(plan)
     search = entropix_search.new_search(state, trace, plan, text_length)
@@ -50,7 +50,7 @@ def assign_groups(
     """End the searches of freed branch groups and begin those of newly placed sequences.
 
     Args:
-        branch_state: The search state of all branch groups.
+        branch_state: the search state of all branch groups.
         freed: bool `[groups]`, whose sequence has left.
         groups: int32 `[k]`, where sequences are placed; numbers past the last branch group are ignored.
         token: int32 `[k]`, the last token of each prompt.
@@ -100,13 +100,13 @@ def launch(
     """Run up to `steps` decode steps of groups that may branch.
 
     Args:
-        step: As in `entropix_search.run_steps`.
-        branch_state: The search state of all branch groups.
-        state: The state of the loop, with `plan.branches` rows a branch group.
+        step: as in `entropix_search.run_steps`.
+        branch_state: the search state of all branch groups.
+        state: the state of the loop, with `plan.branches` rows a branch group.
         steps: int32 `[]`.
-        plan: How sequences branch.
-        width: Branch groups that a step computes, at most.
-        exact: Whether every step computes the same rows, so that no rounding depends on who branches.
+        plan: how sequences branch.
+        width: branch groups that a step computes, at most.
+        exact: whether every step computes the same rows, so that no rounding depends on who branches.
 
     Returns:
         The new branch state and state, the number of steps that ran, and the trace `[n, groups]` of the

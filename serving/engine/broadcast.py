@@ -55,8 +55,8 @@ class Broadcaster:
         """Let the other processes launch a program, which this one launches next.
 
         Args:
-            key: The key of the program.
-            arguments: The arguments of the program. NumPy arrays among them are sent.
+            key: the key of the program.
+            arguments: the arguments of the program. NumPy arrays among them are sent.
         """
         leaves = jax.tree.leaves(arguments)
         sent = [number for number, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray | np.generic)]
@@ -92,7 +92,7 @@ def name_of(key: Key) -> str:
     """The name of a program in messages, the same in every process.
 
     Args:
-        key: The key of the program.
+        key: the key of the program.
 
     >>> name_of(("decode", 4, None, False, True))
     'decode 4 None False True'

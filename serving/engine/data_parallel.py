@@ -37,7 +37,7 @@ class DataParallelEngine:
     """An `Engine` that spreads requests over several.
 
     Args:
-        engines: Engines of equal sizes; their ranks are their places.
+        engines: engines of equal sizes; their ranks are their places.
     """
 
     def __init__(self, engines: "Sequence[LLMEngine]") -> None:
@@ -188,9 +188,9 @@ class DataParallelEngine:
         """Pooled hidden states of texts, all at the least loaded rank; see `Engine.embed`.
 
         Args:
-            texts: Token ids of each text.
+            texts: token ids of each text.
             pooling: "mean" or "last".
-            stop: Ends the work when it is set.
+            stop: ends the work when it is set.
         """
         with self._lock:
             rank = self.router.order((), self._loads(), self._able())[0]
@@ -214,7 +214,7 @@ class Progress:
 
     Args:
         report: `report(done, total)` is called after each program of any of them.
-        ranks: Number of warm-ups. Until one has reported, it counts like the others.
+        ranks: number of warm-ups. Until one has reported, it counts like the others.
     """
 
     def __init__(self, report: Callable[[int, int], None], ranks: int) -> None:

@@ -26,9 +26,9 @@ def describe(model: models.Model, options: EngineOptions, sizes: Sizes) -> Mappi
     """The configuration of an engine, see `Engine.describe`.
 
     Args:
-        model: The model that the engine runs.
-        options: As its user set them; null is what suits the model and the device.
-        sizes: What followed from them.
+        model: the model that the engine runs.
+        options: as its user set them; null is what suits the model and the device.
+        sizes: what followed from them.
     """
     plain = dataclasses.replace(options, mesh=None)  # a mesh is no plain value; its devices are listed
     shapes = sizes.shapes
@@ -67,12 +67,12 @@ def snapshot(
     """The state of an engine, see `Engine.snapshot`.
 
     Args:
-        scheduler: The scheduler of the engine.
-        live: Sequences that have not been forgotten.
-        queued: Requests that have not had a row.
-        work_done: Work of the sequences that have been forgotten, in decode steps.
-        presets: Names that requests may state.
-        compilations: Programs compiled after the warm-up.
+        scheduler: the scheduler of the engine.
+        live: sequences that have not been forgotten.
+        queued: requests that have not had a row.
+        work_done: work of the sequences that have been forgotten, in decode steps.
+        presets: names that requests may state.
+        compilations: programs compiled after the warm-up.
     """
     timestamp, sizes = time.perf_counter(), scheduler.sizes
     sequences = [s for s in live if not s.ended]
@@ -107,9 +107,9 @@ def cache_size(model: models.Model, sizes: Sizes, dtype: Any) -> dict[str, Any]:
     """The chosen size of the page pool.
 
     Args:
-        model: Whose keys and values it holds.
-        sizes: The engine's sizes.
-        dtype: The dtype of the pages.
+        model: whose keys and values it holds.
+        sizes: the engine's sizes.
+        dtype: the dtype of the pages.
     """
     shape = model.decoder.shape
     of_page = page_bytes(shape, sizes.page_size, bytes_per_number(dtype, shape.head_dim))

@@ -103,9 +103,9 @@ def apply_updates(blank: State, device_state: DeviceState, batch: UpdateBatch) -
     """Apply a batch of host-side changes.
 
     Args:
-        blank: The state of one empty row.
-        device_state: Consumed.
-        batch: The changes, of fixed size.
+        blank: the state of one empty row.
+        device_state: consumed.
+        batch: the changes, of fixed size.
     """
     state, group = device_state.state, device_state.rows_per_group
     branch_group = batch.int_params[:, ROW]
@@ -187,9 +187,9 @@ def restore_row(device_state: DeviceState, row: jax.Array, saved: dict[str, Any]
     """Give a branch group, in which its sequence was placed again, what `save_row` has saved.
 
     Args:
-        device_state: Consumed.
+        device_state: consumed.
         row: int32 `[]`, the branch group.
-        saved: From `save_row`.
+        saved: from `save_row`.
     """
     row, state = row * device_state.rows_per_group, device_state.state
 
@@ -212,12 +212,12 @@ def prefill(
     """Append a chunk of some prompts to the KV cache; `chunk.rows` are branch groups. See `phases.prefill`.
 
     Args:
-        decoder: The model's pure functions.
-        params: Its parameters.
-        device_state: Consumed.
-        chunk: The tokens, and the branch groups they belong to.
-        scored: Whether to compute the log-probability of the token that follows each position; static.
-        method: Selects the earlier pages that the chunk attends to, None for all; static.
+        decoder: the model's pure functions.
+        params: its parameters.
+        device_state: consumed.
+        chunk: the tokens, and the branch groups they belong to.
+        scored: whether to compute the log-probability of the token that follows each position; static.
+        method: selects the earlier pages that the chunk attends to, None for all; static.
 
     Returns:
         The new device state, and the result for each prompt.
@@ -237,9 +237,9 @@ def compress(
     Returns the new device state, and int32 `[2]`: pages that the group holds now, and positions evicted.
 
     Args:
-        device_state: Consumed.
+        device_state: consumed.
         row: int32 `[]`, the branch group.
-        method: Whose compression applies; static.
+        method: whose compression applies; static.
     """
     assert method is not None  # the scheduler compresses only where there is a method
     row = row * device_state.rows_per_group
@@ -269,20 +269,20 @@ def decode(
     """Run one launch: up to `steps` decode steps of the running rows.
 
     Args:
-        decoder: The model's forward pass.
-        params: Its weights.
-        device_state: Consumed.
+        decoder: the model's forward pass.
+        params: its weights.
+        device_state: consumed.
         steps: int32 `[]`, at most the capacity.
-        constraints: Constraints of each branch group for all steps, without the forced tokens.
+        constraints: constraints of each branch group for all steps, without the forced tokens.
         forced: int32 `[capacity, groups]`, the token that each step must emit, -1 where it samples.
         held: bool `[groups]`, those that take no part in the launch.
-        prior: The prior of H₁ along a sequence, for the expected drop.
-        speculator: Drafts tokens, so that a step may emit several; None decodes one by one.
-        width: Branch groups that a step computes, static; the first `width` that run.
-        page_policy: The choice of pages that the steps read, None for all; static.
-        samples: Whether the engine's sampler draws the tokens of some rows; static.
-        plan: How sequences branch, None where none does; static.
-        exact: As in `branching.launch`; static.
+        prior: the prior of H₁ along a sequence, for the expected drop.
+        speculator: drafts tokens, so that a step may emit several; None decodes one by one.
+        width: branch groups that a step computes, static; the first `width` that run.
+        page_policy: the choice of pages that the steps read, None for all; static.
+        samples: whether the engine's sampler draws the tokens of some rows; static.
+        plan: how sequences branch, None where none does; static.
+        exact: as in `branching.launch`; static.
 
     Returns:
         The new device state and what the launch emitted.

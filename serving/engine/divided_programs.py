@@ -27,9 +27,9 @@ def apply_divided(
 
     Args:
         mesh: None for one device.
-        blank: The state of one empty row.
-        device_state: Consumed.
-        batch: The changes.
+        blank: the state of one empty row.
+        device_state: consumed.
+        batch: the changes.
     """
     return _divide(apply_updates(blank, device_state, batch), mesh)
 
@@ -41,9 +41,9 @@ def restore_divided(
 
     Args:
         mesh: None for one device.
-        device_state: Consumed.
-        row: The branch group.
-        saved: From `save_row`.
+        device_state: consumed.
+        row: the branch group.
+        saved: from `save_row`.
     """
     return _divide(restore_row(device_state, row, saved), mesh)
 
@@ -53,8 +53,8 @@ def save_everywhere(mesh: Mesh | None, device_state: DeviceState, row: Any) -> d
 
     Args:
         mesh: None for one device.
-        device_state: Not consumed.
-        row: The branch group.
+        device_state: not consumed.
+        row: the branch group.
     """
     saved = save_row(device_state, row)
     return saved if mesh is None else jax.lax.with_sharding_constraint(saved, NamedSharding(mesh, P()))

@@ -41,8 +41,8 @@ class DraftChoice:
         """Whether the next launch should draft tokens.
 
         Args:
-            width: Rows of the program.
-            untried: Fraction of the sequences for which nothing was ever drafted.
+            width: rows of the program.
+            untried: fraction of the sequences for which nothing was ever drafted.
         """
         plain, drafting = self._rate(width, False), self._rate(width, True)
         if drafting.launches < LEARNING_LAUNCHES:
@@ -60,8 +60,8 @@ class DraftChoice:
         """Whether a launch would only try the kind that has been slower.
 
         Args:
-            width: Rows of the program.
-            speculates: Whether its steps draft tokens.
+            width: rows of the program.
+            speculates: whether its steps draft tokens.
         """
         learnt = all(self._rate(width, kind).launches >= LEARNING_LAUNCHES for kind in (False, True))
         return learnt and speculates != self._faster(width)
@@ -70,10 +70,10 @@ class DraftChoice:
         """Learn from a launch.
 
         Args:
-            width: Rows of the program.
-            speculates: Whether its steps draft tokens.
-            tokens: The tokens that a row emitted, on average.
-            seconds: The seconds that the launch took.
+            width: rows of the program.
+            speculates: whether its steps draft tokens.
+            tokens: the tokens that a row emitted, on average.
+            seconds: the seconds that the launch took.
         """
         before = self._faster(width)
         rate = self._rate(width, speculates).with_launch(tokens, seconds)

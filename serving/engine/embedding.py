@@ -54,10 +54,10 @@ def encode_chunk(
     """Read a chunk of some texts.
 
     Args:
-        decoder: The model's pure functions.
-        params: Its parameters.
-        kv_cache: The KV cache of the texts so far; consumed.
-        chunk: The tokens.
+        decoder: the model's pure functions.
+        params: its parameters.
+        kv_cache: the KV cache of the texts so far; consumed.
+        chunk: the tokens.
 
     Returns:
         The cache, and float32 `[rows, hidden]` twice: the sum of the hidden states of the chunk's tokens, and
@@ -85,8 +85,8 @@ class Embedder:
         """An embedder without a compiled program.
 
         Args:
-            model: Whose hidden states are pooled.
-            context: Positions of a sequence, at most.
+            model: whose hidden states are pooled.
+            context: positions of a sequence, at most.
         """
         self.model = model
         self.limits = EmbeddingLimits(min(context, LONGEST), model.decoder.shape.hidden)
@@ -100,9 +100,9 @@ class Embedder:
         """Pooled hidden states, see `Engine.embed`.
 
         Args:
-            texts: Token ids, between 1 and `limits.tokens` of each text.
-            pooling: Mean over the tokens, or the last token alone.
-            stop: Once it is set, the work ends after the launch that runs.
+            texts: token ids, between 1 and `limits.tokens` of each text.
+            pooling: mean over the tokens, or the last token alone.
+            stop: once it is set, the work ends after the launch that runs.
 
         Raises:
             RequestError: The model is divided over a mesh.
@@ -173,9 +173,9 @@ def batches(
     several launches.
 
     Args:
-        lengths: Tokens of each text, between 1 and `longest`.
-        longest: Tokens of a text, at most.
-        budget: Tokens of a launch; None is what suits the device.
+        lengths: tokens of each text, between 1 and `longest`.
+        longest: tokens of a text, at most.
+        budget: tokens of a launch; None is what suits the device.
 
     >>> [(shape.rows, shape.tokens, shape.capacity, i) for shape, i in batches([5, 300, 30, 90], 4096, 256)]
     [(8, 32, 32, [0, 2]), (2, 128, 128, [3]), (1, 256, 1024, [1])]

@@ -74,14 +74,14 @@ class LLMEngine:
         """Allocate the KV cache, start the engine's thread, and begin to compile its programs.
 
         Args:
-            model: With its tokenizer.
+            model: with its tokenizer.
             options: None is the defaults.
-            calibration: The calibration of the model, None without one.
-            metrics_hooks: Called at each event, None without any.
+            calibration: the calibration of the model, None without one.
+            metrics_hooks: called at each event, None without any.
             progress: `progress(done, total)` is called after each program of the warm-up.
-            control: The control of requests to come; checked before anything is allocated.
-            sharers: Engines that the memory of this machine is left for, if the device is a CPU.
-            broadcaster: To the other processes that the mesh of the model spans, which end with the engine.
+            control: the control of requests to come; checked before anything is allocated.
+            sharers: engines that the memory of this machine is left for, if the device is a CPU.
+            broadcaster: to the other processes that the mesh of the model spans, which end with the engine.
 
         Raises:
             ValueError: Where the options do not suit the model.
@@ -197,9 +197,9 @@ class LLMEngine:
         """Pooled hidden states of texts, see `Engine.embed`.
 
         Args:
-            texts: Token ids of each text.
+            texts: token ids of each text.
             pooling: "mean" or "last".
-            stop: Ends the work when it is set.
+            stop: ends the work when it is set.
         """
         with use_device(self.device):
             vectors = self._embedder.embed(texts, pooling, stop)

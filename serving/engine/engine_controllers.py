@@ -18,10 +18,10 @@ def row_controllers_of(
     """The row controllers of an engine.
 
     Args:
-        model: The model that the engine serves.
-        options: Name the preset, the method, the sampler and the drafter.
-        shapes: What the engine's programs are compiled for.
-        calibration: The calibration of the model, None without one.
+        model: the model that the engine serves.
+        options: name the preset, the method, the sampler and the drafter.
+        shapes: what the engine's programs are compiled for.
+        calibration: the calibration of the model, None without one.
     """
     sampler, sampler_law = None, None
     if options.preset in SAMPLERS:

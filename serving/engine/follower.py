@@ -32,9 +32,9 @@ def check_identity(group: ProcessGroup, path: Path, options: EngineOptions) -> N
     """End all processes unless each was started with the options, the code and the model of process 0.
 
     Args:
-        group: The processes.
-        path: The model directory.
-        options: The options of the engine.
+        group: the processes.
+        path: the model directory.
+        options: the options of the engine.
     """
     identity = identity_of(path, options)
     if not group.leads:
@@ -70,11 +70,11 @@ def follow(
     """Run what process 0 runs until it ends; the exit status.
 
     Args:
-        model: With its tokenizer, divided over the mesh.
-        options: The options of the engine.
-        calibration: The calibration of the model, None without one.
-        control: Default control of the requests.
-        group: The processes.
+        model: with its tokenizer, divided over the mesh.
+        options: the options of the engine.
+        calibration: the calibration of the model, None without one.
+        control: default control of the requests.
+        group: the processes.
     """
     _, message = group.receive()
     if message.kind == STOP:
@@ -100,8 +100,8 @@ class Follower:
         """A follower that has compiled nothing.
 
         Args:
-            group: The processes.
-            parts: The parts of an engine, which has no thread.
+            group: the processes.
+            parts: the parts of an engine, which has no thread.
         """
         self._group, self._programs = group, parts.programs
         self._device_state = parts.scheduler.device_state
@@ -136,9 +136,9 @@ class Follower:
         """Launch a program.
 
         Args:
-            name: Its name.
-            numbers: The numbers of the leaves of its arguments that process 0 has sent.
-            arrays: These leaves.
+            name: its name.
+            numbers: the numbers of the leaves of its arguments that process 0 has sent.
+            arrays: these leaves.
         """
         key, example = self._examples[name]
         arguments = tuple(self._device_state if isinstance(x, DeviceState) else x for x in example)

@@ -34,8 +34,8 @@ class GrammarPlanner:
         """A planner without work.
 
         Args:
-            most: Tokens that a plan expects, at most.
-            may_hold: Whether sequences may take no part in a launch; if not, every plan is waited for.
+            most: tokens that a plan expects, at most.
+            may_hold: whether sequences may take no part in a launch; if not, every plan is waited for.
         """
         self.most, self.may_hold = most, may_hold
         self._executor = ThreadPoolExecutor(THREADS, "grammar planner", be_nice, (NICE,))
@@ -46,8 +46,8 @@ class GrammarPlanner:
         """The plans of sequences with a grammar, by row, and the rows whose plan is late.
 
         Args:
-            decoding: Sequences that decode.
-            idle: Whether nothing else runs if no sequence decodes.
+            decoding: sequences that decode.
+            idle: whether nothing else runs if no sequence decodes.
             end: `end(sequence, reason, error)` ends the request whose grammar fails.
         """
         decoding = list(decoding)
@@ -83,9 +83,9 @@ class GrammarPlanner:
         """Wait for plans.
 
         Args:
-            new: Begun for this launch.
-            under_way: These and the late ones of earlier launches.
-            alone: Whether no other sequence runs.
+            new: begun for this launch.
+            under_way: these and the late ones of earlier launches.
+            alone: whether no other sequence runs.
         """
         if not self.may_hold:
             concurrent.futures.wait(under_way)

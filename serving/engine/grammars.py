@@ -39,9 +39,9 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
     followed the longest match of the text's end earlier in it, as far as the grammar allows them.
 
     Args:
-        sequence: With a row.
-        grammar: The grammar of the sequence; it stays where it is.
-        most: Tokens expected, at most.
+        sequence: with a row.
+        grammar: the grammar of the sequence; it stays where it is.
+        most: tokens expected, at most.
     """
     replay = sequence.generated[sequence.num_scheduled : sequence.num_replay_tokens][: most + 1]
     if replay:
@@ -72,10 +72,10 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
     """A plan without tokens, with those that are likely to come.
 
     Args:
-        result: The result for the next position.
-        sequence: Whose text it continues.
-        ahead: State of the grammar at this position; it is advanced by the tokens.
-        most: Tokens, at most.
+        result: the result for the next position.
+        sequence: whose text it continues.
+        ahead: state of the grammar at this position; it is advanced by the tokens.
+        most: tokens, at most.
     """
     masks, tokens = list(result.masks), []
     text = [*sequence.prompt, *sequence.generated][-SEARCHED:]
@@ -126,9 +126,9 @@ def accept(sequence: Sequence, grammar: Grammar, tokens: Iterable[int]) -> list[
     Returns the tokens held back so far if nothing may follow them.
 
     Args:
-        sequence: The sequence that the tokens belong to.
-        grammar: The grammar of the sequence; it is advanced.
-        tokens: Sampled last.
+        sequence: the sequence that the tokens belong to.
+        grammar: the grammar of the sequence; it is advanced.
+        tokens: sampled last.
     """
     try:
         can_continue = all(grammar.accept(token) for token in tokens)

@@ -30,10 +30,10 @@ def initial_device_state(
     """The device state of an engine without a sequence.
 
     Args:
-        model: The model to serve.
-        sizes: The sizes of rows, pages and programs.
-        row_controllers: Makes the rows' controller.
-        cache_dtype: The dtype of the KV cache, as `allocate` takes it.
+        model: the model to serve.
+        sizes: the sizes of rows, pages and programs.
+        row_controllers: makes the rows' controller.
+        cache_dtype: the dtype of the KV cache, as `allocate` takes it.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
     """
     controller = row_controllers.controller(sizes.rows * sizes.shapes.branches)
@@ -59,11 +59,11 @@ def _new_device_state(
     """See `initial_device_state`.
 
     Args:
-        decoder: The model's pure functions.
-        sizes: The sizes of rows, pages and programs.
-        cache_dtype: The dtype of the KV cache.
-        params: The parameters of the model.
-        controller: The controller of all rows.
+        decoder: the model's pure functions.
+        sizes: the sizes of rows, pages and programs.
+        cache_dtype: the dtype of the KV cache.
+        params: the parameters of the model.
+        controller: the controller of all rows.
         belief_temperature: T_cal.
     """
     mesh, shapes = getattr(decoder, "mesh", None), sizes.shapes

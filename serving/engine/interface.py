@@ -204,8 +204,8 @@ class Engine(Protocol):
         """Load a LoRA adapter, while requests run; returns once requests may name it.
 
         Args:
-            name: The name that requests state.
-            path: A directory in PEFT's format.
+            name: the name that requests state.
+            path: a directory in PEFT's format.
 
         Raises:
             RequestError: Adapters are off, the name is taken, no slot is free, or the directory is unusable.
@@ -229,9 +229,9 @@ class Engine(Protocol):
         are compiled when they are first needed.
 
         Args:
-            texts: Token ids of each text.
+            texts: token ids of each text.
             pooling: "mean" or "last".
-            stop: Ends the work between two launches when it is set; the result is None.
+            stop: ends the work between two launches when it is set; the result is None.
 
         Raises:
             RequestError: The engine cannot embed.
@@ -242,7 +242,7 @@ class Engine(Protocol):
 
         Args:
             drain: None ends them at once.
-            timeout: Seconds to wait for the engine's threads, which may compile; None waits for their end.
+            timeout: seconds to wait for the engine's threads, which may compile; None waits for their end.
 
         Returns:
             Whether the threads have ended.

@@ -111,9 +111,9 @@ def attention_shape(model: models.Model, options: EngineOptions, sizes: Sizes) -
     """The shapes of an engine's programs.
 
     Args:
-        model: The model that the engine runs; its params may be abstract.
-        options: Its options.
-        sizes: Its sizes.
+        model: the model that the engine runs; its params may be abstract.
+        options: its options.
+        sizes: its sizes.
     """
     shapes = sizes.shapes
     return AttentionShape(
@@ -135,9 +135,9 @@ def report(model: models.Model, options: EngineOptions, sizes: Sizes) -> list[Se
     On a CPU nothing is done: there, to ask a kernel is to compile it.
 
     Args:
-        model: The model that the engine runs; its params may be abstract.
-        options: Its options.
-        sizes: Its sizes.
+        model: the model that the engine runs; its params may be abstract.
+        options: its options.
+        sizes: its sizes.
 
     Raises:
         ParameterError: A kernel declines the page size that the options state, see `check_page_size`.
@@ -163,8 +163,8 @@ def check_page_size(
     Args:
         shape: the sizes of the model.
         sizes: the shapes of the engine's programs.
-        block_size: The page size that the user stated, None without one.
-        served: The back ends of the operations.
+        block_size: the page size that the user stated, None without one.
+        served: the back ends of the operations.
     """
     names = {operation.name for operation in ATTENTION}
     declined = [x for x in served if x.operation in names and x.backend == REFERENCE and x.reason is not None]

@@ -49,10 +49,10 @@ class KVCompression:
         """Compress the sequences that are due and free their pages.
 
         Args:
-            programs: Compiled programs.
-            device_state: Consumed.
-            sequences: By row, None for a free one; none that is due may be in flight.
-            block_manager: Notified of the pages that become free.
+            programs: compiled programs.
+            device_state: consumed.
+            sequences: by row, None for a free one; none that is due may be in flight.
+            block_manager: notified of the pages that become free.
         """
         for sequence in self.due(sequences):
             sequence.compression_pending = False

@@ -36,8 +36,8 @@ class Forecast(NamedTuple):
         """Tokens of a launch.
 
         Args:
-            steps: Number of steps of the launch.
-            speculates: Whether the steps draft tokens.
+            steps: number of steps of the launch.
+            speculates: whether the steps draft tokens.
         """
         emitted = (1 + count if speculates else min(steps, 1 + count) for count in self.planned)
         of_plans = sum((1 - EXPECTED**number) / (1 - EXPECTED) for number in emitted)
@@ -52,8 +52,8 @@ def forecast(running: Iterable[Sequence], plans: Mapping[int, Plan]) -> Forecast
     """The forecast of sequences that decode.
 
     Args:
-        running: The sequences.
-        plans: The plans of those with a grammar, by row.
+        running: the sequences.
+        plans: the plans of those with a grammar, by row.
     """
     planned, free, free_tokens, free_drafts = [], 0, 0.0, 0.0
     for sequence in running:
@@ -82,8 +82,8 @@ class LaunchCosts:
         """Seconds of a step; None before the first launch.
 
         Args:
-            width: Rows of the program.
-            speculates: Whether its steps draft tokens.
+            width: rows of the program.
+            speculates: whether its steps draft tokens.
         """
         return self._step_seconds.get((width, speculates))
 
@@ -91,10 +91,10 @@ class LaunchCosts:
         """Expected tokens a second of a launch.
 
         Args:
-            forecast: The forecast of the sequences.
-            width: Rows of the program.
-            steps: Number of steps of the launch.
-            speculates: Whether its steps draft tokens.
+            forecast: the forecast of the sequences.
+            width: rows of the program.
+            steps: number of steps of the launch.
+            speculates: whether its steps draft tokens.
         """
         step = self._step_seconds.get((width, False), LAUNCH_SECONDS)
         tokens, seconds = forecast.tokens(steps, speculates), LAUNCH_SECONDS + steps * step
@@ -107,9 +107,9 @@ class LaunchCosts:
         """Update the estimates by a launch.
 
         Args:
-            program: The program that ran.
-            measured: What it took and emitted.
-            expected: Tokens that it was expected to emit; None without plans.
+            program: the program that ran.
+            measured: what it took and emitted.
+            expected: tokens that it was expected to emit; None without plans.
         """
         steps, seconds, tokens, drafts, _ = measured
         width, speculates = program.width, program.speculates

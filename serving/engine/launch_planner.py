@@ -62,10 +62,10 @@ class LaunchPlanner:
         """Start without an estimate of the time of a step.
 
         Args:
-            programs: Compiled programs.
-            sizes: The sizes of rows, pages and programs.
-            overlapped: As in `Scheduler`.
-            chunked: Whether prefill is cut into chunks so that decoding rows wait for a short time only.
+            programs: compiled programs.
+            sizes: the sizes of rows, pages and programs.
+            overlapped: as in `Scheduler`.
+            chunked: whether prefill is cut into chunks so that decoding rows wait for a short time only.
         """
         self.programs, self.sizes, self.chunked = programs, sizes, chunked
         self.prefills = PrefillPlanner(programs, sizes)
@@ -91,8 +91,8 @@ class LaunchPlanner:
         """Whether programs are available that run a sequence along with others; else they are compiled next.
 
         Args:
-            sequence: Waits for a row.
-            running: Every sequence with a row.
+            sequence: waits for a row.
+            running: every sequence with a row.
         """
         shapes, request = self.sizes.shapes, sequence.request
         keys: list[tuple] = [("apply", has_penalties(request))]
@@ -139,8 +139,8 @@ class LaunchPlanner:
         the higher expected rate.
 
         Args:
-            running: Sequences that decode.
-            plans: The plans of sequences with a grammar, by row.
+            running: sequences that decode.
+            plans: the plans of sequences with a grammar, by row.
         """
         if not (
             self.sizes.shapes.speculates
@@ -180,12 +180,12 @@ class LaunchPlanner:
         """How many steps a launch should have.
 
         Args:
-            running: Sequences that decode.
-            limit: Steps, at most.
-            prefilling: Number of sequences in prefill.
-            waiting: Whether requests wait for a row.
-            speculates: Whether the steps draft tokens.
-            plans: The plans of sequences with a grammar, by row.
+            running: sequences that decode.
+            limit: steps, at most.
+            prefilling: number of sequences in prefill.
+            waiting: whether requests wait for a row.
+            speculates: whether the steps draft tokens.
+            plans: the plans of sequences with a grammar, by row.
         """
         if plans and self.sizes.shapes.plan is not None:
             return 1
@@ -215,9 +215,9 @@ class LaunchPlanner:
         """Seconds that the next prefill chunk should take at most; None is no bound.
 
         Args:
-            running: How many rows decode, and wait for the chunk.
-            prefilling: How many rows are in prefill.
-            waiting: Whether a sequence waits for a row.
+            running: how many rows decode, and wait for the chunk.
+            prefilling: how many rows are in prefill.
+            waiting: whether a sequence waits for a row.
         """
         if not self.chunked or not running:
             return None
@@ -231,9 +231,9 @@ class LaunchPlanner:
         does not where a prompt in prefill is long, or with free rows.
 
         Args:
-            running: How many rows decode.
-            prefilling: The sequences in prefill.
-            waiting: Whether a sequence waits for a row.
+            running: how many rows decode.
+            prefilling: the sequences in prefill.
+            waiting: whether a sequence waits for a row.
         """
         timestamp = time.perf_counter()
         full = waiting or running + len(prefilling) == self.sizes.rows
@@ -248,9 +248,9 @@ class LaunchPlanner:
         """Update the estimate of what chunks cost by a launch that has been collected.
 
         Args:
-            launch: With a prefill chunk, and perhaps decode steps after it.
-            seconds: What both took.
-            steps: Decode steps that ran.
+            launch: with a prefill chunk, and perhaps decode steps after it.
+            seconds: what both took.
+            steps: decode steps that ran.
         """
         if steps:
             width, speculates = launch.program.width, launch.program.speculates
@@ -277,8 +277,8 @@ class LaunchPlanner:
         """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere.
 
         Args:
-            running: Sequences that decode.
-            steps: Number of steps of the launch.
+            running: sequences that decode.
+            steps: number of steps of the launch.
         """
         if all(s.num_scheduled >= s.num_replay_tokens for s in running):
             return self.nothing_forced

@@ -22,9 +22,9 @@ class MetricsHooks:
         """A sequence has new tokens.
 
         Args:
-            sequence: Its `last_token_time` is that of the tokens before, None at first.
-            tokens: How many are new.
-            timestamp: The timestamp of these tokens, seconds of `time.perf_counter`.
+            sequence: its `last_token_time` is that of the tokens before, None at first.
+            tokens: how many are new.
+            timestamp: the timestamp of these tokens, seconds of `time.perf_counter`.
         """
 
     def preempted(self, sequence: "Sequence") -> None:
@@ -39,9 +39,9 @@ class MetricsHooks:
         """A launch has been collected.
 
         Args:
-            width: Rows that each step computed.
-            steps: Steps that ran.
+            width: rows that each step computed.
+            steps: steps that ran.
             num_tokens: int `[rows]`, tokens that each row emitted.
             metrics: float32 `[len(TRACE_FIELDS), steps, rows]`; those of row r are `[:, :num_tokens[r], r]`.
-            seconds: Wall time of the launch.
+            seconds: wall time of the launch.
         """

@@ -35,13 +35,13 @@ MOST_ROWS = 4096  # bound on `max_num_seqs`, far beyond what a device serves wel
 class EngineOptions:
     """Sizes and policies of an engine. None stands for what suits the model and the device.
 
-    The order in which requests are served compares them with each other, so the scale macro is a property of
-    the engine: `scheduling_policy` "entropic" ranks all requests by their priority π, whatever their preset;
-    "predicted" by predicted work, "fcfs" by arrival. The `priority` that a request states comes first.
+    The scale macro is a property of the engine: `scheduling_policy` "entropic" ranks all requests by their
+    priority π, "predicted" by predicted work, "fcfs" by arrival; the `priority` that they state comes first.
 
     Drafts, too, are a property of the engine. If `speculate` names a drafter, tokens are drafted for every
     request that reads all pages; if it follows from `preset`, for those with meso or full. A launch drafts
-    for all of its sequences or for none. Only "entropic" accepts macro; meso needs a drafter.
+    for all of its sequences or none. Only "entropic" accepts macro; meso needs a drafter. `LLM` and commands
+    state `speculation_options.default_preset()` where none is stated: meso, or off where nothing may draft.
 
     Raises:
         ParameterError: A ValueError, for a field with a value that is not accepted.
@@ -179,9 +179,9 @@ class Sizes(NamedTuple):
         not delivered yet are known on the device alone.
 
         Args:
-            branches: The branches that the sequence may have; 0 if it does not branch.
-            length: Positions for which pages are reserved anyway.
-            limit: Positions of the sequence at most.
+            branches: the branches that the sequence may have; 0 if it does not branch.
+            length: positions for which pages are reserved anyway.
+            limit: positions of the sequence at most.
         """
         plan = self.shapes.plan
         if not branches or plan is None:
@@ -224,10 +224,10 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
     """The sizes for a model.
 
     Args:
-        model: The model to serve.
-        options: What the user sets; the rest follows from the model and the default device.
-        itemsize: Bytes of a number in the KV cache; less than 1 where two share a byte.
-        sharers: Engines that share the memory of the machine, if the device is a CPU.
+        model: the model to serve.
+        options: what the user sets; the rest follows from the model and the default device.
+        itemsize: bytes of a number in the KV cache; less than 1 where two share a byte.
+        sharers: engines that share the memory of the machine, if the device is a CPU.
 
     Raises:
         ValueError: Where the options do not fit together, or no page fits into the memory.

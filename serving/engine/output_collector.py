@@ -42,10 +42,10 @@ class OutputCollector:
         """Start with nothing collected.
 
         Args:
-            batch: Sequences that have a row.
-            page_size: Positions per page.
-            tokenizer: Turns tokens into text.
-            exact: As in `Scheduler`.
+            batch: sequences that have a row.
+            page_size: positions per page.
+            tokenizer: turns tokens into text.
+            exact: as in `Scheduler`.
         """
         self.batch, self.page_size, self.tokenizer, self.exact = batch, page_size, tokenizer, exact
         self.tally = np.zeros(len(SearchCounts._fields), np.int64)  # counts of the branching sampler

@@ -20,7 +20,7 @@ class TokenSets:
         """An empty table.
 
         Args:
-            shape: Number of sets, and words of 32 bits in each.
+            shape: number of sets, and words of 32 bits in each.
         """
         self.table = np.zeros(shape, np.int32)
         self._places: dict[bytes, int] = {}
@@ -45,8 +45,8 @@ def planned_fields(plans: Mapping[int, Plan], blank: Constraints) -> dict[str, A
     """The fields of constraints that state plans, each as far as there is room for its masks.
 
     Args:
-        plans: By row.
-        blank: Constraints of the same shape.
+        plans: by row.
+        blank: constraints of the same shape.
     """
     rows, positions = blank.mask.shape
     sets = TokenSets(blank.sets.value.shape)

@@ -40,7 +40,7 @@ class PrefillCosts:
         """Start without an estimate.
 
         Args:
-            shape: The sizes of the model, from which the operations of a chunk follow.
+            shape: the sizes of the model, from which the operations of a chunk follow.
         """
         self._per_token = 2.0 * shape.weights
         self._per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim  # of a query and a key
@@ -51,8 +51,8 @@ class PrefillCosts:
         """Floating-point operations of a chunk; padding counts.
 
         Args:
-            shape: Prompts and tokens of each.
-            begins: Positions before each prompt's part; a prompt that is missing begins at 0.
+            shape: prompts and tokens of each.
+            begins: positions before each prompt's part; a prompt that is missing begins at 0.
         """
         prompts, size = shape
         pairs = size * (sum(begins) + prompts * size / 2)
@@ -62,9 +62,9 @@ class PrefillCosts:
         """Predicted seconds of a chunk; None before one has run.
 
         Args:
-            shape: As in `operations`.
-            begins: As in `operations`.
-            scored: Whether the log-probabilities of the prompt are computed.
+            shape: as in `operations`.
+            begins: as in `operations`.
+            scored: whether the log-probabilities of the prompt are computed.
         """
         rate = self._rates.get(scored, self._rates.get(not scored))
         return None if rate is None else rate * self.operations(shape, begins)
@@ -73,10 +73,10 @@ class PrefillCosts:
         """Update the estimates by a chunk.
 
         Args:
-            shape: As in `operations`.
-            begins: As in `operations`.
-            scored: As in `seconds`.
-            seconds: What it took.
+            shape: as in `operations`.
+            begins: as in `operations`.
+            scored: as in `seconds`.
+            seconds: what it took.
         """
         key = (*shape, scored)
         if key not in self._launched:  # it may have waited for its program
@@ -94,8 +94,8 @@ class PrefillPlanner:
         """Start without an estimate of the time that a chunk takes.
 
         Args:
-            programs: Compiled programs.
-            sizes: The sizes of rows, pages and programs.
+            programs: compiled programs.
+            sizes: the sizes of rows, pages and programs.
         """
         self.programs, self.sizes = programs, sizes
         self.costs = PrefillCosts(programs.decoder.shape)
@@ -109,8 +109,8 @@ class PrefillPlanner:
         prompt with the least left comes first, so that a short one does not wait for a long one.
 
         Args:
-            sequences: In prefill; at least one.
-            seconds: Seconds that the chunk should take at most; None is no bound.
+            sequences: in prefill; at least one.
+            seconds: seconds that the chunk should take at most; None is no bound.
         """
         timestamp = time.perf_counter()
         sequences = sorted(sequences, key=lambda sequence: _order(sequence, timestamp))
@@ -173,10 +173,10 @@ class PrefillPlanner:
         """Update the estimate of what chunks cost by one that has been collected.
 
         Args:
-            chunks: The parts of prompts that it held.
-            shape: Its shape, prompts and tokens.
-            scored: Whether log-probabilities of the prompts were computed.
-            seconds: What it took.
+            chunks: the parts of prompts that it held.
+            shape: its shape, prompts and tokens.
+            scored: whether log-probabilities of the prompts were computed.
+            seconds: what it took.
         """
         self.costs.record(shape, [chunk.begin for chunk in chunks], scored, seconds)
 
@@ -199,8 +199,8 @@ def prefill_key(shape: tuple[int, int], scored: bool) -> tuple:
     """The key of a prefill program; its tokens have one more column, the token after the chunk.
 
     Args:
-        shape: Prompts and tokens of each.
-        scored: Whether it computes log-probabilities of the prompts.
+        shape: prompts and tokens of each.
+        scored: whether it computes log-probabilities of the prompts.
     """
     return "prefill", shape[0], shape[1] + 1, scored
 
@@ -209,9 +209,9 @@ def empty_chunk(prompts: int, size: int, rows: int) -> PrefillChunk:
     """A chunk without a prompt, of the shape of others.
 
     Args:
-        prompts: How many the chunk has room for.
-        size: Tokens of a prompt that it has room for.
-        rows: Number of rows of the batch; a chunk's row with this number stands for none.
+        prompts: how many the chunk has room for.
+        size: tokens of a prompt that it has room for.
+        rows: number of rows of the batch; a chunk's row with this number stands for none.
     """
     return PrefillChunk(
         rows=np.full(prompts, rows, np.int32),

@@ -18,9 +18,9 @@ def root_hash(context_key: Sequence[int], adapter: int = 0, salt: str = "") -> P
     """The hash before the first page of a text; texts share pages only if all of this is equal.
 
     Args:
-        context_key: See `Decoder.context_key`.
-        adapter: Id of the LoRA adapter that writes the keys and values, 0 for none.
-        salt: A text that only those know who may share the pages.
+        context_key: see `Decoder.context_key`.
+        adapter: id of the LoRA adapter that writes the keys and values, 0 for none.
+        salt: a text that only those know who may share the pages.
     """
     numbers = np.asarray((adapter, *context_key), np.int64).tobytes()
     return (
@@ -32,9 +32,9 @@ def page_hashes(parent: PageHash, tokens: Sequence[int], page_size: int) -> Iter
     """Yield the hash of every full page of a text.
 
     Args:
-        parent: Hash of the page before; `root_hash` at the beginning of a text.
-        tokens: What follows it; a last page that is not full has no hash.
-        page_size: Positions of a page.
+        parent: hash of the page before; `root_hash` at the beginning of a text.
+        tokens: what follows it; a last page that is not full has no hash.
+        page_size: positions of a page.
     """
     length = len(tokens) // page_size * page_size
     for page in np.asarray(tokens[:length], np.int32).reshape(-1, page_size):

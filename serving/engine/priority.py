@@ -51,8 +51,8 @@ class Ranking:
         """The sequences, the first to be served first; sets `Sequence.entropic_priority` of each to its π.
 
         Args:
-            sequences: The sequences to rank.
-            rounds: Number of admission rounds so far.
+            sequences: the sequences to rank.
+            rounds: number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """
         ordered = list(sequences)
@@ -78,9 +78,9 @@ class Ranking:
         """Record how long a sequence has waited for its first row, and that it begins.
 
         Args:
-            sequence: The sequence that gets its first row.
-            rounds: Number of admission rounds so far.
-            num_waiting: Sequences that waited, this one included.
+            sequence: the sequence that gets its first row.
+            rounds: number of admission rounds so far.
+            num_waiting: sequences that waited, this one included.
         """
         self.longest_wait = max(self.longest_wait, sequence.rounds_waited(rounds))
         self.most_waiting = max(self.most_waiting, num_waiting)
@@ -94,8 +94,8 @@ class Ranking:
         """π of each sequence, float64, in nats per unit of load.
 
         Args:
-            sequences: The sequences to rank.
-            rounds: Number of admission rounds so far.
+            sequences: the sequences to rank.
+            rounds: number of admission rounds so far.
             expected_drop: E[ΔH⁺] of each row, nats.
         """
         timestamp = time.perf_counter()

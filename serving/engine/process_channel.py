@@ -101,10 +101,10 @@ def accept(listener: socket.socket, token: bytes, num_processes: int, seconds: f
     """Connections to all other processes, in the order of their ids.
 
     Args:
-        listener: From `listen`; closed at the end.
-        token: The secret of the processes.
-        num_processes: How many there are, this one included.
-        seconds: To wait for all of them.
+        listener: from `listen`; closed at the end.
+        token: the secret of the processes.
+        num_processes: how many there are, this one included.
+        seconds: to wait for all of them.
 
     Raises:
         TimeoutError: Not all have connected in time.
@@ -145,9 +145,9 @@ def connect(address: tuple[str, int], token: bytes, process_id: int) -> Connecti
     """A connection to process 0.
 
     Args:
-        address: Where it listens.
-        token: The secret of the processes.
-        process_id: The number of this process.
+        address: where it listens.
+        token: the secret of the processes.
+        process_id: the number of this process.
 
     Raises:
         OSError: It cannot be reached, or does not know the token.

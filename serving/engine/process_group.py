@@ -134,10 +134,10 @@ def _connections(
 
     Args:
         client: JAX's client of the store.
-        host: The host of process 0.
-        process_id: The number of this process.
-        num_processes: How many there are.
-        seconds: To wait for each other.
+        host: the host of process 0.
+        process_id: the number of this process.
+        num_processes: how many there are.
+        seconds: to wait for each other.
     """
     if process_id == 0:
         listener, token = listen(host), secrets.token_bytes(32)
@@ -154,9 +154,9 @@ class ProcessGroup:
         """Begin to listen to the others, and to watch them.
 
         Args:
-            process_id: The number of this process.
-            num_processes: How many there are.
-            connections: To all others in process 0, to process 0 in the others.
+            process_id: the number of this process.
+            num_processes: how many there are.
+            connections: to all others in process 0, to process 0 in the others.
         """
         self.process_id, self.num_processes = process_id, num_processes
         self._connections = connections
@@ -200,8 +200,8 @@ class ProcessGroup:
         """Send a message: from process 0 to all others, from the others to process 0.
 
         Args:
-            kind: Its name.
-            values: What JSON can hold.
+            kind: its name.
+            values: what JSON can hold.
             arrays: NumPy arrays.
         """
         for connection in self._connections:
@@ -242,8 +242,8 @@ class ProcessGroup:
         """End this process at once. The others notice, and end as well.
 
         Args:
-            message: A message of one line.
-            status: The exit status.
+            message: a message of one line.
+            status: the exit status.
         """
         _leave(message, status)
 

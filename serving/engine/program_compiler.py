@@ -22,9 +22,9 @@ class ProgramCompiler:
 
         Args:
             compile_program: `compile_program(key, arguments)` compiles one and keeps it.
-            examples: Arguments of every program by its key. Only their shapes count, so they may be donated.
-            workers: Threads.
-            notify: Called after each program, in a thread of this compiler, with the exception if it failed.
+            examples: arguments of every program by its key. Only their shapes count, so they may be donated.
+            workers: threads.
+            notify: called after each program, in a thread of this compiler, with the exception if it failed.
         """
         self._compile, self._examples, self._notify = compile_program, examples, notify
         self._device = chosen_device()  # of this thread: programs are compiled for it
@@ -68,7 +68,7 @@ class ProgramCompiler:
         """Empty the queue and wait for the programs that are being compiled, which nothing can interrupt.
 
         Args:
-            timeout: Seconds to wait; None waits until they are compiled.
+            timeout: seconds to wait; None waits until they are compiled.
 
         Returns:
             Whether no program is being compiled any more.

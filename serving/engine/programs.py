@@ -134,13 +134,13 @@ class Programs:
         """Start without a compiled program.
 
         Args:
-            decoder: The model's pure functions.
-            params: Its parameters.
-            device_state: A device state of the shapes to come, without a sequence.
-            prior: Model of H₁ along a sequence.
-            shapes: What the programs are compiled for.
-            broadcaster: To the other processes of the mesh, in process 0 of several.
-            costs: The costs of passes as process 0 knows them, in the other processes.
+            decoder: the model's pure functions.
+            params: its parameters.
+            device_state: a device state of the shapes to come, without a sequence.
+            prior: model of H₁ along a sequence.
+            shapes: what the programs are compiled for.
+            broadcaster: to the other processes of the mesh, in process 0 of several.
+            costs: the costs of passes as process 0 knows them, in the other processes.
         """
         self.broadcaster = broadcaster
         self.decoder, self.params, self.shapes, self.prior = decoder, params, shapes, prior
@@ -170,7 +170,7 @@ class Programs:
         is timed.
 
         Args:
-            cache: The cache of the engine: the passes run on pages of the same kind.
+            cache: the cache of the engine: the passes run on pages of the same kind.
         """
         context = cache.table.shape[1] * cache.page_size
         if not self.shapes.speculates or context < SHORTEST_TIMED or self.broadcaster is not None:
@@ -182,9 +182,9 @@ class Programs:
         """See `measure_pass_costs`.
 
         Args:
-            cache: The cache of the engine.
-            context: Positions that a row of it has.
-            model: Under which the costs are stored.
+            cache: the cache of the engine.
+            context: positions that a row of it has.
+            model: under which the costs are stored.
         """
         if (known := read_costs(model)) is not None:
             if known != self.known_costs:  # another engine of this process has timed them meanwhile
@@ -224,9 +224,9 @@ class Programs:
         """Run `prefill`.
 
         Args:
-            device_state: Consumed.
-            chunk: Tokens, and the branch groups they belong to.
-            scored: Whether to compute the log-probability of the token that follows each position.
+            device_state: consumed.
+            chunk: tokens, and the branch groups they belong to.
+            scored: whether to compute the log-probability of the token that follows each position.
         """
         self.launches += 1
         key = ("prefill", *chunk.tokens.shape, scored)
@@ -248,12 +248,12 @@ class Programs:
         """Run `decode`.
 
         Args:
-            device_state: Consumed.
-            steps: The most steps.
-            constraints: The constraints of the rows.
+            device_state: consumed.
+            steps: the most steps.
+            constraints: the constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             held: bool `[rows]`, those that take no part.
-            program: Its static arguments.
+            program: its static arguments.
         """
         self.launches += 1
         arguments = self.decode_arguments(device_state, steps, constraints, forced, held, program)
@@ -271,12 +271,12 @@ class Programs:
         """The arguments of a decode program, those that are not static.
 
         Args:
-            device_state: Consumed.
-            steps: The most steps.
-            constraints: The constraints of the rows.
+            device_state: consumed.
+            steps: the most steps.
+            constraints: the constraints of the rows.
             forced: int32 `[capacity, rows]`, tokens that rows replay; −1 elsewhere.
             held: bool `[rows]`, those that take no part.
-            program: Its static arguments.
+            program: its static arguments.
         """
         speculator = self._speculators[program.width] if program.speculates else None
         return self.params, device_state, np.int32(steps), constraints, forced, held, self.prior, speculator
@@ -290,9 +290,9 @@ class Programs:
         """Run `restore_row`.
 
         Args:
-            device_state: Consumed.
-            row: The branch group.
-            saved: From `save_row`.
+            device_state: consumed.
+            row: the branch group.
+            saved: from `save_row`.
         """
         return self._run(("restore",), device_state, np.int32(row), saved)
 

@@ -14,9 +14,9 @@ def check_request(engine_request: EngineRequest, num_stop_tokens: int, vocabular
     """Raise RequestError if the request exceeds a compiled limit or names a token outside the vocabulary.
 
     Args:
-        engine_request: The request to queue.
-        num_stop_tokens: Tokens that end its text, the model's included.
-        vocabulary: Tokens of the model.
+        engine_request: the request to queue.
+        num_stop_tokens: tokens that end its text, the model's included.
+        vocabulary: tokens of the model.
     """
     request = engine_request.request
     for name, number, most in (
@@ -45,9 +45,9 @@ def check_prompt(tokens: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise RequestError for a prompt that is empty, fills the context, or holds an unknown token.
 
     Args:
-        tokens: The tokens of the prompt.
-        context: Positions of a sequence, at most.
-        vocabulary: Tokens of the model.
+        tokens: the tokens of the prompt.
+        context: positions of a sequence, at most.
+        vocabulary: tokens of the model.
     """
     if not 0 < len(tokens) < context:
         raise RequestError(

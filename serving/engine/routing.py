@@ -16,9 +16,9 @@ class Router:
     """Orders the ranks for each request.
 
     Args:
-        ranks: Number of engines.
-        bound: Requests that a rank may have more than the least loaded and still be chosen for its prefix.
-        capacity: Pages whose last rank is remembered.
+        ranks: number of engines.
+        bound: requests that a rank may have more than the least loaded and still be chosen for its prefix.
+        capacity: pages whose last rank is remembered.
         is_cached: `is_cached(rank, page_hash)`: whether the prefix cache of a rank holds a page.
     """
 
@@ -38,9 +38,9 @@ class Router:
         """The ranks that may be given a request, the best first, then by load.
 
         Args:
-            hashes: One for each full page of the prompt.
-            loads: Requests that each rank has accepted and not ended.
-            able: The ranks that can be chosen.
+            hashes: one for each full page of the prompt.
+            loads: requests that each rank has accepted and not ended.
+            able: the ranks that can be chosen.
         """
         place = lambda rank: (rank - self._next) % self.ranks
         by_load = sorted(able, key=lambda rank: (loads[rank], place(rank)))

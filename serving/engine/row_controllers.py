@@ -129,17 +129,17 @@ class RowControllers:
         """What the engine's programs are compiled for.
 
         Args:
-            law: Name of the temperature law of the presets micro, full and full-lossy.
-            calibration: The model's calibration, or None.
-            pruning: Whether pages may be left unread (presets meso-lossy and full-lossy).
-            entropic_schedule: Whether sequences are served in the order of π (preset macro).
-            sampler: Name of the engine's sampler, None without one.
-            sampler_law: Its law.
-            method: Name of the method that applies to all requests.
-            method_laws: Its laws.
-            branches: Largest number of branches of a sequence.
-            drafter: Name of the engine's drafter, or the directory of its draft model.
-            always_drafts: Whether tokens are drafted under every preset that reads all pages.
+            law: name of the temperature law of the presets micro, full and full-lossy.
+            calibration: the model's calibration, or None.
+            pruning: whether pages may be left unread (presets meso-lossy and full-lossy).
+            entropic_schedule: whether sequences are served in the order of π (preset macro).
+            sampler: name of the engine's sampler, None without one.
+            sampler_law: its law.
+            method: name of the method that applies to all requests.
+            method_laws: its laws.
+            branches: largest number of branches of a sequence.
+            drafter: name of the engine's drafter, or the directory of its draft model.
+            always_drafts: whether tokens are drafted under every preset that reads all pages.
         """
         self.law, self.calibration, self.pruning = law, calibration, pruning
         self.entropic_schedule = entropic_schedule
@@ -208,8 +208,8 @@ class RowControllers:
         """Whether tokens are drafted for a row. RequestError where they cannot be.
 
         Args:
-            control: The control of the row.
-            prunes: Whether its preset leaves pages unread.
+            control: the control of the row.
+            prunes: whether its preset leaves pages unread.
         """
         stated = control.speculate
         if stated is None:
@@ -266,7 +266,7 @@ def set_gains(controller: Any, rows: jax.Array, values: jax.Array) -> Any:
     """The controller with new gains and switches in some rows.
 
     Args:
-        controller: Leaves `[rows]`.
+        controller: leaves `[rows]`.
         rows: int32 `[k]`; numbers past the last row are ignored.
         values: float32 `[k, n]`, in the order of the leaves.
     """

@@ -32,12 +32,12 @@ class RunningBatch:
         """Start without a sequence.
 
         Args:
-            rows: Number of rows of the batch.
-            block_manager: Reserves pages.
-            updates: Collects the changes to the device state.
-            planner: Notified of the constraints of the rows.
-            kv_compression: Notified when a sequence is admitted.
-            metrics_hooks: Notified of each event.
+            rows: number of rows of the batch.
+            block_manager: reserves pages.
+            updates: collects the changes to the device state.
+            planner: notified of the constraints of the rows.
+            kv_compression: notified when a sequence is admitted.
+            metrics_hooks: notified of each event.
             expected_drop: E[ΔH⁺] of a sequence without a token, nats.
         """
         self.block_manager, self.updates, self.planner = block_manager, updates, planner
@@ -86,9 +86,9 @@ class RunningBatch:
         """Give a row to a sequence.
 
         Args:
-            sequence: Its `prefill_tokens` are set.
-            row: The row that the sequence gets.
-            limit: Positions at which the row is full.
+            sequence: its `prefill_tokens` are set.
+            row: the row that the sequence gets.
+            limit: positions at which the row is full.
         """
         sequence.row, sequence.epoch = row, sequence.epoch + 1
         self.sequences[row], self.limit[row] = sequence, limit
@@ -112,9 +112,9 @@ class RunningBatch:
         """Take note of steps given to the device.
 
         Args:
-            running: Sequences that decode in them.
-            steps: Steps of the launch.
-            tokens: The tokens that each sequence may emit in the steps, at most.
+            running: sequences that decode in them.
+            steps: steps of the launch.
+            tokens: the tokens that each sequence may emit in the steps, at most.
         """
         rows = [s.row for s in running]
         for sequence in running:
@@ -126,9 +126,9 @@ class RunningBatch:
         """Take note of the length of a row after a launch.
 
         Args:
-            row: The row of a sequence that decoded in it.
-            length: The length of its text.
-            launch: The launch that has been collected.
+            row: the row of a sequence that decoded in it.
+            length: the length of its text.
+            launch: the launch that has been collected.
         """
         self.length[row] = length
         self.steps_in_flight[row] -= launch.steps
@@ -157,9 +157,9 @@ class RunningBatch:
         """Send the last delta of a sequence.
 
         Args:
-            sequence: A sequence that has no row any more.
-            tokens: Not sent yet.
-            timed_out: Whether its time was up.
+            sequence: a sequence that has no row any more.
+            tokens: not sent yet.
+            timed_out: whether its time was up.
         """
         sequence.stage = ENDED
         delta = sequence.delta(tokens, timed_out=timed_out)

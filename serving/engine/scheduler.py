@@ -85,18 +85,18 @@ class Scheduler:
         """An empty scheduler.
 
         Args:
-            programs: Compiled programs of the model.
-            device_state: Without a sequence.
-            sizes: The sizes of the rows, the page pool and the programs.
-            block_manager: The block manager of the pool.
-            updates: Changes to be made to the device state.
-            ranking: Order in which sequences are served.
-            metrics_hooks: Called at each event.
-            tokenizer: The model's tokenizer.
-            exact: Whether prefill chunks begin at the same positions whatever was cached before.
-            overlapped: Whether the device gets its next launch before the last is collected. Where the device
+            programs: compiled programs of the model.
+            device_state: without a sequence.
+            sizes: the sizes of the rows, the page pool and the programs.
+            block_manager: the block manager of the pool.
+            updates: changes to be made to the device state.
+            ranking: order in which sequences are served.
+            metrics_hooks: called at each event.
+            tokenizer: the model's tokenizer.
+            exact: whether prefill chunks begin at the same positions whatever was cached before.
+            overlapped: whether the device gets its next launch before the last is collected. Where the device
                 shares its processors with this thread, that gains nothing and delays admissions.
-            chunked: As in `LaunchPlanner`.
+            chunked: as in `LaunchPlanner`.
         """
         self.overlapped, self.exact = overlapped, exact
         self.programs, self.device_state, self.sizes = programs, device_state, sizes
@@ -380,10 +380,10 @@ class Scheduler:
         """End a sequence wherever it is.
 
         Args:
-            sequence: Waiting or running; one that has ended is left alone.
-            reason: Its finish_reason.
-            error: The message of its last delta.
-            timed_out: Whether its timeout has passed.
+            sequence: waiting or running; one that has ended is left alone.
+            reason: its finish_reason.
+            error: the message of its last delta.
+            timed_out: whether its timeout has passed.
         """
         if sequence.ended:
             return

@@ -52,12 +52,12 @@ class Sequence:
     """A request in the engine. Only the engine's thread changes it.
 
     Args:
-        engine_request: What the client asked for.
-        output_stream: Takes the deltas.
-        prompt: Token ids.
-        transcript: Turns sampled tokens into the completion.
-        row_gains: Control of its row.
-        grammar: Takes the place of the request's own and constrains at least as much; None for the
+        engine_request: what the client asked for.
+        output_stream: takes the deltas.
+        prompt: token ids.
+        transcript: turns sampled tokens into the completion.
+        row_gains: control of its row.
+        grammar: takes the place of the request's own and constrains at least as much; None for the
             request's own.
     """
 
@@ -205,10 +205,10 @@ class Sequence:
         """Append generated tokens, up to the one that ends the text.
 
         Args:
-            tokens: At least one.
+            tokens: at least one.
             metrics: float32 `[len(TRACE_FIELDS), steps]`, of the tokens.
-            sums: The sums of the metrics over all tokens, None where they are not known.
-            top_logprobs: Arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
+            sums: the sums of the metrics over all tokens, None where they are not known.
+            top_logprobs: arrays of `TopLogprobs`, the first axis being the steps; None without logprobs.
 
         Returns:
             The tokens whose text is final now.
@@ -286,6 +286,6 @@ def alternatives(tokens: np.ndarray, logprobs: np.ndarray, count: int) -> tuple[
     Args:
         tokens: int32 `[k]`, the likeliest first.
         logprobs: float32 `[k]`, their log-probabilities.
-        count: How many are reported, at most k.
+        count: how many are reported, at most k.
     """
     return tuple(map(Alternative, tokens[:count].tolist(), logprobs[:count].tolist()))

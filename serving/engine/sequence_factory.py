@@ -35,12 +35,12 @@ class SequenceFactory:
         """A factory.
 
         Args:
-            model: With its tokenizer.
-            options: The options of the engine.
-            sizes: Its sizes.
-            row_controllers: Turns the control of a request into the gains of a row.
-            adapters: The LoRA adapters; None where requests may not name any.
-            notify: Called with the output stream of a request that its reader cancels.
+            model: with its tokenizer.
+            options: the options of the engine.
+            sizes: its sizes.
+            row_controllers: turns the control of a request into the gains of a row.
+            adapters: the LoRA adapters; None where requests may not name any.
+            notify: called with the output stream of a request that its reader cancels.
         """
         assert model.tokenizer is not None, "the engine checks it"
         self.model, self.tokenizer, self.options, self.sizes = model, model.tokenizer, options, sizes
@@ -86,9 +86,9 @@ class SequenceFactory:
         """Hashes of the full pages of a prompt; none where it shares no page with others.
 
         Args:
-            prompt: Token ids.
-            salt: Only prompts with the same one share pages.
-            adapter: Under which it is read.
+            prompt: token ids.
+            salt: only prompts with the same one share pages.
+            adapter: under which it is read.
         """
         private = self.method is not None and self.method.alters(len(prompt) - 1)
         if private or not self.options.enable_prefix_caching:

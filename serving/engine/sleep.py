@@ -18,7 +18,7 @@ class Sleep:
         """Awake.
 
         Args:
-            scheduler: The scheduler whose device state holds the pool.
+            scheduler: the scheduler whose device state holds the pool.
         """
         self.scheduler = scheduler
         self._asleep = threading.Event()

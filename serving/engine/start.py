@@ -37,12 +37,12 @@ def start(
     With `data_parallel_size` above 1, it is as many engines behind one interface.
 
     Args:
-        path: The directory.
-        options: As in `LLMEngine`, like the rest.
-        metrics_hooks: Called at each event.
-        progress: Called after each program of the warm-up.
-        control: Default control of the requests, checked before the model is loaded.
-        group: The processes that the engine spans, of which this is process 0; None for this one alone.
+        path: the directory.
+        options: as in `LLMEngine`, like the rest.
+        metrics_hooks: called at each event.
+        progress: called after each program of the warm-up.
+        control: default control of the requests, checked before the model is loaded.
+        group: the processes that the engine spans, of which this is process 0; None for this one alone.
 
     Raises:
         ValueError: Where the directory or the options are at fault.
@@ -82,10 +82,10 @@ def follow_process_0(
     """Run the launches of process 0 until it ends; the exit status.
 
     Args:
-        path: As in `start`, like the rest.
-        options: The same as in process 0.
-        control: The same as in process 0.
-        group: The processes, of which this is not process 0.
+        path: as in `start`, like the rest.
+        options: the same as in process 0.
+        control: the same as in process 0.
+        group: the processes, of which this is not process 0.
     """
     model, calibration, _ = _prepare(Path(path), options, control, group)
     return follow(model, options, calibration, control, group)
@@ -97,10 +97,10 @@ def _prepare(
     """The model, its calibration, and where engines run; checked before weights are read.
 
     Args:
-        path: As in `start`, like the rest.
-        options: The options of the engine.
-        control: Default control of the requests.
-        group: The processes.
+        path: as in `start`, like the rest.
+        options: the options of the engine.
+        control: default control of the requests.
+        group: the processes.
     """
     calibration = calibration_of(path)
     if control is not None:

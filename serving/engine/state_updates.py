@@ -52,11 +52,11 @@ class StateUpdates:
     """Changes to be applied: pages are retained before rows are freed, rows freed before placements.
 
     Args:
-        rows: Number of rows of the batch.
-        pages: Number of pages of the pool.
-        pages_per_row: Pages of a row at most.
-        gains: Gains and switches of a row.
-        vocabulary: Tokens of the model.
+        rows: number of rows of the batch.
+        pages: number of pages of the pool.
+        pages_per_row: pages of a row at most.
+        gains: gains and switches of a row.
+        vocabulary: tokens of the model.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class StateUpdates:
         """No changes.
 
         Args:
-            rows: Number of rows of the batch.
-            pages: Number of pages of the pool.
-            pages_per_row: Largest number of pages of a row.
-            gains: Number of gains of a row's controllers, with their switches.
-            vocabulary: Number of tokens.
-            text_length: Positions of a row's text, None where no drafter reads it.
-            adapters: Whether rows may have LoRA adapters.
+            rows: number of rows of the batch.
+            pages: number of pages of the pool.
+            pages_per_row: largest number of pages of a row.
+            gains: number of gains of a row's controllers, with their switches.
+            vocabulary: number of tokens.
+            text_length: positions of a row's text, None where no drafter reads it.
+            adapters: whether rows may have LoRA adapters.
         """
         self.text_length, self.adapters = text_length, adapters
         self.rows, self.no_page, self.pages_per_row = rows, pages, pages_per_row

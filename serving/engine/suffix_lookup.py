@@ -14,8 +14,8 @@ def continuation(text: Sequence[int], most: int) -> tuple[int, list[int]]:
     """The tokens that followed the longest match, the latest of several.
 
     Args:
-        text: Token ids.
-        most: Tokens returned at most. Past the end of the text, its continuation begins again.
+        text: token ids.
+        most: tokens returned at most. Past the end of the text, its continuation begins again.
 
     Returns:
         The length of the match, and the tokens after it; 0 and [] without a match.

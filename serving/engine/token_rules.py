@@ -23,10 +23,10 @@ class TokenRules(Grammar):
         """The rules at the beginning of a text.
 
         Args:
-            vocabulary: Tokens of the model.
-            allowed: Token ids; () allows all.
-            bad_words: Tokens of each.
-            grammar: The grammar of the request.
+            vocabulary: tokens of the model.
+            allowed: token ids; () allows all.
+            bad_words: tokens of each.
+            grammar: the grammar of the request.
         """
         self.vocabulary, self.bad_words, self.grammar = vocabulary, bad_words, grammar
         self._allowed = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
@@ -100,9 +100,9 @@ def token_rules(engine_request: EngineRequest, tokenizer: Any, vocabulary: int) 
     A bad word is banned as the tokenizer writes it, at the beginning of a text and after a space.
 
     Args:
-        engine_request: With the parameters `allowed_token_ids` and `bad_words`.
-        tokenizer: The model's tokenizer.
-        vocabulary: Tokens of the model.
+        engine_request: with the parameters `allowed_token_ids` and `bad_words`.
+        tokenizer: the model's tokenizer.
+        vocabulary: tokens of the model.
     """
     request = engine_request.request
     if not (request.allowed_token_ids or request.bad_words):

@@ -45,11 +45,11 @@ class Warmup:
         """Begin to compile.
 
         Args:
-            programs: Where to keep what is compiled.
-            scheduler: Whose device state and planner have the shapes of the arguments.
-            options: The options of the engine.
+            programs: where to keep what is compiled.
+            scheduler: whose device state and planner have the shapes of the arguments.
+            options: the options of the engine.
             progress: `progress(done, total)` is called after each program of the warm-up.
-            notify: Called after each program, in any thread, with the exception if it failed.
+            notify: called after each program, in any thread, with the exception if it failed.
         """
         self._programs, self._progress, self._notify = programs, progress, notify
         self._cache = scheduler.device_state.state.cache
@@ -158,9 +158,9 @@ def _rest(shapes: Shapes, options: EngineOptions, keys: list[tuple]) -> list[tup
     """Keys of the other programs of the warm-up, the most needed first.
 
     Args:
-        shapes: The shapes of the programs.
-        options: Say which programs the warm-up compiles.
-        keys: The keys of all programs.
+        shapes: the shapes of the programs.
+        options: say which programs the warm-up compiles.
+        keys: the keys of all programs.
     """
     full, prunes = options.warmup == "full", _prunes(options)
     usual = shapes.page_policies[-1 if prunes else 0]

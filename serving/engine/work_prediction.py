@@ -61,7 +61,7 @@ class WorkPrediction:
         """The order in which to serve sequences, int `[sequences]`, the first first.
 
         Args:
-            sequences: The sequences to order.
+            sequences: the sequences to order.
             overdue: bool `[sequences]`, those that have waited too long; they come first, by arrival.
         """
         with self._lock:

@@ -27,9 +27,9 @@ def application(
     """The application that parsed options of `entropic serve` describe.
 
     Args:
-        options: The parsed options.
-        settings: The settings of a server that follow from them.
-        make_frontend: Loads the model and starts the engine in the process of a replica.
+        options: the parsed options.
+        settings: the settings of a server that follow from them.
+        make_frontend: loads the model and starts the engine in the process of a replica.
     """
     plain = copy.copy(options)
     for name in OF_THE_PARSER:

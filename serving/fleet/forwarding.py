@@ -88,8 +88,8 @@ def refusal(path: str, fields: Mapping[str, Any]) -> str | None:
     """The error for a request that a single server may accept but a fleet does not; None if it does.
 
     Args:
-        path: The path of the request.
-        fields: The fields of its body.
+        path: the path of the request.
+        fields: the fields of its body.
     """
     if path in PER_REPLICA or path.startswith(STORED):
         return f"path must be one that every replica of a fleet answers alike; got {path[:200]}"

@@ -48,9 +48,9 @@ class Ingress:
     """The deployment that clients reach.
 
     Args:
-        replicas: A handle of the replicas; its method `respond` streams messages.
-        largest: Largest body of a request, in bytes.
-        timeout: Seconds in which a response must begin; None for no limit.
+        replicas: a handle of the replicas; its method `respond` streams messages.
+        largest: largest body of a request, in bytes.
+        timeout: seconds in which a response must begin; None for no limit.
     """
 
     def __init__(self, replicas: Any, largest: int, timeout: float | None) -> None:
@@ -126,8 +126,8 @@ async def events(beginning: Beginning, path: str) -> AsyncIterator[bytes]:
     """The bytes of a response that streams events; if its replica dies, they end with an error event.
 
     Args:
-        beginning: The beginning of the response.
-        path: The path of the request, which decides the form of that event.
+        beginning: the beginning of the response.
+        path: the path of the request, which decides the form of that event.
     """
     count = beginning.body.count(b"\n\n")
     yield beginning.body
@@ -148,8 +148,8 @@ def last_event(path: str, count: int) -> bytes:
     """The error event that ends a stream after its replica has died.
 
     Args:
-        path: The path of the request.
-        count: The number of events before it.
+        path: the path of the request.
+        count: the number of events before it.
     """
     if path.startswith("/v1/messages"):
         return rendering.named(errors.body(503, LOST_MIDWAY, path=path))

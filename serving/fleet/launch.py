@@ -36,9 +36,9 @@ def run(
     The cluster is the one that RAY_ADDRESS names, or one that is started on this machine and ends with it.
 
     Args:
-        options: The parsed options.
-        settings: The settings of a server that follow from them.
-        make_frontend: Loads the model and starts the engine in the process of a replica.
+        options: the parsed options.
+        settings: the settings of a server that follow from them.
+        make_frontend: loads the model and starts the engine in the process of a replica.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     started, stop = threading.Event(), threading.Event()

@@ -13,7 +13,7 @@ class PrefixRouting:
     """The rule of the data-parallel `Router`, with ranks given to replicas as they appear.
 
     Args:
-        bound: Requests that a replica may have more than the least loaded and still be chosen for a prefix.
+        bound: requests that a replica may have more than the least loaded and still be chosen for a prefix.
     """
 
     def __init__(self, bound: int) -> None:
@@ -25,8 +25,8 @@ class PrefixRouting:
         """The replicas, the best for a prompt first.
 
         Args:
-            hashes: The hashes of the blocks of the prompt.
-            replicas: Those that can be chosen.
+            hashes: the hashes of the blocks of the prompt.
+            replicas: those that can be chosen.
         """
         by_rank = {self._ranks.setdefault(name, len(self._ranks)): name for name in replicas}
         loads = {rank: self.loads.get(name, 0) for rank, name in by_rank.items()}
@@ -36,8 +36,8 @@ class PrefixRouting:
         """Note that a replica was given a request.
 
         Args:
-            hashes: The hashes of the blocks of its prompt.
-            replica: The replica that has the request until `ended`.
+            hashes: the hashes of the blocks of its prompt.
+            replica: the replica that has the request until `ended`.
         """
         self.loads[replica] = self.loads.get(replica, 0) + 1
         self.router.sent(self._ranks.setdefault(replica, len(self._ranks)), hashes)

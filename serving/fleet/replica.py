@@ -19,8 +19,8 @@ class Replica:
     """The deployment whose replicas answer requests.
 
     Args:
-        make_frontend: Loads the model and starts the engine.
-        options: The parsed options of the command line.
+        make_frontend: loads the model and starts the engine.
+        options: the parsed options of the command line.
     """
 
     def __init__(

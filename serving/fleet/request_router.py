@@ -21,8 +21,8 @@ class PrefixRouter(RequestRouter):
         """The candidates, the best first, each a rank of its own.
 
         Args:
-            candidate_replicas: The replicas that can be chosen.
-            pending_request: The request, if it is known.
+            candidate_replicas: the replicas that can be chosen.
+            pending_request: the request, if it is known.
         """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         return [[by_id[name]] for name in self.routing.order(hashes_of(pending_request), list(by_id))]
@@ -31,9 +31,9 @@ class PrefixRouter(RequestRouter):
         """Remember where a request went.
 
         Args:
-            pending_request: The request.
-            replica_id: The id of the replica that accepted it.
-            result: Its response, which is not used.
+            pending_request: the request.
+            replica_id: the id of the replica that accepted it.
+            result: its response, which is not used.
         """
         self.routing.sent(hashes_of(pending_request), replica_id)
 

@@ -16,7 +16,7 @@ class WorkMeter:
     The rate is the highest of recent intervals: an engine with few requests works more slowly than it could.
 
     Args:
-        clock: Seconds since any point.
+        clock: seconds since any point.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class SecondsOfWork:
     """The autoscaling policy: as many replicas as have `target` seconds of work each.
 
     Args:
-        target: Seconds of work outstanding for each replica.
+        target: seconds of work outstanding for each replica.
     """
 
     def __init__(self, target: float) -> None:

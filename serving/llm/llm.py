@@ -90,15 +90,15 @@ class LLM:
         """Load a model and start its engine.
 
         Args:
-            model: Path of a Hugging Face model directory; None is the embedded model, which continues Python.
-            preset: The scales of control that are on: "off", "micro" (temperature), "meso" (tokens drafted
+            model: path of a Hugging Face model directory; None is the embedded model, which continues Python.
+            preset: the scales of control that are on: "off", "micro" (temperature), "meso" (tokens drafted
                 and verified), "macro" (scheduling), "full" (all three), "meso-lossy" (pages left unread),
                 "full-lossy" (with micro and macro); or a sampler: "entropix", "entropix-as-released",
                 "dslider". The texts of "meso" and "full" are those of "off" and "micro". None is "meso", or
                 "off" with options that exclude drafts.
-            seed: Sequence number i of this object draws with `seed + i` where its sampling parameters have no
+            seed: sequence number i of this object draws with `seed + i` where its sampling parameters have no
                 seed; None or -1 draws anew each time.
-            **options: Any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
+            **options: any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
                 `max_num_seqs`, `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`,
                 `budgets`, `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
                 `lowest_temperature`, …). With `coordinator_address`, `num_processes` and `process_id`, or
@@ -143,10 +143,10 @@ class LLM:
         """Continue prompts.
 
         Args:
-            prompts: One prompt or a sequence of them. A prompt is a string, a list of token ids, or a mapping
+            prompts: one prompt or a sequence of them. A prompt is a string, a list of token ids, or a mapping
                 with the key `prompt` or `prompt_token_ids`.
-            sampling_params: For all prompts, or one per prompt; None is `get_default_sampling_params()`.
-            use_tqdm: Show a progress bar when standard error is a terminal.
+            sampling_params: for all prompts, or one per prompt; None is `get_default_sampling_params()`.
+            use_tqdm: show a progress bar when standard error is a terminal.
             lora_request: LoRA adapter for all prompts, or one or None per prompt; needs `enable_lora`.
 
         Returns:
@@ -178,14 +178,14 @@ class LLM:
         """Continue conversations through the model's chat template, or a plain one if it has none.
 
         Args:
-            messages: One conversation or a sequence of them; a message has `role` and `content`.
-            sampling_params: As in `generate`, one per conversation.
-            use_tqdm: As in `generate`.
-            add_generation_prompt: Open the assistant's turn at the end of the prompt.
-            continue_final_message: End the prompt with the last message, for the model to continue it.
-            tools: Descriptions of tools, for templates that take them.
-            chat_template_kwargs: Further variables of the template.
-            lora_request: As in `generate`.
+            messages: one conversation or a sequence of them; a message has `role` and `content`.
+            sampling_params: as in `generate`, one per conversation.
+            use_tqdm: as in `generate`.
+            add_generation_prompt: open the assistant's turn at the end of the prompt.
+            continue_final_message: end the prompt with the last message, for the model to continue it.
+            tools: descriptions of tools, for templates that take them.
+            chat_template_kwargs: further variables of the template.
+            lora_request: as in `generate`.
 
         Returns:
             One output per conversation, in order.

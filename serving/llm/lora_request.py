@@ -51,8 +51,8 @@ class RequestedAdapters:
         """The adapter of each prompt, loaded.
 
         Args:
-            requests: One for all prompts, or one or None for each.
-            count: Number of prompts.
+            requests: one for all prompts, or one or None for each.
+            count: number of prompts.
 
         Raises:
             TypeError: It is something else.

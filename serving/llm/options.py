@@ -33,8 +33,8 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
     """The control of every sequence and the options of the engine.
 
     Args:
-        preset: A name of `ENGINE_PRESETS`; None chooses as `speculation_options.default_preset` says.
-        options: Further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
+        preset: a name of `ENGINE_PRESETS`; None chooses as `speculation_options.default_preset` says.
+        options: further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
             `SPECULATIVE_CONFIG`; without `PROCESS_NAMES`.
 
     Raises:

@@ -86,8 +86,8 @@ def result_of(stream: OutputStream, decode: Decode) -> Result:
     """The result of a sequence that has ended.
 
     Args:
-        stream: Its output.
-        decode: The text of token ids.
+        stream: its output.
+        decode: the text of token ids.
     """
     deltas = list(stream)
     tokens = [token for delta in deltas for token in delta.tokens]
@@ -116,8 +116,8 @@ def logprobs_of(token: Token | PromptToken, decode: Decode) -> dict[int, Logprob
     """The log-probabilities of a token and of the likeliest ones in its place, by id.
 
     Args:
-        token: With its own and those of the alternatives.
-        decode: The text of token ids.
+        token: with its own and those of the alternatives.
+        decode: the text of token ids.
     """
     line = {
         alternative.id: Logprob(alternative.logprob, rank, decode([alternative.id]))

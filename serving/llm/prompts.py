@@ -89,11 +89,11 @@ def tokenize_conversation(
     """A conversation in the model's chat template.
 
     Args:
-        messages: As in `conversations_of`.
-        tokenizer: The tokenizer of the model, with a template.
-        variables: The caller's variables of the template.
-        continue_last: End the prompt with the last message.
-        **stated: Other variables of the template.
+        messages: as in `conversations_of`.
+        tokenizer: the tokenizer of the model, with a template.
+        variables: the caller's variables of the template.
+        continue_last: end the prompt with the last message.
+        **stated: other variables of the template.
 
     Raises:
         RequestError: For messages that the template refuses, or variables of another form.
@@ -112,9 +112,9 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
     """The checked item; an error names its place in the argument.
 
     Args:
-        place: The place of the item in the argument, such as `prompts[3]`.
-        check: Makes a prompt of an item, or raises RequestError.
-        item: The item to check.
+        place: the place of the item in the argument, such as `prompts[3]`.
+        check: makes a prompt of an item, or raises RequestError.
+        item: the item to check.
     """
     try:
         return check(item)

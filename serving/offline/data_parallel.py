@@ -25,9 +25,9 @@ class DataParallelGenerator:
     """A `Generator` over several engines.
 
     Args:
-        model: On the devices of the first place.
-        places: Where the engine of each rank runs.
-        engine_of: Makes an engine of a model.
+        model: on the devices of the first place.
+        places: where the engine of each rank runs.
+        engine_of: makes an engine of a model.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace, ca
 
 from .. import memory
 from ..executable_cache import load_or_compile
+from ..executable_cache.compilation import notice
 from ..options.kv_cache import KvCacheDtype, pages_of
 from ..request import Request, RequestError, chat_template
 from ..request.token_ids import check_parameters, check_token_ids
@@ -41,10 +42,10 @@ class Engine:
     """A loaded model that continues prompts, in batches, under a preset of control.
 
     Args:
-        model: With a tokenizer.
-        preset: The preset of control, with the name of its drafter; None for `off`.
+        model: with a tokenizer.
+        preset: the preset of control, with the name of its drafter; None for `off`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
-        kv_cache_dtype: The dtype of the KV cache.
+        kv_cache_dtype: the dtype of the KV cache.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
         self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
+        notice.watch()  # `start` compiles the programs of a prompt before those of the executable cache
         self.memory_sharers = 1  # engines that share the memory of the device
 
     @property
@@ -106,8 +108,8 @@ class Engine:
         """The completions of the requests, in their order.
 
         Args:
-            requests: The requests to complete.
-            cancelled: Once it is set, the work ends after the launch that runs, with CancelledError.
+            requests: the requests to complete.
+            cancelled: once it is set, the work ends after the launch that runs, with CancelledError.
         """
         for first in range(0, len(requests), self.together):
             group = requests[first : first + self.together]
@@ -225,10 +227,10 @@ class Engine:
         """Run a launch of the decode loop.
 
         Args:
-            state: Consumed.
-            steps: The most steps.
-            capacity: Steps of the trace.
-            speculator: As for `loop.generate`.
+            state: consumed.
+            steps: the most steps.
+            capacity: steps of the trace.
+            speculator: as for `loop.generate`.
         """
         decoder, params, preset = self.model.decoder, self.model.params, self.preset
         options = dict(capacity=capacity, width=preset.width)
@@ -312,13 +314,13 @@ def _generate(
     """`loop.generate`, with what is static first.
 
     Args:
-        decoder: The decoder of the model.
-        options: Static arguments by name.
-        params: The parameters of the model.
-        controller: The control law.
-        state: Consumed.
-        steps: The most steps.
-        speculator: Drafts tokens; None for none.
+        decoder: the decoder of the model.
+        options: static arguments by name.
+        params: the parameters of the model.
+        controller: the control law.
+        state: consumed.
+        steps: the most steps.
+        speculator: drafts tokens; None for none.
     """
     return loop.generate(decoder, params, controller, state, steps, **options, speculator=speculator)
 

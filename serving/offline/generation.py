@@ -62,17 +62,17 @@ def load(
     Raises ValueError, or OSError, which say what in the directory is at fault.
 
     Args:
-        path: The path of the directory.
-        dtype: The dtype that the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
-        control: Names the preset and its gains; None samples plainly.
-        kv_cache_dtype: The dtype of the KV cache.
-        speculate: Name of the drafter of speculative decoding, or the directory of a draft model; "off" for
+        path: the path of the directory.
+        dtype: the dtype that the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
+        control: names the preset and its gains; None samples plainly.
+        kv_cache_dtype: the dtype of the KV cache.
+        speculate: name of the drafter of speculative decoding, or the directory of a draft model; "off" for
             none; None is that of the preset.
-        tensor_parallel_size: Devices over which the model is divided.
-        quantization: The quantization of the weights, a value of `--quantization`; None keeps their dtype.
-        parse_special: Whether special tokens in prompts and messages are more than plain text.
-        expert_parallel_size: Groups of so many devices over which experts are divided.
-        data_parallel_size: Engines, each with a copy of the model, that share the work of a batch.
+        tensor_parallel_size: devices over which the model is divided.
+        quantization: the quantization of the weights, a value of `--quantization`; None keeps their dtype.
+        parse_special: whether special tokens in prompts and messages are more than plain text.
+        expert_parallel_size: groups of so many devices over which experts are divided.
+        data_parallel_size: engines, each with a copy of the model, that share the work of a batch.
     """
     from entropic_jax import models
     from entropic_jax.mesh.devices import use_device

@@ -34,10 +34,10 @@ def make_engine(
     """An engine whose rows are sampled by what `control.preset` names. RequestError where it cannot be.
 
     Args:
-        control: Names the sampler and its options.
-        calibration: The model's calibration, or None.
-        model: To sample from.
-        kv_cache_dtype: The dtype of the KV cache.
+        control: names the sampler and its options.
+        calibration: the model's calibration, or None.
+        model: to sample from.
+        kv_cache_dtype: the dtype of the KV cache.
     """
     setting = Preset(chain(law(control, calibration, model)), None, None)
     belief = 1.0 if calibration is None else calibration.temperature
@@ -51,11 +51,11 @@ class SearchEngine(Engine):
     """An engine whose sequences branch and go back; a token is handed out once nothing can change it.
 
     Args:
-        model: With a tokenizer.
-        preset: Whose controller has an `Entropix`.
+        model: with a tokenizer.
+        preset: whose controller has an `Entropix`.
         belief_temperature: T_cal, by which logits are divided before H₁ is measured.
-        kv_cache_dtype: The dtype of the KV cache.
-        plan: The plan of the search.
+        kv_cache_dtype: the dtype of the KV cache.
+        plan: the plan of the search.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ def with_adapters(model: models.Model, slots: int, rank: int) -> ModelWithAdapte
     """A model with empty slots.
 
     Args:
-        model: On one device.
-        slots: Number of adapters that there is room for.
-        rank: Largest rank of an adapter.
+        model: on one device.
+        slots: number of adapters that there is room for.
+        rank: largest rank of an adapter.
 
     Raises:
         ParameterError: The model has no linear layer that adapters may update; a ValueError.

@@ -8,13 +8,7 @@ from entropic_jax.mesh.devices import processor, user_cache
 
 
 def remember_compilations() -> None:
-    """Let JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR already says where.
-
-    A compilation that takes long is announced.
-    """
-    from ..compilation import notice
-
-    notice.watch()
+    """Let JAX keep compiled programs on disk, unless JAX_COMPILATION_CACHE_DIR already says where."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         import jax
 

@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser, served: bool = False) -> None
     """Declare the options, without a default of the preset: see `speculation_options.default_preset`.
 
     Args:
-        parser: Gets the options.
-        served: Whether for an engine, which accepts neither `paper` nor `--schedule`.
+        parser: gets the options.
+        served: whether for an engine, which accepts neither `paper` nor `--schedule`.
     """
     presets = ENGINE_PRESETS if served else (*PRESETS, *SAMPLERS)
     group = parser.add_argument_group("control by entropy")
@@ -129,8 +129,8 @@ def read(options: argparse.Namespace, default: str = "off") -> Control:
     """The control that parsed options describe.
 
     Args:
-        options: The options of the command line.
-        default: The preset where none is stated.
+        options: the options of the command line.
+        default: the preset where none is stated.
     """
     gains = {name: getattr(options, name, None) for name in (*GAINS, *SAMPLER_OPTIONS)}
     budgets = {name: getattr(options, option, None) for name, option in BUDGETS.items()}
@@ -181,9 +181,9 @@ def build(control: Control, calibration: "Calibration | None", width: int | None
     """The preset with its gains: those given, else those of the calibration, else the defaults.
 
     Args:
-        control: Names the preset, its gains and the method.
-        calibration: The model's calibration, or None.
-        width: Rows that a step advances; None for all.
+        control: names the preset, its gains and the method.
+        calibration: the model's calibration, or None.
+        width: rows that a step advances; None for all.
 
     Raises RequestError for what `gains`, `check_preset` or the method refuse.
     """
@@ -259,9 +259,9 @@ def check_engine_control(control: Control, calibration: "Calibration | None", po
     """Raise RequestError for the control of an engine to be, before its model is loaded.
 
     Args:
-        control: Default of the engine's requests.
-        calibration: The model's calibration, or None.
-        policy: The engine's scheduling policy.
+        control: default of the engine's requests.
+        calibration: the model's calibration, or None.
+        policy: the engine's scheduling policy.
     """
     if control.preset == MACRO and policy != "entropic":
         accepted = ", ".join(name for name in ENGINE_PRESETS if name != MACRO)
@@ -299,8 +299,8 @@ def check_temperature(control: Control, temperature: float) -> None:
     The request's temperature is T_max where `highest_temperature` is 0. A greedy request has no law.
 
     Args:
-        control: The preset of the request, with its gains.
-        temperature: The temperature that the request asks for.
+        control: the preset of the request, with its gains.
+        temperature: the temperature that the request asks for.
     """
     if MICRO not in SCALES.get(control.preset, ()) or temperature == 0:
         return

@@ -58,11 +58,11 @@ def load(
     """The model with the draft model or head that `speculate` names; the model itself where it names none.
 
     Args:
-        model: The model to serve.
-        speculate: The name of a drafter, or a directory.
-        dtype: The dtype that the draft model computes in.
-        quantization: The quantization of its weights, a value of `--quantization`; None keeps their dtype.
-        path: Directory of the model, whose folder `draft_head` the name "head" means; None for the one
+        model: the model to serve.
+        speculate: the name of a drafter, or a directory.
+        dtype: the dtype that the draft model computes in.
+        quantization: the quantization of its weights, a value of `--quantization`; None keeps their dtype.
+        path: directory of the model, whose folder `draft_head` the name "head" means; None for the one
             that ships.
 
     Raises:
@@ -81,8 +81,8 @@ def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:
     """A model with another that drafts for it.
 
     Args:
-        model: Whose tokens are generated; on one device.
-        draft: With the same tokens. Its vocabulary may be padded to another size.
+        model: whose tokens are generated; on one device.
+        draft: with the same tokens. Its vocabulary may be padded to another size.
 
     Raises:
         ParameterError: Where tokens differ; a ValueError.
@@ -97,9 +97,9 @@ def with_head(model: models.Model, head: draft_head.DraftHead, weights: models.P
     """A model with a head that drafts for it.
 
     Args:
-        model: Whose tokens are generated; on one device.
-        head: The functions of the head.
-        weights: The parameters of the head.
+        model: whose tokens are generated; on one device.
+        head: the functions of the head.
+        weights: the parameters of the head.
     """
     fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
     fields["params"] = DraftingParams(model.params, weights)
@@ -110,9 +110,9 @@ def copied(model: models.Model, device: jax.Device, mesh: Mesh | None) -> models
     """The model, with the one that drafts for it, on other devices.
 
     Args:
-        model: The model to copy.
-        device: Where the copy will be, unless there is a mesh.
-        mesh: A mesh of as many devices as that of the model, None for one device.
+        model: the model to copy.
+        device: where the copy will be, unless there is a mesh.
+        mesh: a mesh of as many devices as that of the model, None for one device.
     """
     if isinstance(model, ModelWithDraft) and model.draft is not None and model.target is not None:
         return with_draft(copied(model.target, device, mesh), copied(model.draft, device, mesh))

@@ -74,8 +74,8 @@ def sampling_defaults(
     """Sampling parameters of requests that do not state them.
 
     Args:
-        config: The content of a generation_config.json.
-        overrides: Parameters that take precedence, as `override` returns them.
+        config: the content of a generation_config.json.
+        overrides: parameters that take precedence, as `override` returns them.
 
     Raises:
         RequestError: A value of the config is not accepted.

@@ -81,7 +81,7 @@ def check(options: Any) -> None:
     """Raise ParameterError unless adapters can be served with the other options.
 
     Args:
-        options: With the fields of `fields`, `speculate`, `mesh` and the sizes of parallelism, as
+        options: with the fields of `fields`, `speculate`, `mesh` and the sizes of parallelism, as
             `EngineOptions`.
     """
     Flag().check("enable_lora", options.enable_lora)
@@ -127,8 +127,8 @@ def check_name(name: Any, field: str) -> None:
     """Raise ParameterError for what cannot be the name of an adapter.
 
     Args:
-        name: The name.
-        field: The field that states the name, for the message.
+        name: the name.
+        field: the field that states the name, for the message.
     """
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise ParameterError(
@@ -140,8 +140,8 @@ def inside(path: str, folder: Path) -> Path:
     """The directory of an adapter below a folder, without symbolic links.
 
     Args:
-        path: Absolute, or relative to the folder.
-        folder: The folder that the directory must be in.
+        path: absolute, or relative to the folder.
+        folder: the folder that the directory must be in.
 
     Raises:
         ParameterError: It leads out of the folder, also by a symbolic link of it or of a file in it.

@@ -61,7 +61,7 @@ def check(options: Any) -> None:
     """Raise ParameterError unless programs exist for the sizes, and on a mesh for the other fields.
 
     Args:
-        options: With the fields `SIZES`, `mesh`, `preset` and `method`, as `EngineOptions`.
+        options: with the fields `SIZES`, `mesh`, `preset` and `method`, as `EngineOptions`.
     """
     for name in SIZES:
         value = getattr(options, name)
@@ -77,8 +77,8 @@ def check_processes(options: Any, num_processes: int) -> None:
     """Raise ParameterError unless programs of one engine use all devices of all processes.
 
     Args:
-        options: With the fields `SIZES` and `mesh`.
-        num_processes: How many processes there are.
+        options: with the fields `SIZES` and `mesh`.
+        num_processes: how many processes there are.
     """
     import jax
 
@@ -103,7 +103,7 @@ def divided(options: Any) -> bool:
     """Whether the model is divided over several devices.
 
     Args:
-        options: With the fields `SIZES`.
+        options: with the fields `SIZES`.
     """
     return options.tensor_parallel_size != 1 or options.expert_parallel_size != 1
 
@@ -132,10 +132,10 @@ def places_of(
     """Where each of the data-parallel engines runs.
 
     Args:
-        tensor_parallel_size: Devices over which a model is divided.
-        data_parallel_size: Engines.
-        expert_parallel_size: Groups of so many devices over which experts are divided.
-        mesh: Has the sizes, and says which devices; None takes the first ones of the process.
+        tensor_parallel_size: devices over which a model is divided.
+        data_parallel_size: engines.
+        expert_parallel_size: groups of so many devices over which experts are divided.
+        mesh: has the sizes, and says which devices; None takes the first ones of the process.
 
     Raises:
         ParameterError: There are fewer devices.

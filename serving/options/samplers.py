@@ -20,10 +20,10 @@ def law(
     """The law of what `control.preset` names. RequestError where it cannot be.
 
     Args:
-        control: Names the sampler and its options.
-        calibration: The model's calibration, or None.
-        model: Whose vocabulary and tokenizer the laws need.
-        together: Whether the rows of a batch decide as one, as in the released code; see `AsReleased`.
+        control: names the sampler and its options.
+        calibration: the model's calibration, or None.
+        model: whose vocabulary and tokenizer the laws need.
+        together: whether the rows of a batch decide as one, as in the released code; see `AsReleased`.
     """
     check_sampler(control)
     if control.method != "dense":

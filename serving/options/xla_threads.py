@@ -27,10 +27,10 @@ def limit_xla_threads(
     A number that the environment states is kept.
 
     Args:
-        model: The model directory.
-        dtype: The dtype that the model computes in; None or "auto" for the default of the device.
-        method: The method by which prompts are read; those that leave positions out do so in plain JAX.
-        divided: Whether several devices or processes compute.
+        model: the model directory.
+        dtype: the dtype that the model computes in; None or "auto" for the default of the device.
+        method: the method by which prompts are read; those that leave positions out do so in plain JAX.
+        divided: whether several devices or processes compute.
     """
     if VARIABLE in os.environ or divided or accelerators():
         return

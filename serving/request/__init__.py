@@ -43,9 +43,9 @@ class Request(SamplingParams):
         """The request of a prompt.
 
         Args:
-            prompt: Text or token ids.
-            params: The parameters of sampling.
-            seed: For params without one.
+            prompt: text or token ids.
+            params: the parameters of sampling.
+            seed: for params without one.
         """
         values: dict[str, Any] = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
         values["seed"] = seed if params.seed is None else params.seed

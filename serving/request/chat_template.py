@@ -49,11 +49,11 @@ def render(
     Encode it with `special=False` and `rendered=True`.
 
     Args:
-        tokenizer: With a template.
-        messages: Objects with `role` and `content`.
-        variables: The caller's variables for the template.
-        continue_last: End the prompt with the last message, for the model to continue it.
-        **stated: Variables that the caller's override.
+        tokenizer: with a template.
+        messages: objects with `role` and `content`.
+        variables: the caller's variables for the template.
+        continue_last: end the prompt with the last message, for the model to continue it.
+        **stated: variables that the caller's override.
 
     Raises:
         RequestError: The template refuses the messages, or a variable is reserved.

@@ -65,9 +65,9 @@ class Infilling(NamedTuple):
         """The tokens of a prompt, behind which the model writes what stands between prefix and suffix.
 
         Args:
-            prefix: Tokens before the gap, without special tokens around them.
-            suffix: Text after the gap.
-            special: Whether the prompt begins with what the model expects at the beginning of a text (BOS).
+            prefix: tokens before the gap, without special tokens around them.
+            suffix: text after the gap.
+            special: whether the prompt begins with what the model expects at the beginning of a text (BOS).
         """
         return [
             *(self._beginning() if special else ()),

@@ -18,9 +18,9 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocabulary: int) -> Non
     """Raise RequestError for a token id outside the vocabulary.
 
     Args:
-        name: The name of the argument, as its sender writes it.
-        token_ids: The token ids, of at least 0.
-        vocabulary: The number of token ids of the model.
+        name: the name of the argument, as its sender writes it.
+        token_ids: the token ids, of at least 0.
+        vocabulary: the number of token ids of the model.
 
     >>> check_token_ids("stop_token_ids", [3, 96], 96)
     Traceback (most recent call last):
@@ -34,8 +34,8 @@ def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
     """Raise RequestError for a sampling parameter with a token id outside the vocabulary.
 
     Args:
-        parameters: The values by name, of the right types; some may be missing, and others be there.
-        vocabulary: The number of token ids of the model.
+        parameters: the values by name, of the right types; some may be missing, and others be there.
+        vocabulary: the number of token ids of the model.
     """
     for name in PARAMETERS:
         check_token_ids(name, parameters.get(name, ()), vocabulary)

@@ -126,11 +126,11 @@ class Transcript:
         """Start without a token.
 
         Args:
-            request: Whose completion it records.
-            detokenizer: Turns tokens into text as they come.
-            prompt_tokens: Length of the prompt.
-            eos: Tokens that end a text; they count as tokens but have no text.
-            keep: Whether measures are kept for the trace of the completion; else they are handed out and
+            request: whose completion it records.
+            detokenizer: turns tokens into text as they come.
+            prompt_tokens: length of the prompt.
+            eos: tokens that end a text; they count as tokens but have no text.
+            keep: whether measures are kept for the trace of the completion; else they are handed out and
                 forgotten.
         """
         self.stop_reason: str | int | None = None  # the string or token of the request that ended it
@@ -156,10 +156,10 @@ class Transcript:
         """Record a sampled token; returns the tokens that are settled now, none or several.
 
         Args:
-            token: Sampled.
-            metrics: Measures of the token, by name.
-            logprob: The logprob of the token, if reported.
-            top: The likeliest tokens, if reported.
+            token: sampled.
+            metrics: measures of the token, by name.
+            logprob: the logprob of the token, if reported.
+            top: the likeliest tokens, if reported.
         """
         if self.finish_reason is not None:
             raise ValueError(f"no token can follow finish_reason {self.finish_reason!r}; got {token}")

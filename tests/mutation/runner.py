@@ -33,7 +33,9 @@ def failure(tree: Path, arguments: Sequence[str]) -> str | None:
         ValueError: no test ran.
     """
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    # With a folder for bytecode, `tests/conftest.py` leaves the other variable as it is.
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
+    environment = os.environ | {"PYTHONPATH": str(tree), **bytecode}
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     try:
         done = subprocess.run(

@@ -73,8 +73,8 @@ def running_fleet(log: Path, *arguments: str) -> Iterator[Fleet]:
     """Serve the embedded model with two replicas while the block runs.
 
     Args:
-        log: File for what the processes print.
-        arguments: Further ones of `entropic serve`.
+        log: file for what the processes print.
+        arguments: further ones of `entropic serve`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

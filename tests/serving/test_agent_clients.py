@@ -37,8 +37,8 @@ def paint(painted):
         """Paint the door.
 
         Args:
-            colour: The colour.
-            twice: Whether to paint it twice.
+            colour: the colour.
+            twice: whether to paint it twice.
         """
         painted.append((colour, twice))
         return "painted"

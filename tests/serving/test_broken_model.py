@@ -30,13 +30,16 @@ def test_json_of_one_request(entropic, broken):
     assert ERROR in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("prompts", [["xa", "x"], ["x", "abc", "ax", "b"]], ids=["all", "some"])
-def test_a_batch_file_goes_on(entropic, broken, tmp_path, prompts):
+@pytest.mark.parametrize(
+    ("prompts", "preset"),
+    [(["xa", "x"], "off"), (["x", "abc", "ax", "b"], "meso")],
+    ids=["all", "some"],
+)
+def test_a_batch_file_goes_on(entropic, broken, tmp_path, prompts, preset):
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt, "max_tokens": 4}) for prompt in prompts))
-    status, out, _ = entropic(
-        "generate", "--model", broken, "--batch-file", str(file), "--logit-bias", "89=-inf"
-    )
+    options = ("--batch-file", str(file), "--preset", preset, "--logit-bias", "89=-inf")
+    status, out, _ = entropic("generate", "--model", broken, *options)
     lines = [json.loads(line) for line in out.splitlines()]
     assert status == 1 and len(lines) == len(prompts)
     for prompt, line in zip(prompts, lines, strict=True):

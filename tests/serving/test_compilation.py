@@ -8,8 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from entropic_jax.serving import compilation
-from entropic_jax.serving.compilation import COMPILED, LOG, LONG, NOTICE, Notice, compile_program
+from entropic_jax.serving.executable_cache import compilation
+from entropic_jax.serving.executable_cache.compilation import (
+    COMPILED,
+    LOG,
+    LONG,
+    NOTICE,
+    Notice,
+    compile_program,
+)
 
 
 class Terminal(io.StringIO):

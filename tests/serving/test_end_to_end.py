@@ -54,7 +54,7 @@ def test_stop_string_ends_the_text(entropic, directory):
         "20",
         "--json",
     )
-    full = json.loads(entropic(*common)[1])
+    full = json.loads(entropic(*common, "--preset", "off")[1])  # drafts change no token
     stop = full["text"][5:7]
     stopped = json.loads(entropic(*common, "--stop", stop)[1])
     assert stopped["finish_reason"] == "stop"

@@ -110,11 +110,12 @@ def test_the_log_says_who_serves(use_accelerator, caplog):
     assert record.write.startswith("xla (head_dim 64 is not a multiple of 128")
 
 
-def test_the_doctor_examines_a_configuration(tmp_path, monkeypatch, capsys):
+def test_the_doctor_examines_a_configuration(directory, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(self_test, "checks", list)
     monkeypatch.setenv("ENTROPIC_KERNELS", "xla")  # to ask the kernels for a CPU is to compile them
     file = tmp_path / "server.yaml"
-    file.write_text("preset: full-lossy\nkv-cache-dtype: int8_per_token_head\nmax-num-seqs: 2\n")
+    options = f"model: {directory}\npreset: full-lossy\nkv-cache-dtype: int8_per_token_head\n"
+    file.write_text(options + "max-num-seqs: 2\n")
     assert main(["doctor", "--json", "--config", str(file)]) == 0
     server = json.loads(capsys.readouterr().out)["server"]
     assert (server["page_size"], server["kv_cache_dtype"]) == (16, "int8")

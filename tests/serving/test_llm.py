@@ -4,14 +4,12 @@ import dataclasses
 import json
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 
 from entropic_jax import LLM, RequestOutput, SamplingParams
 from entropic_jax.serving.cli import main
-from entropic_jax.serving.llm.options import ENGINE_NAMES, GAIN_NAMES, read_options
 from entropic_jax.serving.llm.prompts import conversations_of, prompts_of
 from entropic_jax.serving.request.transcript import TRACE_FIELDS
 
@@ -83,7 +81,7 @@ def test_a_seed_of_the_object_repeats_what_it_draws():
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     runs = []
     for _ in range(2):
-        with LLM(seed=7, **SIZES) as llm:
+        with LLM(preset="off", seed=7, max_num_seqs=1, max_model_len=256) as llm:
             first, second = llm.generate(["import"] * 2, params)
             (later,) = llm.generate("import", params)
             runs.append([x.outputs[0].token_ids for x in (first, second, later)])
@@ -253,113 +251,6 @@ def test_sampling_parameters_that_are_refused(llm):
             llm.generate(["x"], params)
     with pytest.raises(ValueError, match="temperature must be"):
         SamplingParams(temperature=-1)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_num_sequences": 4}, TypeError, r"max_num_sequences; did you mean max_num_seqs\?"),
-        ({"zzz": 4}, TypeError, "zzz; its arguments are model, preset, seed, dtype"),
-        ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
-        ({"kv_cache_dtype": "int3"}, ValueError, "kv_cache_dtype"),
-        ({"preset": "hot"}, ValueError, "one of off, micro, meso, macro, full, meso-lossy, full-lossy, "),
-        ({"model": "/nowhere/at/all"}, (OSError, ValueError), "/nowhere/at/all"),
-        ({"preset": "micro", "law": "none"}, ValueError, "law must be one of paper, .*; got 'none'"),
-    ],
-)
-def test_options_that_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        LLM(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1; got True"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1"),
-        ({"num_pages": 10**12}, "num_pages must be at most [0-9]+ with .* available, at [0-9]+ bytes a page"),
-        ({"block_size": True}, "block_size must be an integer of at least 1; got True"),
-        ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 4096; got 1000000000"),
-        ({"max_num_seqs": 10**5000}, "max_num_seqs must be at most 4096; got a very large integer"),
-        ({"max_model_len": 8193}, "max_model_len must be at most 8192, .*; got 8193"),
-        ({"method": "snap"}, "method must be one of dense, entropyinfer, .*; got 'snap'"),
-        ({"method": 3}, "method must be one of dense, .*; got 3"),
-        ({"budgets": {"bas": 64}}, "budgets must have no keys but base and budget; got 'bas'"),
-        ({"budgets": {"base": 0}}, "budgets must map base to an integer of at least 64; got 0"),
-        ({"budgets": {"base": True}}, "budgets must map base to an integer of at least 64; got True"),
-        ({"budgets": 64}, "budgets must be a mapping with the keys base and budget; got 64"),
-        ({"seed": "x"}, "seed must be an integer between .*; got 'x'"),
-        ({"seed": True}, "seed must be an integer between .*; got True"),
-        ({"seed": 2**63}, "seed must be an integer between .*; got 9223372036854775808"),
-        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be true or false; got 1"),
-        ({"pruning": "no"}, "pruning must be true or false; got 'no'"),
-        ({"batch_invariant": 0}, "batch_invariant must be true or false; got 0"),
-        ({"clarification": 3, "preset": "entropix"}, "clarification must be a string; got 3"),
-        ({"clarification": "x"}, "clarification needs the preset entropix; got the preset meso"),
-    ],
-)
-def test_engine_options_that_are_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        LLM(**options)
-
-
-def test_a_model_that_is_no_path_is_refused():
-    with pytest.raises(TypeError, match=r"^model must be a path, as a string or Path; got 3"):
-        LLM(3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"preset": "micro", "lowest_temperature": 5, "highest_temperature": 2},
-            "^lowest_temperature must be",
-        ),
-        (
-            {"preset": "micro", "law": "edt", "target_entropy": 0.5},
-            "^target_entropy must not be set with the law edt, which ignores it; got 0.5",
-        ),
-        (
-            {"preset": "micro", "law": "mirostat", "highest_temperature": 0.5},
-            "^highest_temperature must not be set with the law mirostat",
-        ),
-        (
-            {"preset": "entropix", "lowest_temperature": 0.5},
-            "^lowest_temperature must not be set with the preset entropix; got 0.5",
-        ),
-        (
-            {"preset": "dslider", "law": "exact"},
-            "^law must not be set with the preset dslider; got 'exact'",
-        ),
-        (
-            {"preset": "meso", "lowest_temperature": 0.5},
-            "^lowest_temperature must not be set with the preset meso, which has no temperature law; got 0.5",
-        ),
-        ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine does not order"),
-        ({"preset": "meso-lossy", "pruning": False}, r"got 'meso-lossy' \(no request may leave pages unread"),
-    ],
-)
-def test_a_refused_control_leaves_no_engine_running(options, message):
-    before = [thread for thread in threading.enumerate() if thread.name == "engine"]
-    with pytest.raises(ValueError, match=message):
-        LLM(**options, **SIZES)
-    assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
-
-
-def test_options_go_where_they_belong():
-    control, options = read_options("micro", {"target_entropy": 0.5, "law": "integral", "dtype": "bfloat16"})
-    assert (control.preset, dict(control.gains)) == ("micro", {"law": "integral", "target_entropy": 0.5})
-    assert (options.dtype, options.law, options.pruning, options.preset) == (
-        "bfloat16",
-        "integral",
-        False,
-        "micro",
-    )
-    assert (options.scheduling_policy, options.warmup) == ("fcfs", "none")
-    assert read_options("full", {"warmup": "min"})[1].scheduling_policy == "entropic"
-    control, options = read_options("off", {"method": "snapkv", "budgets": {"budget": 64}})
-    assert control.method == options.method == "snapkv" and control.budgets == (("budget", 64),)
-    assert not set(ENGINE_NAMES) & set(GAIN_NAMES)
 
 
 def test_a_shut_down_object_says_so():

@@ -13,6 +13,7 @@ from entropic_jax.methods.presets import preset
 from entropic_jax.parameter_tables.control_gains import DRAFTS, PRESET_TABLE, PRUNING, SCALES
 from entropic_jax.parameter_tables.speculation_names import AUTO, OFF, drafter_of
 from entropic_jax.parameter_tables.table import ParameterError
+from entropic_jax.serving import cli
 from entropic_jax.serving.engine.draft_choice import DraftChoice
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.row_controllers import RowControllers
@@ -21,6 +22,7 @@ from entropic_jax.serving.http.served_model import describe
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.llm.options import read_options
 from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.options.speculation_options import default_preset
 from entropic_jax.serving.request import RequestError
 from entropic_jax.speculation import make_speculator
 from tests.serving.live import serving
@@ -193,6 +195,16 @@ def test_what_cannot_be_combined_is_refused_by_name(options, message):
         EngineOptions(**options)
     with pytest.raises(ParameterError, match=message):
         read_options(options["preset"], {k: v for k, v in options.items() if k != "preset"})
+
+
+def test_every_interface_has_the_same_default_preset():
+    """Who states none gets meso, or off where other options exclude drafts; an engine's options have none."""
+    plan = ("--model", "m", "--topology", "v5e:1x1")
+    for command, required in (("generate", ()), ("chat", ()), ("serve", ()), ("plan", plan)):
+        assert cli.parsed([command, *required]).preset is None, command
+    assert read_options(None, {})[0].preset == default_preset() == "meso"
+    assert read_options(None, {"method": "h2o"})[0].preset == default_preset(method="h2o") == "off"
+    assert EngineOptions().preset == Control().preset == "off"
 
 
 def test_speculate_overrides_the_preset():

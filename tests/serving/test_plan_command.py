@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from entropic_jax.methods import presets
 from entropic_jax.serving.cli import main
 
 CONFIG = {
@@ -40,6 +41,15 @@ def test_a_plan_from_shapes(model, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "numbers from: shapes (--no-compile)" in lines
     assert any("sequences of 1024 positions fit" in line for line in lines)
+
+
+@pytest.mark.parametrize(("topology", "preset"), [("v5e:1x1", "meso"), ("v5e:2x2", "off")])
+def test_a_plan_is_for_the_preset_that_a_server_has_by_default(model, capsys, monkeypatch, topology, preset):
+    chosen, original = [], presets.preset
+    record = lambda name, *rest, **named: chosen.append(name) or original(name, *rest, **named)
+    monkeypatch.setattr(presets, "preset", record)
+    main(["plan", "--model", model, "--topology", topology, "--no-compile", "--max-model-len", "1024"])
+    assert chosen == [preset] and "at most" in capsys.readouterr().out
 
 
 def test_a_plan_counts_all_pages_of_windowed_layers(tmp_path, capsys):

@@ -18,7 +18,7 @@ SERVER_SETTINGS = {"sleep_mode": True}
 
 @pytest.fixture(scope="module")
 def running(directory):
-    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="full", pruning=False)
+    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="min", pruning=False)
     engine = start.start(directory, options)
     while not engine.ready():
         time.sleep(0.05)

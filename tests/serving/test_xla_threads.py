@@ -96,7 +96,7 @@ def test_the_command_line_reads_the_variable_before_jax_does():
         "import contextlib, io, json, os, threading\n"
         "from entropic_jax.serving.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
-        "    main(['generate', '--prompt', 'a', '--max-tokens', '2', '--seed', '0'])\n"
+        "    main('generate --preset off --prompt a --max-tokens 2 --seed 0'.split())\n"
         "print(json.dumps([os.environ['NPROC'], len(os.listdir('/proc/self/task'))]))\n"
     )
 

@@ -78,7 +78,7 @@ def need(profiles: list[Profile], budget: int) -> np.ndarray:
     """The static table: pages of each head that miss least of the mean attention at a budget, as weights.
 
     Args:
-        profiles: The profiles of the texts to calibrate with.
+        profiles: the profiles of the texts to calibrate with.
         budget: tokens a head on average.
     """
     layered = [RankedProfile(p.entropy[:, None], p.mass[:, None]) for p in profiles]
@@ -95,7 +95,7 @@ def rules(profile: Profile, table: np.ndarray, centre: np.ndarray, budget: int) 
     """What every rule misses on a text.
 
     Args:
-        profile: The profile of the text.
+        profile: the profile of the text.
         table: the static table of another text.
         centre: mean entropy of each head in that text.
         budget: tokens a head.

@@ -49,8 +49,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The figures of each server.
 
     Args:
-        options: The parsed options.
-        console: Where to print what runs.
+        options: the parsed options.
+        console: where to print what runs.
     """
     seconds = 4.0 if options.quick else options.seconds
     rates = Rates(*(getattr(options, f"{name}_rate") for name in Rates._fields))

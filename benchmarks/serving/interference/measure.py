@@ -31,10 +31,10 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
     """The measurements of one server.
 
     Args:
-        url: The address of the server.
-        seconds: The length of each measurement.
-        rates: The arrivals of each kind.
-        with_hard_input: Whether to measure small requests beside hard input.
+        url: the address of the server.
+        seconds: the length of each measurement.
+        rates: the arrivals of each kind.
+        with_hard_input: whether to measure small requests beside hard input.
     """
     target = Target(Pool(url), "embedded", 120.0, {"temperature": 0.0})
     rng = random.Random(0)
@@ -85,9 +85,9 @@ async def arrivals(seconds: float, rate: float, send: Callable[[float], Awaitabl
     """Send requests at fixed times, whatever the server does; their outcomes.
 
     Args:
-        seconds: Length of the arrivals.
-        rate: Requests of a second.
-        send: Sends a request that was due at a time of `time.perf_counter`.
+        seconds: length of the arrivals.
+        rate: requests of a second.
+        send: sends a request that was due at a time of `time.perf_counter`.
     """
     start, tasks = time.perf_counter(), []
     for number in range(max(1, int(seconds * rate))):
@@ -116,8 +116,8 @@ class HardInput:
         """Nothing in flight.
 
         Args:
-            url: The address of the server.
-            rng: Makes every input another one.
+            url: the address of the server.
+            rng: makes every input another one.
         """
         self.url, self.rng = url, rng
         self.answers: dict[str, Counter[str]] = {"schemas": Counter(), "texts": Counter()}

@@ -323,18 +323,18 @@ def prefill_gathered(
         The output, and the log-sum-exp `[rows, kv_heads, group, n]`.
     """
     rows, kv_heads, _, n, head_dim = q.shape
-    size, most = keys.shape[2], page_table.shape[1]
+    size, max_pages = keys.shape[2], page_table.shape[1]
 
     def flat(x):
         return jnp.swapaxes(gather(x, page_table, q.dtype), 2, 3).reshape(rows, -1, kv_heads, head_dim)
 
-    position = jnp.arange(most * size)
+    position = jnp.arange(max_pages * size)
     held = (position < context_length[:, None])[:, None]  # [rows, kv_heads, positions]
     if page_list is not None:
         listed = jnp.arange(page_list.shape[2]) < num_pages[..., None]
-        kept = (jax.nn.one_hot(page_list, most, dtype=bool) & listed[..., None]).any(2)
+        kept = (jax.nn.one_hot(page_list, max_pages, dtype=bool) & listed[..., None]).any(2)
         held = held & jnp.repeat(kept, size, 2)
-    held = jnp.broadcast_to(held, (rows, kv_heads, most * size))
+    held = jnp.broadcast_to(held, (rows, kv_heads, max_pages * size))
     own_position = query_start[:, None] + jnp.arange(n)
     seen = (position >= window_start[..., None]) & (
         position <= own_position[..., None]

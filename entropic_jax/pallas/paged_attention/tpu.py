@@ -26,8 +26,6 @@ from .tpu_tile import BLOCK, CHUNK_BYTES, SCALARS, check, in_main_memory, pools_
 UNROLLED = 4  # pages whose copies are started together
 TOGETHER = 4  # blocks of a step of the softmax
 PARTS = 2  # partial results of each list
-_other_slot = lambda slot: 1 - slot  # that the next chunk is copied to
-_wait = lambda copy: copy.wait()
 
 
 class Item(NamedTuple):
@@ -263,7 +261,7 @@ class _Part:
     def wait_for_copies(self, item: Item, slot) -> None:
         """Wait for the copies of a chunk. A wait depends on the number of bytes alone, so few are needed."""
         shape, refs = self.shape, self.refs
-        _wait(self.query_copy(item, slot))
+        self.query_copy(item, slot).wait()
         num_pages = self.length(item)
         for power in range(shape.pages.bit_length()):
 
@@ -271,7 +269,7 @@ class _Part:
             def _(pages=1 << power):
                 for buffer in jax.tree.leaves((refs.k_buffer, refs.v_buffer)):
                     copied = buffer.at[slot, pl.ds(0, pages)]
-                    _wait(pltpu.make_async_copy(copied, copied, refs.input_semaphore.at[slot]))
+                    pltpu.make_async_copy(copied, copied, refs.input_semaphore.at[slot]).wait()
 
     def query_copy(self, item: Item, slot):
         """The copy of the queries of an item's list."""
@@ -292,7 +290,7 @@ class _Part:
     def wait_for_outputs(self, slot) -> None:
         """Wait until the partial result in a slot is written."""
         for copy in self.output_copies(0, 0, slot):  # waiting depends on the size alone
-            _wait(copy)
+            copy.wait()
 
     def step(self, state):
         """Attend to a chunk while the next one is copied; at the end of a list, write its partial result."""
@@ -301,7 +299,7 @@ class _Part:
 
         @pl.when(following.list < self.shape.lists)
         def _():
-            self.start_copies(following, _other_slot(slot))
+            self.start_copies(following, 1 - slot)
 
         self.wait_for_copies(item, slot)
         self.attend(item, slot)
@@ -311,7 +309,7 @@ class _Part:
         def _():
             self.write(item, num_outputs)
 
-        return following, _other_slot(slot), num_outputs + done.astype(jnp.int32)
+        return following, 1 - slot, num_outputs + done.astype(jnp.int32)
 
     def attend(self, item: Item, slot) -> None:
         """Take a chunk into the online softmax, which the first chunk of a part begins anew."""

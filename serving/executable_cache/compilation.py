@@ -29,9 +29,9 @@ class Notice:
         if not watching:
             jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _record(self, event: str, seconds: float, **_: Any) -> None:
+    def _record(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED:
-            self._seconds += seconds
+            self._seconds += duration_secs
             if self._seconds > LONG:
                 self.say()
 
@@ -55,7 +55,7 @@ def compile_program(
     """The program of a function, compiled now.
 
     Args:
-        function: of `arguments`.
+        function: the function of `arguments`.
         arguments: arrays, or their shapes; only these count.
         donate_argnums: those that the program consumes.
     """
