@@ -150,6 +150,6 @@ def test_gradients_reach_the_queries_through_quantised_pages():
     places = (jnp.arange(3)[None], None, None, jnp.zeros(1, jnp.int32), jnp.full(1, 20))
     plain = [quantised.gather(x, jnp.arange(4), jnp.float32) for x in (keys, values)]
     total = lambda q, keys, values: paged_attention.decode(q, keys, values, *places).out.sum()
-    ours, theirs = (jax.grad(total)(q, *pools) for pools in ((keys, values), plain))
+    ours, theirs = (jax.jit(jax.grad(total))(q, *pools) for pools in ((keys, values), plain))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert np.abs(theirs).max() > 0

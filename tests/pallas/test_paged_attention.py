@@ -171,7 +171,7 @@ def test_gradients_are_those_of_the_gathered_form(seed):
             out, log_sum_exp = attend(*x, *places)
             return jnp.square(out).sum() + jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0).sum()
 
-        return jax.grad(total, (0, 1, 2))(q, keys, values)
+        return jax.jit(jax.grad(total, (0, 1, 2)))(q, keys, values)
 
     chex.assert_trees_all_close(
         loss(paged_attention.decode), loss(paged_attention.reference.decode_gathered), atol=1e-5
@@ -189,7 +189,8 @@ def test_gradients_of_prefill_are_those_of_the_gathered_form(seed):
     q, keys, values = map(jnp.asarray, (q, keys, values))
 
     def gradients(attend):
-        return jax.grad(lambda *x: jnp.square(attend(*x, *places)).sum(), (0, 1, 2))(q, keys, values)
+        total = lambda *x: jnp.square(attend(*x, *places)).sum()
+        return jax.jit(jax.grad(total, (0, 1, 2)))(q, keys, values)
 
     actual = gradients(paged_attention.prefill)
     expected = gradients(lambda *x: paged_attention.reference.prefill_gathered(*x).out)
@@ -211,7 +212,7 @@ def test_gradients_of_write_are_those_of_the_reference():
 
     def gradients(write):
         total = lambda *x: sum(jnp.square(y).sum() for part in write(*x, page, slot) for y in part)
-        return jax.grad(total, (0, 1, 2, 3))(tiles, summaries, k, v)
+        return jax.jit(jax.grad(total, (0, 1, 2, 3)))(tiles, summaries, k, v)
 
     actual = gradients(paged_attention.write)
     chex.assert_trees_all_close(actual, gradients(paged_attention.write_reference.write), rtol=1e-6)
