@@ -26,8 +26,7 @@ from tests.serving.test_engine import (  # noqa: F401  (fixture)
 )
 from tests.serving.test_planned_constraints import FreeUntil, Planned
 
-# Two rows: fewer batch buckets to compile.
-PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", max_steps=8, max_num_seqs=2)
+PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", max_steps=8)
 DRAFTS = dict(speculate="suffix")
 SUFFIX = dict(**PLAIN, **DRAFTS, num_speculative_tokens=3)
 GREEDY, WARM, NARROW = dict(temperature=0.0), dict(temperature=0.7), {9: 9.0, 17: 9.0, 33: 8.0}
