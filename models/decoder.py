@@ -18,10 +18,10 @@ from entropic_jax.state.cache import ModelShape
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
 from .config import Config, ModelError, abbreviate
-from .experts import SparseMLP
+from .experts import Router, SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
-from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer
+from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
 from .quantisation import quantise_module
 from .rope import context_key, rope_problem
 
@@ -78,14 +78,34 @@ def causal_lm(config: Config) -> CausalLM:
 
 
 @functools.lru_cache(maxsize=64)
-def structure(config: Config, quantization: str | None = None) -> tuple[nnx.GraphDef[CausalLM], Params]:
-    """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
+def structure(
+    config: Config, quantization: str | None = None, operand_dtype: OperandDtype | None = None
+) -> tuple[nnx.GraphDef[CausalLM], Params]:
+    """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing.
+
+    Args:
+        config: the model's configuration.
+        quantization: of the weights, see `quantisation`.
+        operand_dtype: see `Decoder`.
+    """
     blocks(config)  # an unknown architecture is an error
-    module = lambda: causal_lm(config)
-    graph, state = nnx.split(
-        nnx.eval_shape(module if quantization is None else lambda: quantise_module(module(), quantization))
-    )
+
+    def module() -> CausalLM:
+        built = causal_lm(config)
+        built = built if quantization is None else quantise_module(built, quantization)
+        return built if operand_dtype is None else with_wide_activations(built, operand_dtype)
+
+    graph, state = nnx.split(nnx.eval_shape(module))
     return graph, as_tuples(nnx.to_pure_dict(state))
+
+
+def with_wide_activations(module: CausalLM, operand_dtype: OperandDtype) -> CausalLM:
+    """The module with activations of float32, and operands of a dtype in products but those of routers."""
+    module.wide_activations = True
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, Linear) and not isinstance(part, Router):
+            part.operand_dtype = operand_dtype
+    return module
 
 
 def as_tuples(tree: Any) -> Any:
@@ -117,11 +137,20 @@ def weight_counts(config: Config) -> tuple[int, int, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The functions of a model: static and hashable, to close over or to pass to jit as a static argument."""
+    """The functions of a model: static and hashable, to close over or to pass to jit as a static argument.
+
+    Args:
+        config: the model's configuration.
+        mesh: of the devices that hold the parameters; None for one device.
+        quantization: of the weights, see `quantisation`.
+        operand_dtype: of the operands of products, if activations are float32 whatever the dtype of the
+            weights is; None for activations in the dtype of the embedding.
+    """
 
     config: Config
-    mesh: Mesh | None = None  # None: of one device
-    quantization: str | None = None  # of the weights, see `quantisation`
+    mesh: Mesh | None = None
+    quantization: str | None = None
+    operand_dtype: OperandDtype | None = None
 
     @property
     def partition_specs(self) -> Params:
@@ -162,7 +191,8 @@ class Decoder:
 
     def module(self, params: Params) -> CausalLM:
         """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""
-        return nnx.merge(structure(self.config, self.quantization)[0], as_dicts(params))
+        graph = structure(self.config, self.quantization, self.operand_dtype)[0]
+        return nnx.merge(graph, as_dicts(params))
 
     def hidden(
         self,

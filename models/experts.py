@@ -71,7 +71,7 @@ class Experts(nnx.Module):
         """
         layers = self.gate_proj, self.up_proj, self.down_proj
         kernels = [layer.kernel[...] for layer in layers]
-        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        biases = [layer.bias[...].astype(x.dtype) for layer in layers if layer.bias is not None]
         if (
             biases and shards_along(TENSOR) > 1
         ):  # the devices that share an expert add up its outputs, so one of them adds the bias
@@ -167,7 +167,9 @@ class SparseMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.gate(flat)
-        out = sum_over_shards(self.experts(flat, expert_ids, weights.astype(x.dtype))).reshape(x.shape)
+        rows = flat.astype(self.experts.gate_proj.kernel.dtype)
+        out = self.experts(rows, expert_ids, weights.astype(rows.dtype)).astype(x.dtype)
+        out = sum_over_shards(out).reshape(x.shape)
         if self.shared_expert is None:
             return out
         shared = self.shared_expert(x)

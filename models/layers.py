@@ -3,12 +3,12 @@
 Each is built from its part of a `block_spec.BlockSpec`. Attribute names are those of Hugging Face's Llama, so
 that one rule maps weights to tensors (see `tensor_names`). A matrix is a `kernel` of shape [in, out]: in the
 other order, a matrix–vector product on XLA's CPU backend reaches only a small part of the memory bandwidth.
-Norms, softmax and rotary embedding compute in float32, everything else in the dtype of the embedding; a
-narrower kernel is widened as it is multiplied.
+Norms, softmax and rotary embedding compute in float32, everything else in the dtype of the embedding, or in
+float32 where the model states an `OperandDtype`; a narrower kernel is widened as it is multiplied.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from .config import Config
 from .norms import LayerNorm, RMSNorm, WideRMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
+OperandDtype = Literal["float32", "bfloat16"]
+"""The dtype of the operands of products between activations of float32: as they are, or rounded."""
 MOST_SLICES = 32  # tokens whose embeddings are read by one slice each
 
 
@@ -74,6 +76,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros((inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
         self.scale: nnx.Param | None = nnx.data(None)
+        self.operand_dtype: OperandDtype = "float32"
         self.low_rank: LowRankUpdate | None = nnx.data(
             None
         )  # of this layer and those that are multiplied with it
@@ -97,7 +100,10 @@ class RowParallelLinear(Linear):
 def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """The products of x with the kernels of linear layers, of which all are quantised or none."""
     scales = tuple(layer.scale[...] for layer in layers if layer.scale is not None)
-    return skinny_matmul(x, *(layer.kernel[...] for layer in layers), scales=scales)
+    kernels = tuple(layer.kernel[...] for layer in layers)
+    # Numbers of 4 bits with scales per group are not numbers of bfloat16.
+    rounded = layers[0].operand_dtype == "bfloat16" and kernels[0].dtype != jnp.uint8
+    return skinny_matmul(x, *kernels, scales=scales, operand_dtype="bfloat16" if rounded else None)
 
 
 def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
@@ -311,7 +317,7 @@ class CausalLM(nnx.Module):
     """
 
     def __init__(self, config: Config, output: OutputSpec, layers: list[DecoderLayer]) -> None:
-        self.output = output
+        self.output, self.wide_activations = output, False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
         self.norm = norm(config.hidden_size, output.norm)
@@ -351,6 +357,7 @@ class CausalLM(nnx.Module):
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """The embeddings of tokens int32 `[...]` as the first layer reads them, `[..., hidden]`."""
         x = self.embed_tokens(tokens)
+        x = x.astype(jnp.float32) if self.wide_activations else x
         if self.output.embedding_multiplier == 1.0:
             return x
         return x * jnp.asarray(self.output.embedding_multiplier, x.dtype)

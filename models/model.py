@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from entropic_jax.pallas import skinny_matmul
+
 from . import sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, abbreviate, is_integer, read_json
 from .config_json import from_json, to_json
@@ -22,6 +25,7 @@ from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .gguf_tokenizer import gguf_tokenizer
+from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
@@ -42,12 +46,19 @@ class Model:
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)  # generation_config.json as it is
     mesh: Mesh | None = None  # of the devices that hold the arrays; None: one device
     quantization: str | None = None  # of the weights; None: not quantised
+    operand_dtype: OperandDtype | None = None  # see `Decoder`
 
     @property
     def decoder(self) -> Decoder:
         """The model's pure functions, static in compiled programs."""
         config = sharding.with_kv_head_copies(self.config, sharding.model_devices(self.mesh))
-        return Decoder(config, self.mesh, self.quantization)
+        return Decoder(config, self.mesh, self.quantization, self.operand_dtype)
+
+    @property
+    def activation_dtype(self) -> np.dtype:
+        """The dtype of activations, queries and hidden states."""
+        narrow = jax.tree.leaves(self.params)[0].dtype  # that of the embedding
+        return np.dtype(narrow if self.operand_dtype is None else np.float32)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -111,7 +122,8 @@ def load(
     Args:
         path: the path of the directory; None is the model that ships with the package.
         dtype: the dtype of the weights and of the computation, whatever is on disk: "float32", "bfloat16"
-            or "float16".
+            or "float16". On a CPU with kernels, "bfloat16" is that of matrices and of the embedding; all
+            between products is float32, and on processors with AMX their operands are bfloat16.
         progress: whether to show a bar on stderr where that is a terminal.
         as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
             products widen them as they read: the same numbers, in half of the time.
@@ -150,9 +162,22 @@ def load(
         task = bar.add_task(f"loading {directory.name}", total=total)
         advance = lambda amount: bar.advance(task, amount)
         narrow = int8_kernels(structure(config, quantization)[1])
-        params = weights.read(tensors, config, dtype, advance, as_stored and mesh is None, mesh, narrow)
-    model = Model(config, params, tokenizer, generation, mesh)
+        operand_dtype = wide_activations(dtype) if mesh is None else None
+        dtypes = (dtype, None) if operand_dtype is None else (np.dtype(np.float32), dtype)
+        read = partial(weights.read, tensors, config, dtypes[0], advance, as_stored and mesh is None, mesh)
+        params = read(narrow, dtypes[1])
+    model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
     return model if quantization is None else quantised(model, quantization)
+
+
+def wide_activations(dtype: np.dtype) -> OperandDtype | None:
+    """The dtype of operands on one device, with weights of `dtype`; None for activations of that dtype.
+
+    The kernels of a CPU take activations of float32, and its matrix units operands of bfloat16.
+    """
+    if dtype != jnp.bfloat16 or not skinny_matmul.reads_as_stored(dtype):
+        return None
+    return "bfloat16" if skinny_matmul.has_matrix_units() else "float32"
 
 
 def quantised(model: Model, quantization: str = "int8") -> Model:
@@ -255,25 +280,28 @@ def initialise(config: Config, seed: int, dtype: Any = "float32") -> Model:
     Args:
         config: the model's configuration.
         seed: the seed of the weights.
-        dtype: the dtype of the weights: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16", as in `load`.
     """
     dtype = checked(dtype)
+    operand_dtype = wide_activations(dtype)
+    vector_dtype = dtype if operand_dtype is None else np.dtype(np.float32)
     structure(config)  # an unknown architecture is an error
     offset = FAMILIES[config.architecture].output(config).norm.offset
     arrays = []
     for number, entry in enumerate(entries(config)):
         random, kind = np.random.default_rng((seed, number)), entry.path[-1]
         if kind == "weight" and entry.path[0] != "embed_tokens":
-            arrays.append(jnp.full(entry.shape, 1.0 - offset, dtype))
+            arrays.append(jnp.full(entry.shape, 1.0 - offset, vector_dtype))
             continue
         fan_in = entry.shape[-2] if kind == "kernel" else config.hidden_size
         values = random.standard_normal(entry.shape, np.float32)
         values /= np.float32(math.sqrt(fan_in))
-        arrays.append(jnp.asarray(values.astype(dtype)))
+        is_matrix = entry.is_kernel or kind == "weight"
+        arrays.append(jnp.asarray(values.astype(dtype if is_matrix else vector_dtype)))
     params = jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
     if config.tie_word_embeddings:
         params["lm_head"]["kernel"] = params["embed_tokens"]["weight"].T.copy()
-    return Model(config, params)
+    return Model(config, params, operand_dtype=operand_dtype)
 
 
 def checked(dtype: Any) -> np.dtype:

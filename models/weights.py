@@ -29,6 +29,7 @@ from .sharding import copy_kv_heads, kv_head_copies, model_devices, partition_sp
 from .stored_tensors import STRIP, StoredTensors, Tensor, strips
 from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
+EMBEDDING_MODULE = "embed_tokens"
 BLOCK = 1 << 20  # bytes of a block of rows that a thread reads
 WAITING_THREADS = 1  # that wait for the disk while one for each processor converts
 MOST_THREADS = 8
@@ -42,6 +43,7 @@ def read(
     as_stored: bool = False,
     mesh: Mesh | None = None,
     int8_kernels: Container[tuple[Any, ...]] = (),
+    matrix_dtype: np.dtype | None = None,
 ) -> Params:
     """The parameters of a model directory.
 
@@ -53,6 +55,7 @@ def read(
         as_stored: whether a matrix that is bfloat16 on disk stays so where products widen it at no cost.
         mesh: over which every array is divided as soon as it is read; None for the default device.
         int8_kernels: paths of matrices that become an `Int8Kernel` if they are stored as one.
+        matrix_dtype: the dtype of the embedding and of matrices, if it is another one.
     """
     expected = entries(config)
     tensors.check(expected, config)
@@ -61,6 +64,12 @@ def read(
     num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))
     with ThreadPoolExecutor(num_threads, "weights") as threads:
 
+        def dtype_of(entry: ParameterSource) -> np.dtype:
+            if matrix_dtype is not None and (entry.is_kernel or entry.path[0] == EMBEDDING_MODULE):
+                return matrix_dtype
+            narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
+            return jnp.dtype(jnp.bfloat16) if narrow else dtype
+
         def begin(entry: ParameterSource) -> PendingArray:
             int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
             if int8 is not None:
@@ -68,8 +77,7 @@ def read(
                 touched = touch(host, threads)
                 blocks = fill_blocks(int8[0], host, entry.pieces[0], threads, touched)
                 return PendingArray(entry, host, blocks, int8[1][entry.pieces[0].outputs])
-            narrow = as_stored and dtype == np.float32 and stays_narrow(entry, tensors)
-            host = aligned_empty(entry.shape, jnp.dtype(jnp.bfloat16) if narrow else dtype)
+            host = aligned_empty(entry.shape, dtype_of(entry))
             touched = touch(host, threads)
             parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
             sources = [in_memory.get(piece.name, tensors[piece.name]) for piece in entry.pieces]
@@ -82,7 +90,7 @@ def read(
             following = None if entry is None else begin(entry)
             if begun is not None:
                 arrays.append(begun.finish(mesh, config))
-                advance(begun.host.size * dtype.itemsize)
+                advance(begun.host.size * (matrix_dtype or dtype).itemsize)
                 if config.tie_word_embeddings and begun.entry.pieces[0].name == EMBEDDING:
                     in_memory[EMBEDDING] = TensorInMemory(begun.host, "", tensors.directory)
             begun = following

@@ -33,8 +33,10 @@ def rates(cell: dict[str, Any], engine: str, kind: str) -> str:
 
 
 def ratio(cell: dict[str, Any], engine: str, kind: str) -> str:
-    """Ours over an engine, of the medians."""
-    ours, other = (cell["engines"].get(name, {}).get(f"{kind}_rate") for name in ("ours", engine))
+    """Ours over an engine, of the medians; in half precision over one in half precision."""
+    same = "ours-half" if engine.endswith("-half") and engine != "ours-half" else "ours"
+    name = same if same in cell["engines"] else "ours"
+    ours, other = (cell["engines"].get(which, {}).get(f"{kind}_rate") for which in (name, engine))
     return f"{ours['median'] / other['median']:.2f}×" if ours and other else "–"
 
 

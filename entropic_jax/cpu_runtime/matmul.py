@@ -246,11 +246,11 @@ def load_block(dtype: str) -> Any:
     return load_block
 
 
-def _stack_memory(size: int) -> Any:
+def stack_memory(size: int) -> Any:
     """A Numba function without arguments: the address of `size` bytes of the caller's stack."""
 
     @intrinsic
-    def stack_memory(context):
+    def address(context):
         def generate(context, builder, signature, arguments):
             with builder.goto_entry_block():
                 memory = builder.alloca(ir.IntType(8), size)
@@ -259,8 +259,8 @@ def _stack_memory(size: int) -> Any:
 
         return types.intp(), generate
 
-    return stack_memory
+    return address
 
 
-panel_memory = _stack_memory(4 * MAX_PANEL * BLOCK)
-tile_memory = _stack_memory(4 * MAX_TILE_ROWS * BLOCK)
+panel_memory = stack_memory(4 * MAX_PANEL * BLOCK)
+tile_memory = stack_memory(4 * MAX_TILE_ROWS * BLOCK)

@@ -122,7 +122,7 @@ def attention_shape(model: models.Model, options: EngineOptions, sizes: Sizes) -
         context=sizes.context,
         pages=sizes.pages,
         page_size=sizes.page_size,
-        dtype=jax.tree.leaves(target_of(model).params)[0].dtype,
+        dtype=target_of(model).activation_dtype,
         cache_dtype=pages_of(options.kv_cache_dtype, model.params),
         listed=may_prune(options, shapes.method),
         verified=shapes.tokens(True) if shapes.speculates else 0,

@@ -11,6 +11,7 @@ import pytest
 from entropic_jax import cpu_runtime, models
 from entropic_jax.attention.attend import TokenSpan, attend_to
 from entropic_jax.models.model import quantised
+from entropic_jax.pallas import skinny_matmul
 from entropic_jax.state import cache
 
 EMBEDDED = Path(models.__file__).parent / "embedded"
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def tiny(architecture: str, **changes) -> models.Model:
-    return models.initialise(models.Config(architecture=architecture, **SIZES, **changes), 0)
+def tiny(architecture: str, dtype: str = "float32", **changes) -> models.Model:
+    return models.initialise(models.Config(architecture=architecture, **SIZES, **changes), 0, dtype)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -80,6 +81,14 @@ def assert_same_bits(model: models.Model, dtype: str = "float32") -> None:
 )
 def test_dense_models(architecture, dtype):
     assert_same_bits(tiny(architecture), dtype)
+
+
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_models_with_weights_of_bfloat16(quantization):
+    """Activations are float32; operands are rounded where the processor has matrix units."""
+    model = tiny("LlamaForCausalLM", "bfloat16")
+    assert model.operand_dtype == ("bfloat16" if skinny_matmul.has_matrix_units() else "float32")
+    assert_same_bits(quantised(model, quantization) if quantization else model, "bfloat16")
 
 
 @pytest.mark.slow

@@ -46,9 +46,14 @@ class Ours:
         from entropic_jax import models
 
         self.library, self.key = entropic_jax, jax.random.key(0)
-        self.model = models.load(directory / "huggingface", dtype="float32")
+        self.dtype = "bfloat16" if half else "float32"
+        self.model = models.load(directory / "huggingface", dtype=self.dtype)
         self.controller = entropic_jax.chain()
         self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
+        if half:
+            rounded = self.model.operand_dtype == "bfloat16"
+            operands = "bf16 products (AMX)" if rounded else "products in float32"
+            self.detail = f"bf16 weights, {operands}, bf16 KV"
 
     def open(self, batch: int, capacity: int) -> None:
         self.capacity, self.state = capacity, None
@@ -60,7 +65,7 @@ class Ours:
             self.model.decoder,
             self.model.params,
             self.controller,
-            self.library.allocate(self.model.decoder.shape, rows, self.capacity),
+            self.library.allocate(self.model.decoder.shape, rows, self.capacity, dtype=self.dtype),
             prompts.tolist(),
             key=self.key,
             max_tokens=self.capacity - context,
@@ -374,6 +379,7 @@ ENGINES: dict[str, tuple[type, bool]] = {  # the class, and whether it computes 
     "torch-compile": (CompiledTransformers, False),
     "openvino": (OpenVINO, False),
     "llamacpp": (LlamaCpp, False),
+    "ours-half": (Ours, True),
     "openvino-half": (OpenVINO, True),
     "llamacpp-half": (LlamaCpp, True),
 }

@@ -14,6 +14,9 @@ Args:
     scales: for weights of int8 or float8_e4m3fn a tuple of `[outputs]`, float32, by which the columns of the
         products are multiplied; for packed weights a tuple of `[inputs / group, outputs]`, bfloat16, a scale
         for each group of neighbouring inputs of a column. Empty for other weights.
+    operand_dtype: None, or "bfloat16" for products of operands that are rounded to it, with sums in the dtype
+        of x: what matrix units compute. Numbers of 8 bits are bfloat16 as they are; their scales multiply the
+        sums.
 
 Returns:
     A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Each row of a result depends, bit
@@ -35,7 +38,7 @@ from ..dispatch import Operation
 from . import cpu, reference
 from .cpu import SKINNY_ROWS
 
-__all__ = ["SKINNY_ROWS", "reads_as_stored", "skinny_matmul"]
+__all__ = ["SKINNY_ROWS", "has_matrix_units", "reads_as_stored", "skinny_matmul"]
 
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
@@ -45,10 +48,16 @@ def reads_as_stored(dtype: Any) -> bool:
     return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(dtype)
 
 
+def has_matrix_units() -> bool:
+    """Whether a kernel multiplies rows rounded to bfloat16, on the processor's matrix units."""
+    return "cpu" in SKINNY_MATMUL.candidates() and cpu.rounds_operands()
+
+
 def skinny_matmul(
     x: jax.Array,
     *weights: jax.Array,
     scales: tuple[jax.Array, ...] = (),
+    operand_dtype: str | None = None,
     backend: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply rows by each of the weights.
@@ -58,6 +67,7 @@ def skinny_matmul(
         weights: each `[inputs, outputs]`, of the dtype of x or a narrower one; or packed, uint8
             `[inputs / 2, outputs]`.
         scales: the scales of each weight of int8, of float8_e4m3fn, or packed; see the package's docstring.
+        operand_dtype: "bfloat16" to round x and the weights to it first; None multiplies them as they are.
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
@@ -65,11 +75,16 @@ def skinny_matmul(
     """
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    products = _skinny_matmul(backend, flat, weights, scales)
+    products = _skinny_matmul((backend, operand_dtype), flat, weights, scales)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in products)
 
 
-_skinny_matmul = with_derivatives_of(
-    lambda _, *operands: reference.skinny_matmul(*operands),
-    lambda backend, *operands: SKINNY_MATMUL(*operands, backend=backend),
-)
+def _reference(settings: tuple[str | None, str | None], *operands: Any) -> tuple[jax.Array, ...]:
+    return reference.skinny_matmul(*operands, operand_dtype=settings[1])
+
+
+def _served(settings: tuple[str | None, str | None], *operands: Any) -> tuple[jax.Array, ...]:
+    return SKINNY_MATMUL(*operands, operand_dtype=settings[1], backend=settings[0])
+
+
+_skinny_matmul = with_derivatives_of(_reference, _served)

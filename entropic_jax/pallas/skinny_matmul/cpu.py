@@ -13,15 +13,16 @@ import jax.numpy as jnp
 
 from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
+from ...cpu_runtime.matrix_units import matrix_units_missing
 from ...cpu_runtime.run_once import run_once
 
 SKINNY_ROWS = 64  # up to which a product costs little more than reading the weights
 PACKED = "uint8"  # two numbers of 4 bits
 GROUP_STEP = 32  # inputs; groups are multiples of it
-LONGEST_CHUNK = 4  # blocks of columns
-CHUNKS_PER_THREAD = 4  # at least, where there are as many blocks
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", PACKED)
 SCALED = ("int8", "float8_e4m3fn")  # by column
+ROUNDED = "bfloat16"  # operands of the matrix units
+ROUNDED_WEIGHTS = ("bfloat16", *SCALED)  # whose numbers bfloat16 holds
 
 
 def supports_weight(dtype: Any) -> bool:
@@ -29,27 +30,37 @@ def supports_weight(dtype: Any) -> bool:
     return cpu_runtime.unavailable_reason() is None and jnp.dtype(dtype).name in WEIGHT_DTYPES
 
 
+def rounds_operands() -> bool:
+    """Whether `skinny_matmul` accepts `operand_dtype="bfloat16"`."""
+    return cpu_runtime.unavailable_reason() is None and matrix_units_missing() is None
+
+
 def skinny_matmul(
-    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...] = ()
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...] = (),
+    operand_dtype: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Float32 rows times weights of one of `WEIGHT_DTYPES`.
+    """Float32 rows times weights of one of `WEIGHT_DTYPES`, or of `ROUNDED_WEIGHTS` with rounded rows.
 
     The contract is in the package's docstring.
     """
-    if reason := cpu_runtime.unavailable_reason():
+    reason = cpu_runtime.unavailable_reason() or (operand_dtype and matrix_units_missing())
+    if reason:
         raise NotImplementedError(reason)
+    accepted = WEIGHT_DTYPES if operand_dtype is None else ROUNDED_WEIGHTS
     dtypes = {weight.dtype.name for weight in weights}
-    if x.dtype != jnp.float32 or len(dtypes) > 1 or not dtypes <= {*WEIGHT_DTYPES}:
+    if x.dtype != jnp.float32 or len(dtypes) > 1 or not dtypes <= {*accepted}:
         names = ", ".join(sorted(dtypes))
         raise NotImplementedError(
-            f"{x.dtype} times {names}: only float32 times one of {', '.join(WEIGHT_DTYPES)} is supported"
+            f"{x.dtype} times {names}: only float32 times one of {', '.join(accepted)} is supported"
         )
     if x.shape[0] > SKINNY_ROWS:
         cpu_runtime.check_prefill(x.shape[0])
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
     columns = tuple(weight.shape[1] for weight in weights)
-    name = _register(*dtypes)
+    name = _register(*dtypes, operand_dtype is not None)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
@@ -66,11 +77,21 @@ def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
 
 
 @run_once
-def _register(dtype: str) -> str:
+def _register(dtype: str, rounded: bool) -> str:
     """Register the product with weights of a dtype with XLA; returns its name there."""
     name = f"entropic_skinny_matmul_{dtype}"
-    register(name, lambda: _compile(name, dtype))
+    if rounded:
+        name += "_rounded"
+        register(name, lambda: _compile_rounded(name, dtype))
+    else:
+        register(name, lambda: _compile(name, dtype))
     return name
+
+
+def _compile_rounded(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
+    from .cpu_matrix_units import build
+
+    yield from build(name, dtype, dtype in SCALED)
 
 
 def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
@@ -83,38 +104,13 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
         result,
         symbol_address,
         thread_task,
-        words,
         xla_handler,
     )
-    from ...cpu_runtime.matmul import BLOCK
-    from ...cpu_runtime.thread_pool import num_threads
+    from .cpu_blocks import block_places
 
+    num_blocks, blocks_per_chunk, locate, next_block = block_places()
     multiply = _packed_product() if dtype == PACKED else _product(dtype)
     size = 1 if dtype == PACKED else ITEMSIZE[dtype]
-
-    @njit(**EXACT)
-    def num_blocks(frame):
-        """Blocks of columns of all the weights."""
-        count = 0
-        for w in range(words(frame, 15)[12]):
-            count += (operand(frame, 1 + w)[1][1] + BLOCK - 1) // BLOCK
-        return count
-
-    @njit(**EXACT)
-    def blocks_per_chunk(count):
-        return max(1, min(LONGEST_CHUNK, count // (CHUNKS_PER_THREAD * num_threads())))
-
-    @njit(**EXACT)
-    def locate(frame, number):
-        """The weight that a block belongs to, and the block's first column."""
-        w = 0
-        while True:
-            width = operand(frame, 1 + w)[1][1]
-            count = (width + BLOCK - 1) // BLOCK
-            if number < count:
-                return w, number * BLOCK
-            number -= count
-            w += 1
 
     @njit(**EXACT)
     def chunk(frame, number):
@@ -130,9 +126,7 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
             width = weight_shape[1]
             weight += size * column
             out = result(frame, w)[0] + 4 * column
-            # Threads take chunks in turn, from the last one down, so this is the likely next block.
-            next_block = b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
-            next_weight, next_column = locate(frame, next_block)
+            next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
             following = operand(frame, 1 + next_weight)[0] + size * next_column
             multiply(frame, w, column, x, rows, inputs, weight, width, out, following)
 
@@ -155,10 +149,10 @@ def _product(dtype: str) -> Any:
     """
     from ...cpu_runtime.kernel import EXACT, njit
     from ...cpu_runtime.matmul import BLOCK
-    from .cpu_blocks import multiply_block, multiply_part
+    from .cpu_blocks import multiply_block, multiply_part, scale_columns
 
     full_block, part_of_block = multiply_block(dtype), multiply_part(dtype)
-    scaled, scale_columns = dtype in SCALED, _scale_columns()
+    scaled, scale = dtype in SCALED, scale_columns()
 
     @njit(**EXACT)
     def product(frame, w, column, x, rows, inputs, weight, width, out, following):
@@ -167,7 +161,7 @@ def _product(dtype: str) -> Any:
         else:
             full_block(x, rows, inputs, weight, width, out, following)
         if scaled:
-            scale_columns(frame, w, column, out, rows, width, min(BLOCK, width - column))
+            scale(frame, w, column, out, rows, width, min(BLOCK, width - column))
 
     return product
 
@@ -190,21 +184,3 @@ def _packed_product() -> Any:
             full_block(x, rows, inputs, weight, width, out, following, scale, group)
 
     return packed_product
-
-
-def _scale_columns() -> Any:
-    """`scale_columns(frame, w, column, out, rows, width, columns)`: multiplies a block of a result in place.
-
-    The scales of the weights' columns are operands behind all weights.
-    """
-    from ...cpu_runtime.kernel import EXACT, floats, njit, operand, words
-
-    @njit(**EXACT)
-    def scale_columns(frame, w, column, out, rows, width, columns):
-        scale = floats(operand(frame, 1 + words(frame, 15)[12] + w)[0] + 4 * column, (columns,))
-        for r in range(rows):
-            row = floats(out + 4 * r * width, (columns,))
-            for c in range(columns):
-                row[c] *= scale[c]
-
-    return scale_columns

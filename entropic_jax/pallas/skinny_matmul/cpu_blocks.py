@@ -13,8 +13,11 @@ from typing import Any
 
 from ...cpu_runtime import matmul
 from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE
-from ...cpu_runtime.kernel import EXACT, floats, njit
+from ...cpu_runtime.kernel import EXACT, floats, njit, operand, words
+from ...cpu_runtime.thread_pool import num_threads
 
+LONGEST_CHUNK = 4  # blocks of columns
+CHUNKS_PER_THREAD = 4  # at least, where there are as many blocks
 PANEL = 64  # inputs
 LONG_PANEL = matmul.MAX_PANEL  # inputs, for more than three tiles: their sums are stored less often
 MAX_TILES = 3  # that share a short panel
@@ -100,3 +103,62 @@ def multiply_part(dtype: str) -> Any:
                         out_array[(row + r) * width + c] = sum_array[r, c]
 
     return multiply_part
+
+
+@cache
+def block_places() -> tuple[Any, Any, Any, Any]:
+    """The functions that divide the columns of a call among the threads.
+
+    Returns:
+        `num_blocks(frame)`: blocks of all the weights; `blocks_per_chunk(count)`; `locate(frame, number)`:
+        the weight that a block belongs to, and its first column; `next_block(b, end, number, per_chunk)`: the
+        block that the thread of block b of the chunk `number` will probably get next.
+    """
+    block = matmul.BLOCK
+
+    @njit(**EXACT)
+    def num_blocks(frame):
+        count = 0
+        for w in range(words(frame, 15)[12]):
+            count += (operand(frame, 1 + w)[1][1] + block - 1) // block
+        return count
+
+    @njit(**EXACT)
+    def blocks_per_chunk(count):
+        return max(1, min(LONGEST_CHUNK, count // (CHUNKS_PER_THREAD * num_threads())))
+
+    @njit(**EXACT)
+    def locate(frame, number):
+        w = 0
+        while True:
+            width = operand(frame, 1 + w)[1][1]
+            count = (width + block - 1) // block
+            if number < count:
+                return w, number * block
+            number -= count
+            w += 1
+
+    @njit(**EXACT)
+    def next_block(b, end, number, per_chunk):
+        # Threads take chunks in turn, from the last one down.
+        return b + 1 if b + 1 < end else max(0, number - num_threads()) * per_chunk
+
+    return num_blocks, blocks_per_chunk, locate, next_block
+
+
+@cache
+def scale_columns() -> Any:
+    """`scale_columns(frame, w, column, out, rows, width, columns)`: multiplies a block of a result in place.
+
+    The scales of the weights' columns are operands behind all weights.
+    """
+
+    @njit(**EXACT)
+    def scale_columns(frame, w, column, out, rows, width, columns):
+        scale = floats(operand(frame, 1 + words(frame, 15)[12] + w)[0] + 4 * column, (columns,))
+        for r in range(rows):
+            row = floats(out + 4 * r * width, (columns,))
+            for c in range(columns):
+                row[c] *= scale[c]
+
+    return scale_columns

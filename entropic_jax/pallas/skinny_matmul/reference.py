@@ -5,9 +5,14 @@ import jax.numpy as jnp
 
 
 def skinny_matmul(
-    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...] = ()
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...] = (),
+    operand_dtype: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """The contract is in the package's docstring."""
+    if operand_dtype is not None:
+        return _rounded(x, weights, scales, operand_dtype)
     if scales and scales[0].ndim == 2:
         return tuple(
             x @ unpack(weight, scale).astype(x.dtype) for weight, scale in zip(weights, scales, strict=True)
@@ -16,6 +21,19 @@ def skinny_matmul(
     if not scales:
         return products
     return tuple(y * scale.astype(x.dtype) for y, scale in zip(products, scales, strict=True))
+
+
+def _rounded(
+    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...], operand_dtype: str
+) -> tuple[jax.Array, ...]:
+    """Products of operands that are rounded first; packed weights are unpacked, and then rounded."""
+    if scales and scales[0].ndim == 2:
+        weights, scales = tuple(unpack(w, s) for w, s in zip(weights, scales, strict=True)), ()
+    left = x.astype(operand_dtype)
+    products = tuple(
+        jnp.matmul(left, weight.astype(operand_dtype), preferred_element_type=x.dtype) for weight in weights
+    )
+    return tuple(y * s.astype(x.dtype) for y, s in zip(products, scales, strict=True)) if scales else products
 
 
 def unpack(weight: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,0 +1,26 @@
+"""Matrix units of x86 processors (AMX): whether this process may use them for products of bfloat16."""
+
+import ctypes
+import platform
+import sys
+from functools import cache
+
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # Linux: a system call and its arguments
+
+
+@cache
+def matrix_units_missing() -> str | None:
+    """The reason why kernels cannot multiply tiles of bfloat16; None if they can.
+
+    Linux grants the registers to a process that asks for them, and to all of its threads.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "AMX is used on x86-64 under Linux only"
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
+        return "the processor has no AMX"
+    if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) != 0:
+        return "Linux does not permit AMX"
+    return None
