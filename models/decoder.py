@@ -85,8 +85,8 @@ def structure(
 
     Args:
         config: the model's configuration.
-        quantization: of the weights, see `quantisation`.
-        operand_dtype: see `Decoder`.
+        quantization: the quantization of the weights, see `quantisation`.
+        operand_dtype: the dtype of the operands of products, see `Decoder`.
     """
     blocks(config)  # an unknown architecture is an error
 
@@ -141,10 +141,10 @@ class Decoder:
 
     Args:
         config: the model's configuration.
-        mesh: of the devices that hold the parameters; None for one device.
-        quantization: of the weights, see `quantisation`.
-        operand_dtype: of the operands of products, if activations are float32 whatever the dtype of the
-            weights is; None for activations in the dtype of the embedding.
+        mesh: the mesh of the devices that hold the parameters; None for one device.
+        quantization: the quantization of the weights, see `quantisation`.
+        operand_dtype: the dtype of the operands of products, if activations are float32 whatever the dtype of
+            the weights is; None for activations in the dtype of the embedding.
     """
 
     config: Config

@@ -174,16 +174,16 @@ def store_rows() -> Any:
 
     @njit(**EXACT)
     def store_rows(x, rows, inputs, first, target):
-        whole = inputs // STEP
+        full = inputs // STEP
         for r in range(min(TILE, rows - first)):
             source, to = x + 4 * (first + r) * inputs, target + 2 * STEP * r
-            round_steps(source, to, whole)
-            if whole * STEP < inputs:
-                bits = array(source + 4 * whole * STEP, (STEP,), np.uint32)
-                shorts = array(to + TILE_BYTES * whole, (STEP,), np.uint16)
+            round_steps(source, to, full)
+            if full * STEP < inputs:
+                bits = array(source + 4 * full * STEP, (STEP,), np.uint32)
+                shorts = array(to + TILE_BYTES * full, (STEP,), np.uint16)
                 for i in range(STEP):
                     shorts[i] = np.uint16(0)
-                for i in range(inputs - whole * STEP):
+                for i in range(inputs - full * STEP):
                     shorts[i] = rounded_bits(bits[i])
 
     @njit(**EXACT)

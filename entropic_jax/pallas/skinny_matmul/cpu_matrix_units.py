@@ -139,9 +139,9 @@ def multiply_block(dtype: str) -> Any:
                 source, to = weight + half * size * block // 2, out + 2 * half * block
                 two_tiles(tiled, row_stride, source, row_bytes, steps, panel, to, stride, rows, following)
             return
-        whole = 0  # tiles of rows that are stored as they are
+        full_tiles = 0  # tiles of rows that are stored as they are
         if columns == block:
-            whole = rows // edge if rows > edge else 1
+            full_tiles = rows // edge if rows > edge else 1
         for begin in range(0, inputs, PANEL):
             length = min(PANEL, inputs - begin)
             source = weight + begin * size * width
@@ -154,14 +154,14 @@ def multiply_block(dtype: str) -> Any:
             first = tiled + begin // tiles.STEP * tiles.TILE_BYTES
             for c in range(0, COLUMN_TILES, 2):
                 from_panel, to = panel + c * COLUMN_STRIDE, out + 4 * c * edge
-                for tile in range(0, whole - 1, 2):
+                for tile in range(0, full_tiles - 1, 2):
                     from_rows, target = first + tile * row_stride, to + tile * edge * stride
                     pair_of_tiles(
                         from_rows, row_stride, from_panel, COLUMN_STRIDE, steps, target, stride, begin
                     )
-            for tile in range(whole - whole % 2, row_tiles):
+            for tile in range(full_tiles - full_tiles % 2, row_tiles):
                 from_rows, target = first + tile * row_stride, out + tile * edge * stride
-                if tile < whole:
+                if tile < full_tiles:
                     single_tile(from_rows, 0, panel, COLUMN_STRIDE, steps, target, stride, begin)
                     continue
                 number = min(edge, rows - tile * edge)
