@@ -306,7 +306,7 @@ def stream(dtype: str, row_tiles: int) -> Any:
             _emit_pairs(builder, dtype, columns, number_of_pairs, [source, target, ahead], row_bytes, None)
 
         def advance(step, carried):
-            from_rows, source, now, later = carried
+            from_rows, source, current, later = carried
             next_step, source = builder.add(step, WORD(1)), builder.add(source, weight_step)
             left = builder.icmp_signed("<", next_step, steps)
             lay_out(builder.select(left, WORD(pairs), WORD(0)), next_step, source, later)
@@ -314,12 +314,12 @@ def stream(dtype: str, row_tiles: int) -> Any:
                 address = builder.add(from_rows, builder.mul(row_stride, WORD(r)))
                 _transfer(builder, "tileloadd64", ROW_TILE + r, address, WORD(2 * STEP))
             for c in range(column_tiles):
-                register, address = COLUMN_TILE + c % 2, builder.add(now, WORD(c * TILE_BYTES))
+                register, address = COLUMN_TILE + c % 2, builder.add(current, WORD(c * TILE_BYTES))
                 _transfer(builder, "tileloadd64", register, address, WORD(2 * STEP))
                 for r in range(row_tiles):
                     sums = BYTE(column_tiles * r + c)
                     _call(builder, "tdpbf16ps", sums, BYTE(ROW_TILE + r), BYTE(register))
-            return [builder.add(from_rows, WORD(TILE_BYTES)), source, later, now]
+            return [builder.add(from_rows, WORD(TILE_BYTES)), source, later, current]
 
         for tile in range(4):
             _call(builder, "tilezero", BYTE(tile))

@@ -127,6 +127,26 @@ def _empty_state(
 ) -> State:
     """The state of rows without a prompt: all have ended. Arguments as in `start`."""
     rows = cache.table.shape[0]
+    hardware = hardware or ledger.default_hardware()
+    state = _rows_without_prompt(
+        decoder.shape.vocabulary, rows, controller, sample, key, belief_temperature, hardware
+    )
+    memory = () if page_policy is None else page_policy.memory(decoder.shape, cache)
+    return state._replace(cache=cache, page_policy=page_policy, page_policy_state=memory)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _rows_without_prompt(
+    vocabulary: int,
+    rows: int,
+    controller: Controller,
+    sample: sampling.Sampling,
+    key: jax.Array,
+    belief_temperature: float,
+    hardware: Hardware,
+) -> State:
+    """The state of `_empty_state` but for its cache and page policy, made by one program."""
+    no_cache: Any = ()
     zeros = jnp.zeros(rows, jnp.int32)
     action = plain_action(sample.temperature)
     law_state = controller.init(action)
@@ -140,17 +160,17 @@ def _empty_state(
         limit=zeros,
         status=jnp.full(rows, FULL, jnp.int32),
         stop=stop_table((), rows),
-        belief_temperature=jnp.float32(belief_temperature),
+        belief_temperature=jnp.asarray(belief_temperature, jnp.float32),
         sampling=sample,
-        history=sampling.history(rows, decoder.shape.vocabulary),
+        history=sampling.history(rows, vocabulary),
         signal=unmeasured(rows),
         action=action,
         control=law_state,
-        page_policy=page_policy,
-        page_policy_state=() if page_policy is None else page_policy.memory(decoder.shape, cache),
+        page_policy=None,
+        page_policy_state=(),
         ledger=ledger.new_ledger(rows),
-        hardware=jax.tree.map(jnp.float32, hardware or ledger.default_hardware()),
-        cache=cache,
+        hardware=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), hardware),
+        cache=no_cache,
     )
 
 
@@ -195,7 +215,12 @@ def _with_own_buffers(state: State) -> State:
     No two of its arrays share a buffer, nor does one with an array of the caller.
     """
     small = {name: value for name, value in state._asdict().items() if name != "cache"}
-    return state._replace(**jax.tree.map(jnp.copy, small))
+    return state._replace(**_copied(small))
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:

@@ -14,6 +14,7 @@ slices out of a stacked array, and an in-place write needs a buffer of its own.
 
 import collections
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -126,6 +127,22 @@ def allocate(
     pages = rows * per_row if pages is None else pages
     if pages < 1:
         raise ValueError(f"pages must be at least 1; got {pages}")
+
+    return _empty(shape, rows, per_row, pages, page_size, jnp.dtype(dtype).name, moments, surprisal)
+
+
+@partial(jax.jit, static_argnums=range(8))
+def _empty(
+    shape: ModelShape,
+    rows: int,
+    per_row: int,
+    pages: int,
+    page_size: int,
+    dtype: str,
+    moments: bool,
+    surprisal: bool,
+) -> Cache:
+    """The cache of `allocate`, with `per_row` pages in a row's table: one program makes all of its arrays."""
 
     def layer(model: ModelShape) -> Layer:
         tile = (pages + 1, model.kv_heads, page_size, model.head_dim)

@@ -1,6 +1,8 @@
 """Write of one key and one value per row on a CPU, in place, with the page summaries.
 
 As XLA operations these are six small updates per row and layer, whose dispatch costs more than their work.
+With many rows, as in prefill, threads share the heads; a head's rows are written in order, since several may
+go to one page.
 """
 
 from collections.abc import Iterator
@@ -14,6 +16,9 @@ from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
 from .cpu import pool_dtype
 from .quantised import LARGEST
+
+ROWS_OF_THREADS = 32  # from which threads share the heads
+KEYS = (6, 8)  # the number of the operand with the keys, behind the leaves of pools without scales and with
 
 
 def write(
@@ -40,9 +45,30 @@ def _register(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> str:
 def _compile(
     name: str, kv_heads: int, head_dim: int, page_size: int, dtype: str
 ) -> Iterator[tuple[str, Any]]:
-    from ...cpu_runtime.kernel import xla_handler
+    from ...cpu_runtime.kernel import (
+        compiled,
+        operand,
+        parallel_for,
+        symbol_address,
+        thread_task,
+        xla_handler,
+    )
 
-    yield name, xla_handler(_write_rows(kv_heads, head_dim, page_size, dtype))
+    write_head = _write_head(kv_heads, head_dim, page_size, dtype)
+    yield f"{name}_head", thread_task(write_head)
+    head_address = symbol_address(f"{name}_head")
+    keys_at = KEYS[dtype == "int8"]
+
+    @compiled
+    def body(frame):
+        rows = operand(frame, keys_at)[1][0]
+        if rows < ROWS_OF_THREADS:
+            for head in range(kv_heads):
+                write_head(frame, head)
+        else:
+            parallel_for(head_address(), frame, kv_heads)
+
+    yield name, xla_handler(body)
 
 
 def _store(head_dim: int, dtype: str) -> Any:
@@ -65,18 +91,19 @@ def _store(head_dim: int, dtype: str) -> Any:
                 tile[d] = np.int8(min(max(np.rint(vector[d] / scale[0]), -largest), largest))
                 vector[d] = np.float32(tile[d]) * scale[0]
             elif is_bfloat16:  # rounds to nearest, ties to even
-                word = np.int64(bits[d])
-                half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16 if vector[d] == vector[d] else 0x7FC0
+                odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
+                half = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+                half = half if vector[d] == vector[d] else np.uint32(0x7FC0)
                 tile[d] = np.uint16(half)
-                bits[d] = np.uint32(half << 16)
+                bits[d] = half << np.uint32(16)
             else:
                 tile[d] = vector[d]
 
     return store
 
 
-def _write_rows(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any:
-    """Compile the body of the kernel: all heads of all rows, one after the other."""
+def _write_head(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any:
+    """Compile the task of a thread: one head of all rows, one after the other."""
     from ...cpu_runtime.kernel import (
         EXACT,
         allocate,
@@ -94,10 +121,11 @@ def _write_rows(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any
     store = _store(head_dim, dtype)
     stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[dtype]
     # The operands are the leaves of the pools as a pytree: the scales of a pool follow its tiles.
-    values_at, summaries_at, pools = (2, 4, 8) if dtype == "int8" else (1, 2, 6)
+    values_at, summaries_at = (2, 4) if dtype == "int8" else (1, 2)
+    pools = KEYS[dtype == "int8"]
 
     @njit(**EXACT)
-    def write_rows(frame):
+    def write_head(frame, head):
         rows = operand(frame, pools)[1][0]
         key = operand_floats(frame, pools, (rows, kv_heads, head_dim))
         value = operand_floats(frame, pools + 1, (rows, kv_heads, head_dim))
@@ -118,22 +146,21 @@ def _write_rows(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any
         x, y = vectors[0], vectors[1]
         for row in range(rows):
             p, s = page[row], slot[row]
-            for head in range(kv_heads):
-                for d in range(head_dim):
-                    x[d], y[d] = key[row, head, d], value[row, head, d]
-                store(x, bits[0], keys[p, head, s], key_scale[p, head, s:])
-                store(y, bits[1], values[p, head, s], value_scale[p, head, s:])
-                square = np.float32(0)
-                for d in range(head_dim):
-                    square += y[d] * y[d]
-                    if s == 0:
-                        low[p, head, d], high[p, head, d], total[p, head, d] = x[d], x[d], x[d]
-                    else:
-                        low[p, head, d] = min(low[p, head, d], x[d])
-                        high[p, head, d] = max(high[p, head, d], x[d])
-                        total[p, head, d] += x[d]
-                value_norm = np.sqrt(square)
-                norm[p, head] = value_norm if s == 0 else max(norm[p, head], value_norm)
+            for d in range(head_dim):
+                x[d], y[d] = key[row, head, d], value[row, head, d]
+            store(x, bits[0], keys[p, head, s], key_scale[p, head, s:])
+            store(y, bits[1], values[p, head, s], value_scale[p, head, s:])
+            square = np.float32(0)
+            for d in range(head_dim):
+                square += y[d] * y[d]
+                if s == 0:
+                    low[p, head, d], high[p, head, d], total[p, head, d] = x[d], x[d], x[d]
+                else:
+                    low[p, head, d] = min(low[p, head, d], x[d])
+                    high[p, head, d] = max(high[p, head, d], x[d])
+                    total[p, head, d] += x[d]
+            value_norm = np.sqrt(square)
+            norm[p, head] = value_norm if s == 0 else max(norm[p, head], value_norm)
         free(memory)
 
-    return write_rows
+    return write_head
