@@ -121,7 +121,8 @@ def multiply_block(dtype: str) -> Any:
     columns of the block.
     """
     block, size, edge = matmul.BLOCK, ITEMSIZE[dtype], tiles.TILE
-    store_pairs, store_part = tiles.store_pairs(dtype, block), _store_part(dtype)
+    store_pairs, store_column = tiles.store_pairs(dtype, block), tiles.store_pairs(dtype, edge)
+    store_part = _store_part(dtype)
     pair_of_tiles, single_tile = tiles.product(2, 2), tiles.product(1, COLUMN_TILES)
     one_tile, two_tiles = tiles.stream(dtype, 1), tiles.stream(dtype, 2)
 
@@ -149,6 +150,10 @@ def multiply_block(dtype: str) -> Any:
             if columns == block and length % tiles.STEP == 0:
                 ahead = source + length * size * width if begin + length < inputs else following
                 store_pairs(source, size * width, length // 2, panel, COLUMN_STRIDE, ahead)
+            elif columns % edge == 0 and length % tiles.STEP == 0:
+                for c in range(columns // edge):
+                    from_weight, to = source + c * size * edge, panel + c * COLUMN_STRIDE
+                    store_column(from_weight, size * width, length // 2, to, 0, from_weight)
             else:
                 store_part(source, width, length, columns, panel)
             first = tiled + begin // tiles.STEP * tiles.TILE_BYTES
