@@ -147,15 +147,13 @@ def _empty(
     def layer(model: ModelShape) -> Layer:
         tile = (pages + 1, model.kv_heads, page_size, model.head_dim)
         summary = (pages + 1, model.kv_heads, model.head_dim)
+        vectors = [jnp.zeros(summary, jnp.float32) for _ in range(5 if moments else 3)]
         return Layer(
             quantised.zeros(tile, dtype),
             quantised.zeros(tile, dtype),
-            jnp.zeros(summary, jnp.float32),
-            jnp.zeros(summary, jnp.float32),
-            jnp.zeros(summary, jnp.float32),
+            *vectors[:3],
             jnp.zeros(tile[:2], jnp.float32),
-            jnp.zeros(summary, jnp.float32) if moments else None,
-            jnp.zeros(summary, jnp.float32) if moments else None,
+            *vectors[3:],
         )
 
     return Cache(

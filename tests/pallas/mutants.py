@@ -181,7 +181,11 @@ MUTANTS = (
     *sown(
         f"{PAGED}/cpu_write.py",
         NARROW_WRITE,
-        ("ties of bfloat16 round up", "(word + 0x7FFF + ((word >> 16) & 1)) >> 16", "(word + 0x8000) >> 16"),
+        (
+            "ties of bfloat16 round up",
+            "(bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)",
+            "(bits[d] + np.uint32(0x8000)) >> np.uint32(16)",
+        ),
         (
             "the norm of a page is that of its last value",
             "value_norm if s == 0 else max(norm[p, head], value_norm)",
@@ -194,8 +198,8 @@ MUTANTS = (
         ),
         (
             "summaries survive the first slot of a page",
-            "                    if s == 0:\n",
-            "                    if s == -1:\n",
+            "                if s == 0:\n",
+            "                if s == -1:\n",
         ),
     ),
     *sown(

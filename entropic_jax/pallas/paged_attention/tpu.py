@@ -28,6 +28,16 @@ TOGETHER = 4  # blocks of a step of the softmax
 PARTS = 2  # partial results of each list
 
 
+# Tests replace these two to make faults.
+def _other_slot(slot):
+    """The slot that the next chunk is copied to."""
+    return 1 - slot
+
+
+def _wait(copy):
+    copy.wait()
+
+
 class Item(NamedTuple):
     """A chunk of a list; a list number past the last one means that there is none."""
 
@@ -261,7 +271,7 @@ class _Part:
     def wait_for_copies(self, item: Item, slot) -> None:
         """Wait for the copies of a chunk. A wait depends on the number of bytes alone, so few are needed."""
         shape, refs = self.shape, self.refs
-        self.query_copy(item, slot).wait()
+        _wait(self.query_copy(item, slot))
         num_pages = self.length(item)
         for power in range(shape.pages.bit_length()):
 
@@ -269,7 +279,7 @@ class _Part:
             def _(pages=1 << power):
                 for buffer in jax.tree.leaves((refs.k_buffer, refs.v_buffer)):
                     copied = buffer.at[slot, pl.ds(0, pages)]
-                    pltpu.make_async_copy(copied, copied, refs.input_semaphore.at[slot]).wait()
+                    _wait(pltpu.make_async_copy(copied, copied, refs.input_semaphore.at[slot]))
 
     def query_copy(self, item: Item, slot):
         """The copy of the queries of an item's list."""
@@ -290,7 +300,7 @@ class _Part:
     def wait_for_outputs(self, slot) -> None:
         """Wait until the partial result in a slot is written."""
         for copy in self.output_copies(0, 0, slot):  # waiting depends on the size alone
-            copy.wait()
+            _wait(copy)
 
     def step(self, state):
         """Attend to a chunk while the next one is copied; at the end of a list, write its partial result."""
@@ -299,7 +309,7 @@ class _Part:
 
         @pl.when(following.list < self.shape.lists)
         def _():
-            self.start_copies(following, 1 - slot)
+            self.start_copies(following, _other_slot(slot))
 
         self.wait_for_copies(item, slot)
         self.attend(item, slot)
@@ -309,7 +319,7 @@ class _Part:
         def _():
             self.write(item, num_outputs)
 
-        return following, 1 - slot, num_outputs + done.astype(jnp.int32)
+        return following, _other_slot(slot), num_outputs + done.astype(jnp.int32)
 
     def attend(self, item: Item, slot) -> None:
         """Take a chunk into the online softmax, which the first chunk of a part begins anew."""
