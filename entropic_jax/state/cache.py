@@ -147,14 +147,9 @@ def _empty(
     def layer(model: ModelShape) -> Layer:
         tile = (pages + 1, model.kv_heads, page_size, model.head_dim)
         summary = (pages + 1, model.kv_heads, model.head_dim)
-        vectors = [jnp.zeros(summary, jnp.float32) for _ in range(5 if moments else 3)]
-        return Layer(
-            quantised.zeros(tile, dtype),
-            quantised.zeros(tile, dtype),
-            *vectors[:3],
-            jnp.zeros(tile[:2], jnp.float32),
-            *vectors[3:],
-        )
+        low, high, total, *moment_sums = (jnp.zeros(summary, jnp.float32) for _ in range(5 if moments else 3))
+        tiles = quantised.zeros(tile, dtype), quantised.zeros(tile, dtype)
+        return Layer(*tiles, low, high, total, jnp.zeros(tile[:2], jnp.float32), *moment_sums)
 
     return Cache(
         tuple(layer(model) for model in (shape, *shape.drafters) for _ in range(model.layers)),

@@ -181,11 +181,7 @@ MUTANTS = (
     *sown(
         f"{PAGED}/cpu_write.py",
         NARROW_WRITE,
-        (
-            "ties of bfloat16 round up",
-            "(bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)",
-            "(bits[d] + np.uint32(0x8000)) >> np.uint32(16)",
-        ),
+        ("ties of bfloat16 round up", "+ np.uint32(0x7FFF) + odd", "+ np.uint32(0x8000)"),
         (
             "the norm of a page is that of its last value",
             "value_norm if s == 0 else max(norm[p, head], value_norm)",
