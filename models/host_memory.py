@@ -22,8 +22,8 @@ STRIPS = threading.local()
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array that a CPU device takes over without a copy.
 
-    A large one has pages of the system's size, where NumPy asks for huge ones. A virtual machine gives free
-    memory back to its host by the huge page, and fetching one again takes longer than reading it from a disk.
+    A large one has pages of the system's size, where NumPy asks for huge ones, which virtual machines may
+    take long to provide.
     """
     size = math.prod(shape) * dtype.itemsize
     if size >= LARGE:

@@ -12,6 +12,8 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from .instructions import CACHE_LINE
+
 BYTES = ir.IntType(8).as_pointer()
 
 
@@ -98,6 +100,22 @@ def free(context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp), generate
+
+
+def stack_memory(size: int) -> Any:
+    """A Numba function without arguments: the address of `size` bytes of the caller's stack."""
+
+    @intrinsic
+    def address(context):
+        def generate(context, builder, signature, arguments):
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.IntType(8), size)
+            memory.align = CACHE_LINE
+            return builder.ptrtoint(memory, context.get_value_type(types.intp))
+
+        return types.intp(), generate
+
+    return address
 
 
 @njit(nogil=True)

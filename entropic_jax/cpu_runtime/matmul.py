@@ -12,9 +12,8 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from .call_frame import stack_memory
 from .instructions import (
     CACHE_LINE,
     FLOAT,
@@ -244,22 +243,6 @@ def load_block(dtype: str) -> Any:
                     bits[c] = np.uint32(0)
 
     return load_block
-
-
-def stack_memory(size: int) -> Any:
-    """A Numba function without arguments: the address of `size` bytes of the caller's stack."""
-
-    @intrinsic
-    def address(context):
-        def generate(context, builder, signature, arguments):
-            with builder.goto_entry_block():
-                memory = builder.alloca(ir.IntType(8), size)
-            memory.align = CACHE_LINE
-            return builder.ptrtoint(memory, WORD)
-
-        return types.intp(), generate
-
-    return address
 
 
 panel_memory = stack_memory(4 * MAX_PANEL * BLOCK)

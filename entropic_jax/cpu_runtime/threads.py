@@ -9,6 +9,7 @@ import numpy as np
 
 from .code_cache import define_symbol, load_or_compile
 from .mailbox import MAILBOX, SIZE, THREADS
+from .matrix_units import matrix_units_missing
 from .run_once import run_once
 
 MAX_THREADS = 8
@@ -27,7 +28,11 @@ def num_threads() -> int:
 
 @run_once
 def start() -> None:
-    """Allocate the mailbox and start the threads, one fewer than there are processors to run on."""
+    """Allocate the mailbox and start the threads, one fewer than there are processors to run on.
+
+    A kernel that comes from the code cache may use the matrix units, so the permission is asked for here.
+    """
+    matrix_units_missing()
     threads = num_threads()
     mailbox = np.zeros(SIZE // 8, np.int64)
     mailbox[THREADS // 8] = threads

@@ -150,8 +150,7 @@ class Server(uvicorn.Server):
     def _freeze_garbage(self) -> None:
         """Once the server is ready, leave out of garbage collection what has been made so far.
 
-        Models and programs are hundreds of thousands of objects, and a full collection of them stops every
-        thread for a tenth of a second.
+        Models and programs are many objects, and a full collection of them stops every thread.
         """
         if not self._frozen and self.frontend.engine.ready():
             self._frozen = True

@@ -40,8 +40,7 @@ def with_adapters(model: models.Model, slots: int, rank: int) -> ModelWithAdapte
             f"{', '.join(lora.BLOCKS)}; got True",
             "enable_lora",
         )
-    dtype = jax.tree.leaves(model.params)[0].dtype  # that of the embedding
-    adapters = lora.empty_adapters(model.config, slots, rank, dtype)
+    adapters = lora.empty_adapters(model.config, slots, rank, model.activation_dtype)
     fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
     fields["params"] = lora.LoraParams(model.params, jax.block_until_ready(adapters))
     return ModelWithAdapters(**fields, target=model)

@@ -60,7 +60,7 @@ def load(
     Args:
         model: the model to serve.
         speculate: the name of a drafter, or a directory.
-        dtype: the dtype that the draft model computes in.
+        dtype: the dtype of a draft model, as of the model; a head has that of the model's activations.
         quantization: the quantization of its weights, a value of `--quantization`; None keeps their dtype.
         path: directory of the model, whose folder `draft_head` the name "head" means; None for the one
             that ships.
@@ -71,7 +71,7 @@ def load(
     """
     if speculate is not None and is_draft_head(speculate):
         directory = models.directory_of(path) / draft_head.FOLDER if speculate == HEAD else Path(speculate)
-        return with_head(model, *draft_head.load(directory, model.decoder, dtype))
+        return with_head(model, *draft_head.load(directory, model.decoder, model.activation_dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
     return with_draft(model, models.load(Path(speculate), dtype, quantization=quantization))

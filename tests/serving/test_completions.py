@@ -76,7 +76,7 @@ def test_every_field_reaches_the_job(live):
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias={"17": -100},
-        seed=-1,
+        seed=-2,
         stop=["@", "~~"],
         stop_token_ids=[9],
         include_stop_str_in_output=True,
@@ -95,7 +95,7 @@ def test_every_field_reaches_the_job(live):
         1.5,
     )
     assert (request.presence_penalty, request.frequency_penalty) == (0.5, -0.5)
-    assert (request.logit_bias, request.seed) == ({17: -100.0}, 2**31 - 1)
+    assert (request.logit_bias, request.seed) == ({17: -100.0}, 2**31 - 2)
     assert (request.stop, request.stop_token_ids) == (("@", "~~"), (9,))
     assert request.include_stop_str_in_output and request.ignore_eos
     assert (engine_request.priority, engine_request.deadline) == (-3, 2.5)

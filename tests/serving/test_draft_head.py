@@ -77,6 +77,18 @@ def test_llm_server_and_command_find_the_head_of_a_directory(head_directory, ent
         running.close()
 
 
+@pytest.mark.slow
+def test_drafts_change_no_token_of_a_model_of_bfloat16(head_directory):
+    """Activations are float32 on a CPU, those of the head, too."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)
+    tokens = []
+    for speculate in ("off", "suffix", "head"):
+        options = dict(max_num_seqs=1, num_pages=8, block_size=16, speculate=speculate)
+        with LLM(head_directory, dtype="bfloat16", **options) as llm:
+            tokens.append(llm.generate("import os import os", params)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
 def test_a_directory_without_a_head_is_refused(directory):
     model = models.load(directory)  # noqa: F811
     with pytest.raises(models.ModelError, match=f"{directory}/draft_head holds no draft head"):

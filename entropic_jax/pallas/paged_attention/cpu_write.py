@@ -106,18 +106,18 @@ def _write_head(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any
     """Compile the task of a thread: one head of all rows, one after the other."""
     from ...cpu_runtime.kernel import (
         EXACT,
-        allocate,
         array,
         floats,
-        free,
         njit,
         operand,
         operand_floats,
         operand_integers,
         result,
         result_floats,
+        stack_memory,
     )
 
+    scratch = stack_memory(8 * head_dim)
     store = _store(head_dim, dtype)
     stored = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}[dtype]
     # The operands are the leaves of the pools as a pytree: the scales of a pool follow its tiles.
@@ -141,7 +141,7 @@ def _write_head(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any
         high = result_floats(frame, summaries_at + 1, (shape[0], kv_heads, head_dim))
         total = result_floats(frame, summaries_at + 2, (shape[0], kv_heads, head_dim))
         norm = result_floats(frame, summaries_at + 3, (shape[0], kv_heads))
-        memory = allocate(8 * head_dim)
+        memory = scratch()
         vectors, bits = floats(memory, (2, head_dim)), array(memory, (2, head_dim), np.uint32)
         x, y = vectors[0], vectors[1]
         for row in range(rows):
@@ -161,6 +161,5 @@ def _write_head(kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any
                     total[p, head, d] += x[d]
             value_norm = np.sqrt(square)
             norm[p, head] = value_norm if s == 0 else max(norm[p, head], value_norm)
-        free(memory)
 
     return write_head

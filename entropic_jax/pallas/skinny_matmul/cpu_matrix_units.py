@@ -26,6 +26,7 @@ from ...cpu_runtime.kernel import (
     operand,
     parallel_for,
     result,
+    stack_memory,
     symbol_address,
     thread_task,
     words,
@@ -38,9 +39,9 @@ COLUMN_TILES = matmul.BLOCK // tiles.TILE
 COLUMN_STRIDE = PANEL // tiles.STEP * tiles.TILE_BYTES
 PART = matmul.MAX_PANEL  # inputs of a part of a block that are widened at a time
 
-panel_memory = matmul.stack_memory(COLUMN_TILES * COLUMN_STRIDE)
-sum_memory = matmul.stack_memory(4 * tiles.TILE * matmul.BLOCK)
-configuration_memory = matmul.stack_memory(2 * tiles.CONFIGURATION)
+panel_memory = stack_memory(COLUMN_TILES * COLUMN_STRIDE)
+sum_memory = stack_memory(4 * tiles.TILE * matmul.BLOCK)
+configuration_memory = stack_memory(2 * tiles.CONFIGURATION)
 
 
 def build(name: str, dtype: str, scaled: bool) -> Iterator[tuple[str, Any]]:
