@@ -157,6 +157,7 @@ def test_shared_state_changes_where_the_law_ran_for_any_row():
 
 
 def test_state_that_is_neither_per_row_nor_declared_as_shared_is_refused():
+    @pytree
     class Undeclared(Tabulated):
         def init(self, action: Action) -> Any:
             return super().init(action).value

@@ -154,7 +154,7 @@ ENTRIES = ("a", "=x", "a=", "{", "[]", '{"name": "a"}', '{"name": "a", "path": "
 def test_entries_of_lora_modules_are_checked(entry, capsys):
     with pytest.raises(SystemExit):
         options_of("--lora-modules", entry)
-    assert "--lora-modules: must" in capsys.readouterr().err
+    assert "--lora-modules must" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_the_limits_of_stored_responses_are_flags():
 def test_a_life_of_no_time_is_refused(capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["serve", "--stored-response-ttl", "0"])
-    assert "--stored-response-ttl: must be a number above 0" in capsys.readouterr().err
+    assert "--stored-response-ttl must be a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", "schlüssel", "a\nb"])
@@ -88,5 +88,5 @@ def test_a_key_that_no_header_can_hold_is_refused(key, capsys):
     # An unset variable in `--api-key "$KEY"` must not open the server to everybody.
     with pytest.raises(SystemExit):
         parser().parse_args(["serve", "--api-key", key])
-    message = f"--api-key: must be printable ASCII, at least one character; got {key!r}"
+    message = f"--api-key must be printable ASCII, at least one character; got {key!r}"
     assert message in capsys.readouterr().err

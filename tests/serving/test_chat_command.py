@@ -183,7 +183,7 @@ def test_any_server_with_openai_s_api(other, talk):
         (("--url", "x", "--dtype", "float32"), "--dtype must not be set with --url; got float32"),
         (("--url", "x", "--method", "quest"), "--method must not be set with --url; got quest"),
         (("--url", "x", "--no-parse-special"), "--no-parse-special must not be set with --url"),
-        (("--temperature", "-1"), "--temperature: must be"),
+        (("--temperature", "-1"), "--temperature must be"),
     ],
 )
 def test_bad_options(talk, arguments, said):

@@ -47,8 +47,9 @@ def test_a_log_at_info_has_it_in_place_of_the_terminal(terminal, caplog):
     assert [record.getMessage() for record in caplog.records] == [NOTICE] and not terminal.getvalue()
 
 
-def test_elsewhere_nothing_is_printed(capsys):
-    Notice().say()
+def test_elsewhere_nothing_is_printed(capsys, caplog):
+    with caplog.at_level(logging.WARNING, LOG.name):
+        Notice().say()
     assert capsys.readouterr() == ("", "")
 
 

@@ -31,7 +31,7 @@ def test_the_source_of_the_config(tmp_path):
 
 
 def test_every_sampling_parameter_of_the_table_can_be_overridden():
-    without = {"max_tokens", "seed", "n", "logprobs"}  # of a request alone
+    without = {"max_tokens", "seed", "n", "logprobs", "prompt_logprobs"}  # of a request alone
     assert set(generation_config.OVERRIDABLE) == set(PARAMETERS) - without
     for name in without:
         with pytest.raises(RequestError, match=f"^--override-generation-config has no parameter {name}; "):

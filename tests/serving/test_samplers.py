@@ -80,7 +80,7 @@ def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
         (("--preset", "entropix"), "--preset must not be entropix for a model without calibration.json"),
         (
             ("--preset", "entropix", "--branches", "0"),
-            "--branches: must be an integer between 1 and 64; got 0",
+            "--branches must be an integer between 1 and 64; got 0",
         ),
     ],
 )
