@@ -51,7 +51,8 @@ def create(function: Callable[[], T], mesh: Mesh | None) -> T:
     """`function()`, a new `State` or `Cache`, allocated shard by shard: no device ever holds all of it."""
     if mesh is None:
         return function()
-    return jax.jit(function, out_shardings=shardings(jax.eval_shape(function), mesh))()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels of one device decline
+        return jax.jit(function, out_shardings=shardings(jax.eval_shape(function), mesh))()
 
 
 def launch(decoder: Any, program: Callable[..., Any], params: Any, state: Any, *rest: Any) -> Any:

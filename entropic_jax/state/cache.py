@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pallas.paged_attention import default_page_size as default_page_size
-from ..pallas.paged_attention import quantised
+from ..pallas.paged_attention import quantised, uninitialised
 from ..pallas.paged_attention.quantised import Pool
 from ..pallas.paged_attention.quantised import bytes_per_number as bytes_per_number
 from .row_subset import RowSubset
@@ -147,9 +147,10 @@ def _empty(
     def layer(model: ModelShape) -> Layer:
         tile = (pages + 1, model.kv_heads, page_size, model.head_dim)
         summary = (pages + 1, model.kv_heads, model.head_dim)
-        low, high, total, *moment_sums = (jnp.zeros(summary, jnp.float32) for _ in range(5 if moments else 3))
-        tiles = quantised.zeros(tile, dtype), quantised.zeros(tile, dtype)
-        return Layer(*tiles, low, high, total, jnp.zeros(tile[:2], jnp.float32), *moment_sums)
+        summaries = (uninitialised(summary, jnp.float32) for _ in range(5 if moments else 3))
+        low, high, total, *moment_sums = summaries
+        keys, values = (quantised.with_scales(uninitialised(tile, dtype)) for _ in range(2))
+        return Layer(keys, values, low, high, total, uninitialised(tile[:2], jnp.float32), *moment_sums)
 
     return Cache(
         tuple(layer(model) for model in (shape, *shape.drafters) for _ in range(model.layers)),

@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         from ..http import log, process, tracing
     except ImportError as error:
         raise RequestError(f"{error.name} is not installed; {EXTRA}") from None
+    from ..engine import allocator
     from ..options.compilation_cache import remember_compilations
     from ..options.xla_threads import limit_xla_threads
 
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if options.replicas is not None:
         return run_fleet(options)
     log.configure(_log_format(options), options.uvicorn_log_level)
+    allocator.limit_arenas()
     several = parallelism.divided(options) or options.data_parallel_size != 1
     several |= not processes.of_command(options).alone
     limit_xla_threads(options.model, options.dtype, options.method, several)

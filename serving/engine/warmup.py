@@ -1,9 +1,6 @@
 """Warm-up: the order in which the engine's programs are compiled, the most needed first."""
 
-import contextlib
-import ctypes
 import itertools
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +10,7 @@ import numpy as np
 
 from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
 
+from . import allocator
 from .device_state import save_row
 from .options import EngineOptions
 from .prefill_planner import empty_chunk
@@ -102,7 +100,7 @@ class Warmup:
             return error
         self.late = self._programs.compilations
         self.ended.set()
-        trim_memory()
+        allocator.trim()
         return None
 
 
@@ -187,10 +185,3 @@ def _rest(shapes: Shapes, options: EngineOptions, keys: list[tuple]) -> list[tup
 
     ranked = [(rank(key), place) for place, key in enumerate(keys)]
     return [keys[place] for order, place in sorted(pair for pair in ranked if pair[0] is not None)]
-
-
-def trim_memory() -> None:
-    """Return to the system the memory that the compiler has freed: with glibc, hundreds of megabytes."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,6 +1,6 @@
 """Paged attention: attention of queries to the KV cache through a page table, and page selection.
 
-The package has five operations, each with several back ends (see `dispatch`):
+The package has six operations, each with several back ends (see `dispatch`):
 
 | operation | purpose |
 |---|---|
@@ -9,6 +9,7 @@ The package has five operations, each with several back ends (see `dispatch`):
 | `verify` | the same for a few queries per row, each with the bits that `decode` gives |
 | `select_pages` | the page lists to read: the fewest pages whose mass reaches 1 − ε |
 | `write` | stores one key and value per row, and updates the page summaries |
+| `uninitialised` | memory for pages and summaries, which may hold anything |
 
 All back ends of an operation have the same contract. One that does not support a case raises
 NotImplementedError with the reason. Gradients are those of the reference in plain JAX; page selection is a
@@ -27,6 +28,7 @@ from ..dispatch import Operation, for_platform, interpreted
 from . import (
     cpu,
     cpu_select_pages,
+    cpu_uninitialised,
     cpu_write,
     page_lists,
     prefill_cpu,
@@ -51,6 +53,7 @@ __all__ = [
     "prefill",
     "prefill_partial",
     "select_pages",
+    "uninitialised",
     "verify",
     "write",
     "writes_in_order",
@@ -102,6 +105,9 @@ SELECT_PAGES = Operation(
     "paged_attention.select_pages",
     {"cpu": cpu_select_pages.select_pages, "xla": reference.select_pages},
 )
+UNINITIALISED = Operation(
+    "paged_attention.uninitialised", {"cpu": cpu_uninitialised.uninitialised, "xla": jnp.zeros}
+)
 
 
 def _differentiable(operation: Operation, gathered: Callable) -> Any:
@@ -126,6 +132,16 @@ _verify = _differentiable(VERIFY, _prefill_gathered)
 def default_page_size(platform: str | None = None) -> int:
     """64 positions on a CPU, 128 on an accelerator; None is the platform of the default device."""
     return 64 if (platform or default_device().platform) == "cpu" else ACCELERATOR_PAGE
+
+
+def uninitialised(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array that may hold anything.
+
+    Args:
+        shape: the shape of the array.
+        dtype: the dtype of its numbers.
+    """
+    return UNINITIALISED(shape, jnp.dtype(dtype))
 
 
 def decode(

@@ -37,10 +37,15 @@ Pool = jax.Array | Quantised
 
 def zeros(shape: tuple[int, int, int, int], dtype: Any) -> Pool:
     """A pool of zeros, quantised if the dtype has 8 bits."""
-    tiles = jnp.zeros(shape, dtype)
+    return with_scales(jnp.zeros(shape, dtype))
+
+
+def with_scales(tiles: jax.Array) -> Pool:
+    """The pool of these tiles, with scales of 0 if they have 8 bits."""
     if tiles.dtype.name not in LARGEST:
         return tiles
-    return Quantised(tiles, jnp.zeros((*shape[:2], 1, shape[2]), jnp.float32))
+    pool, kv_heads, page_size, _ = tiles.shape
+    return Quantised(tiles, jnp.zeros((pool, kv_heads, 1, page_size), jnp.float32))
 
 
 def reads_as(pool: Pool) -> Any:
