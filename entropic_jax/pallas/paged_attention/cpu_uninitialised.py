@@ -3,6 +3,7 @@
 XLA would fill it with zeros, and a cache would take all of its memory before it holds a single position.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,15 @@ from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
 
 NAME = "entropic_uninitialised"
+SMALL = 2**20  # bytes
 
 
 def uninitialised(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Of any dtype. The contract is in the package's `__init__`."""
     if reason := unavailable_reason():
         raise NotImplementedError(reason)
+    if math.prod(shape) * dtype.itemsize < SMALL:
+        raise NotImplementedError(f"less than {SMALL} bytes: zeros take no time, and are the same in every run")
     if not jax.sharding.get_abstract_mesh().empty:
         raise NotImplementedError("the array is divided over a mesh, which is for XLA to do")
     _register()
