@@ -56,7 +56,7 @@ def test_threads_share_arenas(tmp_path):
 @LINUX
 def test_a_cache_takes_memory_as_it_fills():
     # The kernel and the program exist before anything is measured.
-    jax.block_until_ready(allocate(tiny.model().decoder.shape, 1, 64))
+    jax.block_until_ready(allocate(tiny.model().decoder.shape, 4, 2**14))
     before = resident()
     cache = allocate(tiny.model().decoder.shape, 64, 2**15)
     jax.block_until_ready(cache)

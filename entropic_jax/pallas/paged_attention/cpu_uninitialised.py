@@ -22,7 +22,9 @@ def uninitialised(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if reason := unavailable_reason():
         raise NotImplementedError(reason)
     if math.prod(shape) * dtype.itemsize < SMALL:
-        raise NotImplementedError(f"less than {SMALL} bytes: zeros take no time, and are the same in every run")
+        raise NotImplementedError(
+            f"less than {SMALL} bytes: zeros take no time, and are the same in every run"
+        )
     if not jax.sharding.get_abstract_mesh().empty:
         raise NotImplementedError("the array is divided over a mesh, which is for XLA to do")
     _register()
