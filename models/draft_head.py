@@ -4,41 +4,40 @@
     x = x + o_proj(attention(q_proj(norm(x))))
     x = x + mlp(norm(x)),  f' = norm(x)
 
-f is the hidden state that the token was drawn from: that of the model at first, then the head's own f' (as in
-EAGLE, Li et al. 2024, arXiv 2401.15077). Logits are those of the model's output projection. Differs from
-EAGLE: the head has no keys and values. It attends to those that a layer of the model has in the cache (as
-GLIDE, Du et al. 2024, arXiv 2402.02082), so prefill, prefix cache and passes do not know of it.
+f is the hidden state that the token was drawn from: that of the model at first, then the head's own f' (as
+in EAGLE, Li et al. 2024, arXiv 2401.15077). Logits are those of the model's output projection, to all tokens
+or to a list of common ones, beside which the head drafts none (as FR-Spec, Zhao et al. 2025, arXiv
+2502.14856). Differs from EAGLE: the head has no keys and values. It attends to those that a layer of the
+model has in the cache (as GLIDE, Du et al. 2024, arXiv 2402.02082), so prefill, prefix cache and passes do
+not know of it. A head without the second line attends to nothing, which is cheaper (as Hydra, Ankner et al.
+2024, arXiv 2402.05109).
 
-A directory holds `config.json` and `draft_head.safetensors`; `python -m entropic_jax.models.train.draft_head`
-writes it.
+`draft_head_files` reads and writes one.
 """
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
+from entropic_jax.pallas import skinny_matmul
 from entropic_jax.state.cache import ModelShape
 
 from .block_spec import AttentionSpec, MLPSpec, NormSpec
-from .config import Config, ModelError, abbreviate, is_integer, read_json
+from .config import Config, ModelError
 from .decoder import Decoder, Params, as_dicts, as_tuples, blocks
+from .families import FAMILIES
 from .layers import MLP, Linear
 from .norms import RMSNorm
+from .quantisation import quantise, quantise_kernel, quantise_module
 from .rope import apply_rope, rotation_of
 
-MODEL_TYPE, TENSORS, FOLDER = "draft_head", "draft_head.safetensors", "draft_head"
-SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "layer", "intermediate_size")
-TABLES = ("entropy_edges", "acceptance")
+LISTED = "tokens"  # the tensor that names the tokens it drafts
 EPSILON = 1e-6
 
 LayerAttention = Callable[[jax.Array], jax.Array]
@@ -52,8 +51,11 @@ class HeadConfig:
     hidden_size: int  # of the model
     vocab_size: int  # of the model
     num_hidden_layers: int  # of the model
-    layer: int  # of the model, whose keys and values the head reads; from 0
+    layer: (
+        int | None
+    )  # of the model, whose keys and values the head reads; from 0. None: it attends to nothing
     intermediate_size: int  # of the head's feed-forward block
+    drafted_tokens: int | None = None  # how many tokens of the vocabulary it may draft; None: all
     entropy_edges: tuple[float, ...] = (0.3, 1.5, 2.7)  # nats, ascending
     acceptance: tuple[float, ...] = (0.95, 0.8, 0.6, 0.45)  # P(accepted) of drafts between the edges
     mean_acceptance: float = 0.7  # P(accepted) of a draft whose entropy is not known
@@ -64,19 +66,24 @@ class HeadModule(nnx.Module):
 
     Args:
         config: the sizes of the head.
-        attention: the attention of the layer whose keys and values it reads.
+        attention: the attention of the layer whose keys and values it reads; None without attention.
     """
 
-    def __init__(self, config: HeadConfig, attention: AttentionSpec) -> None:
-        hidden, queries = config.hidden_size, attention.heads * attention.head_dim
+    def __init__(self, config: HeadConfig, attention: AttentionSpec | None) -> None:
+        hidden = config.hidden_size
         spec, inner = NormSpec(EPSILON), MLPSpec(config.intermediate_size)
         self.attention = attention
         self.feature_norm, self.token_norm = RMSNorm(hidden, spec), RMSNorm(hidden, spec)
         self.fc = Linear(2 * hidden, hidden)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, spec), RMSNorm(hidden, spec)
-        self.q_proj, self.o_proj = Linear(hidden, queries), Linear(queries, hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, spec)
+        if attention is not None:
+            queries = attention.heads * attention.head_dim
+            self.input_layernorm = RMSNorm(hidden, spec)
+            self.q_proj, self.o_proj = Linear(hidden, queries), Linear(queries, hidden)
         self.mlp = MLP(hidden, inner)
         self.norm = RMSNorm(hidden, spec)
+        if config.drafted_tokens is not None:
+            self.tokens = nnx.Param(jnp.zeros(config.drafted_tokens, jnp.int32))
 
     def __call__(
         self, features: jax.Array, embedded: jax.Array, positions: jax.Array, read: LayerAttention
@@ -91,11 +98,20 @@ class HeadModule(nnx.Module):
         """
         spec = self.attention
         x = self.fc(jnp.concatenate([self.feature_norm(features), self.token_norm(embedded)], -1))
-        query = self.q_proj(self.input_layernorm(x)).reshape(*x.shape[:2], spec.heads, spec.head_dim)
-        if spec.rope is not None:
-            query = apply_rope(query, rotation_of(spec.rope, positions), spec.rope.interleaved)
-        x = x + self.o_proj(read(query).reshape(*x.shape[:2], -1))
+        if spec is not None:
+            query = self.q_proj(self.input_layernorm(x)).reshape(*x.shape[:2], spec.heads, spec.head_dim)
+            if spec.rope is not None:
+                query = apply_rope(query, rotation_of(spec.rope, positions), spec.rope.interleaved)
+            x = x + self.o_proj(read(query).reshape(*x.shape[:2], -1))
         return self.norm(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class HeadParams(NamedTuple):
+    """The parameters of a head that runs."""
+
+    weights: Params  # as on disk, or int8 with scales
+    output: Params | None = None  # the model's output projection to the tokens of a list; None: to all
+    place: jax.Array | None = None  # int32 [vocabulary], of each token in the list; past its end for others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +122,8 @@ class DraftHead:
     config: HeadConfig
 
     @property
-    def layer(self) -> int:
-        """The layer of the model whose keys and values the head reads."""
+    def layer(self) -> int | None:
+        """The layer of the model whose keys and values the head reads; None reads none."""
         return self.config.layer
 
     @property
@@ -118,38 +134,95 @@ class DraftHead:
     @property
     def shape(self) -> ModelShape:
         """Sizes of a draft step: the head and the output projection."""
-        attention, weights = attention_of(self.target.config, self.layer), head_structure(self)[1]
-        kernels = sum(x.size for x in jax.tree.leaves(weights) if x.ndim == 2)
-        output = self.config.hidden_size * self.config.vocab_size
-        sizes = attention.heads, attention.cache_heads, attention.cache_dim
+        attention, shape = attention_of(self.target.config, self.layer), self.target.shape
+        kernels = sum(x.size for x in jax.tree.leaves(head_structure(self)[1]) if x.ndim == 2)
+        output = self.config.hidden_size * (self.config.drafted_tokens or self.config.vocab_size)
+        sizes = shape.heads, shape.kv_heads, shape.head_dim
+        if attention is not None:
+            sizes = attention.heads, attention.cache_heads, attention.cache_dim
         return ModelShape(1, *sizes, self.config.vocab_size, self.config.hidden_size, kernels + output)
 
     def hidden(
         self,
         params: Params,
-        weights: Params,
+        draft: HeadParams,
         features: jax.Array,
         tokens: jax.Array,
         positions: jax.Array,
         read: LayerAttention,
     ) -> jax.Array:
-        """The features of the next tokens, `[rows, n, hidden]`, as `Decoder.logits` takes them.
+        """The features of the next tokens, `[rows, n, hidden]`.
 
         Args:
             params: the parameters of the model.
-            weights: the parameters of the head.
+            draft: the parameters of the head.
             features: `[rows, n, hidden]`, that each token was drawn from.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`, of the tokens in their texts.
             read: attends to the keys and values of the layer.
         """
-        module = nnx.merge(head_structure(self)[0], as_dicts(weights))
+        module = nnx.merge(head_structure(self, is_quantised(draft.weights))[0], as_dicts(draft.weights))
         embedded = self.target.embedded(params, tokens)
         return module(features.astype(embedded.dtype), embedded, positions, read)
 
+    def logits(self, params: Params, draft: HeadParams, features: jax.Array) -> jax.Array:
+        """Logits, float32 `[..., vocabulary]`, of features; −inf for tokens that are not drafted.
 
-def attention_of(config: Config, layer: int) -> AttentionSpec:
-    """The attention of a layer that a head may read.
+        Args:
+            params: the parameters of the model.
+            draft: the parameters of the head.
+            features: `[..., hidden]`.
+        """
+        if draft.output is None or draft.place is None:
+            return self.target.logits(params, features)
+        part, spec = draft.output, FAMILIES[self.target.config.architecture].output(self.target.config)
+        scales = (part["scale"],) if "scale" in part else ()
+        logits = skinny_matmul.skinny_matmul(features, part["kernel"], scales=scales)[0].astype(jnp.float32)
+        logits = (logits + part["bias"] if "bias" in part else logits) * spec.logit_multiplier
+        if (cap := spec.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        none = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
+        return jnp.concatenate([logits, none], -1)[..., draft.place]
+
+
+def with_list(head: DraftHead, weights: Params, tokens: Any) -> tuple[DraftHead, Params]:
+    """The head that drafts the tokens of a list only.
+
+    Args:
+        head: the functions of the head.
+        weights: the parameters of the head.
+        tokens: int32 `[n]`; None for all tokens of the vocabulary.
+    """
+    rest = {name: part for name, part in weights.items() if name != LISTED}
+    number = None if tokens is None else len(tokens)
+    listed = {} if tokens is None else {LISTED: jnp.asarray(tokens, jnp.int32)}
+    config = dataclasses.replace(head.config, drafted_tokens=number)
+    return dataclasses.replace(head, config=config), rest | listed
+
+
+def runnable(head: DraftHead, params: Params, weights: Params) -> HeadParams:
+    """The parameters with which a head runs: int8 where products widen that at no cost, else as they are.
+
+    Args:
+        head: the functions of the head.
+        params: the parameters of the model.
+        weights: those of the head.
+    """
+    tokens, output, place = weights.get(LISTED), None, None
+    if tokens is not None:
+        output = jax.tree.map(lambda x: x[..., tokens], params["lm_head"])
+        place = jnp.full(head.config.vocab_size, len(tokens), jnp.int32)
+        place = place.at[tokens].set(jnp.arange(len(tokens)))
+    if skinny_matmul.reads_as_stored("int8"):
+        weights = quantise(weights, head_structure(head, True)[1])
+        if output is not None and "scale" not in output:
+            kernel, scale = quantise_kernel(output["kernel"])
+            output = {**output, "kernel": kernel, "scale": scale}
+    return HeadParams(weights, output, place)
+
+
+def attention_of(config: Config, layer: int | None) -> AttentionSpec | None:
+    """The attention of a layer that a head may read; None for no layer.
 
     Args:
         config: the configuration of the model.
@@ -159,6 +232,8 @@ def attention_of(config: Config, layer: int) -> AttentionSpec:
         ModelError: there is no such layer, or its keys and values are not those of plain attention to all
             positions.
     """
+    if layer is None:
+        return None
     layers = blocks(config)
     if not 0 <= layer < len(layers):
         raise ModelError(f"layer must be in [0, {len(layers) - 1}]; got {layer}")
@@ -181,116 +256,32 @@ def last_full_layer(config: Config) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def head_structure(head: DraftHead) -> tuple[nnx.GraphDef[HeadModule], Params]:
-    """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing."""
+def head_structure(head: DraftHead, quantised: bool = False) -> tuple[nnx.GraphDef[HeadModule], Params]:
+    """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing.
+
+    Args:
+        head: the functions of the head.
+        quantised: whether its matrices are int8 with scales.
+    """
     attention = attention_of(head.target.config, head.layer)
-    graph, state = nnx.split(nnx.eval_shape(lambda: HeadModule(head.config, attention)))
+
+    def module():
+        plain = HeadModule(head.config, attention)
+        return quantise_module(plain, "int8") if quantised else plain
+
+    graph, state = nnx.split(nnx.eval_shape(module))
     return graph, as_tuples(nnx.to_pure_dict(state))
 
 
-def is_draft_head(directory: Path) -> bool:
-    """Whether a directory holds a draft head, by its config.json."""
-    try:
-        raw = json.loads((directory / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
+def is_quantised(weights: Params) -> bool:
+    """Whether the matrices of a head are int8 with scales."""
+    return "scale" in weights["fc"]
 
 
-def load(directory: Path, target: Decoder, dtype: Any = "float32") -> tuple[DraftHead, Params]:
-    """Read the draft head of a model.
-
-    Args:
-        directory: as `save` writes it.
-        target: the functions of the model that it drafts for.
-        dtype: the dtype that the head computes in, that of the model.
-
-    Raises:
-        ModelError: the directory holds no draft head, or that of another model.
-    """
-    if not is_draft_head(directory):
-        raise ModelError(f"{directory} holds no draft head (a config.json of model_type {MODEL_TYPE!r})")
-    file = directory / "config.json"
-    try:
-        config = _checked(read_json(file), target.config)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
-    head = DraftHead(target, config)
-    expected = _named(head_structure(head)[1])
-    tensors = directory / TENSORS
-    try:
-        stored = load_file(tensors)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{tensors} cannot be read: {error}") from None
-    for name, leaf in expected.items():
-        shape = stored[name].shape if name in stored else None
-        if shape != leaf.shape:
-            raise ModelError(f"{tensors}: {name} must have the shape {leaf.shape}; got {shape}")
-        if not np.isfinite(stored[name].astype(np.float32)).all():
-            raise ModelError(f"{tensors}: {name} must be finite")
-    leaves = [jnp.asarray(stored[name].astype(np.float32), dtype) for name in expected]
-    return head, jax.tree.unflatten(jax.tree.structure(head_structure(head)[1]), leaves)
-
-
-def save(directory: Path, head: DraftHead, weights: Params, dtype: Any = jnp.bfloat16) -> None:
-    """Write a draft head to a directory, which is made.
-
-    Args:
-        directory: its path.
-        head: whose configuration is written.
-        weights: the parameters of the head.
-        dtype: the dtype of the tensors on disk.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    described = {"model_type": MODEL_TYPE, **dataclasses.asdict(head.config)}
-    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
-    tensors = {name: np.asarray(leaf).astype(dtype) for name, leaf in _named(weights).items()}
-    save_file(tensors, directory / TENSORS)
-
-
-def _named(weights: Params) -> dict[str, Any]:
+def named(weights: Params) -> dict[str, Any]:
     """The parameters of a head by their names on disk."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
-
-
-def _checked(raw: Mapping[str, Any], config: Config) -> HeadConfig:
-    """The configuration in a config.json, of a head for a model. Raises ModelError for any other.
-
-    Args:
-        raw: the parsed file.
-        config: the configuration of the model.
-    """
-    for name in SIZES:
-        if not is_integer(raw.get(name)) or not 0 <= raw[name] < 2**20:
-            raise ModelError(f"{name} must be a whole number below 2**20; got {abbreviate(raw.get(name))}")
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
-        if raw[name] != (expected := getattr(config, name)):
-            raise ModelError(f"{name} must be that of the model, {expected}; got {raw[name]}")
-    if raw["intermediate_size"] < 1:
-        raise ModelError("intermediate_size must be at least 1; got 0")
-    attention_of(config, raw["layer"])
-    tables: dict[str, Any] = {name: raw.get(name) for name in TABLES}
-    for name, values in tables.items():
-        if not isinstance(values, list) or not all(_is_number(value) for value in values):
-            raise ModelError(f"{name} must be a list of numbers; got {abbreviate(values)}")
-    edges: Any = tables["entropy_edges"]
-    acceptance: list[Any] = [*tables["acceptance"], raw.get("mean_acceptance")]
-    if edges != sorted(edges) or len(acceptance) != len(edges) + 2:
-        raise ModelError("entropy_edges must ascend, with one acceptance more than edges; got others")
-    if not all(_is_number(value) and 0 < value < 1 for value in acceptance):
-        raise ModelError(f"acceptance and mean_acceptance must lie in (0, 1); got {abbreviate(acceptance)}")
-    sizes = {name: raw[name] for name in SIZES}
-    return HeadConfig(
-        **sizes,
-        entropy_edges=tuple(map(float, edges)),
-        acceptance=tuple(map(float, tables["acceptance"])),
-        mean_acceptance=float(raw["mean_acceptance"]),
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
 def initialise(head: DraftHead, params: Params, seed: int) -> Params:
@@ -303,13 +294,15 @@ def initialise(head: DraftHead, params: Params, seed: int) -> Params:
         seed: the seed of what is random.
     """
     hidden = head.config.hidden_size
-    layer = params["layers"][head.layer]
+    layer = params["layers"][-1 if head.layer is None else head.layer]
     copies = {"q_proj": layer["self_attn"].get("q_proj"), "o_proj": layer["self_attn"].get("o_proj")}
     copies |= {f"mlp.{name}": part for name, part in layer.get("mlp", {}).items()}
     leaves = []
-    for number, (name, leaf) in enumerate(_named(head_structure(head)[1]).items()):
+    for number, (name, leaf) in enumerate(named(head_structure(head)[1]).items()):
         source = copies.get(name.removesuffix(".kernel"))
         kernel = source.get("kernel") if isinstance(source, Mapping) else None
+        if name == LISTED:
+            raise ValueError("drafted_tokens must be None for a head to train; tokens are chosen afterwards")
         if leaf.ndim == 1:
             value = np.ones(leaf.shape, np.float32)
         elif name == "fc.kernel":

@@ -130,7 +130,7 @@ def shipped() -> set[str]:
     packages |= {f"entropic_jax/{name}": ROOT / name for name in ("models", "serving")}
     names = {"entropic_jax/py.typed"}
     for package, folder in packages.items():
-        patterns = ("*.py", "embedded/*", "http/dashboard/*")
+        patterns = ("*.py", "embedded/*", "embedded/draft_head/*", "http/dashboard/*")
         files = {path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
         names |= {f"{package}/{path.relative_to(folder).as_posix()}" for path in files}
     return {name for name in names if "__pycache__" not in name}
@@ -142,7 +142,13 @@ def test_wheel_holds_every_module_of_the_packages(wheel):
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
         assert "entropic = entropic_jax.serving.cli:main" in archive.read(entry_points).decode()
     assert shipped() <= set(names)
-    for name in ("models/embedded/config.json", "models/embedded/model.safetensors", "serving/server.py"):
+    embedded = (
+        "config.json",
+        "model.safetensors",
+        "draft_head/config.json",
+        "draft_head/draft_head.safetensors",
+    )
+    for name in (*(f"models/embedded/{file}" for file in embedded), "serving/server.py"):
         assert f"entropic_jax/{name}" in shipped()
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.parameter_tables.speculation_names import AUTO
 from entropic_jax.phases.batch import Batch
-from entropic_jax.speculation import Draft, Speculator
+from entropic_jax.serving.options import draft_model
+from entropic_jax.speculation import Draft, HeadedDecoder, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.speculation.pass_timing import SHORT, measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
@@ -147,6 +149,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
     results |= {"model": options.model.name, "dtype": "float32", "costs": [], "rates": []}
     model, tokenizer = models.load(options.model, "float32"), options.model / "tokenizer.json"
+    model = draft_model.load(
+        model, AUTO, "float32", path=options.model
+    )  # with its draft head, if there is one
+    headed = isinstance(model.decoder, HeadedDecoder)
     held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]
     shortest = min(options.contexts)
     cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
@@ -166,14 +172,18 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             model.decoder, model.params, most_tokens=max(WIDTHS), context=longest, pages=WINDOW
         )
         results["law"] = costs._asdict()
+
+        def speculators():
+            return arms(costs, headed)
+
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
             texts = prompts(text, tokenizer, context, num_texts(options, context))
-            compare(model, texts[0], 4, temperature, arms(costs), 0)  # compile
+            compare(model, texts[0], 4, temperature, speculators(), 0)  # compile
             for number, prompt in enumerate(texts):
                 entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
                 results["rates"].append(
-                    entry | compare(model, prompt, options.tokens, temperature, arms(costs), number)
+                    entry | compare(model, prompt, options.tokens, temperature, speculators(), number)
                 )
                 progress.advance(task)
         progress.update(task, description="batches")

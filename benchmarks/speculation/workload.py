@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from entropic_jax.parameter_tables.speculation_names import OFF
+from entropic_jax.parameter_tables.speculation_names import HEAD, OFF
 from entropic_jax.speculation import PassCosts, Speculator, make_speculator
 
 from ..harness.held_out_text import module_tokens
 
 TEXTS = ("held-out", "copy", "random")
 WIDTHS = (1, 2, 4, 8, 16)  # tokens of a pass
-ARMS = (OFF, "suffix", "pruned", "auto")
+ARMS = (OFF, "suffix", "pruned", "head", "auto")  # "head" where the model has one
 LOOP_WINDOW, LOOP_PAIRS = 48, 24  # a text loops if its last tokens hold fewer different pairs
 
 
@@ -53,10 +53,13 @@ def loops(tokens: list[int]) -> bool:
     return len(last) == LOOP_WINDOW and len(set(zip(last[1:], last, strict=False))) < LOOP_PAIRS
 
 
-def arms(costs: PassCosts) -> dict[str, Speculator | None]:
+def arms(costs: PassCosts, headed: bool) -> dict[str, Speculator | None]:
     """The speculators by name; None is plain decoding, the baseline.
 
     Args:
         costs: the costs of a pass on this machine.
+        headed: whether the model has a draft head.
     """
-    return {name: make_speculator(name, 1, max(WIDTHS) - 1 if name != OFF else None, costs) for name in ARMS}
+    names = [name for name in ARMS if headed or name != HEAD]
+    drafted = {name: max(WIDTHS) - 1 if name != OFF else None for name in names}
+    return {name: make_speculator(name, 1, k, costs, headed) for name, k in drafted.items()}

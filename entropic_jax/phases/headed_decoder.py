@@ -18,8 +18,8 @@ class DraftHead(Protocol):
     """The functions of a draft head: static and hashable."""
 
     @property
-    def layer(self) -> int:
-        """The layer of the model whose keys and values it reads."""
+    def layer(self) -> int | None:
+        """The layer of the model whose keys and values it reads; None for a head without attention."""
 
     @property
     def acceptance(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
@@ -32,21 +32,30 @@ class DraftHead(Protocol):
     def hidden(
         self,
         params: Any,
-        weights: Any,
+        draft: Any,
         features: jax.Array,
         tokens: jax.Array,
         positions: jax.Array,
         read: Any,
     ) -> jax.Array:
-        """The features of the next tokens, `[rows, n, hidden]`, as `Decoder.logits` takes them.
+        """The features of the next tokens, `[rows, n, hidden]`.
 
         Args:
             params: the parameters of the model.
-            weights: the parameters of the head.
+            draft: the parameters of the head.
             features: `[rows, n, hidden]`, that each token was drawn from.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`, of the tokens in their texts.
             read: attention of queries `[rows, n, heads, head_dim]` to the keys and values of the layer.
+        """
+
+    def logits(self, params: Any, draft: Any, features: jax.Array) -> jax.Array:
+        """Logits, float32 `[..., vocabulary]`, of features; −inf for tokens that are not drafted.
+
+        Args:
+            params: the parameters of the model.
+            draft: the parameters of the head.
+            features: `[..., hidden]`.
         """
 
 
@@ -75,7 +84,7 @@ class HeadedDecoder:
         return self.target.hidden(params.target, tokens, positions, layers, attend, lengths)
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
-        """As in `Decoder`, of hidden states of the model or of the head."""
+        """As in `Decoder`, of hidden states of the model."""
         return self.target.logits(params.target, hidden)
 
     def context_key(self, length: int) -> tuple[int, ...]:
@@ -122,8 +131,8 @@ class HeadSteps:
         return hidden, tuple(written)
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
-        """As in `Decoder`."""
-        return self.headed.logits(params, hidden)
+        """As in `Decoder`, of what the head drafts."""
+        return self.headed.head.logits(params.target, params.draft, hidden)
 
     def context_key(self, length: int) -> tuple[int, ...]:
         """As in `Decoder`."""

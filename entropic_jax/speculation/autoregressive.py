@@ -164,8 +164,8 @@ class AutoregressiveDrafter:
 
     def probability(self, entropy: jax.Array) -> jax.Array:
         """P(accepted) of tokens drawn at these entropies of the draft, nats `[rows]`."""
-        edges = jnp.asarray(self.entropy_edges)
-        return jnp.asarray(self.acceptance)[jnp.searchsorted(edges, entropy)]
+        place = (entropy[:, None] > jnp.asarray(self.entropy_edges)).sum(1)  # XLA searches in a loop
+        return jnp.asarray(self.acceptance)[place]
 
     def step(self, model: ControlledModel, batch: Batch, began: Batch) -> DraftedToken:
         """One step of the model that drafts.

@@ -13,10 +13,11 @@ from .drafter import ControlledModel, Draft
 
 @pytree
 class Cascade:
-    """Drafts with the first drafter whose draft promises a higher rate than the next drafter is expected to.
+    """Drafts with the first drafter whose draft promises a higher rate than is expected of the next.
 
-    The rate is that of accepted tokens by the law's costs. Without costs, a first token that is likely enough
-    to be accepted is enough. A row for which no draft is gets that of the last drafter that had one.
+    The rate is that of accepted tokens by the law's costs. A drafter of which less is expected than of one
+    after it is passed over. Without costs, each is asked in turn, and a first token that is likely enough to
+    be accepted is enough. A row for which no draft is gets that of the last drafter that had one.
     """
 
     drafters: tuple[Any, ...]  # of `Drafter`
@@ -33,34 +34,50 @@ class Cascade:
         rows, k, shift = batch.active.shape[0], self.most_tokens, batch.state.speculation
         none = jnp.zeros(rows, jnp.int32)
         best = Draft(jnp.zeros((rows, k), jnp.int32), none, jnp.zeros((rows, k)), none)
+        expected = self._expected_rates(model, batch)
         for number, drafter in enumerate(self.drafters):
             asking = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
-            promising = self._promising(best, drafter, model, asking, shift)
-            after, draft = drafter.draft(model, asking._replace(active=batch.active & ~promising), max_drafts)
+            kept = self._promising(best, expected[number], asking, shift)
+            later = [rate for rate in expected[number + 1 :] if rate is not None]
+            if (rate := expected[number]) is not None and later:
+                kept |= rate < jnp.stack(later).max()
+            after, draft = drafter.draft(model, asking._replace(active=batch.active & ~kept), max_drafts)
             batch = after._replace(active=batch.active, state=after.state._replace(speculation=shift))
             draft = draft._replace(source=jnp.full(rows, number, jnp.int32))
-            best = _replace_rows(best, draft, ~promising & (draft.num_tokens > 0))
+            best = _replace_rows(best, draft, ~kept & (draft.num_tokens > 0))
         return batch, best
 
+    def _expected_rates(self, model: ControlledModel, batch: Batch) -> list[jax.Array | None]:
+        """What is expected of each drafter, float32 `[]`; None of one that states nothing, or without costs.
+
+        Args:
+            model: whose tokens are drafted.
+            batch: the rows.
+        """
+        result, shift = [], batch.state.speculation
+        for number, drafter in enumerate(self.drafters):
+            rate = getattr(drafter, "expected_rate", None)
+            asked = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
+            result.append(None if self.law is None or rate is None else rate(model, asked))
+        return result
+
     def _promising(
-        self, best: Draft, drafter: Any, model: ControlledModel, batch: Batch, shift: jax.Array
+        self, best: Draft, expected: jax.Array | None, batch: Batch, shift: jax.Array
     ) -> jax.Array:
         """Whether a row keeps the draft that it has, bool `[rows]`.
 
         Args:
             best: the draft of each row.
-            drafter: the next drafter.
-            model: whose tokens are drafted.
+            expected: the rate that is expected of the next drafter, if it states one.
             batch: the rows.
             shift: float32 `[rows, drafters]`, corrections of the probabilities.
         """
         has_draft = best.num_tokens > 0
-        rate = getattr(drafter, "expected_rate", None)
-        if self.law is None or rate is None:
+        if self.law is None or expected is None:
             return has_draft & (best.acceptance[:, 0] >= self.enough)
         of_source = shift[jnp.arange(best.num_tokens.shape[0]), best.source]
         rates = self.law.row_rates(best, batch.active, of_source, batch.state.length)
-        return has_draft & (rates >= rate(model, batch))
+        return has_draft & (rates >= expected)
 
 
 def _replace_rows(old: Draft, new: Draft, flag: jax.Array) -> Draft:

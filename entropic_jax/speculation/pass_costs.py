@@ -22,13 +22,15 @@ class PassCosts(NamedTuple):
     draft_step: tuple[float, float] | None = None  # of one row's step of the pruned drafter: seconds without
     # context, and added by each cached position; None where it was not measured
     shortest_context: int = 0  # cached positions of a row, below which nothing is drafted from few pages
+    head_step: tuple[float, float] | None = None  # as `draft_step`, of a draft head
 
     def valid(self) -> bool:
         """Whether these are costs: finite, not negative, and as many as there are sizes."""
         pairs = (self.tokens, self.seconds), (self.widths, self.seconds_per_position)
         if not all(len(sizes) == len(seconds) > 0 for sizes, seconds in pairs):
             return False
-        numbers = np.array([*self.seconds, *self.seconds_per_position, *(self.draft_step or ())], float)
+        steps = *(self.draft_step or ()), *(self.head_step or ())
+        numbers = np.array([*self.seconds, *self.seconds_per_position, *steps], float)
         return bool(np.isfinite(numbers).all() and (numbers >= 0).all() and self.seconds[0] > 0)
 
     def draft_step_costs(self, rows: int) -> tuple[float, float]:
@@ -42,8 +44,25 @@ class PassCosts(NamedTuple):
         """
         if self.draft_step is None:
             raise ValueError("draft_step must have been measured to draft from few pages; got None")
+        return self._of_batch(self.draft_step, rows)
+
+    def head_step_costs(self, rows: int) -> tuple[float, float]:
+        """As `draft_step_costs`, of a step of a draft head.
+
+        Args:
+            rows: number of rows of the batch.
+
+        Raises:
+            ValueError: they were not measured.
+        """
+        if self.head_step is None:
+            raise ValueError("head_step must have been measured to draft with a head; got None")
+        return self._of_batch(self.head_step, rows)
+
+    def _of_batch(self, step: tuple[float, float], rows: int) -> tuple[float, float]:
+        """The costs of a step of one row, for all rows of a batch."""
         single, batch = (float(_interpolate([n], self.tokens, self.seconds)[0]) for n in (1, rows))
-        return self.draft_step[0] * (batch / single if single > 0 else 1.0), self.draft_step[1]
+        return step[0] * (batch / single if single > 0 else 1.0), step[1]
 
     def law(self, rows: int, widths: tuple[int, ...]) -> DraftLength:
         """The draft-length law of a batch, interpolated between the sizes that were measured.

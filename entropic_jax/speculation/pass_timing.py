@@ -65,8 +65,8 @@ def measure_pass_costs(
         page_size: positions per page, by default that of the device.
         dtype: the dtype of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
-        pages: those that the pruned drafter reads; None does not time its steps. With a draft model or
-            head, its steps are timed instead.
+        pages: those that the pruned drafter reads; None does not time steps of drafters. With a draft model,
+            its steps are timed instead, with a draft head those of the head, too.
 
     Raises:
         ValueError: for an argument out of range.
@@ -84,25 +84,35 @@ def measure_pass_costs(
     def run(shape):
         return _pass(decoder, params, shape, page_size, dtype)
 
-    ends, drafting = (SHORT, context) if pages is not None else (), (decoder, params)
-    if isinstance(decoder, DraftingDecoder):
-        drafting, pages = (decoder.draft_model, params.draft), None
-    if isinstance(decoder, HeadedDecoder):
-        drafting, pages = (decoder.draft_model, params), None
+    drafting: list[Any] = [] if pages is None else [(decoder, params, pages)]
+    if drafting and isinstance(decoder, DraftingDecoder):
+        drafting = [(decoder.draft_model, params.draft, None)]
+    if drafting and isinstance(decoder, HeadedDecoder):
+        drafting.append((decoder.draft_model, params, None))
     drafts = [
-        _pass(*drafting, PassShape(1, 1, length), page_size, dtype, pages, drafts=True) for length in ends
+        _pass(model, weights, PassShape(1, 1, length), page_size, dtype, read, drafts=True)
+        for model, weights, read in drafting
+        for length in (SHORT, context)
     ]
     seconds = _least_seconds([*(run(shape) for shape in (*short, *long)), *drafts], repeat)
     products, attention = seconds[: len(sizes)], seconds[len(sizes) : len(sizes) + len(widths)]
     slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
     reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
     base = _ascending(np.subtract(products, reading))
-    draft_step = None
-    if drafts:
+    steps: list[tuple[float, float] | None] = []
+    for near, far in zip(*(seconds[len(seconds) - len(drafts) :][n::2] for n in (0, 1)), strict=True):
         # Such a step reads no more than a pass.
-        slope = min(max(0.0, (seconds[-1] - seconds[-2]) / (context - SHORT)), float(slopes[0]))
-        draft_step = max(0.0, seconds[-2] - slope * SHORT), slope
-    return PassCosts(tuple(sizes), tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()), draft_step)
+        slope = min(max(0.0, (far - near) / (context - SHORT)), float(slopes[0]))
+        steps.append((max(0.0, near - slope * SHORT), slope))
+    draft_step, head_step = (*steps, None, None)[:2]
+    return PassCosts(
+        tuple(sizes),
+        tuple(base.tolist()),
+        tuple(widths),
+        tuple(slopes.tolist()),
+        draft_step,
+        head_step=head_step,
+    )
 
 
 def _ascending(seconds: np.ndarray) -> np.ndarray:

@@ -30,7 +30,11 @@ ACCELERATOR_PASS = 512  # tokens of all rows, beyond which a batch is bound by a
 
 
 def make_speculator(
-    name: str, rows: int, num_tokens: int | None = None, costs: PassCosts | None = None
+    name: str,
+    rows: int,
+    num_tokens: int | None = None,
+    costs: PassCosts | None = None,
+    headed: bool = False,
 ) -> Speculator | None:
     """The speculator of a batch; None for the name "off".
 
@@ -40,6 +44,7 @@ def make_speculator(
         rows: number of rows of the batch.
         num_tokens: k, the tokens drafted for a row at most; None for the default.
         costs: the costs of a pass, as measured; None for those of `draft_length`.
+        headed: whether the model is a `HeadedDecoder`, whose head the name "auto" then includes.
 
     Raises:
         ParameterError: for another name or number.
@@ -50,7 +55,7 @@ def make_speculator(
     k = DEFAULT_DRAFTED if num_tokens is None else num_tokens
     widths = pass_widths(rows, k)
     law = draft_length(rows, widths=widths) if costs is None else costs.law(rows, widths)
-    return speculator(rows, _drafter(name, rows, k, law, costs), law)
+    return speculator(rows, _drafter(name, rows, k, law, costs, headed), law)
 
 
 def drafts_tokens(name: str, rows: int, num_tokens: int) -> bool:
@@ -64,12 +69,14 @@ def drafts_tokens(name: str, rows: int, num_tokens: int) -> bool:
     return name != OFF and len(pass_widths(rows, num_tokens)) > 1
 
 
-def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None) -> Any:
+def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | None, headed: bool) -> Any:
     """The drafter of a name. Measured costs or not, it is a pytree of one structure."""
-    suffix = suffix_drafter(k)
+    suffix, head = suffix_drafter(k), ()
+    if is_draft_head(name) or (headed and name == AUTO):
+        step = UNMEASURED_MODEL_STEP if costs is None else costs.head_step_costs(rows)
+        head = (head_drafter(k, law, step),)
     if is_draft_head(name):
-        step = UNMEASURED_MODEL_STEP if costs is None else costs.draft_step_costs(rows)
-        return Cascade((suffix, head_drafter(k, law, step)), law)
+        return Cascade((suffix, *head), law)
     if is_draft_model(name):
         step = UNMEASURED_MODEL_STEP if costs is None else costs.draft_step_costs(rows)
         return Cascade((suffix, model_drafter(k, law, step)), law)
@@ -78,7 +85,7 @@ def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | 
     step = UNMEASURED_STEP if costs is None else costs.draft_step_costs(rows)
     shortest = UNMEASURED_CONTEXT if costs is None else costs.shortest_context
     pruned = pruned_drafter(k, law=law, step_costs=step, shortest_context=shortest)
-    return Cascade((suffix, pruned), law) if name == AUTO else pruned
+    return Cascade((suffix, *head, pruned), law) if name == AUTO else pruned
 
 
 def largest_pass() -> int:

@@ -32,7 +32,7 @@ from .registry import UNMEASURED_CONTEXT
 LOG = logging.getLogger("entropic_jax.speculation")
 VARIABLE = "ENTROPIC_COST_CACHE"
 LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a roofline is tabulated
-VERSION = 1  # of the file, and of the kernels whose costs it holds
+VERSION = 2  # of the file, and of the kernels whose costs it holds
 
 
 class TimedModel(NamedTuple):
@@ -52,15 +52,16 @@ def known_costs(model: TimedModel) -> PassCosts:
         return costs
     LOG.info("draft lengths follow a roofline: the pass costs of this model were not measured here yet")
     shape = model.decoder.shape
-    if isinstance(model.decoder, HeadedDecoder):
-        shape = shape._replace(drafters=(model.decoder.head.shape,))
-    return roofline_pass_costs(
-        shape,
-        default_hardware(),
+    options = dict(
         bytes_per_weight=narrowest(model.params),
         bytes_per_cache=bytes_per_number(model.dtype, shape.head_dim),
         kept=WINDOW.kept(shape.layers),
     )
+    costs = roofline_pass_costs(shape, default_hardware(), **options)
+    if not isinstance(model.decoder, HeadedDecoder):
+        return costs
+    with_head = shape._replace(drafters=(model.decoder.head.shape,))
+    return costs._replace(head_step=roofline_pass_costs(with_head, default_hardware(), **options).draft_step)
 
 
 def read_costs(model: TimedModel) -> PassCosts | None:

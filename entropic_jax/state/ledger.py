@@ -191,8 +191,16 @@ def add_step(
         variation=ledger.variation + jnp.abs(change),
         entropy=ledger.entropy + jnp.where(active, after, 0.0),
     )
-    if cost is None:
-        return ledger
+    return ledger if cost is None else add_cost(ledger, cost)
+
+
+def add_cost(ledger: Ledger, cost: Cost) -> Ledger:
+    """Adds what a step costs to the running sums.
+
+    Args:
+        ledger: the sums so far.
+        cost: added for every row.
+    """
     return ledger._replace(
         flops=ledger.flops + cost.flops,
         bytes_read=ledger.bytes_read + cost.bytes_read,

@@ -18,7 +18,8 @@ INTRODUCTION = """# The embedded model
 
 A small language model of Python source code, trained from scratch by `models.train` and shipped with the
 repository so that generation works without a download. Llama architecture, Hugging Face layout; it loads
-in `models.load` and in `transformers` alike."""
+in `models.load` and in `transformers` alike. The folder `draft_head` holds a draft
+head for it, with a card of its own."""
 
 LIMITS = """## Limits
 
@@ -126,9 +127,9 @@ def notice(packages: list[dict[str, Any]]) -> str:
         if not p["held_out"]
     ]
     head = paragraph(
-        """The weights in this folder were trained on the Python source of the packages below. Each is used
-        under its own licence, as its metadata on PyPI states it. A text that repeats a passage of one of them
-        is under that licence."""
+        """The weights in this folder, and those of the draft head in its folder draft_head, were trained on
+        the Python source of the packages below. Each is used under its own licence, as its metadata on PyPI
+        states it. A text that repeats a passage of one of them is under that licence."""
     )
     return f"{head}\n\n" + "\n".join(lines) + "\n"
 

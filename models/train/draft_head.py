@@ -6,16 +6,18 @@ with weights 1, γ, γ², … The first draft reads the model's hidden state, ea
 decoding. Files that are held out say how often drafts are accepted, by their entropy; the head's directory
 keeps that.
 
-The same command goes on from the head in `--output`, if there is one.
+The same command goes on from the head in `--output`, if there is one. What every round of training cost and
+reached is kept beside it, in `training.json`.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,116 +25,20 @@ import numpy as np
 import optax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .. import draft_head
+from .. import draft_head, draft_head_files
 from ..config import ModelError
-from ..decoder import Decoder, Params
+from ..decoder import Params
 from ..model import load
 from . import corpus
+from .head_forward import Target, Taught, divergence, drafted_features, in_product_dtype, teach
 
 SKIPPED = 8  # positions at the start of a window, where the head has next to nothing to read
 LATER = 0.7  # γ
 EDGES = (0.3, 1.5, 2.7)  # nats, between the bins of the table of acceptance
 HELD_OUT_BATCHES = 8
-
-
-class Target(NamedTuple):
-    """A model whose head is trained."""
-
-    decoder: Decoder
-    params: Params
-
-
-class Taught(NamedTuple):
-    """What the model computes for a window, which the head reads and learns."""
-
-    hidden: jax.Array  # [rows, n, hidden]
-    keys: jax.Array  # [rows, n, kv_heads, head_dim], of the layer that the head reads
-    values: jax.Array
-    logprobs: jax.Array  # float32 [rows, n, vocabulary], of the token after each position
-
-
-def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, **options: Any
-) -> jax.Array:
-    """Attention of q `[rows, m, heads, head_dim]` to k and v `[rows, n, kv_heads, head_dim]`, as q.
-
-    Args:
-        q: the queries.
-        k: the keys.
-        v: the values.
-        visible: bool `[m, n]`, the keys that each query sees.
-        options: `soft_cap` and `sink` as in `attention.attend.read`.
-    """
-    rows, m, heads, size = q.shape
-    grouped = q.reshape(rows, m, k.shape[2], -1, size)
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, k, preferred_element_type=jnp.float32) / math.sqrt(size)
-    if (cap := options.get("soft_cap")) is not None:
-        scores = cap * jnp.tanh(scores / cap)
-    scores = jnp.where(visible, scores, -1e30)
-    if (sink := options.get("sink")) is not None:
-        wide = sink.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(wide, (*scores.shape[:-1], 1))], -1)
-    weights = jax.nn.softmax(scores, -1)[..., : k.shape[1]].astype(v.dtype)
-    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v).reshape(rows, m, heads, -1)
-
-
-def teach(target: Target, layer: int, tokens: jax.Array) -> Taught:
-    """Runs the model over windows of text, without a cache.
-
-    Args:
-        target: the model.
-        layer: whose keys and values the head reads.
-        tokens: int32 `[rows, n]`.
-    """
-    positions = jnp.arange(tokens.shape[1])
-
-    def attend(q, k, v, _, *, window=None, chunk=None, **options):
-        visible = positions[:, None] >= positions
-        if window is not None:
-            visible &= positions > positions[:, None] - window
-        if chunk is not None:
-            visible &= positions // chunk == positions[:, None] // chunk
-        return dense_attention(q, k, v, visible, **options), (k, v)
-
-    (decoder, params), layers = target, (None,) * target.decoder.shape.layers
-    everywhere = jnp.broadcast_to(positions, tokens.shape)
-    hidden, written = decoder.hidden(params, tokens, everywhere, layers, attend)
-    keys, values = written[layer]
-    return Taught(hidden, keys, values, jax.nn.log_softmax(decoder.logits(params, hidden)))
-
-
-def drafts(
-    head: draft_head.DraftHead, target: Target, weights: Params, tokens: jax.Array, taught: Taught, depth: int
-) -> list[jax.Array]:
-    """Log-probabilities of drafts of every position; the i-th array is of the i-th draft from each start.
-
-    Args:
-        head: the head's functions.
-        target: the model.
-        weights: the parameters of the head.
-        tokens: int32 `[rows, n]`.
-        taught: what the model computed for them.
-        depth: drafts from every start.
-
-    Returns:
-        Arrays `[rows, n − i, vocabulary]`; entry `[r, s]` of the i-th is of the token after position s + i.
-    """
-    n, result = tokens.shape[1], []
-    features = jnp.pad(taught.hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    for number in range(depth):
-        starts = jnp.arange(n - number)
-        # A round that starts with the token at s reads the keys of the positions before it.
-        visible = jnp.arange(n) < jnp.maximum(starts, 1)[:, None]
-
-        def read(q, visible=visible):
-            return dense_attention(q, taught.keys, taught.values, visible)
-
-        positions = jnp.broadcast_to(starts + number, (len(tokens), n - number))
-        features = head.hidden(
-            target.params, weights, features[:, : n - number], tokens[:, number:], positions, read
-        )
-        result.append(jax.nn.log_softmax(target.decoder.logits(target.params, features)))
-    return result
+KEPT = 24  # batches for which the model runs before the head learns from them
+RECENT = 50  # steps whose mean cost is recorded
+RECORD = "training.json"
 
 
 def make_step(head: draft_head.DraftHead, rule: optax.GradientTransformation, depth: int) -> Any:
@@ -142,21 +48,25 @@ def make_step(head: draft_head.DraftHead, rule: optax.GradientTransformation, de
         head: the head's functions.
         rule: the optimiser.
         depth: drafts from every position.
+
+    Returns:
+        `step(weights, optimiser state, parameters of the model, tokens [rows, n], Taught)`.
     """
 
-    def cost(weights: Params, params: Params, tokens: jax.Array) -> jax.Array:
-        target = Target(head.target, params)
-        taught = jax.lax.stop_gradient(teach(target, head.layer, tokens))
-        total = jnp.float32(0)
-        for number, drafted in enumerate(drafts(head, target, weights, tokens, taught, depth)):
-            logprobs = taught.logprobs[:, number:]
-            divergence = (jnp.exp(logprobs) * (logprobs - drafted)).sum(-1)[:, SKIPPED:]
-            total += LATER**number * divergence.mean()
+    def cost(weights: Params, params: Params, tokens: jax.Array, taught: Taught) -> jax.Array:
+        target, (rows, n) = Target(head.target, params), tokens.shape
+        total, hidden = jnp.float32(0), taught.hidden.reshape(rows * n, -1)
+        for number, drafted in enumerate(drafted_features(head, target, weights, tokens, taught, depth)):
+            # Those of a shorter window stand where the model computed the same token.
+            shifted = jnp.pad(drafted, ((0, 0), (number, 0), (0, 0))).reshape(hidden.shape)
+            counted = jnp.broadcast_to(jnp.arange(n) >= SKIPPED + number, (rows, n)).astype(jnp.float32)
+            nats = divergence(target.decoder, target.params, shifted, hidden, counted.reshape(-1))
+            total += LATER**number * nats / counted.sum()
         return total / sum(LATER**number for number in range(depth))
 
     @jax.jit
-    def step(weights: Params, state: Any, params: Params, tokens: jax.Array) -> Any:
-        nats, gradient = jax.value_and_grad(cost)(weights, params, tokens)
+    def step(weights: Params, state: Any, params: Params, tokens: jax.Array, taught: Taught) -> Any:
+        nats, gradient = jax.value_and_grad(cost)(weights, params, tokens, taught)
         updates, state = rule.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, nats
 
@@ -172,17 +82,23 @@ def make_measure(head: draft_head.DraftHead, depth: int) -> Any:
     Args:
         head: the head's functions.
         depth: drafts from every position.
+
+    Returns:
+        `measure(weights, parameters of the model, which tokens may be drafted, tokens [rows, n])`.
     """
 
     @jax.jit
-    def measure(weights: Params, params: Params, tokens: jax.Array) -> Any:
+    def measure(weights: Params, params: Params, drafted: jax.Array, tokens: jax.Array) -> Any:
         target = Target(head.target, params)
         taught = teach(target, head.layer, tokens)
+        model = jax.nn.softmax(target.decoder.logits(params, taught.hidden))
         result = []
-        for number, drafted in enumerate(drafts(head, target, weights, tokens, taught, depth)):
-            probs = jnp.exp(drafted)
-            entropy = -(probs * drafted).sum(-1)
-            overlap = jnp.minimum(probs, jnp.exp(taught.logprobs[:, number:])).sum(-1)
+        for number, features in enumerate(drafted_features(head, target, weights, tokens, taught, depth)):
+            logits = jnp.where(drafted, target.decoder.logits(params, features), -jnp.inf)
+            logprobs = jax.nn.log_softmax(logits)
+            probs = jnp.exp(logprobs)
+            entropy = -jnp.where(probs > 0, probs * logprobs, 0.0).sum(-1)
+            overlap = jnp.minimum(probs, model[:, number:]).sum(-1)
             result.append((entropy[:, SKIPPED:].reshape(-1), overlap[:, SKIPPED:].reshape(-1)))
         return result
 
@@ -241,6 +157,32 @@ def streams(tokenizer: Any, text: Path, length: int) -> tuple[np.ndarray, np.nda
     return result[0], result[1]
 
 
+def lessons(
+    target: Target, layer: int | None, batches: Iterator[np.ndarray], reuse: int, seed: int
+) -> Iterator[tuple[jax.Array, Taught]]:
+    """Batches with what the model computes for them, each of them several times, in random order.
+
+    Args:
+        target: the model.
+        layer: whose keys and values the head reads, if any.
+        batches: tokens `[rows, n]` of each.
+        reuse: how often each batch is given.
+        seed: the seed of the order.
+    """
+    random, taught = (
+        np.random.default_rng((seed, 1)),
+        jax.jit(lambda p, t: teach(target._replace(params=p), layer, t)),
+    )
+    while True:
+        known = []
+        for _ in range(KEPT):
+            tokens = jnp.asarray(next(batches))
+            known.append((tokens, taught(target.params, tokens)))
+        for _ in range(reuse):
+            for place in random.permutation(len(known)):
+                yield known[place]
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     result = argparse.ArgumentParser(
@@ -252,10 +194,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", type=float, default=4e6, help="tokens to train on")
     result.add_argument("--rows", type=int, default=8, help="windows of a batch")
     result.add_argument("--length", type=int, default=512, help="tokens of a window")
+    result.add_argument(
+        "--drafted-tokens", type=int, help="draft only so many tokens, the most common ones of the text (all)"
+    )
     result.add_argument("--depth", type=int, default=2, help="drafts from every position")
-    result.add_argument("--layer", type=int, help="layer whose keys it reads; by default the last full one")
+    layer = lambda text: None if text == "none" else int(text)
+    result.add_argument(
+        "--layer", type=layer, default=-1, help="layer whose keys it reads, or none (-1: the last full one)"
+    )
     result.add_argument("--intermediate-size", type=int, help="by default three times the hidden size")
-    result.add_argument("--learning-rate", type=float, default=0.01)
+    result.add_argument("--learning-rate", type=float, default=0.1)
+    result.add_argument("--reuse", type=int, default=3, help="steps on every window")
     result.add_argument("--minutes", type=float, default=math.inf, help="write the head and stop after this")
     result.add_argument("--seed", type=int, default=0)
     return result
@@ -285,26 +234,65 @@ def train(arguments: argparse.Namespace) -> draft_head.HeadConfig:
     )
     state, step = rule.init(weights), make_step(head, rule, arguments.depth)
     batches = windows(training, arguments.rows, arguments.length, arguments.seed)
+    target = Target(model.decoder, in_product_dtype(model.params))
+    taught = lessons(target, head.layer, batches, arguments.reuse, arguments.seed)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    began = time.monotonic()
+    began, costs = time.monotonic(), []
     with Progress(*columns) as progress:
         bar = progress.add_task("training", total=steps)
         for _ in range(steps):
-            weights, state, nats = step(weights, state, model.params, jnp.asarray(next(batches)))
-            progress.update(bar, advance=1, description=f"{float(nats):.3f} nats a draft")
+            weights, state, nats = step(weights, state, target.params, *next(taught))
+            costs.append(float(nats))
+            progress.update(bar, advance=1, description=f"{costs[-1]:.3f} nats a draft")
             if time.monotonic() - began > 60 * arguments.minutes:
                 break
+    common = None
+    if (number := arguments.drafted_tokens) is not None:
+        common = most_common(training, min(number, head.config.vocab_size), head.config.vocab_size)
+    drafted = jnp.ones(head.config.vocab_size, bool)
+    drafted = drafted if common is None else jnp.zeros_like(drafted).at[common].set(True)
     measure, results = make_measure(head, arguments.depth), []
     batches = windows(held_out, arguments.rows, arguments.length, 0)
     for _ in range(HELD_OUT_BATCHES):
-        results.append(jax.device_get(measure(weights, model.params, jnp.asarray(next(batches)))))
-    for number in range(arguments.depth):
-        overlap = np.mean([result[number][1].mean() for result in results])
+        results.append(jax.device_get(measure(weights, model.params, drafted, jnp.asarray(next(batches)))))
+    accepted = [float(np.mean([r[number][1].mean() for r in results])) for number in range(arguments.depth)]
+    for number, overlap in enumerate(accepted):
         print(f"draft {number + 1}: accepted with probability {overlap:.3f}")
     entropy, overlap = (np.concatenate([d[i] for r in results for d in r]) for i in (0, 1))
     config = dataclasses.replace(head.config, **acceptance_table(entropy, overlap))
-    draft_head.save(arguments.output, dataclasses.replace(head, config=config), weights)
+    head = dataclasses.replace(head, config=config)
+    draft_head_files.save(arguments.output, *draft_head.with_list(head, weights, common))
+    done = len(costs) * arguments.rows * arguments.length
+    nats = float(np.mean(costs[-RECENT:]))
+    _add_round(arguments.output, {"tokens": done, "nats": nats, "accepted": accepted})
     return config
+
+
+def most_common(tokens: np.ndarray, number: int, vocabulary: int) -> np.ndarray:
+    """The tokens that occur most often, ascending.
+
+    Args:
+        tokens: the text.
+        number: how many of them.
+        vocabulary: number of tokens of the model.
+
+    >>> most_common(np.array([3, 1, 1, 0, 3]), 2, 5).tolist()
+    [1, 3]
+    """
+    counts = np.bincount(tokens, minlength=vocabulary)
+    return np.sort(np.argsort(-counts, kind="stable")[:number]).astype(np.int32)
+
+
+def _add_round(folder: Path, entry: dict[str, Any]) -> None:
+    """Add a round to the record of the training, `training.json`.
+
+    Args:
+        folder: of the head.
+        entry: tokens, the cost of the last steps, and P(accepted) of each draft.
+    """
+    file = folder / RECORD
+    rounds = json.loads(file.read_text("utf-8")) if file.exists() else []
+    file.write_text(json.dumps([*rounds, entry], indent=1) + "\n", "utf-8")
 
 
 def _first_weights(arguments: argparse.Namespace, target: Target) -> tuple[draft_head.DraftHead, Params]:
@@ -314,10 +302,12 @@ def _first_weights(arguments: argparse.Namespace, target: Target) -> tuple[draft
         arguments: the parsed command line.
         target: the model.
     """
-    if draft_head.is_draft_head(arguments.output):
-        return draft_head.load(arguments.output, target.decoder)
+    if draft_head_files.is_draft_head(arguments.output):
+        head, weights = draft_head_files.load(arguments.output, target.decoder)
+        head, weights = draft_head.with_list(head, weights, None)
+        return head, jax.tree.map(lambda x: x.astype(jnp.float32), weights)
     shape, layer = target.decoder.shape, arguments.layer
-    layer = draft_head.last_full_layer(target.decoder.config) if layer is None else layer
+    layer = draft_head.last_full_layer(target.decoder.config) if layer == -1 else layer
     draft_head.attention_of(target.decoder.config, layer)
     inner = arguments.intermediate_size or 3 * shape.hidden
     config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, inner)

@@ -10,6 +10,7 @@ import numpy as np
 from entropic_jax import State, allocate, loop, models, parameters
 from entropic_jax.mesh import sharding
 from entropic_jax.models.lora import LoraDecoder
+from entropic_jax.speculation import HeadedDecoder
 from entropic_jax.state.constraints import no_constraints
 
 from ..executable_cache import load_or_compile
@@ -67,7 +68,8 @@ def _new_device_state(
         belief_temperature: T_cal.
     """
     mesh, shapes = getattr(decoder, "mesh", None), sizes.shapes
-    rows = sizes.rows * shapes.branches
+    rows, drafting = sizes.rows * shapes.branches, shapes.drafting_widths
+    headed = isinstance(decoder, HeadedDecoder)
     laws = controller.for_launch(samples=True)
     pool = sharding.create(
         lambda: allocate(
@@ -92,7 +94,7 @@ def _new_device_state(
         stop=[[-1] * STOPS] * rows,
         belief_temperature=belief_temperature,
         # Any bucket's: what it adds to the state has an entry for each row, also of larger batches.
-        speculator=shapes.speculator(shapes.drafting_widths[0]) if shapes.speculates else None,
+        speculator=shapes.speculator(drafting[0], headed=headed) if drafting else None,
     )
     if isinstance(decoder, LoraDecoder):
         state = state._replace(adapter=jnp.zeros(rows, jnp.int32))

@@ -21,7 +21,14 @@ from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.models.lora import Adapters, without_adapters
 from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
-from entropic_jax.speculation import DraftLength, PassCosts, Speculator, drafts_tokens, make_speculator
+from entropic_jax.speculation import (
+    DraftLength,
+    HeadedDecoder,
+    PassCosts,
+    Speculator,
+    drafts_tokens,
+    make_speculator,
+)
 from entropic_jax.speculation.pass_timing import measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
 from entropic_jax.speculation.stored_costs import TimedModel, known_costs, read_costs, write_costs
@@ -91,11 +98,19 @@ class Shapes:
         """
         return 0 if self.plan is not None else self.tokens(True) - 1
 
-    def speculator(self, rows: int, costs: PassCosts | None = None) -> Speculator | None:
-        """What drafts the tokens of `rows` rows, by the costs of passes on this machine."""
+    def speculator(
+        self, rows: int, costs: PassCosts | None = None, headed: bool = False
+    ) -> Speculator | None:
+        """What drafts the tokens of a batch.
+
+        Args:
+            rows: of the batch.
+            costs: of passes on this machine.
+            headed: whether the model has a draft head.
+        """
         if rows not in self.drafting_widths:
             return None
-        return make_speculator(self.speculate, rows, self.drafted, costs)
+        return make_speculator(self.speculate, rows, self.drafted, costs, headed)
 
     @property
     def longest_chunk(self) -> tuple[int, int]:
@@ -208,7 +223,8 @@ class Programs:
 
     def _use_costs(self, costs: PassCosts) -> None:
         self.known_costs = costs
-        self._speculators = {rows: self.shapes.speculator(rows, costs) for rows in self.shapes.widths}
+        headed = isinstance(self._alone[0], HeadedDecoder)
+        self._speculators = {rows: self.shapes.speculator(rows, costs, headed) for rows in self.shapes.widths}
 
     def _laws(self) -> list[tuple[int, DraftLength]]:
         """The draft-length law for each number of rows."""

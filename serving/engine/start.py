@@ -117,5 +117,6 @@ def _prepare(
     dtype = options.dtype or default_dtype()
     with use_device(device):
         model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
-        model = draft_model.load(model, options.speculate, dtype, options.quantization, path)
+        joins = mesh is None and not options.enable_lora
+        model = draft_model.load(model, options.drafter, dtype, options.quantization, path, joins)
     return model, calibration, places

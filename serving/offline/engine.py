@@ -18,7 +18,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
 from entropic_jax.parameter_tables.table import short
-from entropic_jax.speculation import PassCosts, Speculator, make_speculator
+from entropic_jax.speculation import HeadedDecoder, PassCosts, Speculator, make_speculator
 from entropic_jax.speculation.stored_costs import TimedModel, known_costs
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace, cache
 
@@ -260,7 +260,8 @@ class Engine:
         width = rows if self.preset.width is None else min(rows, self.preset.width)
         if self.preset.speculate == OFF:
             return None
-        return make_speculator(self.preset.speculate, width, costs=self._pass_costs)
+        headed = isinstance(self.model.decoder, HeadedDecoder)
+        return make_speculator(self.preset.speculate, width, costs=self._pass_costs, headed=headed)
 
     @cached_property
     def _pass_costs(self) -> PassCosts:

@@ -98,7 +98,7 @@ def load(
         model = models.load(path, dtype, mesh=mesh, quantization=quantization)
         set_parse_special(model, parse_special)
         if preset is not None:
-            model = draft_model.load(model, speculate, dtype, quantization, path)
+            model = draft_model.load(model, preset.speculate, dtype, quantization, path, mesh is None)
 
     def engine_of(model: models.Model) -> engine.Engine:
         if preset is None:

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from entropic_jax import models
-from entropic_jax.models import draft_head
-from entropic_jax.parameter_tables.speculation_names import HEAD, is_draft_head, is_draft_model
+from entropic_jax.models import draft_head, draft_head_files
+from entropic_jax.parameter_tables.speculation_names import AUTO, is_draft_head, is_draft_model
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.speculation import DraftingDecoder, DraftingParams, HeadedDecoder
 
@@ -54,6 +54,7 @@ def load(
     dtype: str,
     quantization: str | None = None,
     path: str | Path | None = None,
+    joins: bool = True,
 ) -> models.Model:
     """The model with the draft model or head that `speculate` names; the model itself where it names none.
 
@@ -62,16 +63,20 @@ def load(
         speculate: the name of a drafter, or a directory.
         dtype: the dtype of a draft model, as of the model; a head has that of the model's activations.
         quantization: the quantization of its weights, a value of `--quantization`; None keeps their dtype.
-        path: directory of the model, whose folder `draft_head` the name "head" means; None for the one
-            that ships.
+        path: directory of the model, whose folder `draft_head` the name "head" means, and with "auto" drafts
+            too where there is one; None for the model that ships.
+        joins: whether a head may join the drafter "auto": not beside adapters, nor on several devices.
 
     Raises:
         ValueError: Where the directory cannot be used, or its model has other tokens.
         OSError: Where a file cannot be read.
     """
-    if speculate is not None and is_draft_head(speculate):
-        directory = models.directory_of(path) / draft_head.FOLDER if speculate == HEAD else Path(speculate)
-        return with_head(model, *draft_head.load(directory, model.decoder, model.activation_dtype))
+    folder = models.directory_of(path) / draft_head_files.FOLDER
+    if speculate == AUTO and (not joins or not draft_head_files.is_draft_head(folder)):
+        return model
+    if speculate == AUTO or (speculate is not None and is_draft_head(speculate)):
+        directory = Path(speculate) if is_draft_model(speculate) else folder
+        return with_head(model, *draft_head_files.load(directory, model.decoder, model.activation_dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
     return with_draft(model, models.load(Path(speculate), dtype, quantization=quantization))
@@ -102,7 +107,7 @@ def with_head(model: models.Model, head: draft_head.DraftHead, weights: models.P
         weights: the parameters of the head.
     """
     fields: dict[str, Any] = {f.name: getattr(model, f.name) for f in dataclasses.fields(models.Model)}
-    fields["params"] = DraftingParams(model.params, weights)
+    fields["params"] = DraftingParams(model.params, draft_head.runnable(head, model.params, weights))
     return ModelWithHead(**fields, head=head, weights=weights, target=model)
 
 

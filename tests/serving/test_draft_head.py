@@ -6,7 +6,7 @@ import json
 import pytest
 
 from entropic_jax import LLM, SamplingParams, models
-from entropic_jax.models import draft_head
+from entropic_jax.models import draft_head, draft_head_files
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine import programs
@@ -17,7 +17,7 @@ from entropic_jax.speculation import Cascade, HeadDrafter, PassCosts, make_specu
 from tests.serving.test_engine import copies_no_pool, engine_of, model  # noqa: F401
 from tests.serving.test_speculation import PLAIN, expected, off, requests, results  # noqa: F401  (fixtures)
 
-CHEAP = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
+CHEAP = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0), head_step=(0.01, 0.0))
 
 
 def head_of(model: models.Model) -> tuple[draft_head.DraftHead, models.Params]:  # noqa: F811
@@ -32,14 +32,14 @@ def head_directory(directory, tmp_path):
     """A copy of the model's directory with a random head in it."""
     model = models.load(directory)  # noqa: F811
     models.save(model, tmp_path)
-    draft_head.save(tmp_path / draft_head.FOLDER, *head_of(model))
+    draft_head_files.save(tmp_path / draft_head_files.FOLDER, *head_of(model))
     return str(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, monkeypatch):  # noqa: F811
-    def make_alone(name, rows, num_tokens, costs):
-        speculator = make_speculator(name, rows, num_tokens, costs or CHEAP)
+    def make_alone(name, rows, num_tokens, costs, headed):
+        speculator = make_speculator(name, rows, num_tokens, costs or CHEAP, headed)
         assert speculator is not None and isinstance(speculator.drafter, Cascade)
         return dataclasses.replace(speculator, drafter=speculator.drafter.drafters[1])
 
@@ -57,7 +57,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, monkeypatch)
 def test_llm_server_and_command_find_the_head_of_a_directory(head_directory, entropic):
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)
     texts = []
-    for speculate in ("off", "head", f"{head_directory}/{draft_head.FOLDER}"):
+    for speculate in ("off", "head", f"{head_directory}/{draft_head_files.FOLDER}"):
         with LLM(head_directory, max_num_seqs=1, num_pages=8, block_size=16, speculate=speculate) as llm:
             texts.append(llm.generate("import os", params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1] == texts[2]
@@ -100,6 +100,37 @@ def test_the_head_of_a_directory_is_loaded(head_directory):
     with_its_head = load(model, "head", "float32", path=head_directory)
     assert isinstance(with_its_head, ModelWithHead) and with_its_head.head == head_of(model)[0]
     assert load(model, "suffix", "float32", path=head_directory) is model
+
+
+def test_auto_takes_the_head_of_a_directory(head_directory, directory):
+    model = models.load(head_directory)  # noqa: F811
+    assert isinstance(load(model, "auto", "float32", path=head_directory), ModelWithHead)
+    assert load(model, "auto", "float32", path=directory) is model  # there is none
+    assert load(model, "auto", "float32", path=head_directory, joins=False) is model
+    names = [
+        [type(part).__name__ for part in make_speculator("auto", 1, headed=headed).drafter.drafters]
+        for headed in (False, True)
+    ]
+    assert names == [["SuffixDrafter", "PrunedDrafter"], ["SuffixDrafter", "HeadDrafter", "PrunedDrafter"]]
+
+
+@pytest.mark.slow
+def test_the_default_preset_drafts_with_the_head_of_a_directory(head_directory):
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)
+    texts = []
+    for preset in ("off", "meso"):
+        with LLM(head_directory, max_num_seqs=1, num_pages=8, block_size=16, preset=preset) as llm:
+            texts.append(llm.generate("import os", params)[0].outputs[0].token_ids)
+            assert isinstance(llm._engine.model, ModelWithHead) == (preset == "meso")
+    assert texts[0] == texts[1]
+
+
+def test_the_model_that_ships_has_a_head():
+    with_its_head = load(models.load(), "auto", "float32")
+    assert isinstance(with_its_head, ModelWithHead) and with_its_head.head is not None
+    assert with_its_head.head.config.mean_acceptance > 0.5
+    folder = models.directory_of(None) / draft_head_files.FOLDER
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 2_000_000
 
 
 def test_the_drafter_of_a_head_is_asked_after_the_suffix_drafter():

@@ -41,8 +41,8 @@ def small(model, **changes) -> models.Model:  # noqa: F811
 def drafting(directory, monkeypatch) -> dict:
     """Options of an engine that drafts with a model alone, at no cost."""
 
-    def make_alone(name, rows, num_tokens, costs):
-        speculator = make_speculator(name, rows, num_tokens, costs or CHEAP)
+    def make_alone(name, rows, num_tokens, costs, headed):
+        speculator = make_speculator(name, rows, num_tokens, costs or CHEAP, headed)
         assert speculator is not None and isinstance(speculator.drafter, Cascade)
         return dataclasses.replace(speculator, drafter=speculator.drafter.drafters[1])
 

@@ -11,8 +11,8 @@ import pytest
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.attention.window_pages import WindowPages
-from entropic_jax.models import draft_head
-from entropic_jax.models.train import draft_head as training
+from entropic_jax.models import draft_head, draft_head_files
+from entropic_jax.models.train import head_forward
 from entropic_jax.parameter_tables import speculation_names
 from entropic_jax.phases.batch import gather_active
 from entropic_jax.phases.forward import forward
@@ -38,14 +38,17 @@ LENGTHS = 9, 16, 5, 17
 
 
 @once
-def headed(layer: int = 1, seed: int = 3) -> tuple[HeadedDecoder, DraftingParams]:
-    """The tiny model with a random head."""
+def headed(layer: int | None = 1, listed: bool = False) -> tuple[HeadedDecoder, DraftingParams]:
+    """The tiny model with a random head, which may draft the odd tokens only."""
     target = model()
     shape = target.decoder.shape
     config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, 48)
     head = draft_head.DraftHead(target.decoder, config)
-    weights = draft_head.initialise(head, target.params, seed)
-    return HeadedDecoder(target.decoder, head), DraftingParams(target.params, weights)
+    weights = draft_head.initialise(head, target.params, 3)
+    if listed:
+        head, weights = draft_head.with_list(head, weights, np.arange(1, shape.vocabulary, 2))
+    draft = draft_head.runnable(head, target.params, weights)
+    return HeadedDecoder(target.decoder, head), DraftingParams(target.params, draft)
 
 
 def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
@@ -57,9 +60,11 @@ def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
     return Speculator(drafter, DraftLength(jnp.ones(2, jnp.float32), widths=(1, most_tokens + 1)))
 
 
-def run(drafts: Speculator, steps: int = 60, **sampling: Any) -> tuple[list[list[int]], Any, Any]:
+def run(
+    drafts: Speculator, steps: int = 60, layer: int | None = 1, listed: bool = False
+) -> tuple[list[list[int]], Any, Any]:
     """The tokens of every row, the last state and the trace, as in `test_lossless`."""
-    decoder, params = headed()
+    decoder, params = headed(layer, listed)
     pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)
     state = start(
         decoder,
@@ -68,7 +73,7 @@ def run(drafts: Speculator, steps: int = 60, **sampling: Any) -> tuple[list[list
         pool,
         prompts(*LENGTHS),
         key=jax.random.key(7),
-        sample=parameters(ROWS, **(sampling or SAMPLING)),
+        sample=parameters(ROWS, **SAMPLING),
         max_tokens=30,
         speculator=drafts,
     )
@@ -101,10 +106,13 @@ def hidden_states(text: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most_tokens", "cascaded"), [(1, False), (3, True)])
-def test_a_random_head_changes_nothing(most_tokens, cascaded):
+@pytest.mark.parametrize(
+    ("most_tokens", "cascaded", "layer", "listed"),
+    [(1, False, 1, False), (3, True, 1, False), (3, False, None, True)],
+)
+def test_a_random_head_changes_nothing(most_tokens, cascaded, layer, listed):
     plain = run_alone(None)
-    tokens, state, trace = run(drafting(most_tokens, cascaded))
+    tokens, state, trace = run(drafting(most_tokens, cascaded), layer=layer, listed=listed)
     assert tokens == plain[0]
     assert (state.length == plain[1].length).all()
     assert trace.num_drafted.sum() > 0.5 * trace.emitted.sum()
@@ -144,9 +152,10 @@ def test_plain_decoding_keeps_the_hidden_state_too():
         np.testing.assert_allclose(state.features[row], hidden_states(text)[-1], atol=2e-5, rtol=1e-4)
 
 
-def test_drafts_are_those_of_training():
+@pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, False), (None, True)])
+def test_drafts_are_those_of_training(layer, listed):
     """The first drafts of greedy rows are the likeliest tokens of what training computes there."""
-    (decoder, params), drafts = headed(), drafting(3)
+    (decoder, params), drafts = headed(layer, listed), drafting(3)
     pool = allocate(decoder.shape, 1, CONTEXT, page_size=PAGE)
     (prompt,) = prompts(20)
     state = start(
@@ -163,18 +172,21 @@ def test_drafts_are_those_of_training():
     _, _, batch = gather_active(state, None, 3)
     controlled = ControlledModel(decoder, params, chain())
     _, draft = drafts.drafter.draft(controlled, batch, jnp.array([3]))
-    target = training.Target(decoder.target, params.target)
+    target = head_forward.Target(decoder.target, params.target)
 
     @jax.jit
     def trained(tokens):
-        taught = training.teach(target, decoder.head.layer, tokens)
-        return training.drafts(decoder.head, target, params.draft, tokens, taught, 3)
+        taught = head_forward.teach(target, decoder.head.layer, tokens)
+        weights = params.draft.weights
+        features = head_forward.drafted_features(decoder.head, target, weights, tokens, taught, 3)
+        return [decoder.head.logits(params.target, params.draft, part) for part in features]
 
     text = [*prompt, 0, 0]  # what comes later is not seen, so the length may stay the same
     for number in range(3):
         # Training sees the text with the drafts that went before; the round starts at its last prompt token.
         expected = trained(jnp.asarray([text], jnp.int32))[number]
         likeliest = int(jnp.argmax(expected[0, len(prompt) - 1]))
+        assert not listed or likeliest % 2
         assert int(draft.tokens[0, number]) == likeliest
         if number < 2:
             text[len(prompt) + number] = likeliest
@@ -193,8 +205,8 @@ def test_a_head_states_how_often_its_drafts_are_accepted():
 def test_steps_of_a_head_are_cheaper_than_passes():
     decoder, params = headed()
     costs = known_costs(TimedModel(decoder, params, PAGE, jnp.float32))
-    assert costs.draft_step is not None and 0 < costs.draft_step[0] < costs.seconds[0]
-    assert costs.shortest_context == 0
+    assert costs.head_step is not None and 0 < costs.head_step[0] < costs.seconds[0]
+    assert costs.draft_step is not None and costs.draft_step[0] > 0
 
 
 @pytest.mark.slow
@@ -203,6 +215,7 @@ def test_steps_of_a_head_are_timed():
     costs = measure_pass_costs(
         decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
     )
+    assert costs.head_step is not None and 0 < costs.head_step[0] < 1
     assert costs.draft_step is not None and 0 < costs.draft_step[0] < 1
 
 
@@ -212,22 +225,33 @@ def test_a_decoder_without_a_head_is_refused():
         run_alone(drafts)
 
 
-def test_saved_heads_load(tmp_path):
-    decoder, params = headed()
-    draft_head.save(tmp_path / "head", decoder.head, params.draft, jnp.float32)
-    head, weights = draft_head.load(tmp_path / "head", decoder.target)
+def test_a_list_of_tokens_leaves_their_logits_as_they_are():
+    decoder, params = headed(None, True)
+    features = jax.random.normal(jax.random.key(0), (2, decoder.shape.hidden))
+    logits = decoder.head.logits(params.target, params.draft, features)
+    everywhere = decoder.target.logits(params.target, features)
+    np.testing.assert_allclose(logits[:, 1::2], everywhere[:, 1::2], rtol=1e-6)
+    assert (logits[:, ::2] == -jnp.inf).all()
+    assert decoder.head.shape.weights < headed(None)[0].head.shape.weights
+
+
+@pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, True)])
+def test_saved_heads_load(tmp_path, layer, listed):
+    decoder, params = headed(layer, listed)
+    draft_head_files.save(tmp_path / "head", decoder.head, params.draft.weights, jnp.float32)
+    head, weights = draft_head_files.load(tmp_path / "head", decoder.target)
     assert head == decoder.head
-    jax.tree.map(np.testing.assert_array_equal, weights, params.draft)
+    jax.tree.map(np.testing.assert_array_equal, weights, params.draft.weights)
 
 
 def test_the_command_line_recognises_what_the_model_saves(tmp_path):
     # Options are parsed without JAX, so they test for a head by a function of their own.
     decoder, params = headed()
-    draft_head.save(tmp_path, decoder.head, params.draft)
+    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
     for directory in (tmp_path, tmp_path.parent):
-        assert speculation_names.is_draft_head(str(directory)) == draft_head.is_draft_head(directory)
-    assert draft_head.is_draft_head(tmp_path)
-    assert speculation_names.HEAD_TYPE == draft_head.MODEL_TYPE
+        assert speculation_names.is_draft_head(str(directory)) == draft_head_files.is_draft_head(directory)
+    assert draft_head_files.is_draft_head(tmp_path)
+    assert speculation_names.HEAD_TYPE == draft_head_files.MODEL_TYPE
 
 
 @pytest.mark.parametrize(
@@ -237,6 +261,9 @@ def test_the_command_line_recognises_what_the_model_saves(tmp_path):
         ({"vocab_size": 95}, "vocab_size must be that of the model, 96; got 95"),
         ({"num_hidden_layers": 3}, "num_hidden_layers must be that of the model, 2; got 3"),
         ({"layer": 2}, r"layer must be in \[0, 1\]; got 2"),
+        ({"drafted_tokens": 0}, "drafted_tokens must be null or at most 96; got 0"),
+        ({"drafted_tokens": 97}, "drafted_tokens must be null or at most 96; got 97"),
+        ({"drafted_tokens": 9}, r"tokens must have the shape \(9,\); got None"),
         ({"layer": True}, r"layer must be a whole number below 2\*\*20; got True"),
         ({"intermediate_size": 0}, "intermediate_size must be at least 1; got 0"),
         ({"intermediate_size": 49}, r"must have the shape \(49, 32\); got \(48, 32\)"),
@@ -249,19 +276,28 @@ def test_the_command_line_recognises_what_the_model_saves(tmp_path):
 )
 def test_damaged_heads_are_refused(tmp_path, change, message):
     decoder, params = headed()
-    draft_head.save(tmp_path, decoder.head, params.draft)
+    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(models.ModelError, match=message):
-        draft_head.load(tmp_path, decoder.target)
+        draft_head_files.load(tmp_path, decoder.target)
+
+
+def test_a_head_with_another_vocabulary_is_refused(tmp_path):
+    decoder, params = headed(None, True)
+    weights = params.draft.weights
+    damaged = {**weights, "tokens": weights["tokens"].at[0].set(96)}
+    draft_head_files.save(tmp_path, decoder.head, damaged)
+    with pytest.raises(models.ModelError, match="tokens must be tokens of the model, below 96"):
+        draft_head_files.load(tmp_path, decoder.target)
 
 
 def test_a_head_without_tensors_is_refused(tmp_path):
     decoder, params = headed()
-    draft_head.save(tmp_path, decoder.head, params.draft)
-    (tmp_path / draft_head.TENSORS).write_bytes(b"nothing")
+    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
+    (tmp_path / draft_head_files.TENSORS).write_bytes(b"nothing")
     with pytest.raises(models.ModelError, match=r"draft_head\.safetensors cannot be read"):
-        draft_head.load(tmp_path, decoder.target)
+        draft_head_files.load(tmp_path, decoder.target)
 
 
 def _controlled(decoder: HeadedDecoder, params: DraftingParams) -> Any:

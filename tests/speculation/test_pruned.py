@@ -78,7 +78,7 @@ class Says:
     """Drafts a token of a stated chance of acceptance, and counts who asks."""
 
     chance: jax.Array  # float32 [rows]
-    rate: float = 0.0  # what it expects to reach
+    rate: float = np.inf  # what it expects to reach
     most_tokens: Annotated[int, STATIC] = 1
 
     def expected_rate(self, model, batch):
@@ -102,3 +102,23 @@ def test_a_row_asks_the_next_drafter_where_its_draft_promises_less():
     assert draft.source.tolist() == [0, 1, 1]
     assert draft.acceptance[:, 0].tolist() == pytest.approx([0.9, 0.8, 0.8])
     assert batch.state.speculation.shape == (3, 2) and batch.active.all()
+
+
+def test_a_drafter_of_which_less_is_expected_than_of_a_later_one_is_passed_over():
+    passes, active = law((1.0, 1.2, 1.8, 3.5), (0.0,) * 4), jnp.ones(2, bool)
+    state = State(**dict.fromkeys(State._fields))._replace(
+        length=jnp.zeros(2, jnp.int32), speculation=jnp.zeros((2, 3))
+    )
+    suffix, sure = Says(jnp.array([0.9, 0.4])), Says(jnp.full(2, 0.99), 2.4)
+    for rate, source in ((2.8, [0, 2]), (1.5, [0, 1])):
+        cascade = Cascade((suffix, sure, Says(jnp.full(2, 0.6), rate)), passes)
+        _, draft = cascade.draft(None, Batch(state, active), jnp.ones(2))
+        assert draft.source.tolist() == source
+
+
+def test_a_step_of_a_head_costs_what_was_measured():
+    costs = PassCosts((1, 2), (1.0, 1.5), WIDTHS, (0.0,) * 4, head_step=(0.2, 1e-5))
+    assert costs.head_step_costs(2) == pytest.approx((0.3, 1e-5))
+    assert not costs._replace(head_step=(-1.0, 0.0)).valid()
+    with pytest.raises(ValueError, match="head_step must have been measured"):
+        costs._replace(head_step=None).head_step_costs(1)

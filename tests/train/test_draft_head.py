@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import models
-from entropic_jax.models import draft_head
+from entropic_jax.models import draft_head, draft_head_files
 from entropic_jax.models.train import draft_head as training
 
 TEXT = """
@@ -43,7 +43,7 @@ def test_training_raises_the_acceptance_and_goes_on(exported, text, tmp_path, ca
     assert trained > untrained + 0.1
     assert "draft 2: accepted with probability" in capsys.readouterr().out
     model = models.load(exported)
-    head, weights = draft_head.load(tmp_path / "head", model.decoder)
+    head, weights = draft_head_files.load(tmp_path / "head", model.decoder)
     assert head.config.mean_acceptance == pytest.approx(trained)
     assert head.layer == model.config.num_hidden_layers - 1
     described = json.loads((tmp_path / "head" / "config.json").read_text())
