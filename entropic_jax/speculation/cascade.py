@@ -57,8 +57,8 @@ class Cascade:
         result, shift = [], batch.state.speculation
         for number, drafter in enumerate(self.drafters):
             rate = getattr(drafter, "expected_rate", None)
-            asked = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
-            result.append(None if self.law is None or rate is None else rate(model, asked))
+            of_drafter = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
+            result.append(None if self.law is None or rate is None else rate(model, of_drafter))
         return result
 
     def _promising(

@@ -28,8 +28,8 @@ def add_speculate(parser: argparse._ActionsContainer) -> None:
         "--speculate",
         metavar="NAME",
         help=f"drafter, one of {', '.join(DRAFTERS)}: suffix (longest repeated match), pruned (this model on "
-        "few pages of the KV cache), head (the draft head in the model's directory), auto (the most promising "
-        "of these); or the directory of a draft head, or of a draft model with the same tokenizer. "
+        "few pages of the KV cache), head (the draft head in the model's directory), auto (the most "
+        "promising of these); or the directory of a draft head, or of a draft model with the same tokenizer. "
         "The output is unchanged (default: auto with meso and full, else off)",
     )
 

@@ -38,17 +38,33 @@ LENGTHS = 9, 16, 5, 17
 
 
 @once
-def headed(layer: int | None = 1, listed: bool = False) -> tuple[HeadedDecoder, DraftingParams]:
-    """The tiny model with a random head, which may draft the odd tokens only."""
+def head_of(layer: int | None = 1, listed: bool = False) -> tuple[draft_head.DraftHead, models.Params]:
+    """A random head of the tiny model, which may draft the odd tokens only."""
     target = model()
     shape = target.decoder.shape
     config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, 48)
     head = draft_head.DraftHead(target.decoder, config)
     weights = draft_head.initialise(head, target.params, 3)
     if listed:
-        head, weights = draft_head.with_list(head, weights, np.arange(1, shape.vocabulary, 2))
+        return draft_head.with_list(head, weights, np.arange(1, shape.vocabulary, 2))
+    return head, weights
+
+
+@once
+def headed(layer: int | None = 1, listed: bool = False) -> tuple[HeadedDecoder, DraftingParams]:
+    """The tiny model with the head of `head_of`."""
+    target, (head, weights) = model(), head_of(layer, listed)
     draft = draft_head.runnable(head, target.params, weights)
     return HeadedDecoder(target.decoder, head), DraftingParams(target.params, draft)
+
+
+def widened(weights: models.Params) -> models.Params:
+    """The parameters of a head that runs, without scales."""
+    if not isinstance(weights, dict):
+        return weights
+    if "scale" in weights:
+        return {"kernel": weights["kernel"].astype(jnp.float32) * weights["scale"]}
+    return {name: widened(part) for name, part in weights.items()}
 
 
 def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
@@ -177,7 +193,7 @@ def test_drafts_are_those_of_training(layer, listed):
     @jax.jit
     def trained(tokens):
         taught = head_forward.teach(target, decoder.head.layer, tokens)
-        weights = params.draft.weights
+        weights = widened(params.draft.weights)
         features = head_forward.drafted_features(decoder.head, target, weights, tokens, taught, 3)
         return [decoder.head.logits(params.target, params.draft, part) for part in features]
 
@@ -230,24 +246,24 @@ def test_a_list_of_tokens_leaves_their_logits_as_they_are():
     features = jax.random.normal(jax.random.key(0), (2, decoder.shape.hidden))
     logits = decoder.head.logits(params.target, params.draft, features)
     everywhere = decoder.target.logits(params.target, features)
-    np.testing.assert_allclose(logits[:, 1::2], everywhere[:, 1::2], rtol=1e-6)
+    # The projection to the list may be of int8.
+    np.testing.assert_allclose(logits[:, 1::2], everywhere[:, 1::2], atol=0.01 * jnp.abs(everywhere).max())
     assert (logits[:, ::2] == -jnp.inf).all()
     assert decoder.head.shape.weights < headed(None)[0].head.shape.weights
 
 
 @pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, True)])
 def test_saved_heads_load(tmp_path, layer, listed):
-    decoder, params = headed(layer, listed)
-    draft_head_files.save(tmp_path / "head", decoder.head, params.draft.weights, jnp.float32)
-    head, weights = draft_head_files.load(tmp_path / "head", decoder.target)
-    assert head == decoder.head
-    jax.tree.map(np.testing.assert_array_equal, weights, params.draft.weights)
+    saved, numbers = head_of(layer, listed)
+    draft_head_files.save(tmp_path / "head", saved, numbers, jnp.float32)
+    head, weights = draft_head_files.load(tmp_path / "head", saved.target)
+    assert head == saved
+    jax.tree.map(np.testing.assert_array_equal, weights, numbers)
 
 
 def test_the_command_line_recognises_what_the_model_saves(tmp_path):
     # Options are parsed without JAX, so they test for a head by a function of their own.
-    decoder, params = headed()
-    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
+    draft_head_files.save(tmp_path, *head_of())
     for directory in (tmp_path, tmp_path.parent):
         assert speculation_names.is_draft_head(str(directory)) == draft_head_files.is_draft_head(directory)
     assert draft_head_files.is_draft_head(tmp_path)
@@ -275,29 +291,26 @@ def test_the_command_line_recognises_what_the_model_saves(tmp_path):
     ],
 )
 def test_damaged_heads_are_refused(tmp_path, change, message):
-    decoder, params = headed()
-    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
+    draft_head_files.save(tmp_path, *head_of())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(models.ModelError, match=message):
-        draft_head_files.load(tmp_path, decoder.target)
+        draft_head_files.load(tmp_path, model().decoder)
 
 
 def test_a_head_with_another_vocabulary_is_refused(tmp_path):
-    decoder, params = headed(None, True)
-    weights = params.draft.weights
+    head, weights = head_of(None, True)
     damaged = {**weights, "tokens": weights["tokens"].at[0].set(96)}
-    draft_head_files.save(tmp_path, decoder.head, damaged)
+    draft_head_files.save(tmp_path, head, damaged)
     with pytest.raises(models.ModelError, match="tokens must be tokens of the model, below 96"):
-        draft_head_files.load(tmp_path, decoder.target)
+        draft_head_files.load(tmp_path, model().decoder)
 
 
 def test_a_head_without_tensors_is_refused(tmp_path):
-    decoder, params = headed()
-    draft_head_files.save(tmp_path, decoder.head, params.draft.weights)
+    draft_head_files.save(tmp_path, *head_of())
     (tmp_path / draft_head_files.TENSORS).write_bytes(b"nothing")
     with pytest.raises(models.ModelError, match=r"draft_head\.safetensors cannot be read"):
-        draft_head_files.load(tmp_path, decoder.target)
+        draft_head_files.load(tmp_path, model().decoder)
 
 
 def _controlled(decoder: HeadedDecoder, params: DraftingParams) -> Any:
