@@ -76,9 +76,9 @@ def _placed(name: str, stored: np.ndarray, dtype: Any) -> jax.Array:
     """A parameter as a head computes with it; a matrix stays bfloat16 where products widen it at no cost.
 
     Args:
-        name: of the parameter on disk.
+        name: the name of the parameter on disk.
         stored: its numbers.
-        dtype: that the head computes in.
+        dtype: the dtype that the head computes in.
     """
     if name == draft_head.LISTED:
         return jnp.asarray(stored, jnp.int32)

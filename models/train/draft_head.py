@@ -287,7 +287,7 @@ def _add_round(folder: Path, entry: dict[str, Any]) -> None:
     """Add a round to the record of the training, `training.json`.
 
     Args:
-        folder: of the head.
+        folder: the directory of the head.
         entry: tokens, the cost of the last steps, and P(accepted) of each draft.
     """
     file = folder / RECORD

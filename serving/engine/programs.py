@@ -104,8 +104,8 @@ class Shapes:
         """What drafts the tokens of a batch.
 
         Args:
-            rows: of the batch.
-            costs: of passes on this machine.
+            rows: number of rows of the batch.
+            costs: the costs of passes on this machine.
             headed: whether the model has a draft head.
         """
         if rows not in self.drafting_widths:
