@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+os.environ.setdefault("NPROC", "1")  # threads of XLA, as in `entropic generate` and `entropic serve`
 
 from ..harness.paths import ROOT
 from ..harness.publishing import benchmark_parser, measure_and_publish

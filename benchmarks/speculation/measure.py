@@ -1,6 +1,7 @@
 """Measurements of speculation: milliseconds of a pass by its tokens, and rates of every arm in turn."""
 
 import argparse
+import os
 import time
 from typing import Annotated, Any
 
@@ -147,11 +148,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     pin_to_cores(options.threads)
     results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
-    results |= {"model": options.model.name, "dtype": "float32", "costs": [], "rates": []}
+    results |= {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": "float32"}
+    results |= {"costs": [], "rates": []}
     model, tokenizer = models.load(options.model, "float32"), options.model / "tokenizer.json"
-    model = draft_model.load(
-        model, AUTO, "float32", path=options.model
-    )  # with its draft head, if there is one
+    model = draft_model.load(model, AUTO, "float32", path=options.model)  # with its draft head, if any
     headed = isinstance(model.decoder, HeadedDecoder)
     held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]
     shortest = min(options.contexts)

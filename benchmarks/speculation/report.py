@@ -105,6 +105,8 @@ def stamps(results: dict[str, Any]) -> str:
 def notes(results: dict[str, Any]) -> list[str]:
     """Where it was measured, and what the columns mean."""
     machine = f"{results['cpu']}, {results['threads']} threads, jax {results['jax']}"
+    if xla_threads := results.get("xla_threads"):
+        machine += f", NPROC={xla_threads}"
     ratio = (
         "All arms decode the same prompt and seed, launch by launch in turn. Prompts are not timed. "
         "A text that differs from `off` is compared up to its first tie."
