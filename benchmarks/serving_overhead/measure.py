@@ -3,6 +3,7 @@
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import allocate, chain, loop, parameters
@@ -23,7 +24,8 @@ def offline_seconds(engine: LLMEngine, prompts: list[list[int]], tokens: int) ->
     model, rows = engine.model, len(prompts)
     context = -(-(max(map(len, prompts)) + tokens) // engine.sizes.page_size) * engine.sizes.page_size
     pool = allocate(model.decoder.shape, rows, context, page_size=engine.sizes.page_size)
-    jax.block_until_ready(pool)
+    # The engine's cache has been in use, so this one has its memory, too.
+    pool = jax.block_until_ready(pool._replace(layers=jax.tree.map(jnp.zeros_like, pool.layers)))
     begin = time.perf_counter()
     state = loop.start(
         model.decoder,

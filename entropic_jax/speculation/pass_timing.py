@@ -139,6 +139,8 @@ def _pass(
     """
     rows, width, length = shape
     cache = allocate(decoder.shape, rows, length + width, page_size=page_size, dtype=dtype)
+    # Of memory that was never written to, the system would show the same few bytes everywhere.
+    cache = cache._replace(layers=jax.tree.map(jnp.zeros_like, cache.layers))
     cache, _ = grant(cache, jnp.full(rows, length + width, jnp.int32))
     span = TokenSpan(jnp.full(rows, length, jnp.int32), jnp.full(rows, width, jnp.int32))
     position = span.start[:, None] + jnp.arange(width)

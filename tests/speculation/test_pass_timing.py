@@ -1,10 +1,12 @@
 """Pass costs: which passes are timed, and what their times are taken apart into."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from entropic_jax.speculation import measure_pass_costs
 from entropic_jax.speculation import pass_timing as module
+from entropic_jax.state.cache import allocate, grant
 from tests import tiny
 
 MODEL = tiny.model()
@@ -38,6 +40,20 @@ def test_a_model_is_timed():
     # Which part of a time is the products' and which the positions' is noise at so short a context.
     assert min(*costs.seconds, *costs.seconds_per_position) >= 0
     assert (costs.law(1, (1, 2, 4)).pass_costs(jnp.float32(100)) > 0).all()
+
+
+def test_what_a_pass_reads_was_written(monkeypatch):
+    """Memory that nothing was written to would be read out of the processor's cache."""
+
+    def unwritten(*arguments, **sizes):
+        pool = allocate(*arguments, **sizes)
+        return pool._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool.layers))
+
+    timed = []
+    monkeypatch.setattr(module, "allocate", unwritten)
+    monkeypatch.setattr(module, "grant", lambda cache, lengths: timed.append(cache) or grant(cache, lengths))
+    module._pass(MODEL.decoder, MODEL.params, module.PassShape(1, 1, 20), 8, jnp.float32)
+    assert timed and all((leaf == 0).all() for leaf in jax.tree.leaves(timed[0].layers))
 
 
 @pytest.mark.parametrize(
