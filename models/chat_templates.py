@@ -20,6 +20,7 @@ from .config import ModelError
 from .template_worker import receive, send
 
 SECONDS = 5  # of processor time for a conversation
+PATIENCE = 30.0  # seconds that it may take on a busy machine, or in a process that something has stopped
 MEMORY = 1 << 30  # bytes of the process
 MOST_CHARACTERS = 1 << 24  # of a conversation as text
 SCRIPT = Path(__file__).with_name("template_worker.py")
@@ -49,6 +50,9 @@ class TemplateProcess:
             process = self.running()
             assert process.stdin is not None and process.stdout is not None
             data = None
+            watchdog = threading.Timer(PATIENCE, process.kill)  # which ends `receive`
+            watchdog.daemon = True
+            watchdog.start()
             try:
                 with contextlib.suppress(BrokenPipeError):
                     send(process.stdin, request)
@@ -56,6 +60,8 @@ class TemplateProcess:
             except BaseException:  # an interrupt: the rest of this answer must not become the next one's
                 self.stop()
                 raise
+            finally:
+                watchdog.cancel()
             if data is None:
                 self.stop()
                 return {"exceeded": True}

@@ -56,6 +56,16 @@ def test_what_the_system_ends_is_started_again():
     assert render("b", {}) == "b"
 
 
+def test_a_stopped_process_is_ended_and_started_again(monkeypatch):
+    monkeypatch.setattr(chat_templates, "PATIENCE", 0.5)
+    assert render("a", {}) == "a"
+    os.kill(PROCESS.process.pid, signal.SIGSTOP)
+    with pytest.raises(ModelError, match=r"^chat_template must need at most 1 s"):
+        render("b", {})
+    monkeypatch.undo()
+    assert render("c", {}) == "c"
+
+
 def test_a_syntax_error_names_the_argument_and_the_line():
     check("{{ x }}", "--chat-template")
     with pytest.raises(ModelError, match="--chat-template must be a Jinja template; got an error in line 2"):
