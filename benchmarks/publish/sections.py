@@ -29,7 +29,7 @@ FILES = {  # benchmarks whose section comes from one file
     "serving": "serving-amd-epyc.json",
     "serving.interference": "interference-intel-xeon-processor.json",
     "soak": "soak-amd-epyc.json",
-    "speculation": "speculation-amd-epyc.json",
+    "speculation": "speculation-intel-xeon-processor.json",
     "speculation.lossless": "lossless-amd-epyc.json",
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",

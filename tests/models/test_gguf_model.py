@@ -9,11 +9,12 @@ import pytest
 from entropic_jax import models
 from entropic_jax.models.tensor_names import EMBEDDING
 from tests.models.dense import run
-from tests.models.test_gguf_families import in_halves, in_pairs
-from tests.models.test_other_writers import EMBEDDED, TOKENS, TOLERANCE, dense_model
 
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
+
+from tests.models.test_gguf_families import in_halves, in_pairs  # noqa: E402 - these modules need torch
+from tests.models.test_other_writers import EMBEDDED, TOKENS, TOLERANCE, dense_model  # noqa: E402
 
 FAST = "Q8_0"
 KINDS = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
