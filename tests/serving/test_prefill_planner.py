@@ -60,16 +60,16 @@ def test_the_least_left_goes_first():
     assert order(long, short, almost) == [almost, short, long]
 
 
-def test_no_prompt_is_passed_over_for_long():
+def test_no_prompt_is_passed_over_for_long(monkeypatch):
     late, long, short = prompt(9000, begun=16, waited=1.0), prompt(8000, waited=0.5), prompt(64)
     assert order(short, long, late) == [late, long, short]
+    clock = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
     subject, flood = planner(((1, 16),)), prompt(8000)
-    begin, served = time.perf_counter(), 0.0
-    while not served:  # short prompts come all the time
-        taken = subject.chunk([prompt(8), flood], None)[1][0].sequence
-        served = time.perf_counter() - begin if taken is flood else 0.0
-        time.sleep(0.001)
-    assert LONGEST_PASSED_OVER < served < LONGEST_PASSED_OVER + 1.0
+    while subject.chunk([prompt(8), flood], None)[1][0].sequence is not flood:
+        clock.seconds += 0.001  # short prompts come all the time
+        assert clock.seconds < 101
+    assert clock.seconds - 100 == pytest.approx(LONGEST_PASSED_OVER, abs=0.002)
 
 
 def test_stated_priority_precedes_both():
