@@ -1,7 +1,7 @@
 """Draw a generation as the terminal shows it: `python examples/picture.py docs/generation.svg`."""
 
+import argparse
 import io
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,9 @@ PROMPT = '''class Stack:
 
 
 def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "generation.svg")
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("file", type=Path, nargs="?", default=Path("generation.svg"))
+    path = parser.parse_args().file
     params = SamplingParams(max_tokens=160, temperature=0.6, top_p=0.95, seed=1, logprobs=0)
     with LLM() as llm:
         (completion,) = llm.generate(PROMPT, params)[0].outputs

@@ -51,9 +51,7 @@ class HeadConfig:
     hidden_size: int  # of the model
     vocab_size: int  # of the model
     num_hidden_layers: int  # of the model
-    layer: (
-        int | None
-    )  # of the model, whose keys and values the head reads; from 0. None: it attends to nothing
+    layer: int | None  # of the model, from 0, whose keys and values the head reads; None: it reads none
     intermediate_size: int  # of the head's feed-forward block
     drafted_tokens: int | None = None  # how many tokens of the vocabulary it may draft; None: all
     entropy_edges: tuple[float, ...] = (0.3, 1.5, 2.7)  # nats, ascending

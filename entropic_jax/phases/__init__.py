@@ -1,1 +1,1 @@
-"""The phases of a step: gather, forward, emit, account, scatter; and prefill, a forward pass alone."""
+"""The phases of a step: gather, forward, emit, scatter, schedule; and prefill, a forward pass alone."""

@@ -42,25 +42,16 @@ class PassCosts(NamedTuple):
         Raises:
             ValueError: they were not measured.
         """
-        if self.draft_step is None:
-            raise ValueError("draft_step must have been measured to draft from few pages; got None")
-        return self._of_batch(self.draft_step, rows)
+        return self._step_costs("draft_step", rows)
 
     def head_step_costs(self, rows: int) -> tuple[float, float]:
-        """As `draft_step_costs`, of a step of a draft head.
+        """As `draft_step_costs`, of a step of a draft head."""
+        return self._step_costs("head_step", rows)
 
-        Args:
-            rows: number of rows of the batch.
-
-        Raises:
-            ValueError: they were not measured.
-        """
-        if self.head_step is None:
-            raise ValueError("head_step must have been measured to draft with a head; got None")
-        return self._of_batch(self.head_step, rows)
-
-    def _of_batch(self, step: tuple[float, float], rows: int) -> tuple[float, float]:
-        """The costs of a step of one row, for all rows of a batch."""
+    def _step_costs(self, name: str, rows: int) -> tuple[float, float]:
+        """The costs of a step of one row, a field of this tuple, for all rows of a batch."""
+        if (step := getattr(self, name)) is None:
+            raise ValueError(f"{name} must have been measured to draft with it; got None")
         single, batch = (float(_interpolate([n], self.tokens, self.seconds)[0]) for n in (1, rows))
         return step[0] * (batch / single if single > 0 else 1.0), step[1]
 

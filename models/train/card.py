@@ -18,8 +18,8 @@ INTRODUCTION = """# The embedded model
 
 A small language model of Python source code, trained from scratch by `models.train` and shipped with the
 repository so that generation works without a download. Llama architecture, Hugging Face layout; it loads
-in `models.load` and in `transformers` alike. The folder `draft_head` holds a draft
-head for it, with a card of its own."""
+in `models.load` and in `transformers` alike. The folder `draft_head` holds a draft head for it, with a card
+of its own."""
 
 LIMITS = """## Limits
 

@@ -61,6 +61,8 @@ def describe(path: Path) -> list[str]:
         raw, config = read_config_json(path), read_config(path)
         stored = open_tensors(path, config).values()
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(structure(config)[1]))
+        if config.tie_word_embeddings:  # in memory twice
+            parameters -= config.vocab_size * config.hidden_size
     except ModelError as error:
         raise RequestError(f"path must be a model that can be loaded: {error}", "path") from None
     kinds: Counter[str] = Counter()

@@ -13,7 +13,7 @@ class Limits(NamedTuple):
 
     body: int = 16 * 2**20  # bytes
     sequences: int = 1024  # prompts times texts for each
-    stops: int = 16  # stop strings
+    stops: int = 64  # stop strings, as many as the Python API accepts
     grammar: int = 64 * 1024  # characters of a schema, expression or grammar
     connections: int = 2048  # open at once
     head: float = 20.0  # seconds that the headers of a request may take

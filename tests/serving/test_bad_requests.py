@@ -30,7 +30,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "suffix",
             "suffix must be null for a model without fill-in-the-middle",
         ),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "stop must have at most 16 strings; got 17"),
+        ({"prompt": "x", "stop": ["a"] * 65}, "stop", "stop must be a string of 1 to 1024 characters or a list of up to 64"),
         (
             {"prompt": "x", "stop": ""},
             "stop",
@@ -193,3 +193,11 @@ def test_what_is_not_a_body_is_refused(live, content):
 def test_unknown_fields_are_left_alone(live):
     body = {"prompt": "x", "max_tokens": 1, "frobnicate": {"a": 1}, "user": "me", "store": False}
     assert httpx2.post(live.url + PATH, json=body).status_code == 200
+
+
+@pytest.mark.parametrize("value", [0, 5, "yes"])
+def test_a_flag_with_the_name_of_a_number_is_called_a_flag(live, value):
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": value}
+    error = refused(httpx2.post(f"{live.url}/v1/chat/completions", json=body), 400)
+    assert error["param"] == "logprobs" and "must be true or false" in error["message"]
+    assert error["message"].endswith(f"got {value!r}")

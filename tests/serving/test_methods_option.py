@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from entropic_jax.methods.registry import METHODS
+from entropic_jax.parameter_tables.prefill_options import SPARSE_METHODS
 from entropic_jax.serving.options import control_options
 
 
 def test_the_command_line_knows_every_method():
     assert tuple(METHODS) == control_options.METHODS
+    assert set(SPARSE_METHODS) == {name for name, entry in METHODS.items() if entry.prefill is not None}
 
 
 @pytest.mark.slow

@@ -31,6 +31,14 @@ def test_a_directory_is_described(entropic, directory):
     assert "sliding" not in lines and "quantization" not in lines
 
 
+def test_a_tied_embedding_counts_once(entropic):
+    stored = load_file(models.directory_of(None) / "model.safetensors")
+    assert (
+        described(entropic, models.directory_of(None))["parameters"]
+        == f"{sum(x.size for x in stored.values()):,}"
+    )
+
+
 def test_parameters_of_quantised_weights_are_those_of_the_model(entropic, directory):
     before = described(entropic, directory)
     config = json.loads((directory / "config.json").read_text())

@@ -230,7 +230,7 @@ def test_the_document_is_truthful(live):
 @pytest.fixture
 def other(served):
     """A server with keys and small limits."""
-    limits = Limits(body=2000)
+    limits = Limits(body=2000, stops=2)
     settings = Settings(
         port=0,
         api_keys=("secret-1", "secret-2"),
@@ -242,6 +242,16 @@ def other(served):
     with serving(Frontend(engine, served, settings)) as live:
         live.engine = engine
         yield live
+
+
+def test_an_operator_may_allow_fewer_stop_strings(other):
+    headers = {"Authorization": "Bearer secret-1"}
+    body = {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]}
+    assert httpx2.post(other.url + PATH, json=body, headers=headers).status_code == 200
+    error = refused(
+        httpx2.post(other.url + PATH, json=body | {"stop": ["a", "b", "c"]}, headers=headers), 400
+    )
+    assert error["message"] == "stop must have at most 2 strings; got 3" and error["param"] == "stop"
 
 
 def test_keys(other):

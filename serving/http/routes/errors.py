@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
 from entropic_jax.parameter_tables.sampling_params import PARAMETERS
-from entropic_jax.parameter_tables.table import Accepted, short
+from entropic_jax.parameter_tables.table import Accepted, Number, short
 
 from ..frontend import FrontendError
 from ..protocol import entropic
@@ -211,6 +211,8 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     if nested and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
         return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]])
     accepts = _accepted(path)
+    if isinstance(accepts, Number) and first["type"].startswith("bool_"):
+        accepts = None  # `logprobs`, a number elsewhere, is a flag in this body
     if path[0] == "entropic" and len(path) > 1:
         return _of_entropic(path[1], accepts, first), f"entropic.{path[1]}"
     sent = getattr(error, "body", None)
