@@ -30,7 +30,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "suffix",
             "suffix must be null for a model without fill-in-the-middle",
         ),
-        ({"prompt": "x", "stop": ["a"] * 65}, "stop", "stop must be a string of 1 to 1024 characters or a list of up to 64"),
+        (
+            {"prompt": "x", "stop": ["a"] * 65},
+            "stop",
+            "stop must be a string of 1 to 1024 characters or a list of up to 64",
+        ),
         (
             {"prompt": "x", "stop": ""},
             "stop",

@@ -221,7 +221,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
             {"messages": CONVERSATION[:2]},
             "messages must answer every tool_use by a tool_result; got none for t1",
         ),
-        ({"stop_sequences": ["a"] * 65}, "stop_sequences must be a string of 1 to 1024 characters or a list of up to 64"),
+        (
+            {"stop_sequences": ["a"] * 65},
+            "stop_sequences must be a string of 1 to 1024 characters or a list of up to 64",
+        ),
         ({"messages": [{"role": "user", "content": "x " * 999}]}, "messages must have between 1 and 255 tok"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type must "),
         (
