@@ -9,8 +9,9 @@ probability P that one is accepted:
 
     λ = max over n of rows · Σ_{i ≤ n} Pⁱ / (n c_draft + c_verify(n + 1))
 
-One more token is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_verify) / rows. Nothing is drafted
-where n = 0 is best.
+One more token of a row is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_verify) / rows. A draft step
+costs nearly as much for a few rows as for all, so there is none unless Σ Π P(accepted so far) · P, over the
+rows that go on, exceeds λ times its cost. Nothing is drafted where n = 0 is best.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -40,6 +41,42 @@ class DraftedToken(NamedTuple):
     emitted: jax.Array  # bool [rows], whether there is one
 
 
+class Stopping(NamedTuple):
+    """When drafts end: a step has to gain as many expected tokens, relative to P, as its time is worth."""
+
+    of_step: jax.Array  # float32 [], of a step, however many rows it has
+    of_position: jax.Array  # float32 [], added by each cached position of the rows that go on
+    of_row: jax.Array  # float32 [k], added by each of these rows after 0, 1, … tokens; inf drafts nothing
+
+    def least_reach(self, going: jax.Array, length: jax.Array) -> jax.Array:
+        """P(all accepted so far) from which a row goes on if all rows do, after 0, 1, … tokens; `[k]`.
+
+        Args:
+            going: bool `[rows]`, the rows that draft.
+            length: int32 `[rows]`, cached positions.
+        """
+        rows = jnp.maximum(going.sum(dtype=jnp.float32), 1.0)
+        return (self.of_step + self.of_position * _positions(going, length)) / rows + self.of_row
+
+    def pays(self, number: jax.Array, going: jax.Array, length: jax.Array, reach: jax.Array) -> jax.Array:
+        """Whether another step pays for the rows that would go on, bool `[]`.
+
+        Args:
+            number: int32 `[]`, tokens drafted so far.
+            going: bool `[rows]`, the rows that would go on.
+            length: int32 `[rows]`, cached positions.
+            reach: float32 `[rows]`, P(all accepted so far).
+        """
+        worth = self.of_step + self.of_position * _positions(going, length)
+        worth += jnp.where(going, self.of_row[number], 0.0).sum()
+        return jnp.where(going, reach, 0.0).sum() >= worth
+
+
+def _positions(rows: jax.Array, length: jax.Array) -> jax.Array:
+    """Cached positions of some rows, float32 `[]`."""
+    return jnp.where(rows, length, 0).sum(dtype=jnp.float32)
+
+
 @pytree
 class AutoregressiveDrafter:
     """Drafts with a step of a model per token. Subclasses say which model, and which pages it reads."""
@@ -64,7 +101,8 @@ class AutoregressiveDrafter:
         rows, shift = state.token.shape[0], state.speculation[:, 0]
         max_drafts = jnp.minimum(max_drafts, k)
         going = batch.active & (max_drafts > 0) & (state.length >= self.shortest_context)
-        least = self.least_reach(going, state.length, shift)
+        stopping = self.stopping(going, state.length, shift)
+        least = stopping.least_reach(going, state.length)
         going &= least[0] <= 1
         drafted = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
 
@@ -81,6 +119,7 @@ class AutoregressiveDrafter:
             reach = jnp.where(emitted, reach * correct(chance, shift), reach)
             going = emitted & (after.status == RUNNING) & (number + 1 < max_drafts)
             going &= reach >= least[jnp.minimum(number + 1, k - 1)]
+            going &= stopping.pays(jnp.minimum(number + 1, k - 1), going, state.length, reach)
             changed = changed_fields(after)
             return number + 1, going, reach, after.cache.layers, changed, drafted
 
@@ -132,35 +171,39 @@ class AutoregressiveDrafter:
         rates, *_ = self.calibrated(model)._rates(drafts, state.length, state.speculation[:, 0])
         return jnp.max(rates)
 
-    def least_reach(self, going: jax.Array, length: jax.Array, shift: jax.Array) -> jax.Array:
-        """P(all accepted so far) from which the next token is drafted, after 0, 1, … of them; float32 `[k]`.
+    def stopping(self, going: jax.Array, length: jax.Array, shift: jax.Array) -> Stopping:
+        """When the drafts of a batch end.
 
         Args:
             going: bool `[rows]`, the rows that draft.
             length: int32 `[rows]`, cached positions.
             shift: float32 `[rows]`, correction of the log-odds of acceptance.
         """
+        nothing = jnp.zeros(())
         if self.law is None:
-            return jnp.full(self.most_tokens, self.stop_below)
-        rates, mean, step, verify = self._rates(going, length, shift)
+            return Stopping(nothing, nothing, jnp.full(self.most_tokens, self.stop_below))
+        rates, mean, verify = self._rates(going, length, shift)
         rows = jnp.maximum(going.sum(dtype=jnp.float32), 1.0)
-        marginal = jnp.max(rates) * (step + jnp.diff(verify)) / (rows * mean)
-        return jnp.where(jnp.argmax(rates) == 0, jnp.inf, marginal)
+        worth = jnp.max(rates) / mean
+        nothing_pays = (jnp.argmax(rates) == 0) | jnp.isinf(verify[1:])
+        of_row = jnp.where(nothing_pays, jnp.inf, worth * jnp.diff(verify) / rows)
+        return Stopping(worth * self.step_costs[0], worth * self.step_costs[1], of_row)
 
     def _rates(
         self, going: jax.Array, length: jax.Array, shift: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The rate of n = 0 … k drafted tokens, with P, c_draft and c_verify(n + 1)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The rate of n = 0 … k drafted tokens, P, and c_verify(n + 1): inf for more than a pass holds."""
         assert self.law is not None
-        rows, positions = going.sum(dtype=jnp.float32), jnp.where(going, length, 0).sum(dtype=jnp.float32)
+        rows, positions = going.sum(dtype=jnp.float32), _positions(going, length)
         mean_shift = jnp.where(going, shift, 0.0).sum() / jnp.maximum(rows, 1.0)
         mean = correct(jnp.asarray(self.mean_acceptance), mean_shift)
         number = jnp.arange(self.most_tokens + 1, dtype=jnp.float32)
         costs = self.law.pass_costs(positions)
         verify = jnp.interp(number + 1, jnp.asarray(self.law.widths, jnp.float32), costs)
+        verify = jnp.where(number < self.law.widths[-1], verify, jnp.inf)
         step = self.step_costs[0] + self.step_costs[1] * positions
         rates = rows * jnp.cumsum(mean**number) / (number * step + verify)
-        return rates, mean, jnp.asarray(step), verify
+        return rates, mean, verify
 
     def probability(self, entropy: jax.Array) -> jax.Array:
         """P(accepted) of tokens drawn at these entropies of the draft, nats `[rows]`."""

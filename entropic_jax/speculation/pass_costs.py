@@ -18,20 +18,38 @@ class PassCosts(NamedTuple):
     seconds: tuple[float, ...]  # of a pass of n tokens, at a context of no positions
     widths: tuple[int, ...]  # tokens of one row, ascending
     seconds_per_position: tuple[float, ...]  # added by each cached position of a row with n tokens
-
     draft_step: tuple[float, float] | None = None  # of one row's step of the pruned drafter: seconds without
     # context, and added by each cached position; None where it was not measured
     shortest_context: int = 0  # cached positions of a row, below which nothing is drafted from few pages
     head_step: tuple[float, float] | None = None  # as `draft_step`, of a draft head
+
+    # A batch with many cached positions reads them from memory, one with few from the processor's caches.
+    batch_seconds_per_position: tuple[float, ...] = ()  # of a batch with many; empty where none was timed
+    single_positions: int = 0  # cached positions of a batch, up to which `seconds_per_position` holds
+    batch_positions: int = 0  # from which `batch_seconds_per_position` does; between them, it is interpolated
 
     def valid(self) -> bool:
         """Whether these are costs: finite, not negative, and as many as there are sizes."""
         pairs = (self.tokens, self.seconds), (self.widths, self.seconds_per_position)
         if not all(len(sizes) == len(seconds) > 0 for sizes, seconds in pairs):
             return False
+        of_batch = self.batch_seconds_per_position
+        if of_batch and not (
+            len(of_batch) == len(self.widths) and self.single_positions < self.batch_positions
+        ):
+            return False
         steps = *(self.draft_step or ()), *(self.head_step or ())
-        numbers = np.array([*self.seconds, *self.seconds_per_position, *steps], float)
+        numbers = np.array([*self.seconds, *self.seconds_per_position, *steps, *of_batch], float)
         return bool(np.isfinite(numbers).all() and (numbers >= 0).all() and self.seconds[0] > 0)
+
+    def covers(self, tokens: int, batch: tuple[int, int] | None) -> bool:
+        """Whether passes as large as these were timed.
+
+        Args:
+            tokens: the number of tokens of a pass.
+            batch: rows, and cached positions of each; None asks for no batch.
+        """
+        return self.tokens[-1] >= tokens and (batch is None or self.batch_positions >= batch[0] * batch[1])
 
     def draft_step_costs(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of the pruned drafter for all rows, and those that each cached position adds.
@@ -64,7 +82,15 @@ class PassCosts(NamedTuple):
         """
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
         slopes = _interpolate(widths, self.widths, self.seconds_per_position)
-        return DraftLength(jax.device_put(costs), widths=widths, position_costs=jax.device_put(slopes))
+        of_batch = self.batch_seconds_per_position or self.seconds_per_position
+        growth = _interpolate(widths, self.widths, of_batch) - slopes
+        bounds = np.array(
+            [self.single_positions, max(self.batch_positions, self.single_positions + 1)], np.float32
+        )
+        costs, slopes, growth, bounds = jax.device_put((costs, slopes, growth, bounds))
+        return DraftLength(
+            costs, widths=widths, position_costs=slopes, position_growth=growth, growth_bounds=bounds
+        )
 
 
 def _interpolate(

@@ -6,6 +6,7 @@ does only adds to it.
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -52,10 +53,11 @@ def measure_pass_costs(
     context: int = 2048,
     page_size: int | None = None,
     dtype: Any = jnp.float32,
-    repeat: int = 5,
+    repeat: int = 8,
     pages: WindowPages | None = None,
+    batch: tuple[int, int] | None = None,
 ) -> PassCosts:
-    """Times passes of 1, 2, 4, … tokens, and what a long context adds to those of one row.
+    """Times passes of 1, 2, 4, … tokens, and what a long context adds to those of one row and of a batch.
 
     Args:
         decoder: the model's pure functions.
@@ -67,19 +69,18 @@ def measure_pass_costs(
         repeat: how often each pass is timed, at least once.
         pages: those that the pruned drafter reads; None does not time steps of drafters. With a draft model,
             its steps are timed instead, with a draft head those of the head, too.
+        batch: rows, and cached positions of each, of a batch whose keys and values do not fit the processor's
+            caches: together more than `context`; None times no such batch.
 
     Raises:
         ValueError: for an argument out of range.
     """
-    for name, value, least in (("most_tokens", most_tokens, 2), ("context", context, SHORT + 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
-    if repeat < 1:
-        raise ValueError(f"repeat must be at least 1; got {repeat}")
+    _check(most_tokens, context, repeat, batch)
     sizes = [1 << n for n in range(most_tokens.bit_length())]
     widths = [size for size in sizes if size <= LARGEST_WIDTH]
     short = [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes]
     long = [PassShape(1, width, context) for width in widths]
+    many = [PassShape(batch[0], n, batch[1]) for n in widths if batch[0] * n <= most_tokens] if batch else []
 
     def run(shape):
         return _pass(decoder, params, shape, page_size, dtype)
@@ -94,24 +95,65 @@ def measure_pass_costs(
         for model, weights, read in drafting
         for length in (SHORT, context)
     ]
-    seconds = _least_seconds([*(run(shape) for shape in (*short, *long)), *drafts], repeat)
-    products, attention = seconds[: len(sizes)], seconds[len(sizes) : len(sizes) + len(widths)]
+    launches = [*(run(shape) for shape in (*short, *long, *many)), *drafts]
+    seconds = iter(_least_seconds(launches, repeat))
+    products, attention, of_batch, of_drafts = (
+        list(islice(seconds, len(part))) for part in (short, long, many, drafts)
+    )
     slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
     reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
     base = _ascending(np.subtract(products, reading))
     steps: list[tuple[float, float] | None] = []
-    for near, far in zip(*(seconds[len(seconds) - len(drafts) :][n::2] for n in (0, 1)), strict=True):
+    for near, far in zip(of_drafts[::2], of_drafts[1::2], strict=True):
         # Such a step reads no more than a pass.
         slope = min(max(0.0, (far - near) / (context - SHORT)), float(slopes[0]))
         steps.append((max(0.0, near - slope * SHORT), slope))
     draft_step, head_step = (*steps, None, None)[:2]
-    return PassCosts(
+    costs = PassCosts(
         tuple(sizes),
         tuple(base.tolist()),
         tuple(widths),
         tuple(slopes.tolist()),
         draft_step,
         head_step=head_step,
+    )
+    return _with_batch(costs, many, of_batch, context)
+
+
+def _check(most_tokens: int, context: int, repeat: int, batch: tuple[int, int] | None) -> None:
+    """Raises ValueError for an argument of `measure_pass_costs` that is out of range."""
+    for name, value, least in (("most_tokens", most_tokens, 2), ("context", context, SHORT + 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+    if repeat < 1:
+        raise ValueError(f"repeat must be at least 1; got {repeat}")
+    if batch is not None and (batch[0] > most_tokens or batch[0] * batch[1] <= context):
+        raise ValueError(
+            f"batch must have at most {most_tokens} rows and more than {context} positions; got {batch}"
+        )
+
+
+def _with_batch(costs: PassCosts, shapes: list[PassShape], seconds: list[float], single: int) -> PassCosts:
+    """The costs with those of each cached position of a batch.
+
+    Args:
+        costs: the costs of passes of one row.
+        shapes: the passes of the batch, the narrowest first.
+        seconds: the seconds of each of them.
+        single: the number of cached positions up to which `costs` hold.
+    """
+    if not shapes:
+        return costs
+    positions = shapes[0].rows * shapes[0].length
+    products = np.interp([shape.rows * shape.width for shape in shapes], costs.tokens, costs.seconds)
+    near = np.asarray(costs.seconds_per_position)
+    # A position of memory costs no less than one of the caches.
+    far = np.maximum(_ascending(np.subtract(seconds, products) / positions), near[: len(shapes)])
+    # Wider passes than the batch was timed with compute, and grow with their computation.
+    wider = far[-1] + near[len(shapes) :] - near[len(shapes) - 1]
+    slopes = (*far.tolist(), *wider.tolist())
+    return costs._replace(
+        batch_seconds_per_position=slopes, single_positions=single, batch_positions=positions
     )
 
 

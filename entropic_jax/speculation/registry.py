@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ..pallas.skinny_matmul import SKINNY_ROWS
+from ..pallas.skinny_matmul import SKINNY_ROWS, multiplies
 from ..parameter_tables.speculation_names import (
     AUTO,
     DEFAULT_DRAFTED,
@@ -27,6 +27,7 @@ UNMEASURED_STEP = 0.6, 0.0  # what a step of the pruned drafter is taken to cost
 UNMEASURED_MODEL_STEP = 0.25, 0.0  # the same of a step of a draft model or head
 UNMEASURED_CONTEXT = 4096  # positions; nothing is drafted from few pages in shorter texts
 ACCELERATOR_PASS = 512  # tokens of all rows, beyond which a batch is bound by arithmetic
+CPU_PASS = 128  # the same on a CPU
 
 
 def make_speculator(
@@ -91,10 +92,12 @@ def _drafter(name: str, rows: int, k: int, law: DraftLength, costs: PassCosts | 
 def largest_pass() -> int:
     """Tokens of all rows that a pass with drafts has at most.
 
-    On a CPU those of skinny products: larger ones are bound by arithmetic, so that another token costs as
-    much as in a pass of its own.
+    On a CPU, a larger one is bound by arithmetic however long the rows' contexts are. A machine on which XLA
+    multiplies more than `SKINNY_ROWS` rows has no larger ones, which would have other bits than decoding.
     """
-    return SKINNY_ROWS if jax.default_backend() == "cpu" else ACCELERATOR_PASS
+    if jax.default_backend() != "cpu":
+        return ACCELERATOR_PASS
+    return CPU_PASS if multiplies(CPU_PASS) else SKINNY_ROWS
 
 
 def pass_widths(rows: int, num_tokens: int, largest: int | None = None) -> tuple[int, ...]:

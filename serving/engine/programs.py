@@ -36,14 +36,15 @@ from entropic_jax.state.cache import Cache
 from entropic_jax.state.constraints import Constraints
 
 from ..executable_cache import load_or_compile
+from ..memory import page_bytes
 from .broadcast import Broadcaster
 from .device_state import DecodeOutput, DeviceState, UpdateBatch, compress, decode, prefill
 from .divided_programs import apply_divided, first_row, restore_divided, save_everywhere
 from .program_compiler import ProgramCompiler
+from .timed_sizes import timed_sizes
 
 T = TypeVar("T")
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
-LONGEST_TIMED = 4096  # positions of the context at which passes are timed
 TIMING = threading.Lock()  # engines of one process time their passes one after the other
 
 
@@ -201,19 +202,23 @@ class Programs:
             context: positions that a row of it has.
             model: under which the costs are stored.
         """
-        if (known := read_costs(model)) is not None:
+        most_tokens = max(max(law.widths) * rows for rows, law in self._laws())
+        position_bytes = page_bytes(self._alone[0].shape, 1, cache.bytes_per_number)
+        sizes = timed_sizes(max(self.shapes.widths), most_tokens, context, position_bytes)
+        if (known := read_costs(model)) is not None and known.covers(most_tokens, sizes.batch):
             if known != self.known_costs:  # another engine of this process has timed them meanwhile
                 self._use_costs(known)
             return
         launches = self.launches
         costs = measure_pass_costs(
             *self._alone,
-            most_tokens=max(max(law.widths) * rows for rows, law in self._laws()),
-            context=min(context, LONGEST_TIMED),
+            **sizes._asdict(),
             page_size=cache.page_size,
             dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
             pages=WINDOW,
         )
+        if not costs.valid():  # other work on the machine has hidden what passes cost
+            return
         if self.launches == launches:  # requests that run meanwhile make passes look slow
             write_costs(costs, model)
         self._use_costs(costs)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from entropic_jax import cpu_runtime
-from entropic_jax.pallas.skinny_matmul import SKINNY_MATMUL, SKINNY_ROWS, reference, skinny_matmul
+from entropic_jax.pallas.skinny_matmul import (
+    SKINNY_MATMUL,
+    SKINNY_ROWS,
+    multiplies,
+    reference,
+    skinny_matmul,
+)
 from entropic_jax.pallas.skinny_matmul.reference import unpack
 
 INPUTS, COLUMNS = 96, (128, 64, 192)
@@ -190,3 +196,9 @@ def test_scales_that_the_kernel_does_not_read_are_declined(group, kind):
     assert "only bfloat16 with groups of a multiple of 32 inputs" in str(declined.value.exceptions[0])
     wide = unpack(weights[0], scales[0])
     np.testing.assert_allclose(skinny_matmul(x, *weights, scales=scales)[0], x @ wide, atol=1e-4)
+
+
+def test_many_rows_are_multiplied_unless_xla_has_more_threads(monkeypatch):
+    assert multiplies(SKINNY_ROWS) and multiplies(2 * SKINNY_ROWS)
+    monkeypatch.setattr(cpu_runtime, "num_processors", lambda: cpu_runtime.MAX_THREADS + 1)
+    assert multiplies(SKINNY_ROWS) and not multiplies(SKINNY_ROWS + 1)

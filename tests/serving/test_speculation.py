@@ -14,7 +14,7 @@ from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.serving.options.control_options import Control
-from entropic_jax.speculation import PassCosts, stored_costs
+from entropic_jax.speculation import PassCosts
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,
@@ -41,30 +41,6 @@ def off(model):  # noqa: F811
 @pytest.fixture(scope="module")
 def suffix(model):  # noqa: F811
     yield from engine_of(model, **SUFFIX)
-
-
-def test_costs_measured_beside_requests_are_not_stored(suffix, tmp_path, monkeypatch):
-    monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
-    costs = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.1, 0.0))
-    compiled, cache = suffix.programs, suffix.scheduler.device_state.state.cache
-    before = compiled._speculators
-
-    def measure(*_, **__):
-        compiled.launches += busy
-        return costs
-
-    monkeypatch.setattr(programs, "measure_pass_costs", measure)
-    busy = 0
-    compiled.measure_pass_costs(cache)
-    assert not list(tmp_path.iterdir()), "contexts this short are not timed"
-    monkeypatch.setattr(programs, "SHORTEST_TIMED", cache.table.shape[1] * cache.page_size)
-    for busy, stored in ((1, 0), (0, 1), (1, 1)):
-        compiled._speculators = before
-        compiled.measure_pass_costs(cache)
-        assert len(list(tmp_path.iterdir())) == stored
-        # What was stored is not measured again.
-        assert (compiled._speculators is before) == (busy == stored == 1)
-    compiled._speculators = before
 
 
 def repetitive(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -2,11 +2,13 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.speculation import Draft, PassCosts
+from entropic_jax import cpu_runtime
+from entropic_jax.speculation import Draft, PassCosts, registry
 from entropic_jax.speculation.draft_length import DraftLength, draft_length
 
 
@@ -88,9 +90,50 @@ def test_passes_grow_shorter_where_reading_the_context_is_what_costs():
     assert choose([10, 90]) == [0, 0]
 
 
+def test_positions_cost_more_where_a_batch_has_too_many_for_the_caches():
+    costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
+    batch = costs._replace(batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300)
+    near, far = costs.law(1, (1, 2)), batch.law(1, (1, 2))
+    base = np.asarray(near.costs)
+    for positions, slopes in ((100, [0.1, 0.2]), (200, [0.2, 0.35]), (300, [0.3, 0.5]), (900, [0.3, 0.5])):
+        expected = base + positions * np.array(slopes)
+        np.testing.assert_allclose(far.pass_costs(jnp.float32(positions)), expected, rtol=1e-5)
+        np.testing.assert_allclose(
+            near.pass_costs(jnp.float32(positions)), base + positions * np.array([0.1, 0.2]), rtol=1e-5
+        )
+    # One structure, so that costs that are measured later retrace nothing.
+    signature = lambda law: jax.tree.map(jax.typeof, law)
+    assert signature(near) == signature(far) == signature(draft_length(1, widths=(1, 2)))
+
+
+def test_costs_of_a_batch_have_to_be_as_many_as_sizes():
+    costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
+    assert costs._replace(
+        batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300
+    ).valid()
+    for batch in (((0.3,), 100, 300), ((0.3, 0.5), 300, 300), ((0.3, float("nan")), 100, 300)):
+        fields = dict(
+            zip(("batch_seconds_per_position", "single_positions", "batch_positions"), batch, strict=True)
+        )
+        assert not costs._replace(**fields).valid()
+
+
+def test_costs_cover_passes_and_batches_up_to_those_that_were_timed():
+    costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
+    batch = costs._replace(batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300)
+    assert costs.covers(4, None) and not costs.covers(5, None) and not costs.covers(4, (2, 150))
+    assert batch.covers(4, (2, 150)) and batch.covers(2, None) and not batch.covers(4, (2, 151))
+
+
 def test_costs_between_measured_sizes_are_interpolated():
     costs = PassCosts((1, 2, 4), (1.0, 2.0, 3.0), (1, 4), (0.1, 0.4))
     law = costs.law(2, (1, 2, 3))
     assert law.widths == (1, 2, 3)
     np.testing.assert_allclose(law.costs, [2.0, 3.0, 4.5])
     np.testing.assert_allclose(law.position_costs, [0.1, 0.2, 0.3])
+
+
+def test_passes_on_a_cpu_are_larger_where_kernels_multiply_them(monkeypatch):
+    assert registry.pass_widths(32, 15) == (1, 2, 4) and registry.pass_widths(8, 15) == (1, 2, 4, 8, 16)
+    monkeypatch.setattr(cpu_runtime, "num_processors", lambda: cpu_runtime.MAX_THREADS + 1)
+    assert registry.pass_widths(32, 15) == (1, 2) and registry.pass_widths(64, 15) == (1,)

@@ -25,6 +25,30 @@ def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
     assert costs.seconds_per_position == pytest.approx([0.001 + 0.0001 * n for n in costs.widths])
 
 
+def test_a_batch_is_timed_where_its_passes_are_small_enough(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
+
+    def seconds(shape):
+        positions = shape.rows * shape.length
+        of_position = 0.001 if positions <= 1000 else 0.003
+        return 1 + 0.1 * shape.rows * shape.width + positions * (of_position + 0.0001 * shape.width)
+
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
+    costs = measure_pass_costs(None, None, most_tokens=32, context=1000, batch=(8, 500))
+    assert (costs.single_positions, costs.batch_positions) == (1000, 4000)
+    # Passes of up to 4 tokens a row were timed; wider ones compute as much more as those of one row.
+    expected = [0.003 + 0.0001 * n for n in costs.widths]
+    assert costs.batch_seconds_per_position == pytest.approx(expected)
+
+
+def test_a_position_of_memory_costs_no_less_than_one_of_the_caches(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
+    seconds = lambda s: 1 + 0.1 * s.rows * s.width + (s.rows == 1) * s.length * 0.001
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
+    costs = measure_pass_costs(None, None, most_tokens=4, context=1000, batch=(2, 1000))
+    assert costs.batch_seconds_per_position == pytest.approx(costs.seconds_per_position)
+
+
 def test_a_disturbed_measurement_is_not_believed(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda *_: None)
     times = [1.0, 9.0, 3.0, 2.0, 7.0, 4.0]  # of 1, 2 and 4 tokens, at the short and at the long context
@@ -35,11 +59,11 @@ def test_a_disturbed_measurement_is_not_believed(monkeypatch):
 
 
 def test_a_model_is_timed():
-    costs = measure_pass_costs(MODEL.decoder, MODEL.params, most_tokens=4, context=100, repeat=1, page_size=8)
+    costs = measure_pass_costs(MODEL.decoder, MODEL.params, most_tokens=4, context=100, repeat=3, page_size=8)
     assert costs.tokens == costs.widths == (1, 2, 4)
     # Which part of a time is the products' and which the positions' is noise at so short a context.
     assert min(*costs.seconds, *costs.seconds_per_position) >= 0
-    assert (costs.law(1, (1, 2, 4)).pass_costs(jnp.float32(100)) > 0).all()
+    assert costs.law(1, (1, 2, 4)).pass_costs(jnp.float32(100))[-1] > 0
 
 
 def test_what_a_pass_reads_was_written(monkeypatch):
@@ -62,6 +86,11 @@ def test_what_a_pass_reads_was_written(monkeypatch):
         ({"most_tokens": 1}, "most_tokens must be at least 2; got 1"),
         ({"context": 64}, "context must be at least 65; got 64"),
         ({"repeat": 0}, "repeat must be at least 1; got 0"),
+        (
+            {"most_tokens": 4, "batch": (8, 4000)},
+            "batch must have at most 4 rows and more than 2048 positions",
+        ),
+        ({"batch": (2, 1024)}, r"got \(2, 1024\)"),
     ],
 )
 def test_arguments_out_of_range_are_named(options, message):

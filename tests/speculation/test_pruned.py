@@ -21,7 +21,8 @@ def law(seconds: tuple[float, ...], slopes: tuple[float, ...]) -> DraftLength:
 
 
 def least(drafter, length: int, shift: float = 0.0) -> np.ndarray:
-    return np.asarray(drafter.least_reach(jnp.ones(1, bool), jnp.full(1, length), jnp.full(1, shift)))
+    going, lengths = jnp.ones(1, bool), jnp.full(1, length)
+    return np.asarray(drafter.stopping(going, lengths, jnp.full(1, shift)).least_reach(going, lengths))
 
 
 def test_without_costs_a_draft_ends_where_it_is_unlikely():
@@ -63,6 +64,47 @@ def test_rows_whose_drafts_fail_draft_less():
 
     assert drafted(-1.0) < drafted(0.0)
     assert np.isinf(least(drafter, 8000, -4.0)).all()
+
+
+def batch_of(rows: int, widths: tuple[int, ...] = WIDTHS):
+    """The stopping rule of a batch: steps cost half a pass, and a little for each row's positions."""
+    passes = PassCosts(WIDTHS, (1.0, 1.1, 1.3, 1.8), WIDTHS, (1e-4,) * 4).law(1, widths)
+    drafter = pruned_drafter(law=passes, step_costs=(0.5, 1e-5))
+    length = jnp.full(rows, 4000)
+    return drafter.stopping(jnp.ones(rows, bool), length, jnp.zeros(rows)), length
+
+
+def test_a_step_for_one_row_has_to_be_worth_what_it_costs_for_all():
+    stopping, length = batch_of(8)
+    all_rows, one = jnp.ones(8, bool), jnp.arange(8) == 0
+    reach = jnp.full(8, 0.9)
+    assert (reach >= stopping.least_reach(all_rows, length)[1]).all()
+    assert stopping.pays(1, all_rows, length, reach)
+    # The same row on its own would go on by the first rule, but the step is as dear for it alone.
+    assert not stopping.pays(1, one, length, reach)
+    assert not stopping.pays(1, ~all_rows, length, reach)
+
+
+def test_rows_that_all_go_on_stop_by_one_rule():
+    stopping, length = batch_of(4)
+    going = jnp.ones(4, bool)
+    for number, least_reach in enumerate(stopping.least_reach(going, length).tolist()):
+        for factor, pays in ((0.999, False), (1.001, True)):
+            assert bool(stopping.pays(number, going, length, jnp.full(4, factor * least_reach))) is pays
+
+
+def test_no_more_is_drafted_than_the_largest_pass_verifies():
+    for widths, drafted in (((1, 2, 4), 3), ((1, 2, 4, 8), 7)):
+        stopping, length = batch_of(2, widths)
+        least_reach = np.asarray(stopping.least_reach(jnp.ones(2, bool), length))
+        assert np.isfinite(least_reach).tolist() == [n < drafted for n in range(7)]
+
+
+def test_without_costs_rows_stop_each_by_its_own_reach():
+    drafter = pruned_drafter()
+    stopping = drafter.stopping(jnp.ones(2, bool), jnp.full(2, 4000), jnp.zeros(2))
+    enough = float(drafter.stop_below) + 0.01
+    assert stopping.pays(3, jnp.ones(2, bool), jnp.full(2, 4000), jnp.full(2, enough))
 
 
 def test_a_step_of_many_rows_costs_as_much_more_as_a_pass():

@@ -38,7 +38,7 @@ from ..dispatch import Operation
 from . import cpu, reference
 from .cpu import SKINNY_ROWS
 
-__all__ = ["SKINNY_ROWS", "has_matrix_units", "reads_as_stored", "skinny_matmul"]
+__all__ = ["SKINNY_ROWS", "has_matrix_units", "multiplies", "reads_as_stored", "skinny_matmul"]
 
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
@@ -46,6 +46,11 @@ SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": ref
 def reads_as_stored(dtype: Any) -> bool:
     """Whether a weight of this dtype is multiplied by float32 rows without a widened copy of it."""
     return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_weight(dtype)
+
+
+def multiplies(rows: int) -> bool:
+    """Whether a kernel of this machine multiplies so many rows, with the bits that one row has."""
+    return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_rows(rows)
 
 
 def has_matrix_units() -> bool:

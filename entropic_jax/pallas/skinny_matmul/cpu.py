@@ -30,6 +30,21 @@ def supports_weight(dtype: Any) -> bool:
     return cpu_runtime.unavailable_reason() is None and jnp.dtype(dtype).name in WEIGHT_DTYPES
 
 
+def supports_rows(rows: int) -> bool:
+    """Whether `skinny_matmul` accepts so many rows."""
+    try:
+        _check_rows(rows)
+    except NotImplementedError:
+        return False
+    return cpu_runtime.unavailable_reason() is None
+
+
+def _check_rows(rows: int) -> None:
+    """Raise NotImplementedError for more rows than the kernel multiplies."""
+    if rows > SKINNY_ROWS:
+        cpu_runtime.check_prefill(rows)
+
+
 def rounds_operands() -> bool:
     """Whether `skinny_matmul` accepts `operand_dtype="bfloat16"`."""
     return cpu_runtime.unavailable_reason() is None and matrix_units_missing() is None
@@ -55,8 +70,7 @@ def skinny_matmul(
         raise NotImplementedError(
             f"{x.dtype} times {names}: only float32 times one of {', '.join(accepted)} is supported"
         )
-    if x.shape[0] > SKINNY_ROWS:
-        cpu_runtime.check_prefill(x.shape[0])
+    _check_rows(x.shape[0])
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
     columns = tuple(weight.shape[1] for weight in weights)
