@@ -76,12 +76,12 @@ def batch_of(rows: int, widths: tuple[int, ...] = WIDTHS):
 
 def test_a_step_for_one_row_has_to_be_worth_what_it_costs_for_all():
     stopping, length = batch_of(8)
-    all_rows, one = jnp.ones(8, bool), jnp.arange(8) == 0
+    all_rows, first_row = jnp.ones(8, bool), jnp.arange(8) == 0
     reach = jnp.full(8, 0.9)
     assert (reach >= stopping.least_reach(all_rows, length)[1]).all()
     assert stopping.pays(1, all_rows, length, reach)
     # The same row on its own would go on by the first rule, but the step is as dear for it alone.
-    assert not stopping.pays(1, one, length, reach)
+    assert not stopping.pays(1, first_row, length, reach)
     assert not stopping.pays(1, ~all_rows, length, reach)
 
 
