@@ -7,6 +7,7 @@ moves the gains of the pruning law to lower bits per byte plus a price per byte 
 passes through the law, the gates, attention and the entropies that the law sees next.
 """
 
+import argparse
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -72,4 +73,5 @@ def main() -> list[float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     main()

@@ -3,6 +3,8 @@
 python examples/generate.py
 """
 
+import argparse
+
 from entropic_jax import LLM, SamplingParams
 
 PROMPTS = ["def binary_search(items, target):\n", "import numpy as np\n\n\ndef softmax(x):\n"]
@@ -20,4 +22,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     main()

@@ -29,7 +29,8 @@ def main() -> None:
         (completion,) = llm.generate(PROMPT, params)[0].outputs
     assert completion.logprobs is not None
     text, summary = Text(PROMPT, "bold"), completion.summary
-    for number, token in enumerate(completion.token_ids):
+    shown = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+    for number, token in enumerate(shown):
         entropy = completion.trace["entropy"][number]
         text.append(completion.logprobs[number][token].decoded_token, tint(entropy))
     text.append(

@@ -128,3 +128,15 @@ def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path)
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > 10
     assert [loaded.findall(page.read_text("utf-8")) for page in pages] == [[]] * len(pages)
+
+
+def test_every_option_is_on_its_page_as_the_command_line_has_it():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import command_options
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    assert command_options.PAGE.read_text("utf-8") == command_options.page(), (
+        "run python docs/command_options.py"
+    )
+    assert "`--max-stops" in command_options.page()

@@ -262,10 +262,10 @@ class Sequence:
             "kept_fraction": float(self.metric_sums[KEPT] / count) if self.generated else 1.0,
             "cost": self.cost if self.branches else float(self.metric_sums[COST]),
             "queue_time": (self.admitted_time or timestamp) - self.arrival_time,
-            "preemptions": float(self.preemptions),
-            "passes": float(len(self.generated) - self.num_accepted),
-            "num_drafted": float(self.num_drafted),
-            "num_accepted": float(self.num_accepted),
+            "preemptions": self.preemptions,
+            "passes": len(self.generated) - self.num_accepted,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
         }
         if self.admitted_time is not None and self.first_token_time is not None:
             summary["prefill_time"] = self.first_token_time - self.admitted_time

@@ -100,7 +100,8 @@ class LLM:
                 seed; None or -1 draws anew each time.
             **options: any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
                 `max_num_seqs`, `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`,
-                `budgets`, `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
+                `budgets` of the method, a mapping with `prefill_budget` and `cache_budget`,
+                `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
                 `lowest_temperature`, …). With `coordinator_address`, `num_processes` and `process_id`, or
                 `distributed`, the model is divided over several processes that run the same script: the
                 constructor returns in process 0, and in the others runs the launches of process 0 until

@@ -11,7 +11,7 @@ from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRUNING, S
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from ..engine.options import EngineOptions
-from ..options import processes, speculation_options
+from ..options import control_options, processes, speculation_options
 from ..options.control_options import ENGINE_PRESETS, SAMPLER_OPTIONS, SERVED_GAINS, Control, check_preset
 
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
@@ -71,9 +71,9 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
         "max_queue": IN_FLIGHT,
     }
     engine |= drafting
-    for name in ("budgets", "prefill_options"):
-        if isinstance(values := engine.get(name, {}), Mapping):
-            engine[name] = tuple(values.items())
+    engine["budgets"] = control_options.budget_pairs(engine.get("budgets", {}))
+    if isinstance(values := engine.get("prefill_options", {}), Mapping):
+        engine["prefill_options"] = tuple(values.items())
     checked = EngineOptions(**engine)
     control = Control(preset, tuple(gains.items()), checked.method, checked.budgets, checked.prefill_options)
     check_preset(control)

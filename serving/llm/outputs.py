@@ -15,7 +15,7 @@ class Logprob(NamedTuple):
     """A token's log-probability (natural) before temperature and truncation."""
 
     logprob: float
-    rank: int | None  # 1 for the likeliest token; None beyond the number that was requested
+    rank: int | None  # 1 for the likeliest token; None beyond the number that was requested, unlike in vLLM
     decoded_token: str
 
 
@@ -26,8 +26,9 @@ class CompletionOutput:
     `finish_reason` is "stop", "length", or "error", which `error` explains. `stop_reason` is the stop string
     or the stop token of the request that ended the text. `logprobs`, where they were requested, has one
     mapping per token, from token ids to their log-probabilities: the likeliest tokens and the sampled one.
-    `summary` has `entropic_time` and `mean_entropy` (nats), `kept_fraction`, and `cost` (roofline
-    seconds).
+    `summary` is that of the whole text: `entropic_time` and `mean_entropy` (nats), `kept_fraction` (of the KV
+    cache that was read), `cost` (roofline seconds), `queue_time` and `prefill_time` (seconds), and the counts
+    `passes`, `num_drafted`, `num_accepted` and `preemptions`.
     """
 
     index: int
@@ -72,6 +73,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations have ended, as they have in what `LLM` returns; a field in vLLM."""
+        return all(output.finish_reason is not None for output in self.outputs)
 
 
 class Result(NamedTuple):

@@ -156,23 +156,30 @@ def calibration_of(model: Path) -> "Calibration | None":
         raise RequestError(f"model has a calibration.json that cannot be used: {error}", "model") from error
 
 
-def check_budgets(budgets: Any, method: str) -> None:
-    """Raise ParameterError where the budgets are not pairs of a name that the method knows and an integer."""
-    from entropic_jax.methods import registry
-
-    names = " and ".join(BUDGETS)
-    if not isinstance(budgets, tuple):
+def budget_pairs(budgets: Any) -> tuple[tuple[str, int], ...]:
+    """Pairs of a method's argument and its value, of a mapping from option names. Raises ParameterError."""
+    arguments, names = {option: name for name, option in BUDGETS.items()}, " and ".join(BUDGETS.values())
+    if not isinstance(budgets, Mapping):
         raise ParameterError(
             f"budgets must be a mapping with the keys {names}; got {short(budgets)}", "budgets"
         )
-    for name, value in budgets:
-        if name not in BUDGETS:
-            raise ParameterError(f"budgets must have no keys but {names}; got {short(name)}", "budgets")
-        least = registry.MIN_BUDGET
+    for key in budgets:
+        if key not in arguments:
+            raise ParameterError(f"budgets must have no keys but {names}; got {short(key)}", "budgets")
+    return tuple((arguments[key], value) for key, value in budgets.items())
+
+
+def check_budgets(budgets: tuple[tuple[str, Any], ...], method: str) -> None:
+    """Raise ParameterError where the method does not have a budget, or it is not an integer large enough."""
+    from entropic_jax.methods import registry
+
+    least = registry.MIN_BUDGET
+    for argument, value in budgets:
+        name = BUDGETS.get(argument, argument)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
             raise ParameterError(message, "budgets")
-        if name not in registry.budgets_of(method):
+        if argument not in registry.budgets_of(method):
             message = f"budgets must not have the key {name} with the method {method}; got {value}"
             raise ParameterError(message, "budgets")
 

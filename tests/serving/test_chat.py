@@ -5,6 +5,7 @@ import pytest
 
 from entropic_jax.serving.request.chat_template import DEFAULT_TEMPLATE
 
+from .live import refused
 from .scripted_engine import SCRIPT
 from .test_completions import joined, stream
 
@@ -32,6 +33,32 @@ def test_an_answer(live):
     assert request.max_tokens == live.model.context - len(request.prompt)  # all that is left
     begin = live.model.tokenizer.bos_token
     assert prompt(live) == f"{begin}### System\nBe brief.\n\n### User\nHello\n\n### Assistant\n"
+
+
+def test_logprobs_of_the_prompt_as_vllm_gives_them(live):
+    answer = chat(live, prompt_logprobs=2, max_tokens=1)
+    tokens = live.engine.engine_requests[-1].request.prompt
+    first, *others = answer["prompt_logprobs"]
+    assert first is None and len(others) == len(tokens) - 1 > 1
+    for token, entry in zip(tokens[1:], others, strict=True):
+        assert entry[str(token)] == {
+            "logprob": -1.0,
+            "rank": 1,
+            "decoded_token": live.model.token_text(token),
+        }
+        assert len(entry) == 2
+    # A prompt alone, as for completions.
+    answer = chat(live, prompt_logprobs=0, max_tokens=0, n=2)
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["", ""]
+    assert len(answer["prompt_logprobs"]) == len(tokens)
+    assert "prompt_logprobs" not in chat(live, max_tokens=1)
+
+
+def test_a_streamed_chat_has_no_logprobs_of_its_prompt(live):
+    body = {"messages": HELLO, "stream": True, "prompt_logprobs": 1}
+    error = refused(httpx2.post(live.url + PATH, json=body), 400)
+    assert error["param"] == "prompt_logprobs"
+    assert error["message"] == "prompt_logprobs must be null in a stream of a chat; got 1"
 
 
 def test_parts_and_other_fields_of_messages(live):

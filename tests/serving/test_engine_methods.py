@@ -167,5 +167,5 @@ def test_what_a_server_refuses(model):
     for engine in engine_of(model, "snapkv"):
         with pytest.raises(RequestError, match="method must be snapkv; got 'h2o'"):
             engine.submit(engine_request("x", (1,), Control(method="h2o")))
-    with pytest.raises(ValueError, match="budgets must map budget to an integer of at least 64; got 3"):
+    with pytest.raises(ValueError, match="budgets must map cache_budget to an integer of at least 64; got 3"):
         LLMEngine(model, EngineOptions(**OPTIONS, method="h2o", budgets=(("budget", 3),)))

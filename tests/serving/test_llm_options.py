@@ -39,10 +39,20 @@ def test_options_that_are_refused(options, error, message):
         ({"max_model_len": 8193}, "max_model_len must be at most 8192, .*; got 8193"),
         ({"method": "snap"}, "method must be one of dense, entropyinfer, .*; got 'snap'"),
         ({"method": 3}, "method must be one of dense, .*; got 3"),
-        ({"budgets": {"bas": 64}}, "budgets must have no keys but base and budget; got 'bas'"),
-        ({"budgets": {"base": 0}}, "budgets must map base to an integer of at least 64; got 0"),
-        ({"budgets": {"base": True}}, "budgets must map base to an integer of at least 64; got True"),
-        ({"budgets": 64}, "budgets must be a mapping with the keys base and budget; got 64"),
+        (
+            {"budgets": {"base": 64}},
+            "budgets must have no keys but prefill_budget and cache_budget; got 'base'",
+        ),
+        (
+            {"budgets": {"prefill_budget": 0}},
+            "budgets must map prefill_budget to an integer of at least 64; got 0",
+        ),
+        ({"budgets": {"prefill_budget": True}}, "budgets must map prefill_budget to an integer .*; got True"),
+        (
+            {"budgets": {"cache_budget": 64}},
+            "budgets must not have the key cache_budget with the method dense; got 64",
+        ),
+        ({"budgets": 64}, "budgets must be a mapping with the keys prefill_budget and cache_budget; got 64"),
         ({"seed": "x"}, "seed must be an integer between .*; got 'x'"),
         ({"seed": True}, "seed must be an integer between .*; got True"),
         ({"seed": 2**63}, "seed must be an integer between .*; got 9223372036854775808"),
@@ -112,6 +122,6 @@ def test_options_go_where_they_belong():
     )
     assert (options.scheduling_policy, options.warmup) == ("fcfs", "none")
     assert read_options("full", {"warmup": "min"})[1].scheduling_policy == "entropic"
-    control, options = read_options("off", {"method": "snapkv", "budgets": {"budget": 64}})
+    control, options = read_options("off", {"method": "snapkv", "budgets": {"cache_budget": 64}})
     assert control.method == options.method == "snapkv" and control.budgets == (("budget", 64),)
     assert not set(ENGINE_NAMES) & set(GAIN_NAMES)

@@ -16,11 +16,11 @@ from entropic_jax.serving.request import RequestError
     [
         (
             dict(budgets=(("budget", 100),)),
-            "must not have the key budget with the method dense; got 100",
+            "must not have the key cache_budget with the method dense; got 100",
         ),
         (
             dict(method="snapkv", budgets=(("base", 100),)),
-            "not have the key base with the method snapkv",
+            "not have the key prefill_budget with the method snapkv",
         ),
         (
             dict(method="snapkv", prefill_options=(("segment", 64),)),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from .entropic import EntropicResult
-from .fields import Answer, Body, Count, Usage
+from .fields import Answer, Body, Count, Usage, conflict
 from .sampling import Alternatives, SamplingBody
 from .tools import StatedCall, ToolCall, ToolChoice, Tools, check_choice
 
@@ -43,6 +43,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Count | None = Field(None, description="takes the place of max_tokens")
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = Field(None, description="of a whole answer only, not of a stream")
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(None, description="auto with tools, unless stated")
     parallel_tool_calls: bool | None = Field(None, description="whether a message may have several calls")
@@ -55,6 +56,13 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Self:
         check_choice(self.tools, self.tool_choice, self.constrains and not self._free_text)
+        return self
+
+    @model_validator(mode="after")
+    def _whole_answer(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            message = f"prompt_logprobs must be null in a stream of a chat; got {self.prompt_logprobs}"
+            raise conflict("prompt_logprobs", message)
         return self
 
     @property

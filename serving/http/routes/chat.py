@@ -58,6 +58,9 @@ async def _answer(frontend: Frontend, body: ChatBody, http: Request) -> Response
         return Response(status_code=499)
     head = rendering.head_of(name, "chat.completion", model)
     answers = [_full_choice(frontend, body, c, delta) for c, delta in zip(choices, deltas, strict=True)]
+    if body.prompt_logprobs is not None:
+        naming = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)
+        head["prompt_logprobs"] = logprobs.of_prompt(deltas[0].prompt, body.prompt_logprobs, naming)
     return rendering.answered({**head, "choices": answers, "usage": generation.finish(choices, deltas)})
 
 
