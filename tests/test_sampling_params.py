@@ -18,7 +18,7 @@ from entropic_jax.parameter_tables.sampling_params import (
     OUTPUT,
     PARAMETERS,
 )
-from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, markdown
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, Parameter, ParameterError, markdown
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.engine import device_state
 from entropic_jax.serving.http.protocol.chat import ChatBody
@@ -38,6 +38,27 @@ NUMBERS = {name: line for name, line in PARAMETERS.items() if isinstance(line.ac
 HTTP_ONLY = {("max_tokens", 0)}  # computes a prompt alone, which other interfaces have no use for
 
 
+def inner_ends(accepts: Number) -> tuple[float, float]:
+    """The least and the greatest value of a range, or values near them where the ends are excluded."""
+    step = 1 if accepts.kind is int else (accepts.high - accepts.low) / 1024
+    return accepts.low + step * accepts.above_low, accepts.high - step * accepts.below_high
+
+
+def other_than_default(line: Parameter) -> float:
+    """An accepted value that differs from the default."""
+    return next(end for end in reversed(inner_ends(line.accepts)) if end != line.default)
+
+
+@pytest.mark.parametrize("above_low", [False, True])
+@pytest.mark.parametrize("below_high", [False, True])
+@pytest.mark.parametrize("kind", [int, float])
+def test_the_ends_of_a_range_that_these_tests_use_are_accepted(kind, above_low, below_high):
+    accepts = Number(kind, -1, 7, above_low, below_high)
+    ends = inner_ends(accepts)
+    assert [accepts.check("x", end) for end in ends] == [*ends] and ends[0] < ends[1]
+    assert ((ends[0] == -1), (ends[1] == 7)) == (not above_low, not below_high)
+
+
 def test_the_device_has_a_field_for_each_parameter_that_it_applies():
     assert set(Sampling._fields) == {*DEVICE_PARAMETERS, "bias_tokens", "bias_values"}
 
@@ -51,8 +72,7 @@ def test_parameters_makes_an_array_of_each():
 
 
 def test_rows_that_ask_for_nothing_have_the_defaults():
-    stated = {name: line.accepts.high for name, line in DEVICE_PARAMETERS.items()}
-    stated |= {name: line.accepts.low + 0.5 for name, line in DEVICE_PARAMETERS.items() if line.default == 1}
+    stated = {name: other_than_default(line) for name, line in DEVICE_PARAMETERS.items()}
     kept = defaults_unless(np.array([True, False]), parameters(2, logit_bias={3: 1.0}, **stated))
     for name, line in DEVICE_PARAMETERS.items():
         assert stated[name] != line.default
@@ -104,7 +124,8 @@ def test_the_http_schema_states_each_with_its_range(body, needed):
             continue
         stated = properties[name]["anyOf"][0]
         low = "exclusiveMinimum" if line.accepts.above_low else "minimum"
-        assert (stated[low], stated["maximum"]) == (line.accepts.low, line.accepts.high), name
+        high = "exclusiveMaximum" if line.accepts.below_high else "maximum"
+        assert (stated[low], stated[high]) == (line.accepts.low, line.accepts.high), name
         assert properties[name]["description"].startswith(line.help)
 
 

@@ -27,7 +27,7 @@ def test_server_info_holds_no_secrets(live):
     info = answer.json()
     assert KEY not in answer.text
     assert info["model"]["names"] == ["embedded", "default"] and info["model"]["max_model_len"] == 256
-    assert info["server"]["requires_api_key"] is True and info["server"]["limits"]["stops"] == 16
+    assert info["server"]["requires_api_key"] is True and info["server"]["limits"]["stops"] == 64
     assert info["control"]["preset"] == "off" and info["engine"] == live.engine.describe()
 
 

@@ -14,7 +14,7 @@ from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.serving.options.control_options import Control
-from entropic_jax.speculation import PassCosts
+from entropic_jax.speculation import PassCosts, registry
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,
@@ -113,8 +113,9 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped,
 
 
 @pytest.mark.slow
-def test_more_rows_than_a_batch_that_drafts(model, off):  # noqa: F811
+def test_more_rows_than_a_batch_that_drafts(model, off, monkeypatch):  # noqa: F811
     """Batches that are too large for drafts do not keep smaller ones of the same engine from drafting."""
+    monkeypatch.setattr(registry, "CPU_PASS", 64)
     for engine in engine_of(model, **{**SUFFIX, "max_num_seqs": 40}):
         assert max(engine.sizes.shapes.drafting_widths) < 40
         assert results(engine, requests()[:4]) == results(off, requests()[:4])
