@@ -8,8 +8,8 @@ import numpy as np
 
 from entropic_jax.attention.page_reader import ReadStats
 from entropic_jax.phases.batch import Batch, record
-from entropic_jax.phases.emission import Logits, choose, observe, process, trace_of
-from entropic_jax.phases.forward import Forward
+from entropic_jax.phases.emission import Logits, choose, measure, measure_token, observe, process, trace_of
+from entropic_jax.phases.forward import Forward, _adapters
 from entropic_jax.sampling import History, parameters, sample
 from entropic_jax.sampling.randomness import row_keys
 from entropic_jax.state import RUNNING, STOPPED, State, ledger, plain_action, unmeasured
@@ -110,6 +110,28 @@ def test_a_token_is_the_controller_s_or_drawn_for_its_position_in_the_text():
     position = jnp.array([6, 9, 9], jnp.int32)
     drawn = sample(processed, state.sampling, jnp.ones(3), state.key, state.seed, position)
     assert token.tolist() == [0, *drawn[1:].tolist()] and drawn[0] != 0
+
+
+def test_the_surprisal_of_a_token_is_that_of_the_belief():
+    z = jax.random.normal(jax.random.key(5), (2, 9))
+    state = state_of(
+        2,
+        belief_temperature=jnp.float32(1.6),
+        sampling=parameters(2, temperature=0.5),
+        action=plain_action(jnp.full(2, 0.5)),
+    )
+    logits, batch = Logits(z, z, jnp.array(False)), Batch(state, jnp.ones(2, bool))
+    belief, tempered = measure(logits, batch)
+    token = jnp.array([4, 0], jnp.int32)
+    measured = measure_token(batch, logits, belief, tempered, state.action, token, jnp.zeros(2))
+    expected = -jax.nn.log_softmax(z / 1.6)[jnp.arange(2), token]
+    np.testing.assert_allclose(measured.surprisal, expected, rtol=1e-5)
+
+
+def test_rows_without_a_token_take_no_adapter():
+    state = state_of(3, adapter=jnp.array([2, 1, 3], jnp.int32))
+    assert _adapters(state, jnp.array([1, 0, 5], jnp.int32), None)["adapter"].tolist() == [2, 0, 3]
+    assert _adapters(state_of(3), jnp.ones(3, jnp.int32), None) == {}
 
 
 def test_a_trace_has_what_the_step_read_and_what_its_token_was():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.phases import batch
-from entropic_jax.state.row_subset import RowSubset
+from entropic_jax.state.row_subset import RowSubset, Shared, where_rows
 from tests import tiny
 
 SELECTED = jnp.array([False, True, False, True, True])
@@ -40,6 +40,13 @@ def test_a_scalar_stands_for_the_rows_outside():
 def test_without_a_narrower_width_nothing_moves(width):
     rows = RowSubset(SELECTED, width)
     assert rows.gather(VALUES) is VALUES and rows.scatter(VALUES, 0) is VALUES
+
+
+@pytest.mark.parametrize(("flags", "changes"), [((False, False), False), ((True, False), True)])
+def test_what_is_shared_changes_where_any_row_does(flags, changes):
+    old = (jnp.zeros(2), Shared(jnp.zeros(3)))
+    rows, shared = where_rows(jnp.array(flags), (jnp.ones(2), Shared(jnp.ones(3))), old)
+    assert rows.tolist() == [float(flag) for flag in flags] and shared.value.tolist() == [float(changes)] * 3
 
 
 def test_a_subset_by_index_ignores_numbers_past_the_last_row():

@@ -212,6 +212,7 @@ def test_the_first_layer_that_chooses_may_drop_more():
     plain = Selection(rules=LOOSE, dense_layers=0)
     scaled = dataclasses.replace(plain, first_layer_scale=2.0, dense_layers=1)
     assert chosen(scaled, 0, (0.3, 0.3))[0] is None
+    assert page_selection.MAX_DROPPED_MASS == 0.95
     alone = {limit: chosen(plain, 0, (limit, limit))[0] for limit in (0.3, 0.6, 0.95)}
     assert len({pages(choice, 0).__repr__() for choice in alone.values()}) == 3
     for number, limit, same in ((1, 0.3, 0.6), (2, 0.3, 0.3), (1, 0.6, 0.95)):

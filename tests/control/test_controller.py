@@ -14,7 +14,7 @@ from entropic_jax import entropy
 from entropic_jax.control import Every, When, chain, pytree
 from entropic_jax.control.laws import LAWS
 from entropic_jax.control.temperature import EDT, DynaTemp, Exact, Integral, Mirostat, Normalised, Paper
-from entropic_jax.state import Action, Signal, plain_action, quiet_signal
+from entropic_jax.state import Action, SchedulingSignal, Signal, plain_action, quiet_signal
 from tests import tiny
 
 START = (0.5, 1.5, 2.0, 0.0)  # the last row is greedy
@@ -158,6 +158,32 @@ def test_when_leaves_the_other_rows_alone():
     temperatures = np.asarray(run(When(warm, Nudge(0.1))).temperature)
     assert (temperatures[:, 0] == 0.5).all()
     assert (np.diff(temperatures[:, 1]) > 0).all()
+
+
+def test_when_asks_its_condition_of_no_signal_that_its_controller_does_not_act_on():
+    action = plain_action(jnp.array(START))
+    subject = When(lambda signal, action: signal.requested_temperature > 1, Nudge(0.1))
+    state, other = subject.init(action), SchedulingSignal(*(None,) * len(SchedulingSignal._fields))
+    changed, after = subject.schedule(other, action, state)  # which has no requested temperature
+    assert changed is action and after is state
+
+
+@pytree
+class Once:
+    """Chooses token 7 at the first step, and none after it."""
+
+    def init(self, action: Action) -> jax.Array:
+        return jnp.zeros(action.temperature.shape, bool)
+
+    def update(self, signal: Signal, action: Action, state: jax.Array) -> tuple[Action, jax.Array]:
+        return action._replace(token=jnp.where(state, action.token, 7)), state | signal.emitting
+
+
+def test_a_token_that_a_controller_chooses_is_of_one_step():
+    tokens, state, _ = tiny.finish(tiny.begin(tiny.prompts(8, 12), controller=Once()), controller=Once())
+    plain = tiny.finish(tiny.begin([[*text, 7] for text in tiny.prompts(8, 12)], max_tokens=19))[0]
+    assert [text[0] for text in tokens] == [7, 7] and [text[1:] for text in tokens] == plain
+    assert (state.action.token == -1).all()
 
 
 @pytest.mark.slow

@@ -84,6 +84,9 @@ def test_priority_against_float64_and_its_gradients(seed):
     broken = load(6, cost=[0.0, math.nan, math.inf, -9.0, 2.0, 2.0], slack=np.zeros(6))
     actual = scheduling.priority(jnp.ones(6), broken, jnp.zeros(6, jnp.int32), **GAINS)
     assert actual.tolist() == [4, 4, 0, 4, 1, 1]
+    light = load(3, cost=np.array([0.04, 0.05, 0.055]) / GAINS["cost"], slack=np.zeros(3))
+    actual = scheduling.priority(jnp.full(3, 0.1), light, jnp.zeros(3, jnp.int32), **GAINS)
+    np.testing.assert_allclose(actual, 0.1 / np.array([0.05, 0.05, 0.055]), rtol=1e-6)
 
 
 def test_the_law_is_what_its_formula_says():

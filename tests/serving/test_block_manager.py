@@ -9,7 +9,7 @@ import pytest
 from entropic_jax.control.entropy_drop import PRIOR, new_predictor, predicted_drop
 from entropic_jax.control.scheduling import Scheduling, default_load
 from entropic_jax.serving.engine.block_manager import BlockManager
-from entropic_jax.serving.engine.prefix_cache import ROOT_HASH, PrefixCache, page_hashes
+from entropic_jax.serving.engine.prefix_cache import ROOT_HASH, PrefixCache, page_hashes, root_hash
 from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.sequence import Sequence
 from entropic_jax.serving.engine.state_updates import PLACEMENTS, Placement, StateUpdates
@@ -31,6 +31,12 @@ def test_keys_stand_for_everything_before_them():
     assert len(first) == 2 and first[1] != second[1]
     assert keys(1, 2, 3, 4, 5, 6, 7) == first[:1]
     assert list(page_hashes(first[0], (5, 6, 7, 8), PAGE)) == first[1:]
+
+
+def test_texts_share_pages_only_within_a_context_an_adapter_and_a_salt():
+    salts = ["", "a", "a tenant of this server, the first", "a tenant of this server, the other", "\ud800"]
+    roots = [root_hash(key, adapter, salt) for key in ((), (1,)) for adapter in (0, 1) for salt in salts]
+    assert len(set(roots)) == len(roots)
 
 
 def test_pages_without_a_user_are_given_up_oldest_and_latest_in_the_text_first():

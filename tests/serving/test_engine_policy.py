@@ -87,6 +87,22 @@ def test_a_refused_preset_says_how_to_start_a_server_that_accepts_it(preset, rea
     assert preset in started.accepted
 
 
+def test_the_prior_of_entropy_is_that_of_the_calibration():
+    assert row_controllers().prior == PRIOR
+    calibration = SimpleNamespace(mean=1.5, scale=0.7, correlation=0.25)
+    subject = RowControllers("normalised", calibration, pruning=True, entropic_schedule=False)
+    assert subject.prior._asdict() == vars(calibration)
+
+
+def test_a_row_with_one_branch_does_not_search():
+    subject = RowControllers(
+        "normalised", None, pruning=True, entropic_schedule=False, sampler="entropix", branches=4
+    )
+    gains = lambda **values: subject.row_gains(Control("entropix", tuple(values.items())))
+    assert [gains(branches=n).branches for n in (1, 2, 4)] == [0, 2, 4] and gains().branches == 4
+    assert gains(branches=1).sampler and not subject.row_gains(Control("off")).sampler
+
+
 def waiting(max_tokens: int, arrival_time: float) -> SimpleNamespace:
     return SimpleNamespace(
         remaining_work=float(max_tokens),

@@ -65,6 +65,30 @@ def test_the_last_in_rank_is_preempted():
     assert subject.preemptions == 2  # sequences that branch keep their rows
 
 
+def test_a_preempted_prompt_is_scored_from_its_beginning_unless_it_has_been():
+    halfway, scored = row("b"), row("c")
+    halfway.prompt_scored, halfway.prompt_scores, scored.prompt_scores = False, [-1.0], [-1.0, -2.0]
+    subject, _ = scheduler(row("a"), halfway, scored)
+    subject._preempt()
+    assert scored.prompt_scores == [-1.0, -2.0]
+    subject.batch.occupied = [row("a"), halfway]
+    subject._preempt()
+    assert halfway.prompt_scores == []
+
+
+@pytest.mark.parametrize(("number", "admitted"), [(-1, None), (-1, 1.5), (3, 1.5)])
+def test_a_request_leaves_the_queue_once(number, admitted):
+    subject, calls = scheduler()
+    sequence = SimpleNamespace(ended=False, row=number, admitted_time=admitted)
+    subject.waiting, subject.batch.end = [sequence] if number < 0 else [], calls.end
+    subject.end(sequence, "abort")
+    dequeued = [("on_dequeue",)] if admitted is None else []
+    assert subject.waiting == [] and calls == [*dequeued, ("end", sequence, "abort", None, False)]
+    sequence.ended = True
+    subject.end(sequence, "abort")
+    assert len(calls) == len(dequeued) + 1
+
+
 def test_a_sequence_alone_needs_one_more_token():
     subject, calls = scheduler(row("a"), room=1)
     subject._preempt()
