@@ -77,7 +77,7 @@ def server_of(path: str) -> dict[str, Any]:
     from ..engine import kernel_report
     from ..engine.options import sizes
     from ..options.kv_cache import pages_of
-    from ..options.model import default_dtype
+    from ..options.model import computing_dtype
 
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
@@ -86,7 +86,7 @@ def server_of(path: str) -> dict[str, Any]:
     stated.model = stated.path or stated.model
     try:
         options = serve.engine_options_of(stated, serve.settings_of(stated))
-        config, dtype = read_config(stated.model), options.dtype or default_dtype()
+        config, dtype = read_config(stated.model), computing_dtype(options.dtype)
         like = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
         params = jax.tree.map(like, structure(config)[1])
         model = models.Model(config, params)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from entropic_jax.parameter_tables.table import ParameterError
 
-from ..options.model import EMBEDDED, QUANTIZATIONS, check_directory, default_dtype
+from ..options.model import DTYPES, EMBEDDED, QUANTIZATIONS, check_directory, computing_dtype
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Declare `--model`, `--dtype` and `--quantization`."""
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    add_dtype(parser)
+    add_quantization(parser)
+
+
+def add_dtype(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Declare `--dtype`."""
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="data type of the weights (default: what suits the device)",
+        choices=DTYPES,
+        help="data type of the weights (default: auto, what suits the device)",
     )
-    add_quantization(parser)
 
 
 def add_quantization(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -72,9 +77,7 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
     check_directory(options.model)
     remember_compilations()
     try:
-        model = models.load(
-            options.model, options.dtype or default_dtype(), quantization=options.quantization
-        )
+        model = models.load(options.model, computing_dtype(options.dtype), quantization=options.quantization)
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model {options.model}: {error}") from error
     if model.tokenizer is None:

@@ -248,7 +248,7 @@ def engine_options_of(options: argparse.Namespace, settings: Settings) -> "Engin
 
     control_options.build(settings.control._replace(preset="off", gains=()), None, None)  # says what is wrong
     chosen: dict[str, Any] = {
-        "dtype": None if options.dtype == "auto" else options.dtype,
+        "dtype": options.dtype,
         "quantization": options.quantization,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,

@@ -40,12 +40,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the API (default: the directory's)"
     )
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="data type of the weights (default: what suits the device)",
-    )
+    model_options.add_dtype(group)
     model_options.add_quantization(group)
     model_options.add_parse_special(group)
     group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")

@@ -13,7 +13,7 @@ from entropic_jax.models.model import read_config
 
 from ..options import control_options, draft_model, parallelism
 from ..options.control_options import Control, calibration_of
-from ..options.model import default_dtype
+from ..options.model import computing_dtype
 from .broadcast import Broadcaster
 from .data_parallel import DataParallelEngine, Progress
 from .engine import LLMEngine, no_progress
@@ -114,7 +114,7 @@ def _prepare(
         check_identity(group, path, options)
         read_config(path, mesh)  # says what is wrong while JAX still connects the processes
         group.settle(mesh)
-    dtype = options.dtype or default_dtype()
+    dtype = computing_dtype(options.dtype)
     with use_device(device):
         model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
         joins = mesh is None and not options.enable_lora

@@ -8,7 +8,7 @@ from entropic_jax.parameter_tables.speculation_names import drafter_of
 
 from ..options import parallelism, speculation_options
 from ..options.control_options import SAMPLERS, Control, build, calibration_of
-from ..options.model import default_dtype
+from ..options.model import computing_dtype
 from ..request import Request
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def load(
 
     Args:
         path: the path of the directory.
-        dtype: the dtype that the model computes in; None for float32 on a CPU and bfloat16 elsewhere.
+        dtype: the dtype that the model computes in, a value of `--dtype`; None is "auto".
         control: names the preset and its gains; None samples plainly.
         kv_cache_dtype: the dtype of the KV cache.
         speculate: name of the drafter of speculative decoding, or the directory of a draft model; "off" for
@@ -81,7 +81,7 @@ def load(
     from . import engine, search_engine
     from .data_parallel import DataParallelGenerator
 
-    control, dtype = control or Control(), dtype or default_dtype()
+    control, dtype = control or Control(), computing_dtype(dtype)
     on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
     speculation_options.check(speculate, control.preset, control.method, divided=on_mesh)
     if on_mesh:

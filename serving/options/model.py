@@ -6,6 +6,8 @@ from ..request import RequestError
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""The values of `--dtype`."""
 QUANTIZATIONS = ("int8", "int4", "int4-128", "fp8")
 """The values of `--quantization`: those of `models.quantisation`, which takes long to import."""
 
@@ -18,8 +20,19 @@ def check_directory(model: Path) -> None:
         )
 
 
-def default_dtype() -> str:
-    """The default dtype of a model's computations: float32 on a CPU, bfloat16 elsewhere."""
+def computing_dtype(dtype: str | None) -> str:
+    """The dtype that a model computes in.
+
+    Args:
+        dtype: one of `DTYPES`; None or "auto" for float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        RequestError: it is another.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}", "dtype")
+    if dtype is not None and dtype != "auto":
+        return dtype
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

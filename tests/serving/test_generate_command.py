@@ -212,7 +212,7 @@ def test_a_wrong_line_is_named_before_anything_runs(script, entropic, tmp_path, 
             ["--stop", ""],
             "error: --stop must be a string of 1 to 1024 characters or a list of up to 64; got ['']",
         ),
-        (["--dtype", "int4"], "error: --dtype must be one of float32, bfloat16, float16; got int4"),
+        (["--dtype", "int4"], "error: --dtype must be one of auto, float32, bfloat16, float16; got int4"),
         (
             ["--prompt-file", "missing.txt"],
             "--prompt-file must be a readable file; got missing.txt (No such file",

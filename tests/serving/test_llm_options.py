@@ -100,6 +100,7 @@ def test_a_model_that_is_no_path_is_refused():
             {"preset": "meso", "lowest_temperature": 0.5},
             "^lowest_temperature must not be set with the preset meso, which has no temperature law; got 0.5",
         ),
+        ({"dtype": "int3"}, "^dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
         ({"preset": "macro", "scheduling_policy": "fcfs"}, r"got 'macro' \(the engine does not order"),
         ({"preset": "meso-lossy", "pruning": False}, r"got 'meso-lossy' \(no request may leave pages unread"),
     ],
