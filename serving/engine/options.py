@@ -47,9 +47,7 @@ class EngineOptions:
         ParameterError: A ValueError, for a field with a value that is not accepted.
     """
 
-    dtype: str | None = (
-        None  # of the weights; None or "auto" suits the device. Also of the KV cache if that is auto
-    )
+    dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto; None is "auto"
     quantization: str | None = None  # of the weights, as `--quantization`; None keeps their dtype
     kv_cache_dtype: KvCacheDtype = "auto"
     max_num_seqs: int = 64  # rows: sequences that run at once
