@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .control_flow import loop
 from .instructions import (
     CACHE_LINE,
     FLOAT,
@@ -29,7 +30,6 @@ from .instructions import (
     load,
     load_fours,
     load_widened,
-    loop,
     multiply_add,
     prefetch,
     store,

@@ -365,36 +365,3 @@ def logarithm(builder: Any, x: Any) -> Any:
     # ln 2 in two parts, the first of which is exact times any exponent.
     value = multiply_add(builder, exponent, constant(np.log(2) - 0.693359375), value)
     return multiply_add(builder, exponent, constant(0.693359375), builder.fadd(f, value))
-
-
-def loop(builder: Any, begin: Any, end: Any, step: int, carried: list[Any], body: Callable) -> list[Any]:
-    """Emits `for index in range(begin, end, step)`; returns the carried values after the last turn.
-
-    Args:
-        builder: of the function; afterwards it is behind the loop.
-        begin: integer, the first index.
-        end: integer, behind the last index.
-        step: of the index, above 0.
-        carried: values before the first turn.
-        body: `body(index, values)` emits a turn and returns the values after it.
-    """
-    before = builder.block
-    head = builder.append_basic_block("head")
-    inside = builder.append_basic_block("inside")
-    after = builder.append_basic_block("after")
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(WORD)
-    values = [builder.phi(v.type) for v in carried]
-    index.add_incoming(begin, before)
-    for phi, value in zip(values, carried, strict=True):
-        phi.add_incoming(value, before)
-    builder.cbranch(builder.icmp_signed("<", index, end), inside, after)
-    builder.position_at_end(inside)
-    changed = body(index, values)
-    index.add_incoming(builder.add(index, WORD(step)), builder.block)
-    for phi, value in zip(values, changed, strict=True):
-        phi.add_incoming(value, builder.block)
-    builder.branch(head)
-    builder.position_at_end(after)
-    return values

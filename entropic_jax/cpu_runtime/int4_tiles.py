@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from .control_flow import loop
 from .instructions import (
     CACHE_LINE,
     FLOAT,
@@ -25,7 +26,6 @@ from .instructions import (
     intrinsic_of,
     load,
     load_widened,
-    loop,
     multiply_add,
     prefetch,
     store,

@@ -14,6 +14,7 @@ import numpy as np
 from llvmlite import ir
 
 from .call_frame import stack_memory
+from .control_flow import loop
 from .instructions import (
     CACHE_LINE,
     FLOAT,
@@ -25,7 +26,6 @@ from .instructions import (
     intrinsic_of,
     load,
     load_widened,
-    loop,
     multiply_add,
     prefetch,
     store,

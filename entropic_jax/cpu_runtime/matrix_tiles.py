@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from .control_flow import loop
 from .instructions import (
     CACHE_LINE,
     ITEMSIZE,
@@ -25,7 +26,6 @@ from .instructions import (
     intrinsic_of,
     load,
     load_widened,
-    loop,
     permute,
     prefetch,
     store,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from .control_flow import loop
 from .instructions import (
     LANES,
     NARROW,
@@ -17,7 +18,6 @@ from .instructions import (
     WORD,
     intrinsic_of,
     load,
-    loop,
     multiply_add,
     prefetch_elements,
     store,

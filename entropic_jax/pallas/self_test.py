@@ -300,12 +300,14 @@ def _longest_match() -> KernelCheck:
 def _gumbel_argmax() -> KernelCheck:
     rng = np.random.default_rng(8)
     logits = rng.standard_normal((4, 5003)).astype(np.float32)
-    keys = jax.random.split(jax.random.key(8), 4)
-    bits = np.asarray(jax.vmap(lambda key: jax.random.bits(key, (5003,)))(keys), np.float64)
+    temperature, seed = np.array([0.7, 0.0, 1.0, 2.0], np.float32), jnp.arange(4)
+    keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(8), s), s + 1) for s in seed]
+    bits = np.asarray([jax.random.bits(key, (5003,)) for key in keys], np.float64)
     noise = -np.log(-np.log1p(-(bits + 0.5) * 2.0**-32))
-    noisy = np.array([True, False, True, True])
-    expected = (logits + np.where(noisy[:, None], noise, 0)).argmax(-1)
-    arguments = jnp.asarray(logits), jax.random.key_data(keys), jnp.asarray(noisy), jnp.ones(4, bool)
+    warm = temperature[:, None] > 0
+    expected = np.where(warm, logits / np.where(warm, temperature[:, None], 1) + noise, logits).argmax(-1)
+    key = jax.random.key_data(jax.random.key(8))
+    arguments = jnp.asarray(logits), jnp.asarray(temperature), key, seed, seed + 1, jnp.ones(4, bool)
     return KernelCheck(gumbel_argmax.GUMBEL_ARGMAX, arguments, (), _differs_from(expected), 0)
 
 

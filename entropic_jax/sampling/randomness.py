@@ -6,7 +6,7 @@ The very bits of `jax.random`, by an unrolled Threefry.
 import jax
 import jax.numpy as jnp
 
-from ..pallas.gumbel_argmax import threefry
+from ..pallas.gumbel_argmax import folded, threefry
 
 THREEFRY = "threefry2x32"
 
@@ -31,11 +31,8 @@ def row_keys(key: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
     key = typed(key)
     if jax.random.key_impl(key) != THREEFRY:
         return jax.vmap(lambda s, p: jax.random.fold_in(jax.random.fold_in(key, s), p))(seed, position)
-    words = jax.random.key_data(key)
-    pair = words[0], words[1]
-    for data in (seed, position):
-        pair = threefry(pair, jnp.zeros(data.shape, jnp.uint32), data.astype(jnp.uint32))
-    return jax.random.wrap_key_data(jnp.stack(pair, -1), impl=THREEFRY)
+    words = folded(jax.random.key_data(key), seed, position)
+    return jax.random.wrap_key_data(jnp.stack(words, -1), impl=THREEFRY)
 
 
 def random_bits(keys: jax.Array, count: int) -> jax.Array:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..pallas.gumbel_argmax import gumbel, gumbel_argmax
-from ..pallas.gumbel_argmax.reference import first_largest
+from ..pallas.gumbel_argmax.reference import first_largest, tempered
 from ..state import Sampling
 from ..state.sampling_parameters import defaults_unless
-from .randomness import THREEFRY, random_bits, row_keys
-from .truncation import SMALLEST, truncate
+from .randomness import THREEFRY, random_bits, row_keys, typed
+from .truncation import asks_for_truncation, truncate
 
 
 def sample(
@@ -50,49 +50,33 @@ def sample(
         key: the run's random key, typed or raw.
         seed: int32 `[rows]`.
         position: int32 `[rows]`, of the token in its text.
-        surprisal_limit: as in `temper_and_truncate`.
-        active: bool `[rows]`, the rows whose token is needed; None if each is.
-    """
-    logits = logits.astype(jnp.float32)
-    warm = temperature > 0
-
-    def draw():
-        keys = row_keys(key, seed, position)
-        truncated = temper_and_truncate(logits, sampling, temperature, warm, surprisal_limit)
-        if jax.random.key_impl(keys) == THREEFRY:
-            return gumbel_argmax(truncated, jax.random.key_data(keys), warm, active)
-        noise = gumbel(random_bits(keys, logits.shape[-1]))
-        return first_largest(truncated + jnp.where(warm[:, None], noise, 0.0))
-
-    return lax.cond(jnp.any(warm), draw, lambda: first_largest(logits))
-
-
-def temper_and_truncate(
-    logits: jax.Array,
-    sampling: Sampling,
-    temperature: jax.Array,
-    warm: jax.Array,
-    surprisal_limit: jax.Array | None,
-) -> jax.Array:
-    """truncate(logits / T), float32 `[rows, vocabulary]`; greedy rows keep their logits.
-
-    Args:
-        logits: float32 `[rows, vocabulary]`.
-        sampling: parameters of the rows.
-        temperature: float32 `[rows]`.
-        warm: bool `[rows]`, T > 0; the other rows are greedy.
         surprisal_limit: float32 `[rows]`, nats: tokens with −ln softmax(z / T) above it are cut off first,
             all but the most probable; None cuts off none.
+        active: bool `[rows]`, the rows whose token is needed; None if each is.
     """
-    # The largest logit is moved to 0 so that no temperature, however small, overflows.
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
-    scaled = shifted / jnp.where(warm, jnp.maximum(temperature, SMALLEST), 1.0)[:, None]
+    logits, key = logits.astype(jnp.float32), typed(key)
+    warm = temperature > 0
+    truncates = warm & asks_for_truncation(sampling, logits.shape[1])
     if surprisal_limit is not None:
-        limited = jnp.any(warm & (surprisal_limit < jnp.inf))
-        scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
-    truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
-    return jnp.where(warm[:, None], truncated, logits)
+        truncates |= warm & (surprisal_limit < jnp.inf)
+
+    def draw(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+        if jax.random.key_impl(key) == THREEFRY:
+            words = jax.random.key_data(key)
+            return gumbel_argmax(logits, temperature, words, seed, position, active)
+        noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
+        noisy = tempered(logits, temperature) + noise
+        return first_largest(jnp.where(warm[:, None], noisy, logits))
+
+    def draw_truncated() -> jax.Array:
+        scaled = tempered(logits, temperature)
+        if surprisal_limit is not None:
+            limited = jnp.any(warm & (surprisal_limit < jnp.inf))
+            scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
+        truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
+        return draw(jnp.where(warm[:, None], truncated, logits), warm.astype(jnp.float32))
+
+    return lax.cond(jnp.any(truncates), draw_truncated, lambda: draw(logits, temperature))
 
 
 def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:

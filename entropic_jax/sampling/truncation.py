@@ -126,10 +126,15 @@ def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     [[True, True, False, False]]
     """
     logits = logits.astype(jnp.float32)
-    filters = (sampling.top_k > 0) & (sampling.top_k < logits.shape[1])
-    filters |= (sampling.top_n_sigma > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    filters |= sampling.typical_p < 1
+    filters = asks_for_truncation(sampling, logits.shape[1])
     return lax.cond(jnp.any(filters), _filter, lambda z, _: z, logits, sampling)
+
+
+def asks_for_truncation(sampling: Sampling, vocabulary: int) -> jax.Array:
+    """Whether the parameters of each row leave out any token, bool `[rows]`."""
+    filters = (sampling.top_k > 0) & (sampling.top_k < vocabulary)
+    filters |= (sampling.top_n_sigma > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    return filters | (sampling.typical_p < 1)
 
 
 def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:

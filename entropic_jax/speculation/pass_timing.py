@@ -218,8 +218,8 @@ def _next_tokens(logits: jax.Array, sampled: bool) -> jax.Array:
     rows, flat = logits.shape[0], logits.reshape(-1, logits.shape[-1])
     if not sampled:
         # A kernel, because XLA takes as long for the maximum of a row as for a layer of a small model.
-        keys, noisy = jnp.zeros((len(flat), 2), jnp.uint32), jnp.zeros(len(flat), bool)
-        return gumbel_argmax(flat, keys, noisy).reshape(logits.shape[:-1])
+        nothing, key = jnp.zeros(len(flat), jnp.int32), jnp.zeros(2, jnp.uint32)
+        return gumbel_argmax(flat, jnp.zeros(len(flat)), key, nothing, nothing).reshape(logits.shape[:-1])
     warm, seed = parameters(rows, temperature=1.0), jnp.arange(rows, dtype=jnp.int32)
     token = sample(flat, warm, warm.temperature, jax.random.key(0), seed, seed)
     measured = entropy_statistics(flat).entropy >= 0

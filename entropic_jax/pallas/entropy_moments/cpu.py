@@ -108,6 +108,7 @@ def _row_largest() -> Any:
 
     The row is the first `vectors` logits, a multiple of the lanes, and one vector `rest`.
     """
+    from ...cpu_runtime.control_flow import loop
     from ...cpu_runtime.instructions import (
         LANES,
         WORD,
@@ -116,7 +117,6 @@ def _row_largest() -> Any:
         larger,
         largest_lane,
         load,
-        loop,
         store,
     )
 
@@ -151,6 +151,7 @@ def _row_sums() -> Any:
     The first two floats of `scratch` are `top` and 1 / T; the sums are written behind them. The number of
     logits is a multiple of the lanes.
     """
+    from ...cpu_runtime.control_flow import loop
     from ...cpu_runtime.instructions import (
         FLOAT,
         LANES,
@@ -159,7 +160,6 @@ def _row_sums() -> Any:
         exponential,
         intrinsic_of,
         load,
-        loop,
         multiply_add,
         store,
         sum_lanes,

@@ -3,6 +3,8 @@
 XLA takes ten times as long: it computes the random bits a lane at a time and writes them to memory.
 """
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +14,22 @@ import jax.numpy as jnp
 from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
-from .reference import PARITY, ROTATIONS
+from .reference import PARITY, ROTATIONS, SMALLEST
 
 SMALLEST_VOCABULARY = 16  # the lanes of a vector
+UNROLLED = 4  # vectors of a turn: the rounds of Threefry wait for one another within a vector
+FARTHEST = 23.0  # above all noise
+MARGIN = 0.01  # of the bound of a token's noise: more than all rounding
 
 
-def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array, active: jax.Array) -> jax.Array:
+def gumbel_argmax(
+    logits: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    active: jax.Array,
+) -> jax.Array:
     """The contract is in the package's docstring."""
     check_supported(logits.dtype)
     rows, vocabulary = logits.shape
@@ -27,8 +39,9 @@ def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array, active: 
         )
     shape = jax.ShapeDtypeStruct((rows,), jnp.int32)
     call = jax.ffi.ffi_call(_register(), shape, vmap_method="sequential")
-    words = jax.lax.bitcast_convert_type(keys, jnp.int32)
-    return call(logits, words, noisy.astype(jnp.int32), active.astype(jnp.int32))
+    words = jax.lax.bitcast_convert_type(key, jnp.int32)
+    seed, position, active = (x.astype(jnp.int32) for x in (seed, position, active))
+    return call(logits, temperature.astype(jnp.float32), words, seed, position, active)
 
 
 @run_once
@@ -43,6 +56,7 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.kernel import (
         compiled,
         operand,
+        operand_floats,
         operand_integers,
         parallel_kernel,
         result,
@@ -55,14 +69,15 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
     def draw_row(frame, row):
         logits, shape = operand(frame, 0)
         rows, vocabulary = shape[0], shape[1]
-        keys = operand_integers(frame, 1, (rows, 2))
         source, target = logits + 4 * row * vocabulary, result(frame, 0)[0] + 4 * row
-        if operand_integers(frame, 3, (rows,))[row] == 0:
+        if operand_integers(frame, 5, (rows,))[row] == 0:
             result_integers(frame, 0, (rows,))[row] = 0
-        elif operand_integers(frame, 2, (rows,))[row] != 0:
-            draw(source, vocabulary, keys[row, 0], keys[row, 1], target)
+        elif operand_floats(frame, 1, (rows,))[row] > 0:
+            temperature, key = operand(frame, 1)[0] + 4 * row, operand(frame, 2)[0]
+            seed, position = operand(frame, 3)[0] + 4 * row, operand(frame, 4)[0] + 4 * row
+            draw(source, vocabulary, temperature, key, seed, position, target)
         else:
-            take_largest(source, vocabulary, 0, 0, target)
+            take_largest(source, vocabulary, 0, 0, 0, 0, target)
 
     @compiled
     def num_rows(frame):
@@ -72,75 +87,222 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _row_argmax(noisy: bool) -> Any:
-    """`row_argmax(logits, vocabulary, key0, key1, target)`: writes the index of the largest value, int32.
+    """`row_argmax(logits, vocabulary, temperature, key, seed, position, target)`: writes an index, int32.
+
+    All but `vocabulary` are addresses; those between it and `target` are of numbers that noise follows from.
+
+    The random bits of a token bound its noise, and most tokens are not the largest even with the bound. So
+    the logarithms of noise are taken only where a token may be the largest so far; and no bits are made where
+    none is with any noise, as in a row that is truncated.
 
     Args:
         noisy: whether Gumbel noise is added first.
     """
-    from llvmlite import ir
-
+    from ...cpu_runtime.control_flow import loop, when
     from ...cpu_runtime.instructions import (
-        INTEGERS,
-        LANE_NUMBERS,
         LANES,
         NARROW,
         WORD,
+        any_lane,
+        broadcast,
         constant,
+        integers,
         intrinsic_of,
-        load,
-        loop,
-        permute,
-        splat,
+        largest_lane,
     )
 
     def emit(builder, values):
-        logits, vocabulary, *key, target = values
-        words = [splat(builder, builder.trunc(word, NARROW)) for word in key]
+        logits, vocabulary, temperature, *randomness, target = values
+        none = constant(float("-inf"))
+        if noisy:
+            highest, divisor = _scale(builder, logits, vocabulary, temperature)
+            words = _row_key(builder, *randomness)
+
+        def may_change(values, bounds, best):
+            above = [
+                builder.fcmp_ordered(">", builder.fadd(value, bound), best)
+                for value, bound in zip(values, bounds, strict=True)
+            ]
+            return any_lane(builder, functools.reduce(builder.or_, above))
 
         def advance(start, carried):
-            # The last vector ends with the row, and so may repeat tokens: a value replaces smaller ones only.
-            last = builder.sub(vocabulary, WORD(LANES))
-            start = builder.select(builder.icmp_signed("<", start, last), start, last)
-            largest, index = carried
-            number = builder.add(splat(builder, builder.trunc(start, NARROW)), LANE_NUMBERS)
-            value = load(builder, logits, start)
-            if noisy:
-                value = builder.fadd(value, _noise(builder, words, number))
-            better = builder.fcmp_ordered(">", value, largest)
-            return [builder.select(better, value, largest), builder.select(better, number, index)]
+            numbers, values = _tokens(builder, logits, vocabulary, start)
+            if not noisy:
+                return [*_take_larger(builder, carried[:2], numbers, values), carried[2]]
+            values = [builder.fdiv(builder.fsub(z, highest), divisor) for z in values]
 
-        none = [constant(float("-inf")), ir.Constant(INTEGERS, [0] * LANES)]
-        largest, index = loop(builder, WORD(0), vocabulary, LANES, none, advance)
-        for step in (8, 4, 2, 1):
-            lanes = [i ^ step for i in range(LANES)]
-            value, number = permute(builder, [largest], lanes), permute(builder, [index], lanes)
-            tied = builder.and_(
-                builder.fcmp_ordered("==", value, largest), builder.icmp_signed("<", number, index)
-            )
-            better = builder.or_(builder.fcmp_ordered(">", value, largest), tied)
-            largest, index = builder.select(better, value, largest), builder.select(better, number, index)
-        first = builder.extract_element(index, NARROW(0))
+            def with_bits(carried):
+                uniform = [_uniform(builder, words, number) for number in numbers]
+
+                def with_noise(carried):
+                    noisy_values = [
+                        builder.fadd(z, _noise(builder, u)) for z, u in zip(values, uniform, strict=True)
+                    ]
+                    largest, index = _take_larger(builder, carried[:2], numbers, noisy_values)
+                    return [largest, index, broadcast(builder, largest_lane(builder, largest))]
+
+                bounds = [_bound(builder, u) for u in uniform]
+                return when(builder, may_change(values, bounds, carried[2]), carried, with_noise)
+
+            farthest = [constant(FARTHEST)] * UNROLLED
+            return when(builder, may_change(values, farthest, carried[2]), carried, with_bits)
+
+        carried = loop(builder, WORD(0), vocabulary, UNROLLED * LANES, [none, integers(0), none], advance)
+        first = _first_largest(builder, *carried[:2])
         builder.store(first, builder.inttoptr(target, NARROW.as_pointer()))
 
-    return intrinsic_of(5, emit)
+    return intrinsic_of(7, emit)
 
 
-def _noise(builder: Any, key: list[Any], number: Any) -> Any:
-    """Gumbel noise for the tokens of these numbers, as `reference.gumbel` of the bits of Threefry."""
-    from ...cpu_runtime.instructions import VECTOR, constant, integers, logarithm, rotate_left
+def _scale(builder: Any, logits: Any, vocabulary: Any, temperature: Any) -> tuple[Any, Any]:
+    """What is subtracted from logits, and what they are divided by, as `reference.tempered`; vectors.
+
+    Args:
+        builder: of the function.
+        logits: the address of the row's logits.
+        vocabulary: number of tokens.
+        temperature: the address of the temperature, above 0.
+    """
+    from ...cpu_runtime.control_flow import loop
+    from ...cpu_runtime.instructions import (
+        FLOAT,
+        LANES,
+        WORD,
+        broadcast,
+        constant,
+        larger,
+        largest_lane,
+        load,
+    )
+
+    def advance(start, carried):
+        for value in _tokens(builder, logits, vocabulary, start)[1]:
+            carried = [larger(builder, value, carried[0])]
+        return carried
+
+    lowest = constant(float("-inf"))
+    (largest,) = loop(builder, WORD(0), vocabulary, UNROLLED * LANES, [lowest], advance)
+    highest = broadcast(builder, largest_lane(builder, largest))
+    distance = builder.fsub(highest, highest)  # 0, or NaN where it is not finite
+    finite = builder.fcmp_ordered("==", distance, constant(0.0))
+    divisor = larger(builder, broadcast(builder, load(builder, temperature, 0, FLOAT)), constant(SMALLEST))
+    return builder.select(finite, highest, constant(0.0)), divisor
+
+
+def _row_key(builder: Any, key: Any, seed: Any, position: Any) -> list[Any]:
+    """The two words of a row's key, as `reference.folded`, vectors; all but the builder are addresses."""
+    from ...cpu_runtime.instructions import NARROW, integers, load, splat
+
+    words = [splat(builder, load(builder, key, number, NARROW)) for number in (0, 1)]
+    for address in (seed, position):
+        data = splat(builder, load(builder, address, 0, NARROW))
+        words = list(_threefry(builder, words, integers(0), data))
+    return words
+
+
+def _tokens(builder: Any, logits: Any, vocabulary: Any, start: Any) -> tuple[list[Any], list[Any]]:
+    """The numbers of a turn's tokens and their logits, vectors.
+
+    The last ends with the row, and so may repeat tokens.
+
+    Args:
+        builder: of the function.
+        logits: the address of the row's logits.
+        vocabulary: number of tokens.
+        start: the first token of the turn.
+    """
+    from ...cpu_runtime.instructions import LANE_NUMBERS, LANES, NARROW, WORD, load, splat
+
+    last, numbers, values = builder.sub(vocabulary, WORD(LANES)), [], []
+    for offset in range(0, UNROLLED * LANES, LANES):
+        place = builder.add(start, WORD(offset))
+        place = builder.select(builder.icmp_signed("<", place, last), place, last)
+        numbers.append(builder.add(splat(builder, builder.trunc(place, NARROW)), LANE_NUMBERS))
+        values.append(load(builder, logits, place))
+    return numbers, values
+
+
+def _take_larger(builder: Any, carried: list[Any], numbers: list[Any], values: list[Any]) -> list[Any]:
+    """The largest value of each lane and the number of its token, the first of ties.
+
+    Args:
+        builder: of the function.
+        carried: both of the tokens before.
+        numbers: of the tokens, vectors.
+        values: theirs.
+    """
+    largest, index = carried
+    for value, number in zip(values, numbers, strict=True):
+        better = builder.fcmp_ordered(">", value, largest)
+        largest, index = builder.select(better, value, largest), builder.select(better, number, index)
+    return [largest, index]
+
+
+def _first_largest(builder: Any, largest: Any, index: Any) -> Any:
+    """The number of the largest value of all lanes, the first of ties, from those of each lane."""
+    from ...cpu_runtime.instructions import LANES, NARROW, permute
+
+    for step in (8, 4, 2, 1):
+        lanes = [i ^ step for i in range(LANES)]
+        value, number = permute(builder, [largest], lanes), permute(builder, [index], lanes)
+        tied = builder.and_(
+            builder.fcmp_ordered("==", value, largest), builder.icmp_signed("<", number, index)
+        )
+        better = builder.or_(builder.fcmp_ordered(">", value, largest), tied)
+        largest, index = builder.select(better, value, largest), builder.select(better, number, index)
+    return builder.extract_element(index, NARROW(0))
+
+
+def _uniform(builder: Any, key: list[Any], number: Any) -> Any:
+    """The uniform numbers of tokens, above 0 and below 1, from the bits of Threefry."""
+    from ...cpu_runtime.instructions import VECTOR, constant, integers
+
+    x, y = _threefry(builder, key, integers(0), number)
+    uniform = builder.uitofp(builder.xor(x, y), VECTOR)
+    uniform = builder.fmul(builder.fadd(uniform, constant(0.5)), constant(2.0**-32))
+    highest = constant(1 - 2.0**-24)
+    return builder.select(builder.fcmp_ordered("<", uniform, highest), uniform, highest)
+
+
+def _threefry(builder: Any, key: list[Any], x: Any, y: Any) -> tuple[Any, Any]:
+    """As `reference.threefry`, on vectors.
+
+    Args:
+        builder: of the function.
+        key: two words.
+        x: the first word of the counter.
+        y: the second.
+    """
+    from ...cpu_runtime.instructions import integers, rotate_left
 
     words = [*key, builder.xor(builder.xor(key[0], key[1]), integers(int(PARITY)))]
-    x, y = words[0], builder.add(number, words[1])
+    x, y = builder.add(x, words[0]), builder.add(y, words[1])
     for group in range(5):
         for bits in ROTATIONS[group % 2]:
             x = builder.add(x, y)
             y = builder.xor(x, rotate_left(builder, y, bits))
         x = builder.add(x, words[(group + 1) % 3])
         y = builder.add(builder.add(y, words[(group + 2) % 3]), integers(group + 1))
-    uniform = builder.uitofp(builder.xor(x, y), VECTOR)
-    uniform = builder.fmul(builder.fadd(uniform, constant(0.5)), constant(2.0**-32))
-    highest = constant(1 - 2.0**-24)
-    uniform = builder.select(builder.fcmp_ordered("<", uniform, highest), uniform, highest)
+    return x, y
+
+
+def _bound(builder: Any, uniform: Any) -> Any:
+    """An upper bound of noise, larger by up to 0.07 where the noise is large.
+
+    With u = 2ⁿ (1 + m), noise −ln(−ln(1 − u)) ≤ −ln u ≤ −ln 2 (n + m), and n + m is in the bits of u.
+    """
+    from ...cpu_runtime.instructions import INTEGERS, VECTOR, constant, multiply_add
+
+    bits = builder.sitofp(builder.bitcast(uniform, INTEGERS), VECTOR)
+    return multiply_add(
+        builder, bits, constant(-math.log(2) * 2.0**-23), constant(127 * math.log(2) + MARGIN)
+    )
+
+
+def _noise(builder: Any, uniform: Any) -> Any:
+    """Gumbel noise, as `reference.gumbel`, of uniform numbers."""
+    from ...cpu_runtime.instructions import constant, logarithm
+
     unit = constant(1.0)
     rest = builder.fsub(unit, uniform)
     # 1 − u is rounded; what it lost is added to the logarithm, since small u are the large noise.

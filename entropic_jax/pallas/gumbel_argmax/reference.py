@@ -11,6 +11,7 @@ from jax import lax
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
+SMALLEST = np.finfo(np.float32).tiny  # temperature that divides
 
 
 def threefry(key: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -33,6 +34,20 @@ def threefry(key: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array) -> tu
     return x, y
 
 
+def folded(key: jax.Array, seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two words of each row's key, fold_in(fold_in(key, seed), position); uint32 `[rows]` each.
+
+    Args:
+        key: uint32 `[2]`, a Threefry key.
+        seed: int32 `[rows]`.
+        position: int32 `[rows]`.
+    """
+    pair = key[0], key[1]
+    for data in (seed, position):
+        pair = threefry(pair, jnp.zeros(data.shape, jnp.uint32), data.astype(jnp.uint32))
+    return pair
+
+
 def gumbel(bits: jax.Array) -> jax.Array:
     """Standard Gumbel noise from uniform uint32, finite, between −2.8 and 22.9.
 
@@ -51,13 +66,36 @@ def first_largest(values: jax.Array) -> jax.Array:
     return jnp.min(jnp.where((values == largest) | jnp.isnan(values), index, values.shape[-1] - 1), axis=-1)
 
 
-def gumbel_argmax(logits: jax.Array, keys: jax.Array, noisy: jax.Array, active: jax.Array) -> jax.Array:
+def tempered(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """(z − max z) / T of each row, `[rows, vocabulary]`; greedy rows, of T = 0, are divided by 1.
+
+    Args:
+        logits: z, float32 `[rows, vocabulary]`.
+        temperature: T, float32 `[rows]`.
+    """
+    # The largest logit is moved to 0 so that no temperature, however small, overflows.
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0.0)
+    return shifted / jnp.where(temperature > 0, jnp.maximum(temperature, SMALLEST), 1.0)[:, None]
+
+
+def gumbel_argmax(
+    logits: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    active: jax.Array,
+) -> jax.Array:
     """The contract is in the package's docstring."""
+    noisy = temperature > 0
 
     def draw() -> jax.Array:
+        first, second = folded(key, seed, position)
         number = jnp.broadcast_to(jnp.arange(logits.shape[1], dtype=jnp.uint32), logits.shape)
-        x, y = threefry((keys[:, :1], keys[:, 1:]), jnp.zeros_like(number), number)
-        return first_largest(jnp.where(noisy[:, None], logits + gumbel(x ^ y), logits))
+        x, y = threefry((first[:, None], second[:, None]), jnp.zeros_like(number), number)
+        values = tempered(logits, temperature) + gumbel(x ^ y)
+        return first_largest(jnp.where(noisy[:, None], values, logits))
 
     index = lax.cond(jnp.any(noisy), draw, lambda: first_largest(logits))
     return jnp.where(active, index, 0)
