@@ -109,7 +109,6 @@ class HeadParams(NamedTuple):
 
     weights: Params  # as on disk, or int8 with scales
     output: Params | None = None  # the model's output projection to the tokens of a list; None: to all
-    place: jax.Array | None = None  # int32 [vocabulary], of each token in the list; past its end for others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,14 +163,14 @@ class DraftHead:
         return module(features.astype(embedded.dtype), embedded, positions, read)
 
     def logits(self, params: Params, draft: HeadParams, features: jax.Array) -> jax.Array:
-        """Logits, float32 `[..., vocabulary]`, of features; −inf for tokens that are not drafted.
+        """Logits, float32 `[..., drafted tokens]`, of features.
 
         Args:
             params: the parameters of the model.
             draft: the parameters of the head.
             features: `[..., hidden]`.
         """
-        if draft.output is None or draft.place is None:
+        if draft.output is None:
             return self.target.logits(params, features)
         part, spec = draft.output, FAMILIES[self.target.config.architecture].output(self.target.config)
         scales = (part["scale"],) if "scale" in part else ()
@@ -179,8 +178,15 @@ class DraftHead:
         logits = (logits + part["bias"] if "bias" in part else logits) * spec.logit_multiplier
         if (cap := spec.logit_soft_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
-        none = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
-        return jnp.concatenate([logits, none], -1)[..., draft.place]
+        return logits
+
+    def drafted_tokens(self, draft: HeadParams) -> jax.Array | None:
+        """The tokens that the head drafts, int32 `[drafted tokens]`, ascending; None for all.
+
+        Args:
+            draft: the parameters of the head.
+        """
+        return draft.weights.get(LISTED)
 
 
 def with_list(head: DraftHead, weights: Params, tokens: Any) -> tuple[DraftHead, Params]:
@@ -206,17 +212,15 @@ def runnable(head: DraftHead, params: Params, weights: Params) -> HeadParams:
         params: the parameters of the model.
         weights: those of the head.
     """
-    tokens, output, place = weights.get(LISTED), None, None
+    tokens, output = weights.get(LISTED), None
     if tokens is not None:
         output = jax.tree.map(lambda x: x[..., tokens], params["lm_head"])
-        place = jnp.full(head.config.vocab_size, len(tokens), jnp.int32)
-        place = place.at[tokens].set(jnp.arange(len(tokens)))
     if skinny_matmul.reads_as_stored("int8"):
         weights = quantise(weights, head_structure(head, True)[1])
         if output is not None and "scale" not in output:
             kernel, scale = quantise_kernel(output["kernel"])
             output = {**output, "kernel": kernel, "scale": scale}
-    return HeadParams(weights, output, place)
+    return HeadParams(weights, output)
 
 
 def attention_of(config: Config, layer: int | None) -> AttentionSpec | None:

@@ -50,12 +50,19 @@ class DraftHead(Protocol):
         """
 
     def logits(self, params: Any, draft: Any, features: jax.Array) -> jax.Array:
-        """Logits, float32 `[..., vocabulary]`, of features; −inf for tokens that are not drafted.
+        """Logits, float32 `[..., drafted tokens]`, of features.
 
         Args:
             params: the parameters of the model.
             draft: the parameters of the head.
             features: `[..., hidden]`.
+        """
+
+    def drafted_tokens(self, draft: Any) -> jax.Array | None:
+        """The tokens that the head drafts, int32 `[drafted tokens]`, ascending; None for all.
+
+        Args:
+            draft: the parameters of the head.
         """
 
 

@@ -34,6 +34,7 @@ def sample(
     position: jax.Array,
     surprisal_limit: jax.Array | None = None,
     active: jax.Array | None = None,
+    numbers: jax.Array | None = None,
 ) -> jax.Array:
     """Draws one token per row from softmax(truncate(logits / T)); int32 `[rows]`.
 
@@ -53,6 +54,8 @@ def sample(
         surprisal_limit: float32 `[rows]`, nats: tokens with −ln softmax(z / T) above it are cut off first,
             all but the most probable; None cuts off none.
         active: bool `[rows]`, the rows whose token is needed; None if each is.
+        numbers: int32 `[columns]`, ascending: the tokens whose logits are given, if those of all others are
+            −inf; None if all are given. The key must then be a Threefry key.
     """
     logits, key = logits.astype(jnp.float32), typed(key)
     warm = temperature > 0
@@ -63,7 +66,10 @@ def sample(
     def draw(logits: jax.Array, temperature: jax.Array) -> jax.Array:
         if jax.random.key_impl(key) == THREEFRY:
             words = jax.random.key_data(key)
-            return gumbel_argmax(logits, temperature, words, seed, position, active)
+            column = gumbel_argmax(logits, temperature, words, seed, position, active, numbers)
+            return column if numbers is None else numbers[column]
+        if numbers is not None:
+            raise ValueError(f"key must be a Threefry key for a list of tokens; got {key.dtype}")
         noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
         noisy = tempered(logits, temperature) + noise
         return first_largest(jnp.where(warm[:, None], noisy, logits))

@@ -11,10 +11,12 @@ from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
 from ..entropy import entropy_statistics
 from ..phases.batch import Batch
-from ..phases.emission import advance, choose, process
+from ..phases.emission import advance
 from ..phases.forward import Forward, decode_cost
 from ..phases.headed_decoder import HeadedDecoder
-from ..sampling import record
+from ..sampling import adjusts, penalise, record, sample
+from ..sampling.randomness import THREEFRY, typed
+from ..state import State
 from ..state.ledger import add_cost
 from ..state.pytree import pytree
 from .autoregressive import AutoregressiveDrafter, DraftedToken
@@ -50,7 +52,7 @@ class HeadDrafter(AutoregressiveDrafter):
         output = Forward(logits, dense_step_stats(decoder.head.shape, span), None)
         charged = batch._replace(state=state._replace(cache=began.state.cache))
         cost = decode_cost(decoder.draft_model, params.draft, charged, output)
-        drafted = draw(batch, logits)
+        drafted = draw(batch, logits, decoder.head.drafted_tokens(params.draft))
         after = drafted.state._replace(features=features.astype(jnp.float32))
         spent = add_cost(after.ledger, cost)
         return drafted._replace(state=after._replace(ledger=spent))
@@ -69,7 +71,7 @@ class HeadDrafter(AutoregressiveDrafter):
         return model, slice(0, 0)
 
 
-def draw(batch: Batch, logits: jax.Array) -> DraftedToken:
+def draw(batch: Batch, logits: jax.Array, tokens: jax.Array | None = None) -> DraftedToken:
     """A token from the logits of a draft, with the noise and the penalties of its position.
 
     Cheaper than emission: the control law does not act, and of the measurements only the entropy is made. So
@@ -77,16 +79,52 @@ def draw(batch: Batch, logits: jax.Array) -> DraftedToken:
 
     Args:
         batch: the rows before the token.
-        logits: float32 `[rows, vocabulary]`.
+        logits: float32 `[rows, n]`.
+        tokens: int32 `[n]`, ascending: the tokens whose logits these are; None for the vocabulary.
     """
     state = batch.state
-    processed = process(logits, state, None)
     entropy = entropy_statistics(logits / state.belief_temperature, batch.active).entropy
     drawn = batch.active & jnp.isfinite(entropy)
-    token = jnp.where(drawn, choose(processed, batch, state.action, None, None), state.token)
+    if tokens is not None and jax.random.key_impl(typed(state.key)) != THREEFRY:
+        logits, tokens = _scattered(logits, tokens, state), None  # other noise is made of all tokens at once
+    sampled = sample(
+        _penalised(logits, tokens, state),
+        state.sampling,
+        state.action.temperature,
+        state.key,
+        state.seed,
+        state.length + state.evicted + 1,
+        surprisal_limit=state.action.surprisal_limit,
+        active=batch.active,
+        numbers=tokens,
+    )
+    token = jnp.where(drawn, sampled, state.token)
     after = advance(batch, state._replace(token=token), drawn, None)
     history = record(after.history, token, drawn)
     return DraftedToken(after._replace(history=history), token, entropy, drawn)
+
+
+def _penalised(logits: jax.Array, tokens: jax.Array | None, state: State) -> jax.Array:
+    """The logits after penalties and bias, of the same tokens.
+
+    Args:
+        logits: float32 `[rows, n]`.
+        tokens: int32 `[n]`; None for the vocabulary.
+        state: the state of the rows.
+    """
+    if tokens is None:
+        return penalise(logits, state.sampling, state.history)
+
+    def apply() -> jax.Array:
+        return penalise(_scattered(logits, tokens, state), state.sampling, state.history)[:, tokens]
+
+    return jax.lax.cond(adjusts(state.sampling), apply, lambda: logits)
+
+
+def _scattered(logits: jax.Array, tokens: jax.Array, state: State) -> jax.Array:
+    """Logits of some tokens as those of the vocabulary, float32 `[rows, vocabulary]`, −inf for others."""
+    rows, vocabulary = logits.shape[0], state.history.generated.shape[1]
+    return jnp.full((rows, vocabulary), -jnp.inf).at[:, tokens].set(logits)
 
 
 def head_drafter(

@@ -116,6 +116,18 @@ def test_rows_that_are_not_active_give_zero(backend):
     assert expected[active].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [16, 33, 500])
+def test_columns_of_a_list_have_the_noise_of_their_tokens(number, backend):
+    logits = logits_of(1000)
+    tokens = np.sort(np.random.default_rng(number).permutation(1000)[:number])
+    temperature = jnp.where(jnp.arange(ROWS) % 3 > 0, 1.0, 0.0)
+    drawn = draw(logits[:, tokens], temperature, backend, numbers=jnp.asarray(tokens, jnp.int32))
+    masked = np.full_like(logits, -np.inf)
+    masked[:, tokens] = logits[:, tokens]
+    np.testing.assert_array_equal(tokens[drawn], draw(masked, temperature, backend))
+
+
 @ON_CPU
 def test_a_row_does_not_depend_on_its_neighbours():
     logits, temperature = logits_of(1000), jnp.where(jnp.arange(ROWS) % 3 > 0, 1.0, 0.0)

@@ -14,7 +14,7 @@ from entropic_jax.attention.window_pages import WindowPages
 from entropic_jax.models import draft_head, draft_head_files
 from entropic_jax.models.train import head_forward
 from entropic_jax.parameter_tables import speculation_names
-from entropic_jax.phases.batch import gather_active
+from entropic_jax.phases.batch import Batch, gather_active
 from entropic_jax.phases.forward import forward
 from entropic_jax.speculation import (
     Cascade,
@@ -28,11 +28,12 @@ from entropic_jax.speculation import (
     speculator,
 )
 from entropic_jax.speculation.draft_length import DraftLength
+from entropic_jax.speculation.head import draw
 from entropic_jax.speculation.pass_timing import measure_pass_costs
 from entropic_jax.speculation.stored_costs import TimedModel, known_costs
 from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
 from tests.speculation.test_lossless import run as run_alone
-from tests.tiny import model, prompts
+from tests.tiny import begin, model, prompts
 
 LENGTHS = 9, 16, 5, 17
 
@@ -65,6 +66,14 @@ def widened(weights: models.Params) -> models.Params:
     if "scale" in weights:
         return {"kernel": weights["kernel"].astype(jnp.float32) * weights["scale"]}
     return {name: widened(part) for name, part in weights.items()}
+
+
+def drafted_logits(decoder: HeadedDecoder, params: DraftingParams, features: jax.Array) -> jax.Array:
+    """Logits of a head for all tokens, −inf for those that it does not draft."""
+    logits = decoder.head.logits(params.target, params.draft, features)
+    tokens = decoder.head.drafted_tokens(params.draft)
+    everywhere = jnp.full((*logits.shape[:-1], decoder.shape.vocabulary), -jnp.inf)
+    return logits if tokens is None else everywhere.at[..., tokens].set(logits)
 
 
 def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
@@ -195,7 +204,7 @@ def test_drafts_are_those_of_training(layer, listed):
         taught = head_forward.teach(target, decoder.head.layer, tokens)
         weights = widened(params.draft.weights)
         features = head_forward.drafted_features(decoder.head, target, weights, tokens, taught, 3)
-        return [decoder.head.logits(params.target, params.draft, part) for part in features]
+        return [drafted_logits(decoder, params, part) for part in features]
 
     text = [*prompt, 0, 0]  # what comes later is not seen, so the length may stay the same
     for number in range(3):
@@ -244,12 +253,41 @@ def test_a_decoder_without_a_head_is_refused():
 def test_a_list_of_tokens_leaves_their_logits_as_they_are():
     decoder, params = headed(None, True)
     features = jax.random.normal(jax.random.key(0), (2, decoder.shape.hidden))
-    logits = decoder.head.logits(params.target, params.draft, features)
+    logits = drafted_logits(decoder, params, features)
     everywhere = decoder.target.logits(params.target, features)
     # The projection to the list may be of int8.
     np.testing.assert_allclose(logits[:, 1::2], everywhere[:, 1::2], atol=0.01 * jnp.abs(everywhere).max())
     assert (logits[:, ::2] == -jnp.inf).all()
     assert decoder.head.shape.weights < headed(None)[0].head.shape.weights
+
+
+@pytest.mark.parametrize("key", [jax.random.key(4), jax.random.key(4, impl="rbg")], ids=["threefry", "rbg"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict(temperature=[0.0, 0.7, 1.3]),
+        dict(temperature=1.0, top_k=5),
+        dict(temperature=0.9, top_p=0.8, min_p=0.02),
+        dict(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.2),
+        dict(temperature=1.0, logit_bias={4: 9.0, 7: 1.0}),
+    ],
+    ids=["temperature", "top-k", "top-p", "penalties", "bias"],
+)
+def test_drafts_of_a_list_are_those_of_the_vocabulary_with_the_rest_masked(sampling, key):
+    rows, vocabulary = 3, 96
+    state = begin(prompts(5, 9, 13))._replace(key=key, sampling=parameters(rows, **sampling))
+    temperature = jnp.broadcast_to(jnp.asarray(sampling["temperature"], jnp.float32), rows)
+    state = state._replace(action=state.action._replace(temperature=temperature))
+    tokens = jnp.arange(3, vocabulary, 2, dtype=jnp.int32)
+    logits = 2 * jax.random.normal(jax.random.key(8), (rows, len(tokens)))
+    everywhere = jnp.full((rows, vocabulary), -jnp.inf).at[:, tokens].set(logits)
+    batch = Batch(state, jnp.array([True, True, False]))
+    for position in range(12):
+        batch = batch._replace(state=state._replace(length=state.length + position))
+        listed, whole = draw(batch, logits, tokens), draw(batch, everywhere)
+        assert listed.token.tolist() == whole.token.tolist()
+        np.testing.assert_allclose(listed.entropy, whole.entropy, rtol=1e-5)
+        np.testing.assert_array_equal(listed.state.history.generated, whole.state.history.generated)
 
 
 @pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, True)])

@@ -16,7 +16,7 @@ from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
 from .reference import PARITY, ROTATIONS, SMALLEST
 
-SMALLEST_VOCABULARY = 16  # the lanes of a vector
+LEAST_COLUMNS = 16  # the lanes of a vector
 UNROLLED = 4  # vectors of a turn: the rounds of Threefry wait for one another within a vector
 FARTHEST = 23.0  # above all noise
 MARGIN = 0.01  # of the bound of a token's noise: more than all rounding
@@ -29,30 +29,34 @@ def gumbel_argmax(
     seed: jax.Array,
     position: jax.Array,
     active: jax.Array,
+    numbers: jax.Array | None = None,
 ) -> jax.Array:
     """The contract is in the package's docstring."""
     check_supported(logits.dtype)
-    rows, vocabulary = logits.shape
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise NotImplementedError(
-            f"a vocabulary of {vocabulary}: at least {SMALLEST_VOCABULARY} is supported"
-        )
+    rows, columns = logits.shape
+    if columns < LEAST_COLUMNS:
+        raise NotImplementedError(f"a vocabulary of {columns}: at least {LEAST_COLUMNS} is supported")
     shape = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    call = jax.ffi.ffi_call(_register(), shape, vmap_method="sequential")
+    call = jax.ffi.ffi_call(_register(numbers is not None), shape, vmap_method="sequential")
     words = jax.lax.bitcast_convert_type(key, jnp.int32)
     seed, position, active = (x.astype(jnp.int32) for x in (seed, position, active))
-    return call(logits, temperature.astype(jnp.float32), words, seed, position, active)
+    listed = () if numbers is None else (numbers.astype(jnp.int32),)
+    return call(logits, temperature.astype(jnp.float32), words, seed, position, active, *listed)
 
 
 @run_once
-def _register() -> str:
-    """Register the kernel with XLA; returns its name there."""
-    name = "entropic_gumbel_argmax"
-    register(name, lambda: _compile(name))
+def _register(listed: bool) -> str:
+    """Register the kernel with XLA; returns its name there.
+
+    Args:
+        listed: whether the columns are those of a list of tokens.
+    """
+    name = "entropic_gumbel_argmax" + "_listed" * listed
+    register(name, lambda: _compile(name, listed))
     return name
 
 
-def _compile(name: str) -> Iterator[tuple[str, Any]]:
+def _compile(name: str, listed: bool) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.kernel import (
         compiled,
         operand,
@@ -63,21 +67,22 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
         result_integers,
     )
 
-    draw, take_largest = _row_argmax(noisy=True), _row_argmax(noisy=False)
+    draw, take_largest = _row_argmax(True, listed), _row_argmax(False, False)
 
     @compiled
     def draw_row(frame, row):
         logits, shape = operand(frame, 0)
-        rows, vocabulary = shape[0], shape[1]
-        source, target = logits + 4 * row * vocabulary, result(frame, 0)[0] + 4 * row
+        rows, columns = shape[0], shape[1]
+        source, target = logits + 4 * row * columns, result(frame, 0)[0] + 4 * row
         if operand_integers(frame, 5, (rows,))[row] == 0:
             result_integers(frame, 0, (rows,))[row] = 0
         elif operand_floats(frame, 1, (rows,))[row] > 0:
             temperature, key = operand(frame, 1)[0] + 4 * row, operand(frame, 2)[0]
             seed, position = operand(frame, 3)[0] + 4 * row, operand(frame, 4)[0] + 4 * row
-            draw(source, vocabulary, temperature, key, seed, position, target)
+            numbers = operand(frame, 6)[0] if listed else 0
+            draw(source, columns, temperature, key, seed, position, numbers, target)
         else:
-            take_largest(source, vocabulary, 0, 0, 0, 0, target)
+            take_largest(source, columns, 0, 0, 0, 0, 0, target)
 
     @compiled
     def num_rows(frame):
@@ -86,10 +91,10 @@ def _compile(name: str) -> Iterator[tuple[str, Any]]:
     yield from parallel_kernel(name, draw_row, num_rows)
 
 
-def _row_argmax(noisy: bool) -> Any:
-    """`row_argmax(logits, vocabulary, temperature, key, seed, position, target)`: writes an index, int32.
+def _row_argmax(noisy: bool, listed: bool) -> Any:
+    """`row_argmax(logits, columns, temperature, key, seed, position, numbers, target)` writes a column.
 
-    All but `vocabulary` are addresses; those between it and `target` are of numbers that noise follows from.
+    All but `columns` are addresses, `target` that of an int32. The noise follows from the others between.
 
     The random bits of a token bound its noise, and most tokens are not the largest even with the bound. So
     the logarithms of noise are taken only where a token may be the largest so far; and no bits are made where
@@ -97,9 +102,11 @@ def _row_argmax(noisy: bool) -> Any:
 
     Args:
         noisy: whether Gumbel noise is added first.
+        listed: whether it is that of the tokens of a list.
     """
     from ...cpu_runtime.control_flow import loop, when
     from ...cpu_runtime.instructions import (
+        INTEGERS,
         LANES,
         NARROW,
         WORD,
@@ -109,13 +116,14 @@ def _row_argmax(noisy: bool) -> Any:
         integers,
         intrinsic_of,
         largest_lane,
+        load,
     )
 
     def emit(builder, values):
-        logits, vocabulary, temperature, *randomness, target = values
+        logits, columns, temperature, *randomness, numbers, target = values
         none = constant(float("-inf"))
         if noisy:
-            highest, divisor = _scale(builder, logits, vocabulary, temperature)
+            highest, divisor = _scale(builder, logits, columns, temperature)
             words = _row_key(builder, *randomness)
 
         def may_change(values, bounds, best):
@@ -126,19 +134,20 @@ def _row_argmax(noisy: bool) -> Any:
             return any_lane(builder, functools.reduce(builder.or_, above))
 
         def advance(start, carried):
-            numbers, values = _tokens(builder, logits, vocabulary, start)
+            places, indices, values = _columns(builder, logits, columns, start)
             if not noisy:
-                return [*_take_larger(builder, carried[:2], numbers, values), carried[2]]
+                return [*_take_larger(builder, carried[:2], indices, values), carried[2]]
+            tokens = [load(builder, numbers, x, INTEGERS) for x in places] if listed else indices
             values = [builder.fdiv(builder.fsub(z, highest), divisor) for z in values]
 
             def with_bits(carried):
-                uniform = [_uniform(builder, words, number) for number in numbers]
+                uniform = [_uniform(builder, words, token) for token in tokens]
 
                 def with_noise(carried):
                     noisy_values = [
                         builder.fadd(z, _noise(builder, u)) for z, u in zip(values, uniform, strict=True)
                     ]
-                    largest, index = _take_larger(builder, carried[:2], numbers, noisy_values)
+                    largest, index = _take_larger(builder, carried[:2], indices, noisy_values)
                     return [largest, index, broadcast(builder, largest_lane(builder, largest))]
 
                 bounds = [_bound(builder, u) for u in uniform]
@@ -147,20 +156,20 @@ def _row_argmax(noisy: bool) -> Any:
             farthest = [constant(FARTHEST)] * UNROLLED
             return when(builder, may_change(values, farthest, carried[2]), carried, with_bits)
 
-        carried = loop(builder, WORD(0), vocabulary, UNROLLED * LANES, [none, integers(0), none], advance)
+        carried = loop(builder, WORD(0), columns, UNROLLED * LANES, [none, integers(0), none], advance)
         first = _first_largest(builder, *carried[:2])
         builder.store(first, builder.inttoptr(target, NARROW.as_pointer()))
 
-    return intrinsic_of(7, emit)
+    return intrinsic_of(8, emit)
 
 
-def _scale(builder: Any, logits: Any, vocabulary: Any, temperature: Any) -> tuple[Any, Any]:
+def _scale(builder: Any, logits: Any, columns: Any, temperature: Any) -> tuple[Any, Any]:
     """What is subtracted from logits, and what they are divided by, as `reference.tempered`; vectors.
 
     Args:
         builder: of the function.
         logits: the address of the row's logits.
-        vocabulary: number of tokens.
+        columns: number of them.
         temperature: the address of the temperature, above 0.
     """
     from ...cpu_runtime.control_flow import loop
@@ -176,12 +185,12 @@ def _scale(builder: Any, logits: Any, vocabulary: Any, temperature: Any) -> tupl
     )
 
     def advance(start, carried):
-        for value in _tokens(builder, logits, vocabulary, start)[1]:
+        for value in _columns(builder, logits, columns, start)[2]:
             carried = [larger(builder, value, carried[0])]
         return carried
 
     lowest = constant(float("-inf"))
-    (largest,) = loop(builder, WORD(0), vocabulary, UNROLLED * LANES, [lowest], advance)
+    (largest,) = loop(builder, WORD(0), columns, UNROLLED * LANES, [lowest], advance)
     highest = broadcast(builder, largest_lane(builder, largest))
     distance = builder.fsub(highest, highest)  # 0, or NaN where it is not finite
     finite = builder.fcmp_ordered("==", distance, constant(0.0))
@@ -200,35 +209,36 @@ def _row_key(builder: Any, key: Any, seed: Any, position: Any) -> list[Any]:
     return words
 
 
-def _tokens(builder: Any, logits: Any, vocabulary: Any, start: Any) -> tuple[list[Any], list[Any]]:
-    """The numbers of a turn's tokens and their logits, vectors.
+def _columns(builder: Any, logits: Any, columns: Any, start: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Where the vectors of a turn begin, the numbers of their columns, and their logits.
 
-    The last ends with the row, and so may repeat tokens.
+    The last ends with the row, and so may repeat columns.
 
     Args:
         builder: of the function.
         logits: the address of the row's logits.
-        vocabulary: number of tokens.
-        start: the first token of the turn.
+        columns: number of them.
+        start: the first column of the turn.
     """
     from ...cpu_runtime.instructions import LANE_NUMBERS, LANES, NARROW, WORD, load, splat
 
-    last, numbers, values = builder.sub(vocabulary, WORD(LANES)), [], []
+    last, places, numbers, values = builder.sub(columns, WORD(LANES)), [], [], []
     for offset in range(0, UNROLLED * LANES, LANES):
         place = builder.add(start, WORD(offset))
         place = builder.select(builder.icmp_signed("<", place, last), place, last)
+        places.append(place)
         numbers.append(builder.add(splat(builder, builder.trunc(place, NARROW)), LANE_NUMBERS))
         values.append(load(builder, logits, place))
-    return numbers, values
+    return places, numbers, values
 
 
 def _take_larger(builder: Any, carried: list[Any], numbers: list[Any], values: list[Any]) -> list[Any]:
-    """The largest value of each lane and the number of its token, the first of ties.
+    """The largest value of each lane and the number of its column, the first of ties.
 
     Args:
         builder: of the function.
-        carried: both of the tokens before.
-        numbers: of the tokens, vectors.
+        carried: both of the columns before.
+        numbers: of the columns, vectors.
         values: theirs.
     """
     largest, index = carried

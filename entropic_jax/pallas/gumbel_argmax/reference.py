@@ -86,13 +86,15 @@ def gumbel_argmax(
     seed: jax.Array,
     position: jax.Array,
     active: jax.Array,
+    numbers: jax.Array | None = None,
 ) -> jax.Array:
     """The contract is in the package's docstring."""
     noisy = temperature > 0
 
     def draw() -> jax.Array:
         first, second = folded(key, seed, position)
-        number = jnp.broadcast_to(jnp.arange(logits.shape[1], dtype=jnp.uint32), logits.shape)
+        number = jnp.arange(logits.shape[1]) if numbers is None else numbers
+        number = jnp.broadcast_to(number.astype(jnp.uint32), logits.shape)
         x, y = threefry((first[:, None], second[:, None]), jnp.zeros_like(number), number)
         values = tempered(logits, temperature) + gumbel(x ^ y)
         return first_largest(jnp.where(noisy[:, None], values, logits))
