@@ -16,12 +16,14 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `matmul` | tiles of matrix products as LLVM vector code |
 | `matrix_tiles` | the same on the matrix units of x86 processors |
 | `matrix_units` | whether this process may use those |
+| `instructions` | vector instructions as LLVM code |
+| `control_flow` | loops and branches around them |
 | `vector` | inner loops as LLVM vector code |
 | `threshold` | the largest threshold that keeps enough weight |
 | `run_once` | a cache of one result per argument, safe with several threads |
 
-Only a process that compiles imports Numba, and with it `call_frame`, `kernel`, `matmul`, `matrix_tiles`,
-`thread_pool` and `vector`.
+Only a process that compiles imports Numba, and with it `call_frame`, `control_flow`, `instructions`, `kernel`,
+`matmul`, `matrix_tiles`, `thread_pool` and `vector`.
 """
 
 import sys
