@@ -32,6 +32,7 @@ from .block_spec import AttentionSpec, MLPSpec, NormSpec
 from .config import Config, ModelError
 from .decoder import Decoder, Params, as_dicts, as_tuples, blocks
 from .families import FAMILIES
+from .kernel_layout import block_kernels
 from .layers import MLP, Linear
 from .norms import RMSNorm
 from .quantisation import quantise, quantise_kernel, quantise_module
@@ -214,12 +215,17 @@ def runnable(head: DraftHead, params: Params, weights: Params) -> HeadParams:
     """
     tokens, output = weights.get(LISTED), None
     if tokens is not None:
-        output = jax.tree.map(lambda x: x[..., tokens], params["lm_head"])
+        projection = {**params["lm_head"], "kernel": skinny_matmul.by_columns(params["lm_head"]["kernel"])}
+        output = jax.tree.map(lambda x: x[..., tokens], projection)
     if skinny_matmul.reads_as_stored("int8"):
         weights = quantise(weights, head_structure(head, True)[1])
         if output is not None and "scale" not in output:
             kernel, scale = quantise_kernel(output["kernel"])
             output = {**output, "kernel": kernel, "scale": scale}
+    weights = jax.tree.map(lambda x: x, weights)  # new dicts, in which matrices are replaced
+    block_kernels(weights)
+    if output is not None:
+        block_kernels({"lm_head": output})
     return HeadParams(weights, output)
 
 

@@ -25,6 +25,7 @@ from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .gguf_tokenizer import gguf_tokenizer
+from .kernel_layout import block_kernels
 from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
@@ -47,6 +48,7 @@ class Model:
     mesh: Mesh | None = None  # of the devices that hold the arrays; None: one device
     quantization: str | None = None  # of the weights; None: not quantised
     operand_dtype: OperandDtype | None = None  # see `Decoder`
+    blocked: bool = False  # some matrices lie block by block, see `kernel_layout`
 
     @property
     def decoder(self) -> Decoder:
@@ -116,6 +118,7 @@ def load(
     as_stored: bool = True,
     mesh: Mesh | None = None,
     quantization: str | None = None,
+    blocked: bool = False,
 ) -> Model:
     """Read a Hugging Face model directory.
 
@@ -132,6 +135,9 @@ def load(
         quantization: The quantization of the matrices that are multiplied by rows, and of the embedding,
             from `quantisation.QUANTIZATIONS`. "int8" keeps matrices that are stored so; None keeps or
             dequantises all of them.
+        blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding
+            is faster, the results are the same. They then have another shape (see `kernel_layout`), and the
+            model cannot be saved, quantised or divided.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -167,7 +173,26 @@ def load(
         read = partial(weights.read, tensors, config, dtypes[0], advance, as_stored and mesh is None, mesh)
         params = read(narrow, dtypes[1])
     model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
-    return model if quantization is None else quantised(model, quantization)
+    model = model if quantization is None else quantised(model, quantization)
+    return in_blocks(model) if blocked else model
+
+
+def in_blocks(model: Model) -> Model:
+    """The model with matrices block by block, where it computes so that CPU kernels read them; see `load`.
+
+    Args:
+        model: consumed: its arrays are moved.
+    """
+    if model.mesh is not None or model.activation_dtype != np.float32 or model.operand_dtype == "bfloat16":
+        return model
+    block_kernels(model.params)
+    return dataclasses.replace(model, blocked=True)
+
+
+def _check_not_blocked(model: Model, action: str) -> None:
+    """Raise ModelError for a model whose matrices lie block by block."""
+    if model.blocked:
+        raise ModelError(f"model must be loaded without `blocked` to be {action}")
 
 
 def wide_activations(dtype: np.dtype) -> OperandDtype | None:
@@ -191,6 +216,7 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
         ModelError: for another quantisation, one whose groups do not divide the model's matrices, or a model
             that is quantised already; a ValueError.
     """
+    _check_not_blocked(model, "quantised")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised; its weights are {model.quantization}")
     shapes = structure(model.config, check_quantization(quantization))[1]
@@ -221,6 +247,7 @@ def read_generation(path: Path, config: Config) -> dict[str, Any]:
 
 def shard(model: Model, mesh: Mesh) -> Model:
     """The model with its weights divided over a mesh. Raises ModelError if they cannot be."""
+    _check_not_blocked(model, "divided")
     sharding.check_mesh(model.config, mesh)
     config = sharding.with_kv_head_copies(model.config, sharding.model_devices(mesh))
     shapes = structure(config, model.quantization)[1]
@@ -256,6 +283,7 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
         path: the path of the directory, which is made.
         dtype: the dtype of the weights on disk, by default that of the parameters.
     """
+    _check_not_blocked(model, "saved")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
     if (copies := sharding.kv_head_copies(model.config, sharding.model_devices(model.mesh))) > 1:

@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
     results |= {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": "float32"}
     results |= {"costs": [], "rates": []}
-    model, tokenizer = models.load(options.model, "float32"), options.model / "tokenizer.json"
+    model, tokenizer = models.load(options.model, "float32", blocked=True), options.model / "tokenizer.json"
     model = draft_model.load(model, AUTO, "float32", path=options.model)  # with its draft head, if any
     headed = isinstance(model.decoder, HeadedDecoder)
     held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]

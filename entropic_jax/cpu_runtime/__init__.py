@@ -22,8 +22,8 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `threshold` | the largest threshold that keeps enough weight |
 | `run_once` | a cache of one result per argument, safe with several threads |
 
-Only a process that compiles imports Numba, and with it `call_frame`, `control_flow`, `instructions`, `kernel`,
-`matmul`, `matrix_tiles`, `thread_pool` and `vector`.
+Only a process that compiles imports Numba, and with it `call_frame`, `control_flow`, `instructions`,
+`kernel`, `matmul`, `matrix_tiles`, `thread_pool` and `vector`.
 """
 
 import sys

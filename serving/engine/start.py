@@ -116,7 +116,8 @@ def _prepare(
         group.settle(mesh)
     dtype = computing_dtype(options.dtype)
     with use_device(device):
-        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization)
+        alone = len(places) == 1
+        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, blocked=alone)
         joins = mesh is None and not options.enable_lora
         model = draft_model.load(model, options.drafter, dtype, options.quantization, path, joins)
     return model, calibration, places

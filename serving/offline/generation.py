@@ -95,7 +95,7 @@ def load(
     places = parallelism.places_of(tensor_parallel_size, data_parallel_size, expert_parallel_size)
     device, mesh = places[0]
     with use_device(device):
-        model = models.load(path, dtype, mesh=mesh, quantization=quantization)
+        model = models.load(path, dtype, mesh=mesh, quantization=quantization, blocked=len(places) == 1)
         set_parse_special(model, parse_special)
         if preset is not None:
             model = draft_model.load(model, preset.speculate, dtype, quantization, path, mesh is None)

@@ -79,7 +79,8 @@ def load(
         return with_head(model, *draft_head_files.load(directory, model.decoder, model.activation_dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
-    return with_draft(model, models.load(Path(speculate), dtype, quantization=quantization))
+    draft = models.load(Path(speculate), dtype, quantization=quantization, blocked=model.blocked)
+    return with_draft(model, draft)
 
 
 def with_draft(model: models.Model, draft: models.Model) -> ModelWithDraft:

@@ -9,6 +9,8 @@ from entropic_jax import cpu_runtime
 from entropic_jax.pallas.skinny_matmul import (
     SKINNY_MATMUL,
     SKINNY_ROWS,
+    by_columns,
+    in_blocks,
     multiplies,
     reference,
     skinny_matmul,
@@ -48,6 +50,48 @@ def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
     for rows in (slice(0, 1), slice(0, 2), slice(5, 8), slice(7, 20), slice(3, 18), slice(9, 159)):
         for part, all_ in zip(skinny_matmul(x[rows], *weights), together, strict=True):
             np.testing.assert_array_equal(part, all_[rows])
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 20, SKINNY_ROWS + 1])
+def test_weights_that_lie_block_by_block_give_the_same_bits(rows, kind, backend):
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, INPUTS)), jnp.float32)
+    weights = tuple(jnp.asarray(rng.integers(-127, 128, (INPUTS, n)), kind) for n in COLUMNS)
+    scales = tuple(jnp.asarray(rng.uniform(0.001, 0.01, n), jnp.float32) for n in COLUMNS)
+    scales = scales if kind in ("int8", "float8_e4m3fn") else ()
+    blocked = tuple(in_blocks(weight) for weight in weights)
+    expected = skinny_matmul(x, *weights, scales=scales, backend=backend)
+    for y, plain in zip(skinny_matmul(x, *blocked, scales=scales, backend=backend), expected, strict=True):
+        np.testing.assert_array_equal(y, plain)
+    for weight, stored in zip(blocked, weights, strict=True):
+        np.testing.assert_array_equal(by_columns(weight).astype(jnp.float32), stored.astype(jnp.float32))
+
+
+def test_the_gradient_of_a_weight_that_lies_block_by_block_does_so_too():
+    x, (weight, _, other) = case(3, "float32")
+    total = lambda layout: lambda w, v: jnp.sum(jnp.sin(skinny_matmul(x, layout(w), layout(v))[1]))
+    plain = jax.grad(total(lambda w: w), (0, 1))(weight, other)
+    blocked = jax.grad(lambda w, v: total(lambda w: w)(w, v), (0, 1))(in_blocks(weight), in_blocks(other))
+    for actual, expected in zip(blocked, plain, strict=True):
+        np.testing.assert_allclose(by_columns(actual), expected, rtol=1e-5, atol=1e-6)
+
+
+@ON_CPU
+@pytest.mark.parametrize(
+    ("shapes", "kind", "options"),
+    [
+        (((2, INPUTS, 64), (INPUTS, 64)), "float32", {}),
+        (((2, INPUTS, 64),), "bfloat16", {"operand_dtype": "bfloat16"}),
+    ],
+    ids=["mixed", "rounded"],
+)
+def test_other_products_of_blocks_are_left_to_plain_jax(shapes, kind, options):
+    x, weights = jnp.ones((2, INPUTS)), tuple(jnp.ones(shape, kind) for shape in shapes)
+    products = skinny_matmul(x, *weights, **options)
+    assert [y.shape for y in products] == [(2, 128), (2, 64)][: len(shapes)]
+    assert all((y == INPUTS).all() for y in products)
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])

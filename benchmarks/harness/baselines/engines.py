@@ -47,7 +47,7 @@ class Ours:
 
         self.library, self.key = entropic_jax, jax.random.key(0)
         self.dtype = "bfloat16" if half else "float32"
-        self.model = models.load(directory / "huggingface", dtype=self.dtype)
+        self.model = models.load(directory / "huggingface", dtype=self.dtype, blocked=True)
         self.controller = entropic_jax.chain()
         self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
         if half:

@@ -10,7 +10,8 @@ Args:
     weights: a tuple of `[inputs, outputs]`, all of one dtype: that of x, or a narrower one. A narrower weight
         is widened as it is read, and the product is that of the widened weight. Weights of uint8 are packed,
         `[inputs / 2, outputs]`: the low half of a byte is the number n of an even input, the high half that
-        of the next one, and the weight is its scale times n − 8.
+        of the next one, and the weight is its scale times n − 8. All of them may instead lie block by block,
+        `[outputs / 64, inputs, 64]`, unless they are packed.
     scales: for weights of int8 or float8_e4m3fn a tuple of `[outputs]`, float32, by which the columns of the
         products are multiplied; for packed weights a tuple of `[inputs / group, outputs]`, bfloat16, a scale
         for each group of neighbouring inputs of a column. Empty for other weights.
@@ -37,8 +38,18 @@ from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
 from .cpu import SKINNY_ROWS
+from .reference import BLOCK_COLUMNS, by_columns, in_blocks
 
-__all__ = ["SKINNY_ROWS", "has_matrix_units", "multiplies", "reads_as_stored", "skinny_matmul"]
+__all__ = [
+    "SKINNY_ROWS",
+    "by_columns",
+    "has_matrix_units",
+    "in_blocks",
+    "multiplies",
+    "reads_as_stored",
+    "reads_blocked",
+    "skinny_matmul",
+]
 
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})
 
@@ -51,6 +62,13 @@ def reads_as_stored(dtype: Any) -> bool:
 def multiplies(rows: int) -> bool:
     """Whether a kernel of this machine multiplies so many rows, with the bits that one row has."""
     return "cpu" in SKINNY_MATMUL.candidates() and cpu.supports_rows(rows)
+
+
+def reads_blocked(weight: jax.Array) -> bool:
+    """Whether a kernel of this machine multiplies any number of rows by `in_blocks(weight)`."""
+    if weight.ndim != 2 or weight.shape[1] % BLOCK_COLUMNS or weight.dtype.name == cpu.PACKED:
+        return False
+    return reads_as_stored(weight.dtype) and multiplies(SKINNY_ROWS + 1)
 
 
 def has_matrix_units() -> bool:
@@ -69,8 +87,8 @@ def skinny_matmul(
 
     Args:
         x: `[..., inputs]`.
-        weights: each `[inputs, outputs]`, of the dtype of x or a narrower one; or packed, uint8
-            `[inputs / 2, outputs]`.
+        weights: each `[inputs, outputs]`, of the dtype of x or a narrower one, or `[outputs / 64, inputs,
+            64]`; or packed, uint8 `[inputs / 2, outputs]`.
         scales: the scales of each weight of int8, of float8_e4m3fn, or packed; see the package's docstring.
         operand_dtype: "bfloat16" to round x and the weights to it first; None multiplies them as they are.
         backend: the name of the back end to use; None takes the first that supports the case.

@@ -71,10 +71,13 @@ def skinny_matmul(
             f"{x.dtype} times {names}: only float32 times one of {', '.join(accepted)} is supported"
         )
     _check_rows(x.shape[0])
+    blocked = {weight.ndim == 3 for weight in weights}
+    if blocked != {False} and (blocked != {True} or operand_dtype is not None or dtypes == {PACKED}):
+        raise NotImplementedError("only all weights together lie block by block, neither packed nor rounded")
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
-    columns = tuple(weight.shape[1] for weight in weights)
-    name = _register(*dtypes, operand_dtype is not None)
+    columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * w.shape[2] for w in weights)
+    name = _register(*dtypes, operand_dtype is not None, *blocked)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
@@ -91,14 +94,20 @@ def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
 
 
 @run_once
-def _register(dtype: str, rounded: bool) -> str:
-    """Register the product with weights of a dtype with XLA; returns its name there."""
-    name = f"entropic_skinny_matmul_{dtype}"
+def _register(dtype: str, rounded: bool, blocked: bool) -> str:
+    """Register the product with weights of a dtype with XLA; returns its name there.
+
+    Args:
+        dtype: of the weights.
+        rounded: whether operands are rounded to bfloat16.
+        blocked: whether the weights lie block by block.
+    """
+    name = f"entropic_skinny_matmul_{dtype}" + "_blocked" * blocked
     if rounded:
         name += "_rounded"
         register(name, lambda: _compile_rounded(name, dtype))
     else:
-        register(name, lambda: _compile(name, dtype))
+        register(name, lambda: _compile(name, dtype, blocked))
     return name
 
 
@@ -108,7 +117,7 @@ def _compile_rounded(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
     yield from build(name, dtype, dtype in SCALED)
 
 
-def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
+def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.instructions import ITEMSIZE
     from ...cpu_runtime.kernel import (
         EXACT,
@@ -120,9 +129,10 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
         thread_task,
         xla_handler,
     )
+    from ...cpu_runtime.matmul import BLOCK
     from .cpu_blocks import block_places
 
-    num_blocks, blocks_per_chunk, locate, next_block = block_places()
+    num_blocks, blocks_per_chunk, locate, next_block = block_places(blocked)
     multiply = _packed_product() if dtype == PACKED else _product(dtype)
     size = 1 if dtype == PACKED else ITEMSIZE[dtype]
 
@@ -137,12 +147,14 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
         for b in range(number * per_chunk, end):
             w, column = locate(frame, b)
             weight, weight_shape = operand(frame, 1 + w)
-            width = weight_shape[1]
-            weight += size * column
+            width = weight_shape[0] * BLOCK if blocked else weight_shape[1]
+            stride = BLOCK if blocked else width
+            column_size = size * inputs if blocked else size
+            weight += column_size * column
             out = result(frame, w)[0] + 4 * column
             next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
-            following = operand(frame, 1 + next_weight)[0] + size * next_column
-            multiply(frame, w, column, x, rows, inputs, weight, width, out, following)
+            following = operand(frame, 1 + next_weight)[0] + column_size * next_column
+            multiply(frame, w, column, x, rows, inputs, weight, stride, width, out, following)
 
     yield f"{name}_chunk", thread_task(chunk)
     chunk_address = symbol_address(f"{name}_chunk")
@@ -157,7 +169,7 @@ def _compile(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
 
 
 def _product(dtype: str) -> Any:
-    """`product(frame, w, column, x, rows, inputs, weight, width, out, following)`: rows times a block.
+    """`product(frame, w, column, x, rows, inputs, weight, stride, width, out, following)`: rows by a block.
 
     The arguments from x on are those of `cpu_blocks.multiply_block`; w and column say which block it is.
     """
@@ -169,11 +181,11 @@ def _product(dtype: str) -> Any:
     scaled, scale = dtype in SCALED, scale_columns()
 
     @njit(**EXACT)
-    def product(frame, w, column, x, rows, inputs, weight, width, out, following):
+    def product(frame, w, column, x, rows, inputs, weight, stride, width, out, following):
         if width - column < BLOCK:
             part_of_block(x, rows, inputs, weight, width, out, width - column)
         else:
-            full_block(x, rows, inputs, weight, width, out, following)
+            full_block(x, rows, inputs, weight, stride, width, out, following)
         if scaled:
             scale(frame, w, column, out, rows, width, min(BLOCK, width - column))
 
@@ -189,7 +201,7 @@ def _packed_product() -> Any:
     full_block, part_of_block = multiply_block(), multiply_part()
 
     @njit(**EXACT)
-    def packed_product(frame, w, column, x, rows, inputs, weight, width, out, following):
+    def packed_product(frame, w, column, x, rows, inputs, weight, stride, width, out, following):
         scales, shape = operand(frame, 1 + words(frame, 15)[12] + w)
         scale, group = scales + 2 * column, inputs // shape[0]
         if width - column < BLOCK:

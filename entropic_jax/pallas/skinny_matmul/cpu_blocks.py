@@ -25,10 +25,10 @@ MAX_TILES = 3  # that share a short panel
 
 @cache
 def multiply_block(dtype: str) -> Any:
-    """`multiply_block(x, rows, inputs, weight, width, out, following)`: all rows times a block of columns.
+    """`multiply_block(x, rows, inputs, weight, stride, width, out, following)`: all rows times a block.
 
-    Addresses are those of the first element in the block; a row of the weight and of out has `width`
-    elements. The first panel at the address `following` is prefetched at the end.
+    Addresses are those of the first element in the block; a row of the weight has `stride` elements, one of
+    out `width`. The first panel at the address `following` is prefetched at the end.
     """
     block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
     lines = block * size // CACHE_LINE
@@ -41,19 +41,19 @@ def multiply_block(dtype: str) -> Any:
     )
 
     @njit(**EXACT)
-    def multiply_block(x, rows, inputs, weight, width, out, following):
+    def multiply_block(x, rows, inputs, weight, stride, width, out, following):
         memory = matmul.panel_memory()
         tiles = (rows + most - 1) // most
         length = PANEL if tiles <= MAX_TILES else LONG_PANEL
         for begin in range(0, inputs, length):
             end = min(begin + length, inputs)
-            next_panel = weight + end * size * width if end < inputs else following
+            next_panel = weight + end * size * stride if end < inputs else following
             row, line = 0, 0
             for tile in range(tiles):
                 n = (rows - row + tiles - tile - 1) // (tiles - tile)
                 source, target = x + 4 * row * inputs, out + 4 * row * width
                 ahead = next_panel + line * CACHE_LINE
-                arguments = source, inputs, begin, end, weight, width, target, width, memory, ahead
+                arguments = source, inputs, begin, end, weight, stride, target, width, memory, ahead
                 many = tiles == 2 or (tiles == 3 and tile == 0)  # lines to prefetch
                 if tiles == 1:
                     direct(n, *arguments)
@@ -106,8 +106,11 @@ def multiply_part(dtype: str) -> Any:
 
 
 @cache
-def block_places() -> tuple[Any, Any, Any, Any]:
+def block_places(blocked: bool = False) -> tuple[Any, Any, Any, Any]:
     """The functions that divide the columns of a call among the threads.
+
+    Args:
+        blocked: whether weights lie block by block, `[blocks, inputs, BLOCK]`.
 
     Returns:
         `num_blocks(frame)`: blocks of all the weights; `blocks_per_chunk(count)`; `locate(frame, number)`:
@@ -117,10 +120,15 @@ def block_places() -> tuple[Any, Any, Any, Any]:
     block = matmul.BLOCK
 
     @njit(**EXACT)
+    def blocks_of(frame, w):
+        shape = operand(frame, 1 + w)[1]
+        return shape[0] if blocked else (shape[1] + block - 1) // block
+
+    @njit(**EXACT)
     def num_blocks(frame):
         count = 0
         for w in range(words(frame, 15)[12]):
-            count += (operand(frame, 1 + w)[1][1] + block - 1) // block
+            count += blocks_of(frame, w)
         return count
 
     @njit(**EXACT)
@@ -131,8 +139,7 @@ def block_places() -> tuple[Any, Any, Any, Any]:
     def locate(frame, number):
         w = 0
         while True:
-            width = operand(frame, 1 + w)[1][1]
-            count = (width + block - 1) // block
+            count = blocks_of(frame, w)
             if number < count:
                 return w, number * block
             number -= count

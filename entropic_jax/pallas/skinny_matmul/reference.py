@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+BLOCK_COLUMNS = 64  # of a weight that lies block by block
+
 
 def skinny_matmul(
     x: jax.Array,
@@ -11,6 +13,7 @@ def skinny_matmul(
     operand_dtype: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """The contract is in the package's docstring."""
+    weights = tuple(by_columns(weight) for weight in weights)
     if operand_dtype is not None:
         return _rounded(x, weights, scales, operand_dtype)
     if scales and scales[0].ndim == 2:
@@ -21,6 +24,20 @@ def skinny_matmul(
     if not scales:
         return products
     return tuple(y * scale.astype(x.dtype) for y, scale in zip(products, scales, strict=True))
+
+
+def in_blocks(weight: jax.Array) -> jax.Array:
+    """A weight `[inputs, outputs]` block by block, `[outputs / 64, inputs, 64]`.
+
+    >>> in_blocks(jnp.ones((3, 128))).shape
+    (2, 3, 64)
+    """
+    return weight.reshape(weight.shape[0], -1, BLOCK_COLUMNS).transpose(1, 0, 2)
+
+
+def by_columns(weight: jax.Array) -> jax.Array:
+    """A weight as `[inputs, outputs]`, if it lies block by block; any other as it is."""
+    return weight.transpose(1, 0, 2).reshape(weight.shape[1], -1) if weight.ndim == 3 else weight
 
 
 def _rounded(

@@ -1,0 +1,46 @@
+"""Layout of matrices: block by block, as the CPU's products read them.
+
+A product reads one block of columns after the other. In a matrix `[inputs, outputs]` the rows of a block lie
+far apart, in wide matrices each on a page of memory of its own; `[outputs / 64, inputs, 64]` has them one
+behind the other. The numbers and the order in which they are added are the same, so results are equal to the
+bit.
+"""
+
+from typing import Any
+
+import jax
+
+from entropic_jax.pallas import skinny_matmul
+
+# Matrices that only `layers.multiply` reads; those of one dict may be multiplied together.
+MULTIPLIED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "lm_head")
+
+
+def block_kernels(params: Any) -> None:
+    """Put matrices in blocks where a kernel of this machine reads them so, in place: one at a time is copied.
+
+    Those of one layer's attention, or of its feed-forward part, are all in blocks or none is.
+
+    Args:
+        params: nested dicts and tuples of arrays, on one device.
+    """
+    if isinstance(params, tuple):
+        for part in params:
+            block_kernels(part)
+    if not isinstance(params, dict):
+        return
+    multiplied = [part for name in MULTIPLIED if "kernel" in (part := _as_dict(params.get(name)))]
+    if all(skinny_matmul.reads_blocked(part["kernel"]) for part in multiplied):
+        for part in multiplied:
+            part["kernel"] = _in_blocks(part["kernel"])
+    for part in params.values():
+        block_kernels(part)
+
+
+def _as_dict(part: Any) -> dict[str, Any]:
+    return part if isinstance(part, dict) else {}
+
+
+@jax.jit
+def _in_blocks(kernel: jax.Array) -> jax.Array:
+    return skinny_matmul.in_blocks(kernel)
