@@ -62,6 +62,13 @@ def test_lock_names_no_place():
     assert "://" not in LOCK
 
 
+def test_the_page_of_usage_names_every_extra():
+    text = (ROOT / "docs" / "usage.md").read_text("utf-8")
+    table = text.split("| extra | for |")[1].split("\n\n")[0]
+    named = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert named == {*EXTRAS}
+
+
 def test_extras():
     assert set(EXTRAS) == {
         "serve",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..attention.page_selection import Selection
 from ..control.controller import chain
 from ..parameter_tables.prefill_options import check_prefill_options
-from ..parameter_tables.table import ParameterError
+from ..parameter_tables.table import LARGEST_INT, ParameterError
 from . import quest
 from .adakv import AdaKV
 from .budgeted_prefill import BudgetedPrefill
@@ -103,10 +103,9 @@ def add_method(
     if name not in METHODS:
         raise ValueError(f"name must be one of {', '.join(METHODS)}; got {name!r}")
     for argument, value in (("base", base), ("budget", budget)):
-        if value is not None and value < MIN_BUDGET:
-            raise ParameterError(
-                f"{argument} must be an integer of at least {MIN_BUDGET}; got {value}", argument
-            )
+        if value is not None and not MIN_BUDGET <= value <= LARGEST_INT:
+            accepted = f"at least {MIN_BUDGET}" if value < MIN_BUDGET else f"at most {LARGEST_INT}"
+            raise ParameterError(f"{argument} must be an integer of {accepted}; got {value}", argument)
         if value is not None and argument not in budgets_of(name):
             message = f"{argument} must not be set with the method {name}, which has none; got {value}"
             raise ParameterError(message, argument)

@@ -138,7 +138,7 @@ def read_config(config: Any) -> tuple[str, int | None]:
         if not is_draft_model(directory):
             message = f"{name} must have the directory of a model as model; got {short(directory)}"
             raise ParameterError(message, name)
-    elif method not in VLLM_METHODS:
+    elif not isinstance(method, str) or method not in VLLM_METHODS:
         *methods, last = VLLM_METHODS
         accepted = f"{', '.join(methods)} or {last}, or a model"
         message = f"{name} must have the method {accepted}; got {short(method)}"

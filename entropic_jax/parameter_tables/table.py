@@ -164,6 +164,8 @@ class Strings(NamedTuple):
             and len(strings) <= self.most
             and all(isinstance(string, str) and 0 < len(string) <= self.length for string in strings)
         ):
+            for string in strings:
+                check_unicode(name, string)
             return tuple(strings)
         raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
 
@@ -185,7 +187,7 @@ class TokenIds(NamedTuple):
         """The token ids as a tuple. Raises ParameterError."""
         if (
             isinstance(value, Sequence)
-            and not isinstance(value, bytes | bytearray)
+            and not isinstance(value, str | bytes | bytearray)
             and len(value) <= self.most
             and all(type(token) is int and 0 <= token <= LARGEST_INT for token in value)
         ):
@@ -355,6 +357,15 @@ def _token_id(key: Any) -> int | None:
         return None
     token = int(key)
     return token if 0 <= token <= LARGEST_INT else None
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise ParameterError for a text with lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{name} must be Unicode; got {short(text)}, which has a lone surrogate"
+        raise ParameterError(message, name) from None
 
 
 def short(value: Any) -> str:

@@ -57,32 +57,56 @@ def sample(
         numbers: int32 `[columns]`, ascending: the tokens whose logits are given, if those of all others are
             −inf; None if all are given. The key must then be a Threefry key.
     """
-    logits, key = logits.astype(jnp.float32), typed(key)
-    warm = temperature > 0
-    truncates = warm & asks_for_truncation(sampling, logits.shape[1])
-    if surprisal_limit is not None:
-        truncates |= warm & (surprisal_limit < jnp.inf)
-
-    def draw(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-        if jax.random.key_impl(key) == THREEFRY:
-            words = jax.random.key_data(key)
-            column = gumbel_argmax(logits, temperature, words, seed, position, active, numbers)
-            return column if numbers is None else numbers[column]
-        if numbers is not None:
-            raise ValueError(f"key must be a Threefry key for a list of tokens; got {key.dtype}")
-        noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
-        noisy = tempered(logits, temperature) + noise
-        return first_largest(jnp.where(warm[:, None], noisy, logits))
+    logits, randomness = logits.astype(jnp.float32), (typed(key), seed, position, active, numbers)
 
     def draw_truncated() -> jax.Array:
-        scaled = tempered(logits, temperature)
-        if surprisal_limit is not None:
-            limited = jnp.any(warm & (surprisal_limit < jnp.inf))
-            scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
-        truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
-        return draw(jnp.where(warm[:, None], truncated, logits), warm.astype(jnp.float32))
+        truncated = _temper_and_truncate(logits, sampling, temperature, surprisal_limit)
+        return _draw(truncated, (temperature > 0).astype(jnp.float32), *randomness)
 
-    return lax.cond(jnp.any(truncates), draw_truncated, lambda: draw(logits, temperature))
+    truncates = _truncates(logits, sampling, temperature, surprisal_limit)
+    return lax.cond(truncates, draw_truncated, lambda: _draw(logits, temperature, *randomness))
+
+
+def _truncates(
+    logits: jax.Array, sampling: Sampling, temperature: jax.Array, surprisal_limit: jax.Array | None
+) -> jax.Array:
+    """Whether a row that is not greedy leaves out tokens, bool `[]`; see `sample`."""
+    asks = asks_for_truncation(sampling, logits.shape[1])
+    asks = asks if surprisal_limit is None else asks | (surprisal_limit < jnp.inf)
+    return jnp.any(asks & (temperature > 0))
+
+
+def _draw(
+    logits: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    active: jax.Array | None,
+    numbers: jax.Array | None,
+) -> jax.Array:
+    """A token of each row, without truncation; the arguments are those of `sample`, with a typed key."""
+    if jax.random.key_impl(key) == THREEFRY:
+        words = jax.random.key_data(key)
+        column = gumbel_argmax(logits, temperature, words, seed, position, active, numbers)
+        return column if numbers is None else numbers[column]
+    if numbers is not None:
+        raise ValueError(f"key must be a Threefry key for a list of tokens; got {key.dtype}")
+    noise = gumbel(random_bits(row_keys(key, seed, position), logits.shape[-1]))
+    noisy = tempered(logits, temperature) + noise
+    return first_largest(jnp.where((temperature > 0)[:, None], noisy, logits))
+
+
+def _temper_and_truncate(
+    logits: jax.Array, sampling: Sampling, temperature: jax.Array, surprisal_limit: jax.Array | None
+) -> jax.Array:
+    """truncate(logits / T), float32 `[rows, vocabulary]`; greedy rows keep their logits; see `sample`."""
+    warm, scaled = temperature > 0, tempered(logits, temperature)
+    if surprisal_limit is not None:
+        limited = jnp.any(warm & (surprisal_limit < jnp.inf))
+        scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
+    truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
+    return jnp.where(warm[:, None], truncated, logits)
 
 
 def _limit_surprisal(scaled: jax.Array, limit: jax.Array) -> jax.Array:

@@ -79,23 +79,23 @@ def encoded(documents: list[dict[str, str]], tokenizer: Tokenizer, seed: int) ->
 
 
 def cost(
-    score: scoring.Score, jobs: list[tuple[File, int, int, int]], advance: scoring.Advance
+    score: scoring.Score, spans: list[tuple[File, int, int, int]], advance: scoring.Advance
 ) -> list[np.ndarray]:
-    """Bits of each target of each job.
+    """Bits of each target of each span.
 
     Args:
         score: function that scores windows.
-        jobs: `(file, first, stop, context)`: targets `first … stop − 1` of a file, each with at most
+        spans: `(file, first, stop, context)`: targets `first … stop − 1` of a file, each with at most
             `context` tokens before it.
         advance: called with the number of windows done, and of all.
     """
     pieces = [
         (number, window)
-        for number, (file, first, stop, context) in enumerate(jobs)
+        for number, (file, first, stop, context) in enumerate(spans)
         for window in scoring.windows(first, stop, context)
     ]
-    scores = score([jobs[n][0].tokens[start:end] for n, (start, _, end) in pieces], advance)
-    result: list[list[np.ndarray]] = [[] for _ in jobs]
+    scores = score([spans[n][0].tokens[start:end] for n, (start, _, end) in pieces], advance)
+    result: list[list[np.ndarray]] = [[] for _ in spans]
     for (number, (start, first, _)), of in zip(pieces, scores, strict=True):
         result[number].append(of.nats[first - start - 1 :].astype(float) / LN2)
     return [np.concatenate(parts) for parts in result]
@@ -139,8 +139,8 @@ def _context_gain(
     with its standard error over files.
     """
     first, stop = CONTEXTS[-1] // 2 + 1, CONTEXTS[-1] + 1
-    jobs = [(f, first, stop, context) for context in CONTEXTS for f in files]
-    bits = np.reshape([b.sum() for b in cost(score, jobs, advance)], (len(CONTEXTS), len(files)))
+    spans = [(f, first, stop, context) for context in CONTEXTS for f in files]
+    bits = np.reshape([b.sum() for b in cost(score, spans, advance)], (len(CONTEXTS), len(files)))
     size = np.array([f.sizes[first:stop].sum() for f in files])
     rows = []
     for number, context in enumerate(CONTEXTS):

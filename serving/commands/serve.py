@@ -306,6 +306,8 @@ def load(
     from .warm_progress import WarmProgress
 
     names = options.served_model_name or (options.model.resolve().name,)
+    if "" in names:
+        raise RequestError("--served-model-name must not be empty; got ''")
     for adapter in options.lora_modules:
         if adapter.name in names:
             raise RequestError(f"--lora-modules must not name the model itself; got {adapter.name}")

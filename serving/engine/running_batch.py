@@ -96,7 +96,8 @@ class RunningBatch:
         self.steps_in_flight[row] = self.tokens_in_flight[row] = 0
         self.expected_drop[row] = self.prior_drop
         self.kv_compression.admit(sequence)
-        min_tokens = sequence.request.min_tokens
+        # A text that may not end before its row is full has no use for a larger number, nor room for it.
+        min_tokens = min(sequence.request.min_tokens, limit + 1)
         self.planner.min_length[row] = len(sequence.prompt) + min_tokens if min_tokens else 0
         self.planner.report_logprobs[row] = sequence.logprobs is not None
         self.planner.drafts[row] = sequence.row_gains.drafts

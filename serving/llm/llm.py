@@ -34,7 +34,7 @@ from ..options import processes
 from ..options.compilation_cache import remember_compilations
 from ..options.control_options import check_temperature
 from ..options.model import EMBEDDED
-from ..request import Request
+from ..request import Request, RequestError
 from ..request.chat_template import set_template
 from .lora_request import LoRARequest, RequestedAdapters
 from .options import IN_FLIGHT, PROCESS_NAMES, read_options
@@ -115,6 +115,8 @@ class LLM:
         """
         if not isinstance(model, str | Path | None):
             raise TypeError(f"model must be a path, as a string or Path; got {short(model)}")
+        if model == "":
+            raise RequestError("model must be the path of a directory, or None; got ''", "model")
         self._seed = normal_seed(SEED.check("seed", seed))
         stated = {name: options.pop(name) for name in PROCESS_NAMES if name in options}
         group = start_processes(processes.checked(stated))
@@ -267,9 +269,9 @@ class LLM:
         accepted = "sampling_params must be SamplingParams or a list of them"
         if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str | bytes):
             raise TypeError(f"{accepted}; got {type(sampling_params).__name__}")
-        wrong = next((p for p in sampling_params if not isinstance(p, SamplingParams)), None)
-        if wrong is not None:
-            raise TypeError(f"{accepted}; got a list with {type(wrong).__name__}")
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"{accepted}; got a list with {type(params).__name__}")
         if len(sampling_params) != count:
             raise ValueError(
                 f"sampling_params must be one, or {count}, one per prompt; got {len(sampling_params)}"

@@ -28,7 +28,14 @@ class LoRARequest:
     lora_path: str | Path
 
     def __post_init__(self) -> None:
-        """Check the id."""
+        """Check the fields."""
+        for name, value, kinds in (
+            ("lora_name", self.lora_name, str),
+            ("lora_path", self.lora_path, str | Path),
+        ):
+            if not isinstance(value, kinds) or not str(value):
+                accepted = "a string that is not empty" + " or a Path" * (name == "lora_path")
+                raise ValueError(f"{name} must be {accepted}; got {short(value)}")
         number = self.lora_int_id
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"lora_int_id must be an integer of at least 1; got {short(number)}")

@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.models.tokenizer import MARK
+from entropic_jax.models.tokenizer import MARK, is_unicode
 from entropic_jax.parameter_tables.table import short
 
 from ..request import RequestError, chat_template
@@ -75,6 +75,8 @@ def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, 
             raise RequestError(f"the keys must be prompt or prompt_token_ids; got {list(prompt)}")
         (prompt,) = prompt.values()
     if isinstance(prompt, str):
+        if not is_unicode(prompt):
+            raise RequestError(f"a prompt must be Unicode; got {short(prompt)}, which has a lone surrogate")
         return TokenizedPrompt(prompt, encode(prompt))
     return TokenizedPrompt(None, encode(_token_ids(prompt)))
 
@@ -98,12 +100,15 @@ def tokenize_conversation(
     Raises:
         RequestError: For messages that the template refuses, or variables of another form.
     """
-    if not isinstance(variables, Mapping | None):
-        message = f"chat_template_kwargs must be a mapping; got {short(variables)}"
+    if variables is not None and not (isinstance(variables, Mapping) and _all([*variables, ""], str)):
+        message = f"chat_template_kwargs must be a mapping of names; got {short(variables)}"
         raise RequestError(message, "chat_template_kwargs")
-    if (tools := stated.get("tools")) is not None and not _all(tools, Mapping):
+    tools = stated.get("tools")
+    if tools is not None and tools != [] and not _all(tools, Mapping):
         raise RequestError(f"tools must be a list of mappings; got {short(tools)}", "tools")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
+    if not is_unicode(text):
+        raise RequestError("messages must be Unicode; got a lone surrogate", "messages")
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
     return TokenizedPrompt(text.replace(MARK, ""), tokens)
 

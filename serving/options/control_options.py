@@ -16,7 +16,15 @@ from entropic_jax.parameter_tables.control_gains import (
     SCALES,
     check_order,
 )
-from entropic_jax.parameter_tables.table import AUTO, Choice, Number, ParameterError, short
+from entropic_jax.parameter_tables.table import (
+    AUTO,
+    LARGEST_INT,
+    Choice,
+    Number,
+    ParameterError,
+    check_unicode,
+    short,
+)
 
 from ..request import RequestError
 from . import prefill_options
@@ -178,6 +186,9 @@ def check_budgets(budgets: tuple[tuple[str, Any], ...], method: str) -> None:
         name = BUDGETS.get(argument, argument)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             message = f"budgets must map {name} to an integer of at least {least}; got {short(value)}"
+            raise ParameterError(message, "budgets")
+        if value > LARGEST_INT:
+            message = f"budgets must map {name} to an integer of at most {LARGEST_INT}; got {short(value)}"
             raise ParameterError(message, "budgets")
         if argument not in registry.budgets_of(method):
             message = f"budgets must not have the key {name} with the method {method}; got {value}"
@@ -342,6 +353,7 @@ def check_clarification(clarification: Any, preset: str) -> None:
     name = "clarification"
     if not isinstance(clarification, str):
         raise ParameterError(f"{name} must be a string; got {short(clarification)}", name)
+    check_unicode(name, clarification)
     if clarification and preset != "entropix":
         raise ParameterError(
             f"{name} needs the preset entropix; got the preset {preset} and {short(clarification)}", name

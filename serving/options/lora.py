@@ -100,6 +100,8 @@ def check(options: Any) -> None:
             raise ParameterError(
                 f"lora_modules must be empty unless enable_lora is on; got {short(names)}", "lora_modules"
             )
+        if most is not None:
+            raise ParameterError(f"max_loras must be None unless enable_lora is on; got {most}", "max_loras")
         return
     for name in names:
         check_name(name, "lora_modules")

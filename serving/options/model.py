@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from entropic_jax.parameter_tables.table import short
+
 from ..request import RequestError
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
@@ -16,7 +18,8 @@ def check_directory(model: Path) -> None:
     """Raise RequestError unless the path of a model is a directory."""
     if not model.is_dir():
         raise RequestError(
-            f"model must be a directory with config.json and safetensors files; got {model}", "model"
+            f"model must be a directory with config.json and safetensors files; got {short(str(model))}",
+            "model",
         )
 
 

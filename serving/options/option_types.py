@@ -50,6 +50,7 @@ def _flag(match: re.Match[str]) -> str:
 
 def number(accepts: Number) -> Callable[[str], Any]:
     """The conversion to a number that is accepted."""
+    required = accepts._replace(optional=False)  # a command line leaves an option out
 
     def convert(text: str) -> Any:
         if accepts.auto and text == "auto":
@@ -57,7 +58,7 @@ def number(accepts: Number) -> Callable[[str], Any]:
         try:
             return accepts.check("", accepts.kind(text))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {accepts}; got {text}") from None
+            raise argparse.ArgumentTypeError(f"must be {required}; got {text}") from None
 
     return convert
 

@@ -140,6 +140,8 @@ def places_of(
     Raises:
         ParameterError: There are fewer devices.
     """
+    from jax.sharding import Mesh
+
     from entropic_jax.mesh import AXES, DATA, make_mesh
 
     if mesh is None:
@@ -154,6 +156,8 @@ def places_of(
         except ValueError as error:
             name = next(name for name in SIZES if str(error).startswith(name))
             raise ParameterError(str(error), name) from None
+    elif not isinstance(mesh, Mesh):
+        raise ParameterError(f"mesh must be a jax.sharding.Mesh or None; got {short(mesh)}", "mesh")
     elif mesh.axis_names != AXES or mesh.shape[DATA] == 1:
         return [Place(None, mesh)]  # other axes are refused where the model is divided
     return [place_of(mesh, rank) for rank in range(mesh.shape[DATA])]

@@ -9,7 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from entropic_jax.parameter_tables.sampling_params import HOST, SamplingParams
-from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, parameter, short
+from entropic_jax.parameter_tables.table import (
+    LARGEST_INT,
+    Number,
+    ParameterError,
+    check_unicode,
+    parameter,
+    short,
+)
 
 
 class RequestError(ParameterError):
@@ -32,11 +39,12 @@ class Request(SamplingParams):
         """Check every field and bring it into its normal form."""
         try:
             super().__post_init__()
+            prompt = _prompt(self.prompt)
         except ParameterError as error:
             raise RequestError(str(error), error.param) from None
         if self.seed is None:  # -1 was stated
             object.__setattr__(self, "seed", secrets.randbelow(2**31))
-        object.__setattr__(self, "prompt", _prompt(self.prompt))
+        object.__setattr__(self, "prompt", prompt)
 
     @classmethod
     def of(cls, prompt: str | Sequence[int], params: SamplingParams, seed: int = 0) -> "Request":
@@ -54,6 +62,7 @@ class Request(SamplingParams):
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
+        check_unicode("prompt", value)
         return value
     if isinstance(value, Sequence) and all(
         type(token) is int and 0 <= token <= LARGEST_INT for token in value

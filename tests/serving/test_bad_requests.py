@@ -128,8 +128,28 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         ),
         (
             {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            "structured_outputs must have one constraint; got 2",
+        ),
+        (
+            {
+                "prompt": "x",
+                "structured_outputs": {"regex": "a"},
+                "response_format": {"type": "json_object"},
+            },
             "response_format",
             "at most once",
+        ),
+        ({"prompt": "x", "guided_json": 1}, "guided_json", "guided_json must"),
+        (
+            {"prompt": "x", "use_beam_search": True},
+            "use_beam_search",
+            "use_beam_search must be false; got True",
+        ),
+        (
+            {"prompt": "x", "use_beam_search": 0},
+            "use_beam_search",
+            "use_beam_search must be false; got 0",
         ),
         (
             {
@@ -205,3 +225,21 @@ def test_a_flag_with_the_name_of_a_number_is_called_a_flag(live, value):
     error = refused(httpx2.post(f"{live.url}/v1/chat/completions", json=body), 400)
     assert error["param"] == "logprobs" and "must be true or false" in error["message"]
     assert error["message"].endswith(f"got {value!r}")
+
+
+def test_a_field_called_query_is_named(live):
+    for body in ({}, {"query": 1, "documents": ["b"]}):
+        error = refused(httpx2.post(f"{live.url}/rerank", json=body), 400)
+        assert error["param"] == "query" and error["message"].startswith("query ")
+
+
+def test_texts_to_tokenize_are_a_prompt_or_messages(live):
+    messages = [{"role": "user", "content": "x"}]
+    error = refused(httpx2.post(f"{live.url}/tokenize", json={"prompt": "a", "messages": messages}), 400)
+    assert error["message"] == "messages must not be combined with prompt; got both"
+    assert error["param"] == "messages"
+
+
+def test_a_trace_may_be_null(live):
+    body = {"prompt": "x", "max_tokens": 1, "entropic": {"trace": None}}
+    assert httpx2.post(live.url + PATH, json=body).status_code == 200

@@ -146,7 +146,7 @@ def test_a_row_offers_each_page_once_and_gives_its_pages_back_once():
     assert blocks.num_free_pages == 7
 
 
-def test_edits_keep_pages_before_rows_end_and_end_rows_before_jobs_are_placed():
+def test_updates_keep_pages_before_rows_end_and_end_rows_before_others_are_placed():
     updates = state_updates()
     updates.retained_pages += range(700)
     updates.freed_rows.append(2)
@@ -208,7 +208,7 @@ def test_the_host_ranks_by_the_priority_of_the_device():
     np.testing.assert_allclose(device, written_out, rtol=1e-6)
 
 
-def test_a_prompt_that_is_to_be_read_counts_for_less_than_what_is_to_be_generated():
+def test_a_prompt_counts_for_less_than_what_is_to_be_generated():
     sequence = SimpleNamespace(prompt=[0] * 8, generated=[], request=SimpleNamespace(max_tokens=5))
     left, most = Sequence.remaining_work.fget, Sequence.max_length.fget
     assert (left(sequence), most(sequence)) == (7, 13)
@@ -216,7 +216,7 @@ def test_a_prompt_that_is_to_be_read_counts_for_less_than_what_is_to_be_generate
     assert (left(sequence), most(sequence)) == (3, 13)
 
 
-def test_no_one_starves_while_short_jobs_keep_coming():
+def test_no_one_starves_while_short_requests_keep_coming():
     ranking, drops = Ranking("entropic", PRIOR), np.zeros(1)
     queue = [waiting(2000, 0)]
     longest, crowd = queue[0], 6

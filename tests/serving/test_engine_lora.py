@@ -65,10 +65,12 @@ def expected(model, paths) -> list[list[int]]:  # noqa: F811
         for name, path in {None: None, **paths}.items():
             # The weights are an argument of the programs, so all models share them.
             engine.programs.params = (model if path is None else merged(model, path)).params
-            jobs = [dataclasses.replace(job, adapter=None) for job in mixed() if job.adapter == name]
-            for job, (result, _) in zip(jobs, run(engine, *jobs), strict=True):
-                tokens[job.id] = result
-    return [tokens[job.id] for job in mixed()]
+            requests = [
+                dataclasses.replace(request, adapter=None) for request in mixed() if request.adapter == name
+            ]
+            for request, (result, _) in zip(requests, run(engine, *requests), strict=True):
+                tokens[request.id] = result
+    return [tokens[request.id] for request in mixed()]
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +96,14 @@ def test_rows_without_an_adapter_keep_their_bits(model, paths):  # noqa: F811
     """All that is reported of every token, beside rows with an adapter, against an engine without any."""
     exact = dict(pruning=False, scheduling_policy="fcfs", batch_invariant=True)
     scored = mixed(max_tokens=20, logprobs=3, prompt_logprobs=2)[:3]
-    jobs = [dataclasses.replace(job, adapter=None) for job in scored]
+    requests = [dataclasses.replace(request, adapter=None) for request in scored]
     results = []
     for options, adapter in ((exact, None), ({**LORA, **exact}, "a")):
         for engine in engine_of(model, **options):
             if adapter is not None:
                 engine.load_adapter(adapter, paths[adapter])
             beside = engine_request("beside", prompt(9), adapter=adapter, max_tokens=40)
-            streams = [engine.submit(job) for job in (beside, *jobs)]
+            streams = [engine.submit(request) for request in (beside, *requests)]
             _, *deltas = [list(stream) for stream in streams]
             tokens = [[token for delta in of_one for token in delta.tokens] for of_one in deltas]
             prompts = [[token for delta in of_one for token in delta.prompt] for of_one in deltas]
@@ -159,15 +161,15 @@ def test_drafts_are_verified_under_the_adapter(
     cheap = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
     monkeypatch.setattr(programs, "known_costs", lambda *_: cheap)
     ids = prompt(12, 5) * 4
-    jobs = [
+    requests = [
         engine_request(f"d{i}", ids[i:], adapter=adapter, seed=i, temperature=0.3 * (i % 2), max_tokens=24)
         for i, adapter in enumerate(("a", None, "b", "c", "a"))
     ]
-    plain = tokens_of(run(adapted, *jobs))
+    plain = tokens_of(run(adapted, *requests))
     for engine in engine_of(model, **LORA, speculate=drafter, num_speculative_tokens=3, max_num_seqs=2):
         for name, path in paths.items():
             engine.load_adapter(name, path)
-        results = run(engine, *jobs)
+        results = run(engine, *requests)
         assert tokens_of(results) == plain
         assert sum(last.summary["num_drafted"] for _, last in results) > 0
 

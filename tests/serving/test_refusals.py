@@ -7,8 +7,9 @@ import pytest
 from entropic_jax import LLM, SamplingParams
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
-from entropic_jax.serving.llm.prompts import at, conversations_of, tokenize_conversation
-from entropic_jax.serving.request import RequestError
+from entropic_jax.serving.llm.lora_request import LoRARequest
+from entropic_jax.serving.llm.prompts import at, conversations_of, tokenize, tokenize_conversation
+from entropic_jax.serving.request import Request, RequestError
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,12 @@ from entropic_jax.serving.request import RequestError
         (dict(method="budgeted-prefill"), "prefill_options: table must be set with the method budgeted-pre"),
         (dict(prefill_options=64), "prefill_options must be a mapping with keys among segment, dense_below"),
         (dict(preset="entropix", branches=65), "branches must be an integer between 1 and 64; got 65"),
+        (dict(preset="entropix", clarification="\ud800"), "clarification must be Unicode; got '.ud800'"),
+        (
+            dict(method="snapkv", budgets=(("budget", 10**30),)),
+            "budgets must map cache_budget to an integer of at most 2147483647; got 10000",
+        ),
+        (dict(max_loras=2), "max_loras must be None unless enable_lora is on; got 2"),
     ],
 )
 def test_engine_options(options, message):
@@ -50,6 +57,11 @@ def test_engine_options(options, message):
         ("--kv-cache-dtype fp8", "error: --kv-cache-dtype must be auto, bfloat16 or int8_per_token_head"),
         ("--max-tokens 3 --tensor-parallel-size 3", "error: --tensor-parallel-size must be between 1 and"),
         ("--stop-token-ids \u0663", "must be a token id; got \u0663"),
+        ("--seed abc", "must be an integer between -9223372036854775808 and 9223372036854775807; got abc"),
+        (
+            "--method snapkv --cache-budget 99999999999999999999999",
+            "--cache-budget must be an integer of at most 2147483647; got 99999",
+        ),
     ],
 )
 def test_the_generate_command(entropic, directory, flags, message):
@@ -57,9 +69,79 @@ def test_the_generate_command(entropic, directory, flags, message):
     assert status != 0 and message in " ".join(err.split())
 
 
-def test_bytes_are_no_token_ids():
+@pytest.mark.parametrize("value", [b"ab", "", "12"])
+def test_texts_are_no_token_ids(value):
     with pytest.raises(ParameterError, match="allowed_token_ids must be a list of up to"):
-        SamplingParams(allowed_token_ids=b"ab")
+        SamplingParams(allowed_token_ids=value)
+
+
+LONE = "x\ud800"
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_lone_surrogates_in_parameters(name):
+    with pytest.raises(ParameterError, match=f"^{name} must be Unicode; got ") as error:
+        SamplingParams(**{name: [LONE]})
+    assert error.value.param == name and str(error.value).isascii()
+
+
+def test_lone_surrogates_in_prompts(entropic, directory):
+    for refused in (
+        lambda: Request(prompt=LONE),
+        lambda: at("prompts[1]", lambda item: tokenize(item, None), LONE),
+        lambda: tokenize_conversation([{"role": "user", "content": LONE}], Echo()),
+    ):
+        with pytest.raises(
+            RequestError, match=r"(prompts\[1\]: a prompt|prompt|messages) must be Unicode; got"
+        ):
+            refused()
+    status, _, err = entropic("generate", "--model", directory, "--prompt", LONE, "--max-tokens", "2")
+    assert status != 0 and "--prompt must be Unicode" in err
+
+
+class Echo:
+    """A tokenizer whose template is the text of the messages."""
+
+    def chat(self, messages, **_):
+        return "".join(message["content"] for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(model=""), "model must be the path of a directory, or None; got ''"),
+        (dict(model="\ud800"), r"model must be a directory with config.json and .*; got '.ud800'"),
+        (dict(mesh="x"), "mesh must be a jax.sharding.Mesh or None; got 'x'"),
+        (dict(speculative_config={"method": ["ngram"]}), r"speculative_config must .*; got \['ngram'\]"),
+    ],
+)
+def test_options_of_llm(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LLM(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", 1, "x"), "lora_name must be a string that is not empty; got ''"),
+        (("a", 1, None), "lora_path must be a string that is not empty or a Path; got None"),
+    ],
+)
+def test_adapters_of_llm(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LoRARequest(*arguments)
+
+
+def test_parameters_for_each_prompt():
+    with LLM(max_num_seqs=1, max_model_len=64, warmup="none") as llm:
+        for params in ([None], [SamplingParams(), None]):
+            with pytest.raises(
+                TypeError, match=r"sampling_params must be SamplingParams .* a list with NoneType"
+            ):
+                llm.generate(["a"] * len(params), params)
+        longest = SamplingParams(min_tokens=2**31 - 1, max_tokens=2**31 - 1, temperature=0.0)
+        (output,) = llm.generate("a", longest)  # fills its row, whatever the numbers are
+        assert len(output.outputs[0].token_ids) > 50 and output.outputs[0].finish_reason == "length"
 
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -73,8 +155,9 @@ MESSAGES = [{"role": "user", "content": "x"}]
             "chat_template_kwargs",
             "chat_template_kwargs must not have the key",
         ),
-        (dict(variables=3), "chat_template_kwargs", "chat_template_kwargs must be a mapping; got 3"),
+        (dict(variables=3), "chat_template_kwargs", "chat_template_kwargs must be a mapping of names; got 3"),
         (dict(tools=3), "tools", "tools must be a list of mappings; got 3"),
+        (dict(variables={1: 1}), "chat_template_kwargs", "chat_template_kwargs must be a mapping of names"),
     ],
 )
 def test_conversations(arguments, param, message):

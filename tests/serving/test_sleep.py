@@ -31,18 +31,18 @@ def pool(engine):
     return engine.scheduler.device_state.state.cache.layers
 
 
-def jobs():
+def requests():
     return [engine_request(f"r{i}", prompt(30, i), seed=i, temperature=0.8) for i in range(3)]
 
 
 def test_the_pool_is_released_and_requests_wait(running):
-    expected = [tokens for tokens, _ in run(running, *jobs())]
-    assert run(running, jobs()[0])[0][1].cached_tokens > 0
+    expected = [tokens for tokens, _ in run(running, *requests())]
+    assert run(running, requests()[0])[0][1].cached_tokens > 0
     keys = pool(running)[0].keys
     running.sleep("abort").result(30)
     assert running.is_sleeping() and keys.is_deleted()
     running.sleep("abort").result(30)  # once more changes nothing
-    streams = [running.submit(job) for job in jobs()]
+    streams = [running.submit(request) for request in requests()]
     cancelled = running.submit(engine_request("cancelled", prompt(5)))
     timed = running.submit(engine_request("timed", prompt(5), timeout=0.1))
     cancelled.cancel()

@@ -240,7 +240,7 @@ def test_steps_of_a_head_are_timed():
     costs = measure_pass_costs(
         decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
     )
-    # Without context a step may seem to take no time, where what else runs made that of a long one seem short.
+    # Without context a step may seem to take no time, where a disturbance makes that of a long one short.
     for step in (costs.head_step, costs.draft_step):
         assert step is not None and min(step) >= 0 and 0 < sum(step) < 1
 
@@ -285,10 +285,10 @@ def test_drafts_of_a_list_are_those_of_the_vocabulary_with_the_rest_masked(sampl
     batch = Batch(state, jnp.array([True, True, False]))
     for position in range(12):
         batch = batch._replace(state=state._replace(length=state.length + position))
-        listed, whole = draw(batch, logits, tokens), draw(batch, everywhere)
-        assert listed.token.tolist() == whole.token.tolist()
-        np.testing.assert_allclose(listed.entropy, whole.entropy, rtol=1e-5)
-        np.testing.assert_array_equal(listed.state.history.generated, whole.state.history.generated)
+        listed, expected = draw(batch, logits, tokens), draw(batch, everywhere)
+        assert listed.token.tolist() == expected.token.tolist()
+        np.testing.assert_allclose(listed.entropy, expected.entropy, rtol=1e-5)
+        np.testing.assert_array_equal(listed.state.history.generated, expected.state.history.generated)
 
 
 @pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, True)])

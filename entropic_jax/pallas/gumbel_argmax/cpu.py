@@ -194,7 +194,9 @@ def _scale(builder: Any, logits: Any, columns: Any, temperature: Any) -> tuple[A
     highest = broadcast(builder, largest_lane(builder, largest))
     distance = builder.fsub(highest, highest)  # 0, or NaN where it is not finite
     finite = builder.fcmp_ordered("==", distance, constant(0.0))
-    divisor = larger(builder, broadcast(builder, load(builder, temperature, 0, FLOAT)), constant(SMALLEST))
+    divisor = larger(
+        builder, broadcast(builder, load(builder, temperature, 0, FLOAT)), constant(float(SMALLEST))
+    )
     return builder.select(finite, highest, constant(0.0)), divisor
 
 

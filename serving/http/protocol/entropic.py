@@ -47,7 +47,7 @@ class Entropic(GainFields):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    trace: bool = Field(False, description=TRACE.help)
+    trace: bool | None = Field(False, description=TRACE.help)
 
     def control(self, default: Control, temperature: float) -> Control:
         """The server's control with what this request changes.

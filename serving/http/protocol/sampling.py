@@ -132,6 +132,9 @@ class SamplingBody(SamplingFields):
         if self.structured_outputs is not None:
             constraints = self.structured_outputs
             formats += [v is not None and v is not False for _, v in constraints]
+        if sum(formats[1:]) > 1:
+            message = f"structured_outputs must have one constraint; got {sum(formats[1:])}"
+            raise conflict("structured_outputs", message)
         if sum(formats) > 1:
             message = (
                 "response_format and structured_outputs must constrain the text at most once; "

@@ -5,13 +5,21 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from .chat import Message
-from .fields import Answer, Body, TokenId, unicode
+from .fields import Answer, Body, TokenId, conflict, unicode
+
+
+def either(body: Any) -> Any:
+    """The body as it is. Raises a conflict where it has a prompt and messages."""
+    if isinstance(body, dict) and body.get("prompt") is not None and body.get("messages") is not None:
+        raise conflict("messages", "messages must not be combined with prompt; got both")
+    return body
 
 
 class TokenizeBody(Body):
     """A text to cut into tokens."""
 
     _unicode = model_validator(mode="before")(unicode)
+    _either = model_validator(mode="before")(either)
 
     model: str | None = None
     prompt: str
@@ -23,6 +31,7 @@ class TokenizeChatBody(Body):
     """A conversation to cut into tokens, after the model's template."""
 
     _unicode = model_validator(mode="before")(unicode)
+    _either = model_validator(mode="before")(either)
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]

@@ -60,10 +60,12 @@ ANTHROPIC_TYPES = {
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
 LISTS = ("messages", "input", "system", "tools")  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
-SHOULD = re.compile(r"^\w+ should ")  # how Pydantic begins most messages
+SHOULD = re.compile(r"^(\w+ should |Value error, must )")  # how Pydantic begins most messages
 COUNTED = re.compile(r"(?: after validation)?, not \d+$")  # how it ends those about lengths
 WORDS = (  # of Pydantic, and of this API
     ("be None", "be null"),
+    ("be False", "be false"),
+    ("be True", "be true"),
     ("a valid boolean", "true or false"),
     ("a valid integer", "an integer"),
     ("a valid dictionary or object to extract fields from", "an object"),
@@ -217,6 +219,8 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
         return _of_entropic(path[1], accepts, first), f"entropic.{path[1]}"
     sent = getattr(error, "body", None)
     name = ".".join(path[: 1 + (path[0] in NESTED)])
+    if path[0] == "structured_outputs" and isinstance(sent, Mapping) and path[0] not in sent:
+        name = f"guided_{path[1]}"  # vLLM's older name, under which it was sent
     same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
         missing = ".".join(_place(sent, first) or path)
@@ -287,4 +291,6 @@ def _in_pydantic_words(errors: Sequence[Mapping[str, Any]]) -> str:
 def _location(error: Mapping[str, Any]) -> list[str]:
     """The path of a field in the body, without the names of Python classes."""
     parts = [str(part) for part in error["loc"]]
-    return [part for part in parts if part not in ("body", "query", "path") and not part.endswith("Body")]
+    if parts[:1] == ["body"] or (len(parts) > 1 and parts[0] in ("query", "path")):
+        parts = parts[1:]
+    return [part for part in parts if not part.endswith("Body")]
