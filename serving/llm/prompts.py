@@ -41,7 +41,8 @@ def conversations_of(
     """The conversations in an argument that is one list of messages or many, by their place in it.
 
     Raises:
-        RequestError: For anything else than messages with `role` and `content`; it names the message.
+        RequestError: For a conversation without a message, or another message than
+            `chat_template.template_message` takes; it names the message.
 
     >>> hello = {"role": "user", "content": "hello"}
     >>> list(conversations_of([hello])), list(conversations_of([[hello], [hello]]))
@@ -54,18 +55,11 @@ def conversations_of(
     for place, messages in conversations.items():
         if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
             raise RequestError(f"{place} must be a list of messages; got {short(messages)}", place)
+        if not messages:
+            raise RequestError(f"{place} must have at least one message; got {short(messages)}", place)
         for i, message in enumerate(messages):
-            _check_message(f"{place}[{i}]", message)
+            chat_template.template_message(message, f"{place}[{i}]")
     return conversations
-
-
-def _check_message(place: str, message: Any) -> None:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        accepted = "a mapping with role and content"
-        raise RequestError(f"{place} must be {accepted}; got {short(message)}", place)
-    content, place = message["content"], f"{place}.content"
-    if not isinstance(content, str | Sequence | None):
-        raise RequestError(f"{place} must be a string or a list of parts; got {short(content)}", place)
 
 
 def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, ...]]) -> TokenizedPrompt:

@@ -3,11 +3,13 @@
 The server, `LLM` and the command line share it, so that a conversation has the same prompt in all of them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entropic_jax.models import ModelError, Tokenizer
 from entropic_jax.models.chat_templates import check
+from entropic_jax.parameter_tables.table import short
 
 from . import RequestError
 
@@ -50,7 +52,7 @@ def render(
 
     Args:
         tokenizer: with a template.
-        messages: objects with `role` and `content`.
+        messages: see `template_message`.
         variables: the caller's variables for the template.
         continue_last: end the prompt with the last message, for the model to continue it.
         **stated: variables that the caller's override.
@@ -65,11 +67,66 @@ def render(
         )
     if continue_last:
         stated["add_generation_prompt"] = False
+    messages = [template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
         text = tokenizer.chat(messages, **{**stated, **named})
     except ModelError as error:
         raise RequestError(str(error), "messages") from None
     return _up_to(text, str(tokenizer.escape(messages[-1].get("content", "")))) if continue_last else text
+
+
+def template_message(message: Any, place: str) -> dict[str, Any]:
+    """A message as templates expect it: its content is one text, and arguments of calls are objects.
+
+    Args:
+        message: a mapping with `role` and `content`, a text or a list of parts of text; None is an empty one.
+        place: where it stands in the argument, such as `messages[3]`, for errors.
+
+    Raises:
+        RequestError: For another message; it names the place.
+    """
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(f"{place} must be a mapping with role and content; got {short(message)}", place)
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{place}.role must be a string; got {short(role)}", f"{place}.role")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = "".join(_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str | None):
+        accepted = "a string or a list of parts"
+        raise RequestError(f"{place}.content must be {accepted}; got {short(content)}", f"{place}.content")
+    result = {**message, "content": content or ""}
+    if (calls := message.get("tool_calls")) is not None:
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise RequestError(
+                f"{place}.tool_calls must be a list; got {short(calls)}", f"{place}.tool_calls"
+            )
+        result["tool_calls"] = [_call(call) for call in calls]
+    return result
+
+
+def _text(part: Any, place: str) -> str:
+    """The text of a part of a message."""
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        accepted = "{'type': 'text', 'text': …}"
+        raise RequestError(f"{place} must be {accepted}; got {short(part)}", place)
+    return part["text"]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A call of a function with its arguments as an object; they may be the text of one in JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    stated = function.get("arguments") if isinstance(function, Mapping) else None
+    arguments = stated or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(function, Mapping) or not isinstance(arguments, Mapping):
+        message = f"messages must have tool_calls whose arguments are JSON objects; got {short(stated)}"
+        raise RequestError(message, "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _up_to(text: str, content: str) -> str:

@@ -213,7 +213,7 @@ def test_chat_goes_through_the_template(llm, monkeypatch):
     )
     assert [x.prompt for x in outputs] == ["# user: add\nT", "# user: add\n# user: add\nT"]
     with pytest.raises(ValueError, match=r"messages\[1\]\[0\] must be a mapping with role and content"):
-        llm.chat([[message], [{"role": "user"}]], greedy)
+        llm.chat([[message], [{"content": "add"}]], greedy)
     with pytest.raises(ValueError, match="chat_template_kwargs must not have the key self"):
         llm.chat([message], greedy, chat_template_kwargs={"self": 1})
 

@@ -1,15 +1,17 @@
 """Refusals that name the caller's argument: options that nothing would read, and values of another kind."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from entropic_jax import LLM, SamplingParams
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.http.protocol.chat import Message
 from entropic_jax.serving.llm.lora_request import LoRARequest
 from entropic_jax.serving.llm.prompts import at, conversations_of, tokenize, tokenize_conversation
-from entropic_jax.serving.request import Request, RequestError
+from entropic_jax.serving.request import Request, RequestError, chat_template
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,13 @@ def test_conversations(arguments, param, message):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([MESSAGES, [{"role": "user"}]], "messages[1][0] must be a mapping with role and content; got"),
+        ([MESSAGES, [{"content": "x"}]], "messages[1][0] must be a mapping with role and content; got"),
+        ([[]], "messages[0] must have at least one message; got []"),
+        ([{"role": 1, "content": "x"}], "messages[0].role must be a string; got 1"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
+            "messages[0].content[0] must be {'type': 'text', 'text': …}; got {'type': 'image_url'",
+        ),
         ([*MESSAGES, {"content": "hi"}], "messages[1] must be a mapping with role and content; got"),
         ([*MESSAGES, "hi"], "messages[1] must be a mapping with role and content; got 'hi'"),
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list of parts; got 5"),
@@ -181,6 +189,22 @@ def test_the_message_at_fault_is_named(messages, message):
     with pytest.raises(RequestError, match=f"^{re.escape(message)}") as error:
         conversations_of(messages)
     assert error.value.param == message.split(" must")[0]
+
+
+def test_the_content_of_messages_is_one_text_wherever_they_come_from():
+    parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "world"}]
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    seen = []
+    tokenizer = SimpleNamespace(chat=lambda messages, **_: seen.append(messages) or "")
+    chat_template.render(tokenizer, messages)
+    ((user, assistant),) = seen
+    assert user == {"role": "user", "content": "Hello, world"} and assistant["content"] == ""
+    assert assistant["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    assert [Message.model_validate(m).for_template() for m in messages] == [user, assistant]
 
 
 def test_a_lowest_temperature_above_that_of_the_prompt():

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from ...request.chat_template import template_message
 from .entropic import EntropicResult
 from .fields import Answer, Body, Count, Usage, conflict
 from .sampling import Alternatives, SamplingBody
@@ -28,12 +29,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one text. Raises RequestError for calls without an object."""
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content
-        message = {**self.model_dump(exclude_none=True), "content": text or ""}
-        if self.tool_calls is not None:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
+        return template_message(self.model_dump(exclude_none=True), "messages")
 
 
 class ChatBody(SamplingBody):

@@ -1,14 +1,10 @@
 """Tools that a model may call, the choice among them, and the calls in messages."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from entropic_jax.parameter_tables.table import short
-
-from ...request import RequestError
 from .fields import Answer, Body, conflict
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -90,21 +86,6 @@ class StatedCall(Body):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     function: StatedFunction
-
-    def for_template(self) -> dict[str, Any]:
-        """The call with its arguments as an object, as templates expect it. Raises RequestError."""
-        arguments: Any = self.function.arguments or "{}"
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            stated = short(self.function.arguments)
-            message = f"messages must have tool_calls whose arguments are JSON objects; got {stated}"
-            raise RequestError(message, "messages")
-        call = self.model_dump(exclude_none=True)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class CalledFunction(Answer):
