@@ -154,14 +154,17 @@ def generate(
         controller: the control law.
         state: the loop's state; it is consumed.
         steps: traced, at most `capacity`.
-        capacity: steps of the trace. Static.
-        width: as in `step`. Static.
+        capacity: steps of the trace, at least 1. Static.
+        width: as in `step`, at least 1. Static.
         speculator: drafts tokens for a state that was started with it; None decodes one by one.
 
     Returns:
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
+    for name, value in (("capacity", capacity), ("width", 1 if width is None else width)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
     if speculator is not None:
         check_speculation(controller, state)
 

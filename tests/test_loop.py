@@ -278,6 +278,11 @@ REFUSED = {
         (0.7, r"sample must be a Sampling of 2 rows, as `parameters` makes it; got 0\.7"),
         (parameters(3), r"sample must be a Sampling of 2 rows, .*; got one of shape \(3,\)"),
     ],
+    "key": [(3, "key must be a random key, .*; got 3"), (None, "key must be a random key, .*; got None")],
+    "belief_temperature": [
+        (value, f"belief_temperature must be a number above 0 and finite; got {value}")
+        for value in (0, -1.0, float("nan"), None)
+    ],
 }
 
 
@@ -286,11 +291,23 @@ REFUSED = {
 )
 def test_start_refuses_by_name(name, value, message):
     model = tiny.model()
-    arguments = {"prompts": [[1], [2]], "max_tokens": 4, name: value}
+    arguments = {"prompts": [[1], [2]], "max_tokens": 4, "key": jax.random.key(0), name: value}
     pool = allocate(model.decoder.shape, 2, 128, page_size=8)
-    key = jax.random.key(0)
     with pytest.raises(ValueError, match=message):
-        start(model.decoder, model.params, chain(), pool, arguments.pop("prompts"), key=key, **arguments)
+        start(model.decoder, model.params, chain(), pool, arguments.pop("prompts"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"capacity": 0}, "capacity must be at least 1; got 0"),
+        ({"width": -1}, "width must be at least 1; got -1"),
+    ],
+)
+def test_generate_refuses_by_name(sizes, message):
+    model = tiny.model()
+    with pytest.raises(ValueError, match=message):
+        generate(model.decoder, model.params, chain(), tiny.begin([[1], [2]]), 1, **sizes)
 
 
 def test_start_accepts_arrays():

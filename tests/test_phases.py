@@ -7,13 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.attention.page_reader import ReadStats
-from entropic_jax.phases.batch import Batch, record
-from entropic_jax.phases.emission import Logits, choose, measure, measure_token, observe, process, trace_of
+from entropic_jax.phases.batch import Batch, gather_active, record
+from entropic_jax.phases.emission import (
+    Logits,
+    advance,
+    choose,
+    measure,
+    measure_token,
+    observe,
+    process,
+    trace_of,
+)
 from entropic_jax.phases.forward import Forward, _adapters
 from entropic_jax.sampling import History, parameters, sample
 from entropic_jax.sampling.randomness import row_keys
-from entropic_jax.state import RUNNING, STOPPED, State, ledger, plain_action, unmeasured
+from entropic_jax.state import PAUSED, RUNNING, STOPPED, State, ledger, plain_action, unmeasured
 from entropic_jax.state.constraints import no_constraints
+from tests import tiny
 
 
 def with_fields(kind: Any, **fields: Any) -> Any:
@@ -110,6 +120,32 @@ def test_a_token_is_the_controller_s_or_drawn_for_its_position_in_the_text():
     position = jnp.array([6, 9, 9], jnp.int32)
     drawn = sample(processed, state.sampling, jnp.ones(3), state.key, state.seed, position)
     assert token.tolist() == [0, *drawn[1:].tolist()] and drawn[0] != 0
+
+
+def test_a_row_pauses_after_a_token_that_was_not_expected_at_its_place_in_the_text():
+    """The plan counts evicted positions: the token of the first row is that of its fourth position."""
+    state = state_of(
+        3,
+        token=jnp.array([5, 5, 6], jnp.int32),
+        stop=jnp.full((3, 1), 2, jnp.int32),
+        length=jnp.array([1, 4, 4], jnp.int32),
+        evicted=jnp.array([3, 0, 0], jnp.int32),
+        limit=jnp.full(3, 20, jnp.int32),
+        status=jnp.full(3, RUNNING, jnp.int32),
+    )
+    constraints = no_constraints(3, 9, positions=4)._replace(
+        masked=jnp.ones(3, bool),
+        start=jnp.full(3, 2, jnp.int32),
+        expected=jnp.tile(jnp.array([7, 8, 3, 5], jnp.int32), (3, 1)),
+    )
+    after = advance(Batch(state, jnp.ones(3, bool)), state, jnp.ones(3, bool), constraints)
+    assert after.status.tolist() == [RUNNING, RUNNING, PAUSED] and after.length.tolist() == [2, 5, 5]
+
+
+def test_pages_ahead_end_where_a_row_is_full():
+    state = tiny.begin(tiny.prompts(9, 9), page_size=4)._replace(limit=jnp.array([12, 60], jnp.int32))
+    _, state, _ = gather_active(state, None, 20)
+    assert state.cache.granted.tolist() == [3, 8]  # 12 and 8 + 1 + 20 positions
 
 
 def test_the_surprisal_of_a_token_is_that_of_the_belief():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..state import Sampling
@@ -86,6 +87,26 @@ def require_rows(name: str, value: Any, rows: int, what: str) -> None:
         raise ValueError(f"{name} must have {rows} entries, {what}; got {value!r:.200}")
     if len(value) != rows:
         raise ValueError(f"{name} must have {rows} entries, {what}; got {len(value)}")
+
+
+def check_randomness_and_belief(key: Any, belief_temperature: Any) -> None:
+    """Raises ValueError for a run key, or a temperature of the belief, that `start` does not take.
+
+    Args:
+        key: as `start` takes it; values that are traced are not checked.
+        belief_temperature: likewise.
+    """
+    if not isinstance(key, (jax.Array, np.ndarray)) or not (
+        jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+    ):
+        raise ValueError(f"key must be a random key, as `jax.random.key` makes it; got {key!r:.200}")
+    if isinstance(belief_temperature, jax.core.Tracer):
+        return
+    number = isinstance(belief_temperature, (int, float, np.ndarray, np.generic, jax.Array))
+    if not number or not 0 < float(belief_temperature) < np.inf:
+        raise ValueError(
+            f"belief_temperature must be a number above 0 and finite; got {belief_temperature!r:.200}"
+        )
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> None:

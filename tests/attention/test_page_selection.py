@@ -222,6 +222,17 @@ def test_the_first_layer_that_chooses_may_drop_more():
         np.testing.assert_array_equal(choice.dropped_mass, expected.dropped_mass)
 
 
+def test_the_first_layer_that_chooses_drops_no_more_than_the_most():
+    rules = LOOSE._replace(sink_pages=0, recent_pages=1, min_pages=1)
+    plain, scaled = (Selection(rules=rules, dense_layers=0, first_layer_scale=scale) for scale in (1.0, 4.0))
+    capped, most, all_of_it = (
+        chosen(choice, 0, (limit, limit))[0]
+        for choice, limit in ((scaled, 0.9), (plain, page_selection.MAX_DROPPED_MASS), (plain, 3.6))
+    )
+    assert [pages(capped, row) for row in (0, 1)] == [pages(most, row) for row in (0, 1)]
+    assert (most.num_pages > all_of_it.num_pages).any()  # without the bound, fewer would be read
+
+
 def test_layers_of_a_group_take_the_lists_of_its_first():
     shared = Selection(rules=LOOSE, dense_layers=0, layers_per_list=2)
     first, follower = (chosen(shared, number, (0.5, 0.5))[0] for number in (0, 1))

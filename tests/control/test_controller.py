@@ -154,6 +154,30 @@ def test_every_acts_at_the_first_step_and_each_nth_after():
     assert changes.tolist() == [True, False, True, False, True]
 
 
+@pytree
+class Quota:
+    """Lets every row advance by one more token than before."""
+
+    def init(self, action: Action) -> None:
+        return None
+
+    def update(self, signal: Signal, action: Action, state: None) -> tuple[Action, None]:
+        return action, state
+
+    def schedule(self, signal: SchedulingSignal, action: Action, state: None) -> tuple[Action, None]:
+        return action._replace(quota=action.quota + 1), state
+
+
+def test_a_law_across_rows_acts_at_the_first_step_and_each_nth_after():
+    law, action = Every(Quota(), 3), plain_action(jnp.array(START))
+    state, quotas = law.init(action), []
+    nothing = SchedulingSignal(*(None,) * len(SchedulingSignal._fields))
+    for _ in range(7):
+        action, state = law.schedule(nothing, action, state)
+        quotas.append(int(action.quota[0]))
+    assert quotas == [2, 2, 2, 3, 3, 3, 4] and state.steps.tolist() == [7] * ROWS
+
+
 def test_when_leaves_the_other_rows_alone():
     temperatures = np.asarray(run(When(warm, Nudge(0.1))).temperature)
     assert (temperatures[:, 0] == 0.5).all()

@@ -64,6 +64,14 @@ def ends(emitted) -> np.ndarray:
 # The priority and the choice.
 
 
+def test_no_sequence_past_its_predicted_length_goes_before_another():
+    rows, law = load(3, expected_end=[50, 10, 40]), scheduling.ShortestRemaining(1)
+    state = scheduling.with_load(law.init(plain_action(jnp.ones(3))), rows)
+    everyone = jnp.ones(3, bool)
+    signal = measured(everyone, everyone, length=jnp.array([60, 45, 30], jnp.int32))
+    assert law.score(signal, state).tolist() == [0, 0, -10]
+
+
 def exact_priority(drop, load, wait, cost, memory, slack, ageing, bound):
     field = lambda x: np.asarray(x, np.float64)
     load = cost * field(load.cost) + memory * field(load.memory) + slack * field(load.slack)

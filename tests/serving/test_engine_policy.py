@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import PRIOR
+from entropic_jax.control.pruning import FixedPruning
+from entropic_jax.serving.engine.launch_planner import LaunchPlanner
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.priority import Ranking
 from entropic_jax.serving.engine.row_controllers import RowControllers
@@ -92,6 +95,42 @@ def test_the_prior_of_entropy_is_that_of_the_calibration():
     calibration = SimpleNamespace(mean=1.5, scale=0.7, correlation=0.25)
     subject = RowControllers("normalised", calibration, pruning=True, entropic_schedule=False)
     assert subject.prior._asdict() == vars(calibration)
+
+
+def test_a_row_may_leave_pages_unread_by_its_preset_or_by_the_method_of_the_engine():
+    lossy, off = Control("meso-lossy"), Control("off")
+    plain = row_controllers()
+    assert plain.row_gains(lossy).pruning and not plain.row_gains(off).pruning
+    laws = chain(FixedPruning(0.1))
+    quest = RowControllers("normalised", None, pruning=True, entropic_schedule=False, method_laws=laws)
+    assert quest.row_gains(off).pruning
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_nothing_is_drafted_for_a_row_that_leaves_pages_unread(always):
+    subject = RowControllers(
+        "normalised", None, pruning=True, entropic_schedule=False, drafter="suffix", always_drafts=always
+    )
+    drafts = {name: subject.row_gains(Control(name)).drafts for name in ("off", "meso", "full-lossy")}
+    assert drafts == {"off": always, "meso": True, "full-lossy": False}
+
+
+def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread():
+    planner = LaunchPlanner.__new__(LaunchPlanner)
+    shapes = SimpleNamespace(
+        speculates=True, drafting_widths=(4,), widths=(4,), page_policies=(None, "pruned"), samplers=(False,)
+    )
+    planner.sizes = SimpleNamespace(shapes=shapes)
+    planner.programs = SimpleNamespace(available=lambda key: True)
+    planner.draft_choice = SimpleNamespace(drafts=lambda width, untried: True)
+
+    def row(pruning: bool = False, drafts: bool = True) -> SimpleNamespace:
+        gains = SimpleNamespace(pruning=pruning, drafts=drafts, sampler=False)
+        return SimpleNamespace(row_gains=gains, num_scheduled=5, num_replay_tokens=0)
+
+    assert planner.speculates([row(), row(drafts=False)], {})
+    assert not planner.speculates([row(), row(pruning=True, drafts=False)], {})
+    assert not planner.speculates([row(drafts=False)], {})
 
 
 def test_a_row_with_one_branch_does_not_search():
