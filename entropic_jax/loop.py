@@ -162,9 +162,7 @@ def generate(
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
-    for name, value in (("capacity", capacity), ("width", 1 if width is None else width)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    _check_sizes(capacity=capacity, width=1 if width is None else width)
     if speculator is not None:
         check_speculation(controller, state)
 
@@ -178,6 +176,12 @@ def generate(
         return state, trace
 
     return sharding.launch(decoder, program, params, state, controller, speculator, steps)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
 
 
 def run(
