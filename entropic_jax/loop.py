@@ -162,7 +162,7 @@ def generate(
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
-    _check_sizes(capacity=capacity, width=1 if width is None else width)
+    _check_sizes(capacity, width)
     if speculator is not None:
         check_speculation(controller, state)
 
@@ -172,15 +172,15 @@ def generate(
                 return step(decoder, params, controller, state, width=width)
             return speculative_step(decoder, params, controller, speculator, state, width)
 
-        state, _, trace = run(advance, state, steps, capacity)
-        return state, trace
+        return run(advance, state, steps, capacity)[::2]  # without the number of steps
 
     return sharding.launch(decoder, program, params, state, controller, speculator, steps)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
+def _check_sizes(capacity: int, width: int | None) -> None:
+    """Raises ValueError for a size below 1."""
+    for name, value in (("capacity", capacity), ("width", width)):
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
 
 
